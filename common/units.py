@@ -1,0 +1,58 @@
+"""Sizes, rates and times as people write and read them."""
+
+import re
+
+from common.errors import UserError
+
+_FACTORS = {
+    "": 1, "b": 1,
+    "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes in ``"24GiB"``, ``"512 MB"``, ``"1.5g"`` or a plain number.
+
+    Raises:
+        UserError: the text is not a size.
+    """
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", text)
+    if not match or match[2].lower() not in _FACTORS:
+        raise UserError(f"{text!r} is not a size. Write it as 24GiB, 512MiB, 80GB or a number of bytes.")
+    return int(float(match[1]) * _FACTORS[match[2].lower()])
+
+
+def format_bytes(count: float) -> str:
+    """``1.50 GiB``: three significant digits in binary units."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB" if count < 1000 else f"{count:,.0f} TiB"
+
+
+def format_count(count: float) -> str:
+    """``1.35 B``: a number of parameters or tokens in thousands, millions, billions."""
+    for unit in ("", " K", " M", " B"):
+        if abs(count) < 1000:
+            return f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.3g} T"
+
+
+def format_seconds(seconds: float) -> str:
+    """``850 ms``, ``12.3 s``, ``4 min 05 s``, ``3 h 20 min`` or ``2 d 4 h``."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes:02d} min"
+    return f"{hours // 24} d {hours % 24} h"
