@@ -1,0 +1,122 @@
+"""The control groups that this process lives in: what bounds its memory and its processors inside a container.
+
+``/proc/meminfo`` and psutil describe the whole host, so a budget taken from them gets a container killed. A group's limit
+holds for all below it; the effective one is therefore the least over the process's own group and every ancestor.
+Version 1 (one hierarchy per controller) and version 2 (one for all) are both in use, sometimes side by side.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC_SELF = Path("/proc/self")
+
+
+@dataclass(frozen=True)
+class ControlGroup:
+    """One directory of a cgroup file system."""
+
+    path: Path
+    """The group's directory."""
+    version: int
+    """1 or 2: decides the names of the files inside."""
+
+    def _number(self, name: str) -> int | None:
+        """The single number in file ``name``; None where there is no such file, or it says ``max``."""
+        text = _read(self.path / name).strip()
+        return int(text) if text.lstrip("-").isdigit() else None
+
+    def _table(self, name: str) -> dict[str, int]:
+        """The ``key number`` lines in file ``name``; empty where there is no such file."""
+        rows = (line.split() for line in _read(self.path / name).splitlines())
+        return {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdigit()}
+
+    def memory_limit(self) -> int | None:
+        """Bytes this group allows, or None without a limit."""
+        if self.version == 2:
+            limits = [self._number("memory.max"), self._number("memory.high")]
+        else:
+            # The second one counts ancestors above our mount point, whose files a container cannot see.
+            limits = [self._number("memory.limit_in_bytes"), self._table("memory.stat").get("hierarchical_memory_limit")]
+        # Version 1 writes "no limit" as the largest multiple of the page size below 2^63.
+        return min((limit for limit in limits if limit is not None and limit < 2**62), default=None)
+
+    def memory_in_use(self) -> int:
+        """Bytes charged to this group, less the page cache that the kernel takes back on demand."""
+        usage = self._number("memory.current" if self.version == 2 else "memory.usage_in_bytes") or 0
+        inactive = self._table("memory.stat").get("inactive_file" if self.version == 2 else "total_inactive_file", 0)
+        return max(0, usage - inactive)
+
+    def memory_peak(self) -> int | None:
+        """Most bytes ever charged to this group, page cache included; None where the kernel does not record it."""
+        return self._number("memory.peak" if self.version == 2 else "memory.max_usage_in_bytes")
+
+    def memory_unreclaimable(self) -> int:
+        """Bytes of anonymous and shared memory: what the kernel cannot take back without swap."""
+        stat = self._table("memory.stat")
+        anonymous, shared = ("anon", "shmem") if self.version == 2 else ("total_rss", "total_shmem")
+        return stat.get(anonymous, 0) + stat.get(shared, 0)
+
+    def out_of_memory_kills(self) -> int:
+        """How many processes of this group the kernel has killed because the group had reached its limit."""
+        return self._table("memory.events" if self.version == 2 else "memory.oom_control").get("oom_kill", 0)
+
+    def processors(self) -> float | None:
+        """Processors' worth of time this group may use, 1.5 for instance, or None without a limit."""
+        if self.version == 2:
+            quota, _, period = _read(self.path / "cpu.max").strip().partition(" ")
+        else:
+            quota, period = (_read(self.path / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
+        return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
+
+
+def own_groups(controller: str, proc_self: Path = PROC_SELF) -> list[ControlGroup]:
+    """This process's group for ``controller`` ("memory", "cpu"), then its ancestors up to the mount point.
+
+    Empty where there are no control groups. ``proc_self`` is for tests.
+    """
+    membership = _membership(controller, proc_self)
+    if membership is None:
+        return []
+    version, member_path = membership
+    for root, mount_point in _mounts(controller, version, proc_self):
+        # The membership is a path in the whole hierarchy, of which a container may have mounted a part only.
+        inside = os.path.relpath(member_path, root)
+        own = mount_point if inside.startswith("..") else mount_point / inside
+        if not own.is_dir():
+            own = mount_point
+        above = [parent for parent in own.parents if parent.is_relative_to(mount_point)]
+        return [ControlGroup(path, version) for path in (own, *above)]
+    return []
+
+
+def _membership(controller: str, proc_self: Path) -> tuple[int, str] | None:
+    """Version of the hierarchy that has ``controller``, and our path in it."""
+    unified = None
+    for line in _read(proc_self / "cgroup").splitlines():
+        hierarchy, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            return 1, path
+        if hierarchy == "0":
+            unified = path
+    return None if unified is None else (2, unified)
+
+
+def _mounts(controller: str, version: int, proc_self: Path) -> Iterator[tuple[str, Path]]:
+    """(root of the mounted part, mount point) of the mounts of that hierarchy."""
+    for line in _read(proc_self / "mountinfo").splitlines():
+        mount, _, source = line.partition(" - ")
+        fields, (kind, _, options) = mount.split(), source.split(" ", 2)
+        if (version == 2 and kind == "cgroup2") or (
+            version == 1 and kind == "cgroup" and controller in options.split(",")
+        ):
+            yield fields[3], Path(fields[4].encode().decode("unicode_escape"))
+
+
+def _read(path: Path) -> str:
+    """A small file's text, or nothing where it is absent or closed to us."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,29 @@
+"""What every test runs under: two threads, no network, and a plain word where a GPU is missing."""
+
+import os
+
+# Before torch and its libraries are loaded, and inherited by the processes that tests start.
+os.environ["OMP_NUM_THREADS"] = "2"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import hypothesis
+import pytest
+import torch
+
+# Bit-for-bit comparisons hold for a given number of threads only, and two is what every machine has.
+torch.set_num_threads(2)
+
+# A loaded machine is not a failure, and a test run should say the same thing twice.
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked ``cuda`` where PyTorch has no GPU, and say so."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs an NVIDIA GPU that PyTorch can use, and there is none")
+    for item in items:
+        if item.get_closest_marker("cuda"):
+            item.add_marker(skip)
