@@ -1,0 +1,221 @@
+"""Batches for training: ``open_data`` for data files, ``RandomBatches`` where there are none."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from common.data.encoding import Encoded, Encoder
+from common.data.files import find_files, read_records
+from common.data.order import shuffled
+from common.data.packing import TRAINED, Packer, cut, unpack
+from common.data.shapes import examples_of_records, examples_of_text_file
+from common.data.token_file import Header, TokenFile, cache_key, write_token_file
+from common.errors import UserError
+from common.units import format_count
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What to train on, and in which portions."""
+
+    files: tuple[str, ...]
+    """Files and directories, as the user named them."""
+    seq_len: int
+    """Tokens per row."""
+    batch_size: int
+    """Rows per step."""
+    seed: int = 0
+    """Chooses the order of the rows, anew in every epoch."""
+    shuffle: bool = True
+    """If not, rows come in the order in which packing finished them, about that of the files."""
+
+    def __post_init__(self) -> None:
+        if not self.files:
+            raise UserError("No data files given.")
+        if self.seq_len < 2:
+            raise UserError(f"A sequence length of {self.seq_len} leaves nothing to predict; it must be at least 2.")
+        if self.batch_size < 1:
+            raise UserError(f"The batch size must be at least 1, not {self.batch_size}.")
+
+
+class Batches(ABC):
+    """The batch of step s is a pure function of (data, seed, s): resuming needs nothing but the step number.
+
+    Steps draw from an endless sequence of epochs, each a fresh order of all rows, so a batch at the end of an
+    epoch is completed with the first rows of the next, and any number of rows serves any batch size.
+    """
+
+    steps_per_epoch: int
+    """Steps after which every row was seen: rows / batch size, rounded up."""
+    rows: int
+    tokens: int
+    """In one epoch, without padding."""
+    trainable_tokens: int
+    """Tokens of one epoch that carry loss."""
+    description: str
+    """One line for the user."""
+
+    @abstractmethod
+    def batch(self, step: int) -> dict[str, torch.Tensor]:
+        """``input_ids``, ``labels`` and ``position_ids`` of step ``step`` (from 0), int64 [batch_size, seq_len].
+
+        Several documents share a row. ``position_ids`` restart at 0 with each, from which transformers builds a mask
+        that keeps them apart, on two conditions: no ``attention_mask``, and ``use_cache=False`` (with a cache, it
+        takes the row for one document). Some models pay no heed; see ``document_mask``. ``labels`` are -100 where no
+        loss is wanted, and not shifted: models do that.
+        """
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to close
+        """Close the files behind this."""
+
+
+class PackedBatches(Batches):
+    """Batches of a packed token file. Memory is that of one batch, whatever the size of the data."""
+
+    def __init__(self, file: TokenFile, config: DataConfig) -> None:
+        header = file.header
+        self._file = file
+        self._config = config
+        self.rows = header.rows
+        self.tokens = header.tokens
+        self.trainable_tokens = header.trainable_tokens
+        self.steps_per_epoch = -(-header.rows // config.batch_size)
+        self.description = _describe(header)
+
+    def batch(self, step: int) -> dict[str, torch.Tensor]:
+        size = self._config.batch_size
+        ids, labels, positions = unpack(self._file.read(self._rows_of(range(step * size, (step + 1) * size))))
+        return {
+            "input_ids": torch.from_numpy(ids),
+            "labels": torch.from_numpy(labels),
+            "position_ids": torch.from_numpy(positions),
+        }
+
+    def _rows_of(self, draws: range) -> np.ndarray:
+        """The rows at some places of the endless sequence of epochs."""
+        chosen = []
+        while draws:
+            epoch, start = divmod(draws[0], self.rows)
+            places = np.arange(start, min(start + len(draws), self.rows))
+            if self._config.shuffle:
+                places = shuffled(places, self.rows, (self._config.seed, epoch))
+            chosen.append(places)
+            draws = draws[len(places) :]
+        return np.concatenate(chosen)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class RandomBatches(Batches):
+    """Random tokens, to measure throughput with: every row is one document, every step the same amount of work."""
+
+    def __init__(self, vocab_size: int, seq_len: int, batch_size: int, seed: int = 0) -> None:
+        self._vocab_size = vocab_size
+        self._shape = (batch_size, seq_len)
+        self._seed = seed
+        self.rows = batch_size
+        self.steps_per_epoch = 1
+        self.tokens = batch_size * seq_len
+        self.trainable_tokens = batch_size * (seq_len - 1)
+        self.description = (
+            f"random tokens in rows of {seq_len:,}: no data was given, so this measures throughput and learns nothing"
+        )
+
+    def batch(self, step: int) -> dict[str, torch.Tensor]:
+        random = np.random.default_rng((self._seed, step))
+        ids = torch.from_numpy(random.integers(self._vocab_size, size=self._shape, dtype=np.int64))
+        labels = ids.clone()
+        labels[:, 0] = -100
+        return {
+            "input_ids": ids,
+            "labels": labels,
+            "position_ids": torch.arange(self._shape[1]).repeat(self._shape[0], 1),
+        }
+
+
+def open_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir: Path) -> Batches:
+    """Batches of the data in ``config.files``: tokenized and packed into a file in ``cache_dir``, or found there.
+
+    The file is used again as long as data files, tokenizer and ``seq_len`` are the same; it takes 4 bytes per token.
+
+    Raises:
+        UserError: a file is missing, cannot be read or understood, or there is nothing in it to train on.
+    """
+    files = find_files(config.files)
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    path = cache_dir / f"data-{cache_key(files, config.seq_len, tokenizer)}.tokens"
+    try:
+        return PackedBatches(TokenFile(path), config)
+    except (OSError, ValueError):  # not there, or damaged: (re)build
+        _build(path, files, config.seq_len, tokenizer)
+        return PackedBatches(TokenFile(path), config)
+
+
+def _build(path: Path, files: list[Path], seq_len: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    header = Header(seq_len, files=len(files))
+    encoder = Encoder(tokenizer)
+    with write_token_file(path, header) as out:
+
+        def write(row: np.ndarray) -> None:
+            header.rows += 1
+            out.write(row.data)
+
+        packer = Packer(seq_len, _padding(tokenizer), write)
+        for piece in cut(_count_documents(_encode_files(files, encoder, path.parent), header), seq_len):
+            trained = int(np.count_nonzero(piece & TRAINED))
+            if not trained:
+                header.skipped_tokens += len(piece)
+                continue
+            header.tokens += len(piece)
+            header.trainable_tokens += trained
+            packer.add(piece)
+        packer.finish()
+        if not header.rows:
+            raise UserError(_nothing_to_train(header, files))
+
+
+def _encode_files(files: list[Path], encoder: Encoder, scratch: Path) -> Iterator[Encoded]:
+    for file in files:
+        records = read_records(file, scratch)
+        is_text = file.suffix.lower() == ".txt"
+        examples = examples_of_text_file(records) if is_text else examples_of_records(records, str(file))
+        yield from encoder.encode(examples)
+
+
+def _count_documents(documents: Iterator[Encoded], header: Header) -> Iterator[Encoded]:
+    for document in documents:
+        header.documents += document.ends
+        yield document
+
+
+def _padding(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Any id the model has will do, as padding is never attended to and carries no loss."""
+    known = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((int(token) for token in known if token is not None), 0)
+
+
+def _describe(header: Header) -> str:
+    fill = header.tokens / (header.rows * header.seq_len)
+    counts = (
+        f"{header.documents:,} documents from {header.files:,} {'file' if header.files == 1 else 'files'}: "
+        f"{format_count(header.tokens)} tokens, {format_count(header.trainable_tokens)} of them trained on, "
+        f"in {header.rows:,} rows of {header.seq_len:,} ({fill:.1%} full)"
+    )
+    skipped = f"; {format_count(header.skipped_tokens)} tokens far from any trained one left out"
+    return counts + (skipped if header.skipped_tokens else "")
+
+
+def _nothing_to_train(header: Header, files: list[Path]) -> str:
+    named = ", ".join(str(file) for file in files[:3]) + (", ..." if len(files) > 3 else "")
+    if not header.documents:
+        return f"The data is empty: no record with any text in {named}."
+    return (
+        f"There is no token to train on in {named}: {header.documents:,} documents of {header.skipped_tokens:,} tokens "
+        "without any completion, output or message of the assistant."
+    )

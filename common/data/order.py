@@ -1,0 +1,36 @@
+"""A random order of rows that needs no memory, however many rows there are."""
+
+import numpy as np
+import numpy.typing as npt
+
+_MASK = (1 << 64) - 1
+
+
+def shuffled(indices: np.ndarray, count: int, key: tuple[int, int]) -> np.ndarray:
+    """Where a random permutation of ``range(count)``, chosen by ``key``, sends ``indices`` (int64, any shape).
+
+    The swap-or-not shuffle (Hoang, Morris, Rogaway, CRYPTO 2012): in each round every index has a partner, and a
+    coin that both share decides whether they trade places. Any element can be asked for alone.
+    """
+    at = indices.astype(np.int64)
+    rounds = 16 + 6 * max(count - 1, 1).bit_length()
+    state = _mix_int(_mix_int(key[0] & _MASK) ^ (key[1] & _MASK))
+    for _ in range(rounds):
+        state = _mix_int(state)
+        partner = (state % count - at) % count
+        coin = _mix(np.maximum(at, partner).astype(np.uint64) ^ np.uint64(state)) & np.uint64(1)
+        at = np.where(coin == 1, partner, at)
+    return at
+
+
+def _mix_int(value: int) -> int:
+    return int(_mix(np.array([value], dtype=np.uint64))[0])
+
+
+def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """splitmix64 (Steele, Lea, Flood 2014): one well-mixed 64-bit word for each; uint64 arithmetic wraps."""
+    value = value + np.uint64(0x9E3779B97F4A7C15)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: npt.NDArray[np.uint64] = value ^ (value >> np.uint64(31))
+    return mixed

@@ -1,0 +1,88 @@
+"""Packing documents into rows of ``seq_len`` tokens, in one pass and bounded memory.
+
+A token is one 32-bit word: the id, and two bits that say what labels and positions follow from.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+
+from common.data.encoding import Encoded
+
+ID_MASK = np.uint32((1 << 30) - 1)
+TRAINED = np.uint32(1 << 30)
+"""The token carries loss."""
+STARTS = np.uint32(1 << 31)
+"""The token is the first of a document, of a later piece of a document, or of the padding."""
+
+
+def cut(documents: Iterable[Encoded], seq_len: int) -> Iterator[np.ndarray]:
+    """Pieces (uint32 words, at most ``seq_len``) of the documents: longer ones are cut into consecutive pieces.
+
+    The first token of a piece carries no loss: nothing before it is there to predict it from.
+    """
+    held = np.empty(0, dtype=np.uint32)
+    for document in documents:
+        words = np.concatenate([held, document.ids | np.where(document.trained, TRAINED, np.uint32(0))])
+        whole = len(words) if document.ends else len(words) // seq_len * seq_len
+        for at in range(0, whole, seq_len):
+            piece = words[at : min(at + seq_len, whole)].copy()
+            piece[0] = (piece[0] & ID_MASK) | STARTS
+            yield piece
+        held = words[whole:]
+
+
+class Packer:
+    """Best fit over a bounded window of open rows.
+
+    A piece goes into the open row with the least room that still holds it (of equals, the oldest). If none does, a
+    row is opened, and when that makes more than ``window`` of them, the fullest is closed. The result
+    depends on the order of the pieces only. Memory: ``4 * seq_len * (window + 1)`` bytes.
+    """
+
+    def __init__(self, seq_len: int, pad: int, write: Callable[[np.ndarray], object], window: int = 64) -> None:
+        """``write`` receives every finished row, uint32 [seq_len]."""
+        self._seq_len = seq_len
+        self._pad = pad
+        self._write = write
+        self._window = window
+        self._open: list[tuple[int, int]] = []  # (tokens free, age), sorted
+        self._rows: dict[int, np.ndarray] = {}  # by age
+        self._opened = 0
+
+    def add(self, piece: np.ndarray) -> None:
+        """Place one piece, of 1 to ``seq_len`` words."""
+        fits = bisect_left(self._open, (len(piece), -1))
+        if fits < len(self._open):
+            free, age = self._open.pop(fits)
+        else:
+            free, age = self._seq_len, self._opened
+            self._opened += 1
+            self._rows[age] = np.full(self._seq_len, self._pad, dtype=np.uint32)
+        used = self._seq_len - free
+        self._rows[age][used : used + len(piece)] = piece
+        insort(self._open, (free - len(piece), age))
+        while self._open and (self._open[0][0] == 0 or len(self._open) > self._window):
+            self._close()
+
+    def finish(self) -> None:
+        """Close all open rows, the fullest first."""
+        while self._open:
+            self._close()
+
+    def _close(self) -> None:
+        free, age = self._open.pop(0)
+        row = self._rows.pop(age)
+        if free:
+            row[self._seq_len - free] |= STARTS  # the padding is a document of its own
+        self._write(row)
+
+
+def unpack(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """``input_ids``, ``labels`` and ``position_ids``, each int64 [rows, seq_len], of words uint32 [rows, seq_len]."""
+    ids = (rows & ID_MASK).astype(np.int64)
+    labels = np.where(rows & TRAINED, ids, -100)
+    places = np.arange(rows.shape[1], dtype=np.int64)
+    starts = np.maximum.accumulate(np.where(rows & STARTS, places, 0), axis=1)
+    return ids, labels, places - starts

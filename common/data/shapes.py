@@ -1,0 +1,162 @@
+"""What a record means: the four record shapes, told apart by column names, turned into examples to tokenize.
+
+Where columns of several shapes are present, the more structured shape wins (``messages``, then ``prompt`` and
+``completion``, then Alpaca, then ``text``): public data sets often carry a flattened ``text`` beside the real thing.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import UserError
+
+SEGMENT_CHARACTERS = 1 << 20
+"""Longer texts are tokenized in segments of about this size: an encoding takes some hundred bytes per token."""
+
+ALPACA_PROMPT = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+ALPACA_PROMPT_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+
+KNOWN_SHAPES = "text | messages | prompt, completion | instruction, output (and optionally input)"
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A document, or a segment of one, as text. Loss is wanted on ``completion`` only."""
+
+    prompt: str
+    completion: str
+    begins: bool = True
+    """The document starts here: it gets the tokenizer's prefix (BOS, if it has one)."""
+    ends: bool = True
+    """The document ends here: it gets an EOS."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation for the chat template."""
+
+    messages: list[dict[str, Any]]
+    prompt_messages: int | None = None
+    """Loss is wanted on everything after the first so many messages; None: on what the assistant says."""
+    where: str = ""
+    """File and record, for error messages."""
+
+
+Example = Plain | Chat
+
+
+def examples_of_text_file(lines: Iterable[dict[str, Any]]) -> Iterator[Example]:
+    """A text file is one document, blank lines included: paragraphs of a book belong together.
+
+    Texts that have nothing to do with each other go into separate files, or into ``text`` records.
+    """
+    segment: list[str] = []
+    size, begins = 0, True
+    for line in lines:
+        if size >= SEGMENT_CHARACTERS:
+            yield Plain("", "".join(segment), begins, ends=False)
+            segment, size, begins = [], 0, False
+        segment.append(line["text"])
+        size += len(line["text"])
+    if not begins or "".join(segment).strip():
+        yield Plain("", "".join(segment), begins, ends=True)
+
+
+def examples_of_records(records: Iterable[dict[str, Any]], file: str) -> Iterator[Example]:
+    """The examples of a file of records, whose shape the columns of the first record tell.
+
+    Records whose text is missing or empty are passed over.
+
+    Raises:
+        UserError: no known shape, or a record that is not of the shape of its file.
+    """
+    shape: Callable[[dict[str, Any], str], Iterator[Example]] | None = None
+    for number, record in enumerate(records, 1):
+        shape = shape or _shape_of(list(record), file)
+        yield from shape(record, f"{file}, record {number}")
+
+
+def _shape_of(columns: list[str], file: str) -> Callable[[dict[str, Any], str], Iterator[Example]]:
+    if "messages" in columns:
+        return _messages
+    if {"prompt", "completion"} <= set(columns):
+        return _prompt_completion
+    if {"instruction", "output"} <= set(columns):
+        return _alpaca
+    if "text" in columns:
+        return _text
+    raise UserError(f"{file} has the columns {', '.join(columns)}; none of the known record shapes: {KNOWN_SHAPES}.")
+
+
+def _text(record: dict[str, Any], where: str) -> Iterator[Example]:
+    text = _string(record, "text", where)
+    if not text.strip():
+        return
+    begins = True
+    while len(text) > SEGMENT_CHARACTERS:
+        # Behind a line break, else before a space: there, tokenizers cut as well.
+        cut = text.rfind("\n", 1, SEGMENT_CHARACTERS) + 1 or text.rfind(" ", 1, SEGMENT_CHARACTERS)
+        cut = cut if cut > 0 else SEGMENT_CHARACTERS
+        yield Plain("", text[:cut], begins, ends=False)
+        text, begins = text[cut:], False
+    yield Plain("", text, begins, ends=True)
+
+
+def _messages(record: dict[str, Any], where: str) -> Iterator[Example]:
+    messages = _conversation(record["messages"], "messages", where)
+    if messages:
+        yield Chat(messages, None, where)
+
+
+def _prompt_completion(record: dict[str, Any], where: str) -> Iterator[Example]:
+    prompt, completion = record["prompt"], record["completion"]
+    if not isinstance(prompt, list) and not isinstance(completion, list):
+        text = _string(record, "completion", where)
+        if text:
+            yield Plain(_string(record, "prompt", where), text)
+        return
+    asked = _conversation(prompt, "prompt", where, role="user")
+    answer = _conversation(completion, "completion", where, role="assistant")
+    if answer:
+        yield Chat(asked + answer, len(asked), where)
+
+
+def _alpaca(record: dict[str, Any], where: str) -> Iterator[Example]:
+    fields = {name: _string(record, name, where) for name in ("instruction", "input", "output")}
+    template = ALPACA_PROMPT_WITH_INPUT if fields["input"].strip() else ALPACA_PROMPT
+    if fields["output"]:
+        yield Plain(template.format(**fields), fields["output"])
+
+
+def _string(record: dict[str, Any], column: str, where: str) -> str:
+    value = record.get(column)
+    if value is None:
+        return ""
+    if isinstance(value, (dict, list)):
+        raise UserError(f"{where}: {column!r} is a {type(value).__name__}, expected a string.")
+    return str(value)
+
+
+def _conversation(value: Any, column: str, where: str, role: str | None = None) -> list[dict[str, Any]]:
+    """A list of messages; a bare string becomes one message of ``role``, where that is given."""
+    if value is None:
+        return []
+    if isinstance(value, str) and role:
+        return [{"role": role, "content": value}] if value else []
+    if not isinstance(value, list) or not all(isinstance(item, dict) and item.get("role") for item in value):
+        raise UserError(f'{where}: {column!r} is not a list of {{"role": ..., "content": ...}}: {str(value)[:80]}')
+    return [_without_nones(message) for message in value]
+
+
+def _without_nones(value: Any) -> Any:
+    """``value`` without the keys that only exist because another record has them (columns are typed)."""
+    if isinstance(value, dict):
+        return {key: _without_nones(item) for key, item in value.items() if item is not None}
+    return [_without_nones(item) for item in value] if isinstance(value, list) else value
