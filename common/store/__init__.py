@@ -1,0 +1,18 @@
+"""Records on SSD: striped over a directory per drive, read and written past the page cache, committed by a manifest."""
+
+from common.store.directories import remove
+from common.store.errors import StoreError
+from common.store.layout import ALIGNMENT, Extent, Layout
+from common.store.manifest import commit_manifest, load_manifest
+from common.store.store import Store
+
+__all__ = [
+    "ALIGNMENT",
+    "Extent",
+    "Layout",
+    "Store",
+    "StoreError",
+    "commit_manifest",
+    "load_manifest",
+    "remove",
+]

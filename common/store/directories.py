@@ -1,0 +1,253 @@
+"""The directories of a store: what must hold before one is made, and who is who when it is opened again."""
+
+import contextlib
+import errno
+import os
+import shutil
+import uuid
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from common.errors import FinetuneError, UserError
+from common.store.errors import StoreError, describe_os_error
+from common.store.layout import ALIGNMENT, Layout
+from common.store.manifest import MANIFEST_FILE
+from common.store.sealed import read_sealed, sync_directory, write_sealed
+from common.units import format_bytes
+
+IDENTITY_FILE = "store.json"
+FORMAT = 1
+"""Version of what lies in the directories. Another one is refused, not guessed at."""
+
+SMALL_FILES_BYTES = 1 << 20
+"""Room asked for beside the extents: identity and manifest, each twice while they are replaced."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What each directory says about itself in ``store.json``."""
+
+    store: str
+    """Random name of the store, the same in all of its directories."""
+    index: int
+    """Which of the directories this is; stripe k lies in number k % count."""
+    count: int
+    """How many directories the store has."""
+    complete: bool
+    """False while the store is being made: a crash leaves such a directory, and it holds nothing of value."""
+    layout: Layout
+    """Where every extent lies."""
+
+    def write(self, directory: Path) -> None:
+        """Put it there, atomically."""
+        content = {"format": FORMAT, **vars(self), "layout": self.layout.to_dict()}
+        write_sealed(directory / IDENTITY_FILE, content)
+
+    @classmethod
+    def read(cls, directory: Path) -> "Identity | None":
+        """What ``directory`` says, or None if it holds no store.
+
+        Raises:
+            UserError: another version of the format.
+            StoreError: a damaged identity.
+        """
+        content: dict[str, Any] | None = read_sealed(directory / IDENTITY_FILE)
+        if content is None:
+            return None
+        version = content.pop("format", None)
+        if version != FORMAT:
+            raise UserError(
+                f"{directory} holds a run in format {version}, and this version of the program reads format {FORMAT}. "
+                "Continue it with the version that began it, or take another directory."
+            )
+        content["layout"] = Layout.from_dict(content["layout"])
+        return cls(**content)
+
+
+def prepare(directories: Sequence[Path], layout: Layout, overwrite: bool) -> tuple[list[Path], Identity]:
+    """Check everything; only then fill ``directories`` with preallocated files and identities.
+
+    Raises:
+        UserError: the directories cannot take this store.
+        StoreError: the file system refused on the way; what was made is removed again.
+    """
+    paths = usable(directories)
+    if len(paths) != layout.directories:
+        raise ValueError(f"the layout is for {layout.directories} directories, and {len(paths)} were given")
+    replaceable = [_replaceable_files(path, layout, overwrite) for path in paths]
+    _check_space(paths, layout, replaceable)
+    remove(paths)
+
+    identity = Identity(uuid.uuid4().hex, 0, len(paths), False, layout)
+    identities = [replace(identity, index=index) for index in range(len(paths))]
+    try:
+        for path, its in zip(paths, identities, strict=True):
+            its.write(path)
+            for name, nbytes in layout.file_bytes().items():
+                _preallocate(path / name, nbytes)
+            sync_directory(path)
+        for path, its in zip(paths, identities, strict=True):
+            replace(its, complete=True).write(path)
+    except BaseException:
+        with contextlib.suppress(FinetuneError):  # what went wrong first is what the user should hear
+            remove(paths)
+        raise
+    return paths, replace(identity, complete=True)
+
+
+def find(directories: Sequence[Path]) -> tuple[list[Path], Identity]:
+    """The directories of one store in the order of their indices, and the identity of the first.
+
+    Raises:
+        UserError: a directory is missing, foreign, given twice, or holds no store.
+        StoreError: an identity or a file is damaged.
+    """
+    paths = usable(directories)
+    identities = {}
+    for path in paths:
+        identity = Identity.read(path)
+        if identity is None:
+            raise UserError(f"{path} holds no run to continue. Check --ssd, or leave out --resume to begin a new run.")
+        if not identity.complete:
+            raise UserError(f"The store in {path} was never finished: begin a new run there, without --resume.")
+        identities[path] = identity
+
+    by_index: dict[int, Path] = {}
+    first = identities[paths[0]]
+    for path, identity in identities.items():
+        if identity.store != first.store:
+            raise UserError(
+                f"{path} and {paths[0]} belong to different runs (stores {identity.store[:8]} and {first.store[:8]}). "
+                "Give --ssd the directories of one run."
+            )
+        if identity.index in by_index:
+            raise UserError(
+                f"{path} and {by_index[identity.index]} both say that they are directory {identity.index + 1} of "
+                f"{identity.count} of the same run: one is a copy. Give only the original."
+            )
+        by_index[identity.index] = path
+    if missing := sorted(set(range(first.count)) - set(by_index)):
+        numbers = ", ".join(str(index + 1) for index in missing)
+        raise UserError(
+            f"The run in {', '.join(map(str, paths))} is striped over {first.count} directories, and number {numbers} "
+            f"is not among those given. Give all {first.count} with --ssd, in any order."
+        )
+    ordered = [by_index[index] for index in range(first.count)]
+    for path in ordered:
+        for name, nbytes in first.layout.file_bytes().items():
+            _check_file(path / name, nbytes)
+    return ordered, identities[ordered[0]]
+
+
+def remove(directories: Iterable[Path]) -> None:
+    """Delete the files of the stores that ``directories`` hold; a directory without one is left alone.
+
+    The manifest goes first and the identity last, so that an interrupted removal is never resumed from and can be
+    repeated.
+    """
+    for directory in map(Path, directories):
+        identity = Identity.read(directory)
+        if identity is None:
+            continue
+        names = [MANIFEST_FILE, MANIFEST_FILE + ".tmp", *identity.layout.file_bytes()]
+        try:
+            for name in [*names, IDENTITY_FILE + ".tmp", IDENTITY_FILE]:
+                (directory / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise describe_os_error("removal", directory / name, error) from error
+        sync_directory(directory)
+
+
+def usable(directories: Sequence[Path]) -> list[Path]:
+    """The directories as paths, each there, writable and given once.
+
+    Raises:
+        UserError: otherwise.
+    """
+    if not directories:
+        raise UserError("A store needs at least one directory: give --ssd.")
+    seen: dict[tuple[int, int], Path] = {}
+    for path in map(Path, directories):
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            raise UserError(f"There is no directory {path}. Make it (mkdir -p {path}) or correct --ssd.") from None
+        except OSError as error:
+            raise UserError(f"{path} cannot be used: {error.strerror}. Correct --ssd.") from None
+        if not path.is_dir():
+            raise UserError(f"{path} is not a directory. Give --ssd a directory on each drive.")
+        if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+            raise UserError(f"{path} is not writable for you. Change its owner or mode, or take another directory.")
+        key = status.st_dev, status.st_ino
+        if key in seen:
+            both = f"{path} is given twice" if seen[key] == path else f"{path} and {seen[key]} are the same directory"
+            raise UserError(f"{both}. Give each drive once.")
+        seen[key] = path
+    return list(seen.values())
+
+
+def _replaceable_files(directory: Path, layout: Layout, overwrite: bool) -> list[Path]:
+    """The files that the new store may delete in ``directory``."""
+    identity = Identity.read(directory)
+    if identity is not None and identity.complete and not overwrite:
+        raise UserError(f"{directory} holds a run already: add --resume to continue it or --overwrite to replace it.")
+    ours = [directory / name for name in identity.layout.file_bytes()] if identity else []
+    for name in [*layout.file_bytes(), *([] if identity else [MANIFEST_FILE])]:
+        if (directory / name) not in ours and os.path.lexists(directory / name):
+            raise UserError(
+                f"{directory} holds a file {name} that belongs to no run. Move it, or take an empty directory."
+            )
+    return ours
+
+
+def _check_space(paths: Sequence[Path], layout: Layout, replaceable: Sequence[Sequence[Path]]) -> None:
+    """Compare bytes needed and bytes free on every file system, of which several directories may share one."""
+    needed_each = sum(layout.file_bytes().values()) + SMALL_FILES_BYTES
+    sharing: dict[int, list[Path]] = defaultdict(list)
+    freed: dict[int, int] = defaultdict(int)
+    for path, files in zip(paths, replaceable, strict=True):
+        device = path.stat().st_dev
+        sharing[device].append(path)
+        freed[device] += sum(file.stat().st_blocks * 512 for file in files if file.exists())
+    problems = []
+    for device, there in sharing.items():
+        needed = needed_each * len(there)
+        free = shutil.disk_usage(there[0]).free + freed[device]
+        if needed > free:
+            where = " and ".join(map(str, there)) + (" together" if len(there) > 1 else "")
+            problems.append(
+                f"{where}: {format_bytes(needed)} needed ({needed:,} bytes), {format_bytes(free)} free ({free:,} bytes)"
+            )
+    if problems:
+        raise UserError(
+            f"Too little space for the store. {'; '.join(problems)}. Nothing was written. Free some space, or "
+            "give --ssd more or larger drives."
+        )
+
+
+def _preallocate(path: Path, nbytes: int) -> None:
+    """Make ``path`` with ``nbytes`` bytes that are really its own, so that no later write can find the drive full."""
+    try:
+        with open(path, "xb") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                    raise
+                file.truncate(nbytes)  # a file system that cannot: the space check must do
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise describe_os_error(f"preallocating {format_bytes(nbytes)}", path, error) from error
+
+
+def _check_file(path: Path, nbytes: int) -> None:
+    """Refuse a file of the store that is not there or too short."""
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise describe_os_error("opening", path, error) from error
+    if size != nbytes or size % ALIGNMENT:
+        raise StoreError(f"{path} has {size:,} bytes instead of {nbytes:,}: it was changed by something else.")

@@ -1,0 +1,148 @@
+"""Plain ``preadv`` and ``pwritev`` with O_DIRECT: the backend that runs everywhere.
+
+Direct I/O moves whole pages between page-aligned addresses. What is not like that (the odd tail of a record, a
+buffer at an odd address) passes through a page-aligned bounce buffer, so that no byte of a file is ever reached both
+directly and through the page cache.
+"""
+
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from common.store.errors import StoreError, describe_os_error
+from common.store.layout import ALIGNMENT, whole_pages
+from common.units import format_bytes
+
+Bytes = npt.NDArray[np.uint8]
+"""A flat, contiguous view of somebody's memory."""
+
+VectoredCall = Callable[[int, list[memoryview], int], int]
+"""``os.preadv`` or ``os.pwritev``: descriptor, buffers, offset; bytes moved."""
+
+BOUNCE_BYTES = 1 << 20
+"""Bytes of the bounce buffer that a thread gets with its first transfer that needs one."""
+
+
+class PosixFile:
+    """One preallocated file of whole pages. Any number of threads may use it at once."""
+
+    def __init__(self, path: Path) -> None:
+        """Open ``path`` for reading and writing.
+
+        Raises:
+            StoreError: it cannot be opened.
+        """
+        self.path = path
+        try:
+            self._descriptor, self.direct = _open_direct(path)
+        except OSError as error:
+            raise describe_os_error("opening", path, error) from error
+
+    def read(self, offset: int, view: Bytes) -> None:
+        """Fill ``view`` with the bytes from ``offset`` on; both may be odd."""
+        straight = 0
+        if offset % ALIGNMENT == 0 and address_of(view) % ALIGNMENT == 0:
+            straight = view.nbytes - view.nbytes % ALIGNMENT
+            self._transfer("reading", os.preadv, offset, view[:straight])
+        done = straight
+        while done < view.nbytes:
+            first_page, skip = divmod(offset + done, ALIGNMENT)
+            take = min(view.nbytes - done, BOUNCE_BYTES - skip)
+            bounce = bounce_buffer()[: whole_pages(skip + take)]
+            self._transfer("reading", os.preadv, first_page * ALIGNMENT, bounce)
+            view[done : done + take] = bounce[skip : skip + take]
+            done += take
+
+    def write(self, offset: int, view: Bytes) -> None:
+        """Write ``view`` from ``offset`` (whole pages) on. The rest of its last page becomes zeros."""
+        straight = 0
+        if address_of(view) % ALIGNMENT == 0:
+            straight = view.nbytes - view.nbytes % ALIGNMENT
+            self._transfer("writing", os.pwritev, offset, view[:straight])
+        done = straight
+        while done < view.nbytes:
+            take = min(view.nbytes - done, BOUNCE_BYTES)
+            bounce = bounce_buffer()[: whole_pages(take)]
+            bounce[:take] = view[done : done + take]
+            bounce[take:] = 0
+            self._transfer("writing", os.pwritev, offset + done, bounce)
+            done += take
+
+    def _transfer(self, doing: str, call: VectoredCall, offset: int, pages: Bytes) -> None:
+        """Move whole pages, going on where the kernel stopped short. (Python repeats calls that signals cut off.)"""
+        memory, done = pages.data, 0
+        while done < pages.nbytes:
+            try:
+                moved = call(self._descriptor, [memory[done:]], offset + done)
+            except OSError as error:
+                what = f"{doing} {format_bytes(pages.nbytes - done)} at offset {offset + done}"
+                raise describe_os_error(what, self.path, error) from error
+            if moved < ALIGNMENT:
+                size = os.fstat(self._descriptor).st_size
+                raise StoreError(
+                    f"{doing} {format_bytes(pages.nbytes - done)} at offset {offset + done} of {self.path.name} in "
+                    f"{self.path.parent} stopped after {moved} bytes: the file was truncated (it has {size} bytes), or "
+                    "the file system is full."
+                )
+            # A call that ended inside a page is continued from the start of that page: direct I/O moves whole ones.
+            done += moved - moved % ALIGNMENT
+
+    def sync(self) -> None:
+        """Return when everything written is on the drive (``fdatasync``).
+
+        Raises:
+            StoreError: the drive refused; what was written since the last sync may be lost.
+        """
+        try:
+            os.fdatasync(self._descriptor)
+        except OSError as error:
+            raise describe_os_error("syncing", self.path, error) from error
+
+    def close(self) -> None:
+        """Close the file; once."""
+        os.close(self._descriptor)
+
+
+def address_of(view: Bytes) -> int:
+    """The address of the first byte of ``view``."""
+    return int(view.__array_interface__["data"][0])
+
+
+def aligned_bytes(nbytes: int) -> Bytes:
+    """Fresh page-aligned memory of its own, zeroed."""
+    return np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
+
+
+_own = threading.local()
+
+
+def bounce_buffer() -> Bytes:
+    """The calling thread's bounce buffer, of ``BOUNCE_BYTES`` bytes."""
+    try:
+        return _own.bounce
+    except AttributeError:
+        _own.bounce = aligned_bytes(BOUNCE_BYTES)
+        return _own.bounce
+
+
+def _open_direct(path: Path) -> tuple[int, bool]:
+    """A descriptor for ``path``, and whether it is a direct one: some tmpfs, FUSE and overlays cannot."""
+    flags = os.O_RDWR | os.O_CLOEXEC
+    descriptor = -1
+    try:
+        descriptor = os.open(path, flags | os.O_DIRECT)
+        # Some accept the flag and refuse the I/O, such as drives whose blocks are larger than a page.
+        os.preadv(descriptor, [aligned_bytes(ALIGNMENT).data], 0)
+        return descriptor, True
+    except OSError as error:
+        if descriptor >= 0:
+            os.close(descriptor)
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+    return os.open(path, flags), False

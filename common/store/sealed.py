@@ -1,0 +1,81 @@
+"""Small JSON files that are either whole or known to be damaged."""
+
+import contextlib
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from common.store.errors import StoreError, describe_os_error
+
+
+def write_sealed(path: Path, content: dict[str, Any]) -> None:
+    """Replace ``path`` by ``content`` with a checksum: after a crash at any instant the old or the new file is there.
+
+    Raises:
+        StoreError: the file system refused; the old file is untouched.
+        TypeError: ``content`` is not JSON.
+    """
+    # Through JSON once, so that the checksum covers what a reader will see (keys become strings, tuples lists).
+    content = json.loads(json.dumps(content))
+    text = json.dumps({"blake2b": _checksum(content), "content": content}, indent=1)
+    beside = path.with_name(path.name + ".tmp")
+    try:
+        with open(beside, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise describe_os_error("writing", path, error) from error
+    sync_directory(path.parent)
+
+
+def read_sealed(path: Path) -> dict[str, Any] | None:
+    """The content of ``path``, or None if there is no such file.
+
+    Raises:
+        StoreError: the file is damaged or cannot be read.
+    """
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise describe_os_error("reading", path, error) from error
+    try:
+        sealed = json.loads(text)
+        content, checksum = sealed["content"], sealed["blake2b"]
+        intact = isinstance(content, dict) and checksum == _checksum(content)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        intact = False
+    if not intact:
+        raise StoreError(
+            f"{path} is damaged: its {len(text)} bytes do not match their checksum. Restore it from a copy, or delete "
+            "the store by hand and start again."
+        )
+    return content
+
+
+def sync_directory(directory: Path) -> None:
+    """Make creations, renames and removals in ``directory`` durable (they are not, by syncing the files alone).
+
+    Raises:
+        StoreError: the drive refused.
+    """
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise describe_os_error("syncing", directory, error) from error
+
+
+def _checksum(content: Any) -> str:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,277 @@
+"""Records on all drives at once: every read and write is cut into stripes, one I/O call each, on threads per drive."""
+
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from common.errors import UserError, did_you_mean
+from common.store import directories as placement
+from common.store import kvikio_backend
+from common.store.errors import StoreError
+from common.store.kvikio_backend import KvikioFile
+from common.store.layout import ALIGNMENT, Extent, Layout, pieces, whole_pages
+from common.store.posix import PosixFile
+from common.store.transfers import Transfer
+
+Io = Literal["auto", "kvikio", "posix"]
+
+
+class Store:
+    """A set of directories, one per drive, and the extents that are striped over them.
+
+    Reads and writes go past the page cache and return futures; several may be under way at once, in any order. Two
+    that overlap, one of them a write, must be ordered by the caller, who waits for the first. A buffer belongs to the
+    store until its future is done; the future of a failed transfer is done only when nothing touches the buffer any
+    more. Use it from any number of threads, but not across a fork: other processes ``open`` the directories themselves.
+    """
+
+    @classmethod
+    def create(
+        cls, directories: Sequence[Path], layout: Layout, *, io: Io = "auto", threads: int = 4, overwrite: bool = False
+    ) -> "Store":
+        """Make a store in existing directories, with room for the whole of ``layout``.
+
+        Args:
+            directories: one per drive, as many as the layout is for.
+            io: how device memory is reached (host memory always by direct POSIX I/O).
+            threads: I/O threads per directory; four keep a drive busy.
+            overwrite: replace stores that the directories hold.
+
+        Raises:
+            UserError: a directory is missing, not writable, given twice or in use, or there is too little space; in
+                each of these cases nothing was written.
+            StoreError: a file system refused; what was made is removed again.
+        """
+        _check_io(io)
+        return cls(*placement.prepare(directories, layout, overwrite), io, threads)
+
+    @classmethod
+    def open(cls, directories: Sequence[Path], *, io: Io = "auto", threads: int = 4) -> "Store":
+        """Open the store that ``directories`` hold, given in any order.
+
+        Raises:
+            UserError: they are not all directories of one store, each once.
+            StoreError: an identity or a file is damaged.
+        """
+        _check_io(io)
+        return cls(*placement.find(directories), io, threads)
+
+    def __init__(self, directories: list[Path], identity: placement.Identity, io: Io, threads: int) -> None:
+        """Use ``Store.create`` or ``Store.open``."""
+        self.id = identity.store
+        """Random name of the store: a manifest that names it cannot be taken for another run's."""
+        self.directories = tuple(directories)
+        """In the order of the stripes."""
+        self.layout = identity.layout
+        self.bytes_read = 0
+        """Bytes asked of the drives, in whole pages."""
+        self.bytes_written = 0
+        self._counting = threading.Lock()
+        self._closed = False
+        self._file_bytes = self.layout.file_bytes()
+        self._files: dict[str, list[PosixFile]] = {}
+        self._device_files: dict[str, list[KvikioFile]] = {}
+        self._pools: list[ThreadPoolExecutor] = []
+        # Their own threads: a sync takes as long as the drive likes, and reads must not queue behind it.
+        self._syncing = ThreadPoolExecutor(len(directories), "store-sync")
+        try:
+            for name in self._file_bytes:
+                self._files[name] = []
+                for path in directories:
+                    self._files[name].append(PosixFile(path / name))
+            self.device_reads, self.device_writes = _device_directions(directories, io, threads)
+            """Whether CUDA tensors can be read into, and written from."""
+            if self.device_reads or self.device_writes:
+                for name, files in self._files.items():
+                    self._device_files[name] = [KvikioFile(file.path, file) for file in files]
+            # A pool for each drive, so that a slow one does not collect the threads of the others.
+            self._pools = [ThreadPoolExecutor(threads, f"store-{index}") for index in range(len(directories))]
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def backend_name(self) -> str:
+        """``kvikio`` if device memory is reached directly in either direction, else ``posix``."""
+        return "kvikio" if self.device_reads or self.device_writes else "posix"
+
+    @property
+    def direct(self) -> bool:
+        """Whether every file is reached past the page cache. False on file systems without O_DIRECT."""
+        return all(file.direct for files in self._files.values() for file in files)
+
+    def read(self, extent: Extent, buffer: Any, offset: int = 0, nbytes: int | None = None) -> "Future[None]":
+        """Fill the first ``nbytes`` bytes of ``buffer`` with those from ``offset`` on in ``extent``.
+
+        Args:
+            extent: from this store's layout.
+            buffer: writable C-contiguous memory (numpy array, mmap, memoryview, ...), fastest at a page-aligned
+                address; or a contiguous CUDA tensor, if ``device_reads``.
+            offset: any, but a multiple of 4096 for device memory.
+            nbytes: to the end of the extent if not given.
+
+        Raises:
+            ValueError, TypeError: the range or the buffer cannot be right. What the drive refuses is in the future.
+        """
+        return self._start("read", extent, buffer, offset, nbytes)
+
+    def write(self, extent: Extent, buffer: Any, offset: int = 0, nbytes: int | None = None) -> "Future[None]":
+        """Write the first ``nbytes`` bytes of ``buffer`` to ``extent``, from ``offset`` on; arguments as in ``read``.
+
+        Whole pages are written: ``offset`` must be a multiple of 4096, and so must ``nbytes`` unless it reaches to the
+        end of the extent. Nothing is durable before ``sync``.
+        """
+        return self._start("write", extent, buffer, offset, nbytes)
+
+    def read_now(self, extent: Extent, buffer: Any, offset: int = 0, nbytes: int | None = None) -> None:
+        """``read``, and wait. Raises StoreError if a drive fails."""
+        self.read(extent, buffer, offset, nbytes).result()
+
+    def write_now(self, extent: Extent, buffer: Any, offset: int = 0, nbytes: int | None = None) -> None:
+        """``write``, and wait. Raises StoreError if a drive fails."""
+        self.write(extent, buffer, offset, nbytes).result()
+
+    def sync(self, files: Iterable[str]) -> None:
+        """Return when all finished writes to these files are durable. Writes still under way are not waited for.
+
+        Raises:
+            StoreError: a drive refused; the data written since the last sync may be lost.
+            KeyError: no such file.
+        """
+        self._check_open()
+        files_by_directory = list(zip(*(self._files[name] for name in files), strict=True))
+        if not files_by_directory:
+            return
+        transfer = Transfer(len(files_by_directory))
+        for files_there in files_by_directory:
+            transfer.submit(self._syncing, _sync_all, files_there)
+        transfer.future.result()
+
+    def close(self) -> None:
+        """Wait for what is under way and close the files. Calling it again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        for pool in (*self._pools, self._syncing):
+            pool.shutdown()
+        for device_files in self._device_files.values():
+            for device_file in device_files:
+                device_file.close()
+        for files in self._files.values():
+            for file in files:
+                file.close()
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _start(
+        self, direction: Literal["read", "write"], extent: Extent, buffer: Any, offset: int, nbytes: int | None
+    ) -> "Future[None]":
+        self._check_open()
+        nbytes = extent.nbytes - offset if nbytes is None else nbytes
+        self._check_range(direction, extent, offset, nbytes)
+        files: Sequence[PosixFile | KvikioFile]
+        if getattr(buffer, "is_cuda", False):
+            flat = self._flat_tensor(direction, buffer, offset)
+            files = self._device_files[extent.file]
+        else:
+            flat = _flat_bytes(direction, buffer)
+            files = self._files[extent.file]
+        if len(flat) < nbytes:
+            raise ValueError(f"a {direction} of {nbytes} bytes needs a buffer of as many, and this one has {len(flat)}")
+
+        calls = list(pieces(extent, len(self.directories), offset, nbytes))
+        page_bytes = sum(whole_pages(call.offset % ALIGNMENT + call.nbytes) for call in calls)
+        with self._counting:
+            if direction == "read":
+                self.bytes_read += page_bytes
+            else:
+                self.bytes_written += page_bytes
+        transfer = Transfer(len(calls))
+        for directory, at, start, length in calls:
+            work = getattr(files[directory], direction)
+            transfer.submit(self._pools[directory], work, at, flat[start : start + length])
+        return transfer.future
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreError("The store is closed.")
+
+    def _check_range(self, direction: str, extent: Extent, offset: int, nbytes: int) -> None:
+        """An extent of another layout, or a range beyond its end, would read or destroy other records."""
+        end = extent.offset + extent.bytes_per_directory(len(self.directories))
+        if end > self._file_bytes.get(extent.file, 0):
+            raise ValueError(f"{extent} is not in this store's layout")
+        if offset < 0 or nbytes < 1 or offset + nbytes > extent.nbytes:
+            raise ValueError(f"bytes {offset} to {offset + nbytes} are not inside an extent of {extent.nbytes}")
+        if direction == "write" and (offset % ALIGNMENT or (nbytes % ALIGNMENT and offset + nbytes != extent.nbytes)):
+            raise ValueError(
+                f"a write of bytes {offset} to {offset + nbytes} of {extent.nbytes} cuts a page of {ALIGNMENT} bytes"
+            )
+
+    def _flat_tensor(self, direction: str, tensor: Any, offset: int) -> Any:
+        """``tensor``, on a device, as flat uint8."""
+        import torch
+
+        if not (self.device_reads if direction == "read" else self.device_writes):
+            raise TypeError(
+                f"this store cannot {direction} device memory, since kvikio is not in use: go through the host"
+            )
+        if offset % ALIGNMENT:
+            raise ValueError(f"device memory needs an offset in whole pages of {ALIGNMENT} bytes, not {offset}")
+        return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _flat_bytes(direction: str, buffer: Any) -> Any:
+    """The memory of ``buffer`` as flat uint8; the result keeps it alive."""
+    try:
+        flat = np.frombuffer(buffer, dtype=np.uint8)
+    except TypeError:
+        raise TypeError(
+            f"{type(buffer).__name__} has no buffer protocol. For a CPU tensor, pass tensor.view(torch.uint8).numpy()."
+        ) from None
+    if direction == "read" and not flat.flags.writeable:
+        raise TypeError(f"cannot read into a {type(buffer).__name__} that is read-only")
+    return flat
+
+
+def _sync_all(files: Iterable[PosixFile]) -> None:
+    for file in files:
+        file.sync()
+
+
+def _check_io(io: str) -> None:
+    """Refuse what cannot work before anything is written."""
+    choices = ("auto", "kvikio", "posix")
+    if io not in choices:
+        raise UserError(f"--io {io} is unknown; it is one of {', '.join(choices)}.{did_you_mean(io, choices)}")
+    if io == "kvikio":
+        kvikio_backend.require()
+
+
+def _device_directions(directories: list[Path], io: Io, threads: int) -> tuple[bool, bool]:
+    """Whether kvikio is to read, and to write, device memory. ``auto`` measures: it needs (and initialises) CUDA."""
+    if io == "posix" or (io == "auto" and kvikio_backend.why_unavailable()):
+        return False, False
+    if io == "kvikio":
+        kvikio_backend.configure(threads * len(directories))
+        return True, True
+
+    import torch
+
+    if not torch.cuda.is_available():
+        return False, False
+    from common.store.measure import measure_device_rates
+
+    kvikio_backend.configure(threads * len(directories))
+    rates = measure_device_rates(directories[0], threads, torch.device("cuda", torch.cuda.current_device()))
+    if rates is None:
+        return False, False
+    return rates.kvikio_read > rates.posix_read, rates.kvikio_write > rates.posix_write

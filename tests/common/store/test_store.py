@@ -1,0 +1,343 @@
+"""The store against a twin that is nothing but byte arrays."""
+
+import itertools
+import os
+import threading
+import time
+from concurrent.futures import wait
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from common.store import ALIGNMENT, Layout, Store, StoreError
+from tests.common.store.conftest import memory, noise
+
+MIB = 1 << 20
+SIZES = [1, 199, 4095, 4096, 4097, 8192, 20_000, 5 * MIB + 13, 9 * MIB]
+FILES = ["weights.0", "weights.1", "scratch"]
+
+
+def make_store(paths, sizes=SIZES, files=FILES, **options):
+    """A store with an extent of every size in every file, in turns; and those extents."""
+    layout = Layout(len(paths))
+    extents = [layout.allocate(file, nbytes) for nbytes, file in itertools.product(sizes, files)]
+    return Store.create(paths, layout, **options), extents
+
+
+class Twin:
+    """A store and what it must hold."""
+
+    def __init__(self, paths):
+        self.store, self.extents = make_store(paths)
+        self.bytes = {extent: np.zeros(extent.nbytes, np.uint8) for extent in self.extents}
+
+    def check_all(self, store=None):
+        for extent, expected in self.bytes.items():
+            got = memory(extent.nbytes)
+            (store or self.store).read_now(extent, got)
+            np.testing.assert_array_equal(got, expected)
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 5])
+def twin(request, tmp_path_factory):
+    paths = [tmp_path_factory.mktemp(f"ssd{index}") for index in range(request.param)]
+    made = Twin(paths)
+    yield made
+    made.check_all()  # whatever the examples did, in the end everything is where it should be
+    made.store.close()
+
+
+@st.composite
+def operations(draw):
+    """(extent, write?, offset, length, misalignment, seed), with ranges as fractions so that they fit any extent."""
+    return draw(st.tuples(
+        st.integers(0, len(SIZES) * len(FILES) - 1), st.booleans(), st.floats(0, 1), st.floats(0, 1),
+        st.sampled_from([0, 0, 1, 64, 4095]), st.integers(0, 1000),
+    ))  # fmt: skip
+
+
+def a_range(extent, write, start, length):
+    """A range that the rules allow: reads begin and end anywhere, writes cover whole pages or reach the end."""
+    offset = min(int(start * extent.nbytes), extent.nbytes - 1)
+    nbytes = max(1, int(length * (extent.nbytes - offset)))
+    if write:
+        offset -= offset % ALIGNMENT
+        end = -(-(offset + nbytes) // ALIGNMENT) * ALIGNMENT
+        nbytes = min(end, extent.nbytes) - offset
+    return offset, nbytes
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(operations=st.lists(operations(), min_size=1, max_size=12))
+def test_random_interleavings_equal_plain_byte_arrays(twin, operations):
+    reads, writes = [], []
+    touched = set()
+    for index, write, start, length, misaligned_by, seed in operations:
+        extent = twin.extents[index]
+        if extent in touched:  # transfers of one extent are ordered by their caller
+            wait([future for future, *_ in reads + writes])
+        touched.add(extent)
+        offset, nbytes = a_range(extent, write, start, length)
+        buffer = memory(nbytes, misaligned_by)
+        if write:
+            buffer[:] = noise(nbytes, seed)
+            twin.bytes[extent][offset : offset + nbytes] = buffer
+            writes.append((twin.store.write(extent, buffer, offset, nbytes),))
+        else:
+            expected = twin.bytes[extent][offset : offset + nbytes].copy()
+            reads.append((twin.store.read(extent, buffer, offset, nbytes), buffer, expected))
+    for (future,) in writes:
+        future.result()
+    for future, buffer, expected in reads:
+        future.result()
+        np.testing.assert_array_equal(buffer, expected)
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+@pytest.mark.parametrize("directories", [1, 2, 3, 5])
+def test_bytes_lie_where_striping_says_and_tails_are_zero(make_directories, directories, nbytes):
+    paths = make_directories(directories)
+    store, (before, extent, after) = make_store(paths, [nbytes], ["weights.0"] * 3)
+    with store:
+        data = noise(nbytes, seed=nbytes)
+        for neighbour in (before, after):
+            store.write_now(neighbour, np.full(nbytes, 255, np.uint8))
+        store.write_now(extent, data)
+        store.sync(["weights.0"])
+    raw = [np.fromfile(path / "weights.0", np.uint8) for path in paths]
+    assert {file.nbytes for file in raw} == {store.layout.file_bytes()["weights.0"]}
+    for stripe, start in enumerate(range(0, nbytes, extent.unit)):
+        chunk = data[start : start + extent.unit]
+        at = extent.offset + stripe // directories * extent.unit
+        there = raw[stripe % directories][at:]
+        np.testing.assert_array_equal(there[: chunk.nbytes], chunk)
+        assert not there[chunk.nbytes : -(-chunk.nbytes // ALIGNMENT) * ALIGNMENT].any()
+
+
+@pytest.mark.parametrize("directories", [1, 3])
+def test_a_record_written_chunk_by_chunk_is_whole(make_directories, directories):
+    nbytes, chunk = 5 * MIB + 13, 3 * 64 * 1024
+    store, (extent,) = make_store(make_directories(directories), [nbytes], ["weights.1"])
+    data = memory(nbytes)
+    data[:] = noise(nbytes)
+    with store:
+        wait([
+            store.write(extent, data[start:], start, min(chunk, nbytes - start)) for start in range(0, nbytes, chunk)
+        ])  # fmt: skip
+        got = bytearray(nbytes)
+        store.read_now(extent, got)
+        assert got == data.tobytes()
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_reopened_in_any_order_it_holds_the_same(make_directories, order):
+    paths = make_directories(3)
+    first = Twin(paths)
+    for seed, extent in enumerate(first.extents):
+        first.bytes[extent][:] = noise(extent.nbytes, seed)
+        first.store.write_now(extent, first.bytes[extent])
+    first.store.close()
+    with Store.open([paths[index] for index in order]) as again:
+        assert again.layout == first.store.layout
+        assert again.id == first.store.id
+        assert again.directories == tuple(paths)
+        assert [e for f in FILES for e in again.layout.extents(f)] == sorted(
+            first.extents, key=lambda e: FILES.index(e.file)
+        )
+        first.check_all(again)
+
+
+def test_counters_count_whole_pages(make_directories):
+    store, (one, odd, large) = make_store(make_directories(3), [1, 4097, 5 * MIB + 13], ["weights.0"])
+    with store:
+        store.write_now(one, b"x")
+        assert (store.bytes_read, store.bytes_written) == (0, 4096)
+        store.write_now(odd, noise(4097))
+        assert store.bytes_written == 4096 + 8192
+        store.read_now(large, memory(large.nbytes))
+        assert store.bytes_read == 5 * MIB + 4096
+        store.read_now(large, memory(2), offset=4095, nbytes=2)  # two bytes on two pages
+        assert store.bytes_read == 5 * MIB + 4096 + 8192
+
+
+def test_many_threads_at_once(make_directories):
+    store, extents = make_store(make_directories(2), [MIB + 5] * 4, ["weights.0", "weights.1"])
+    problems = []
+
+    def work(extent, seed):
+        try:
+            for turn in range(5):
+                data = noise(extent.nbytes, seed * 10 + turn)
+                store.write_now(extent, data)
+                got = memory(extent.nbytes)
+                store.read_now(extent, got)
+                np.testing.assert_array_equal(got, data)
+                store.sync([extent.file])
+        except Exception as error:
+            problems.append(error)
+
+    with store:
+        threads = [threading.Thread(target=work, args=pair) for pair in zip(extents, range(8), strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not problems
+        pages = -(-(MIB + 5) // ALIGNMENT) * ALIGNMENT
+        assert store.bytes_written == store.bytes_read == 8 * 5 * pages
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [bytearray(300), np.zeros((3, 50), np.float16), np.zeros(75, np.float32), memoryview(bytearray(301)),
+     torch.zeros(150, dtype=torch.bfloat16).view(torch.uint8).numpy()],
+    ids=["bytearray", "float16", "float32", "memoryview", "bfloat16"],
+)  # fmt: skip
+def test_anything_with_a_writable_buffer_will_do(make_directories, buffer):
+    store, (extent,) = make_store(make_directories(1), [300], ["scratch"])
+    with store:
+        data = noise(300).tobytes()
+        store.write_now(extent, data)
+        store.read_now(extent, buffer)
+        assert bytes(memoryview(buffer).cast("B"))[:300] == data
+
+
+def test_requests_that_cannot_be_right_are_refused_at_once(make_directories):
+    store, (extent, _) = make_store(make_directories(2), [9000, 9000], ["weights.0"])
+    foreign = Layout(2)
+    for _ in range(3):
+        beyond = foreign.allocate("weights.0", 9000)
+    with store:
+        for arguments, words in [
+            ((extent, memory(8999)), "needs a buffer"),
+            ((extent, memory(9000), 1), "cuts a page"),
+            ((extent, memory(9000), 0, 4097), "cuts a page"),
+            ((extent, memory(9000), -4096), "not inside"),
+            ((extent, memory(9000), 0, 9001), "not inside"),
+            ((extent, memory(9000), 0, 0), "not inside"),
+            ((beyond, memory(9000)), "not in this store"),
+            ((foreign.allocate("other", 1), memory(1)), "not in this store"),
+            ((extent, np.zeros((100, 100), np.uint8)[:, :90]), "contiguous"),
+        ]:
+            with pytest.raises(ValueError, match=words):
+                store.write(*arguments)
+        for buffer, words in [
+            (bytes(9000), "read-only"),
+            ([0] * 9000, "buffer protocol"),
+            (object(), "buffer protocol"),
+        ]:
+            with pytest.raises(TypeError, match=words):
+                store.read(extent, buffer)
+        with pytest.raises(KeyError, match=r"weights\.7"):
+            store.sync(["weights.7"])
+        assert (store.bytes_read, store.bytes_written) == (0, 0)
+
+
+def test_a_failed_write_is_done_only_when_its_other_pieces_are(make_directories, monkeypatch):
+    store, (extent,) = make_store(make_directories(2), [16 * MIB], ["weights.0"], threads=1)
+    real, active = os.pwritev, []
+
+    def pwritev(descriptor, buffers, offset):
+        if "/ssd1/" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(28, "No space left on device")
+        active.append(offset)
+        time.sleep(0.2)
+        try:
+            return real(descriptor, buffers, offset)
+        finally:
+            active.remove(offset)
+
+    with store:
+        monkeypatch.setattr(os, "pwritev", pwritev)
+        future = store.write(extent, memory(16 * MIB))
+        with pytest.raises(StoreError, match=r"4 MiB at offset 0 of weights\.0 in .*ssd1 failed: No space left.* free"):
+            future.result()
+        assert not active
+        monkeypatch.undo()
+        store.write_now(extent, memory(16 * MIB))  # and the store goes on working
+
+
+def test_a_failed_read_lets_go_of_its_buffer(make_directories, monkeypatch):
+    import mmap
+
+    store, (extent,) = make_store(make_directories(1), [MIB], ["weights.0"])
+    mapping = mmap.mmap(-1, MIB)
+
+    def refuse(*arguments):
+        raise OSError(5, "Input/output error")
+
+    with store:
+        monkeypatch.setattr(os, "preadv", refuse)
+        future = store.read(extent, mapping)
+        assert isinstance(future.exception(), StoreError)
+        assert "failing" in str(future.exception())
+        mapping.close()  # BufferError if anything still held it
+
+
+def test_sync_reaches_every_file_in_every_directory_and_reports_failure(make_directories, monkeypatch):
+    paths = make_directories(3)
+    store, _ = make_store(paths, [1])
+    synced, real = [], os.fdatasync
+
+    def fdatasync(descriptor):
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        real(descriptor)
+
+    with store:
+        monkeypatch.setattr(os, "fdatasync", fdatasync)
+        store.sync(name for name in ("weights.0", "scratch"))
+        assert sorted(synced) == sorted(str(path / name) for path in paths for name in ("weights.0", "scratch"))
+        store.sync([])
+        assert len(synced) == 6
+
+        def refuse(descriptor):
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(os, "fdatasync", refuse)
+        with pytest.raises(StoreError, match=r"syncing of weights\.1 .* failing"):
+            store.sync(["weights.1"])
+
+
+def test_close_waits_for_what_is_under_way_and_may_be_repeated(make_directories):
+    store, (extent,) = make_store(make_directories(2), [9 * MIB], ["weights.0"])
+    descriptors = len(os.listdir("/proc/self/fd"))
+    data = memory(9 * MIB)
+    data[:] = noise(9 * MIB)
+    future = store.write(extent, data)
+    store.close()
+    assert future.done()
+    assert future.exception() is None
+    store.close()
+    assert len(os.listdir("/proc/self/fd")) == descriptors - 2
+    for call in (
+        lambda: store.read(extent, data),
+        lambda: store.write(extent, data),
+        lambda: store.sync(["weights.0"]),
+    ):
+        with pytest.raises(StoreError, match="closed"):
+            call()
+
+
+def test_backend_name_and_direct(make_directories):
+    store, _ = make_store(make_directories(1), [1], io="posix")
+    with store:
+        assert store.backend_name == "posix"
+        assert store.direct == all(file.direct for file in store._files["weights.0"])
+
+
+def test_on_a_file_system_in_memory(tmp_path):
+    shm = "/dev/shm"
+    if not os.access(shm, os.W_OK):
+        pytest.skip("no /dev/shm")
+    import tempfile
+
+    with tempfile.TemporaryDirectory(dir=shm) as name, Twin([name]).store as store:
+        extent = store.layout.extents("scratch")[4]
+        data = noise(extent.nbytes)
+        store.write_now(extent, data)
+        got = memory(extent.nbytes, 3)
+        store.read_now(extent, got)
+        np.testing.assert_array_equal(got, data)
