@@ -1,8 +1,9 @@
 """The control groups that this process lives in: what bounds its memory and its processors inside a container.
 
-``/proc/meminfo`` and psutil describe the whole host, so a budget taken from them gets a container killed. A group's limit
-holds for all below it; the effective one is therefore the least over the process's own group and every ancestor.
-Version 1 (one hierarchy per controller) and version 2 (one for all) are both in use, sometimes side by side.
+``/proc/meminfo`` and psutil describe the whole host, so a budget taken from them gets a container killed. A group's
+limit holds for all below it; the effective one is therefore the least over the process's own group and every
+ancestor. Version 1 (one hierarchy per controller) and version 2 (one for all) are both in use, sometimes side by
+side.
 """
 
 import os
@@ -38,7 +39,10 @@ class ControlGroup:
             limits = [self._number("memory.max"), self._number("memory.high")]
         else:
             # The second one counts ancestors above our mount point, whose files a container cannot see.
-            limits = [self._number("memory.limit_in_bytes"), self._table("memory.stat").get("hierarchical_memory_limit")]
+            limits = [
+                self._number("memory.limit_in_bytes"),
+                self._table("memory.stat").get("hierarchical_memory_limit"),
+            ]
         # Version 1 writes "no limit" as the largest multiple of the page size below 2^63.
         return min((limit for limit in limits if limit is not None and limit < 2**62), default=None)
 

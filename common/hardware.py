@@ -54,7 +54,7 @@ class Gpu:
     """One NVIDIA GPU that CUDA programs started from here would see."""
 
     index: int
-    """Place among the visible GPUs: in the order of CUDA_VISIBLE_DEVICES, else in that of the PCI bus, as in nvidia-smi.
+    """Place among the visible GPUs: in CUDA_VISIBLE_DEVICES' order, else in that of the PCI bus, as in nvidia-smi.
 
     PyTorch may count differently ("fastest first"): take :func:`torch_index` for that."""
     uuid: str
@@ -66,7 +66,7 @@ class Gpu:
     pci_bus_id: str
     """As in /sys/bus/pci/devices: ``0000:65:00.0``. Empty where the driver does not tell."""
     numa_node: int | None
-    """Host memory node it is attached to; None where the machine has just one or does not tell."""
+    """Host memory node it is attached to; None where the kernel does not tell."""
 
 
 def list_gpus() -> list[Gpu]:
@@ -142,7 +142,7 @@ def pick_gpu(spec: str) -> Gpu | None:
     """The GPU meant by ``--gpu auto|cpu|NAME|INDEX``; None stands for the CPU.
 
     ``auto`` is the first GPU, or the CPU where there is none that PyTorch can use. One or two digits are an index; all
-    else is part of a name, in any case and with any punctuation: ``4090``, ``rtx-4090``, ``A100-80G``. A UUID will do too.
+    else is part of a name, in any case and with any punctuation: ``4090``, ``rtx-4090``, ``A100-80G``. A UUID will do.
 
     Raises:
         UserError: no such GPU. Says which there are.
@@ -166,7 +166,8 @@ def pick_gpu(spec: str) -> Gpu | None:
         raise UserError(f"--gpu {spec}: no NVIDIA GPU was found on this machine. Use --gpu cpu to train on the CPU.")
     there = ", ".join(f"{gpu.index}: {gpu.name} ({format_bytes(gpu.memory_bytes)})" for gpu in gpus)
     raise UserError(
-        f"--gpu {spec} is none of the GPUs on this machine ({there}). Give an index or part of a name, or use --gpu cpu."
+        f"--gpu {spec} is none of the GPUs on this machine ({there}). "
+        "Give an index or part of a name, or use --gpu cpu."
     )
 
 
@@ -196,8 +197,9 @@ def torch_index(gpu: Gpu) -> int:
     number = seen.get(gpu.uuid.partition("-")[2])
     if number is None:
         raise UserError(
-            f"PyTorch does not see {gpu.name} ({gpu.uuid}), it sees {len(seen)} other GPUs. If CUDA_VISIBLE_DEVICES is set, "
-            "name the GPU there by its UUID, or set CUDA_DEVICE_ORDER=PCI_BUS_ID so that CUDA counts as nvidia-smi does."
+            f"PyTorch does not see {gpu.name} ({gpu.uuid}), it sees {len(seen)} other GPUs. If CUDA_VISIBLE_DEVICES "
+            "is set, name the GPU there by its UUID, or set CUDA_DEVICE_ORDER=PCI_BUS_ID so that CUDA counts as "
+            "nvidia-smi does."
         )
     return number
 

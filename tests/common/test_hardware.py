@@ -1,0 +1,234 @@
+"""What the machine has: limits from control groups, and which GPU a word means."""
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from common import hardware
+from common.errors import UserError
+from common.hardware import Gpu
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def capped(tmp_path: Path) -> Path:
+    """A /proc/self in a group limited to 100 MiB, of which 60 are in use, 20 of them yielding, and 1.2 processors."""
+    group = tmp_path / "cgroup/job"
+    group.mkdir(parents=True)
+    (tmp_path / "mountinfo").write_text(f"35 31 0:32 / {tmp_path / 'cgroup'} rw - cgroup2 cgroup2 rw\n")
+    (tmp_path / "cgroup_").write_text("")
+    proc = tmp_path / "proc"
+    proc.mkdir()
+    (tmp_path / "mountinfo").rename(proc / "mountinfo")
+    (proc / "cgroup").write_text("0::/job\n")
+    (group / "memory.max").write_text(f"{100 << 20}\n")
+    (group / "memory.current").write_text(f"{60 << 20}\n")
+    (group / "memory.stat").write_text(f"inactive_file {20 << 20}\n")
+    (group / "cpu.max").write_text("120000 100000\n")
+    return proc
+
+
+def test_a_control_group_bounds_what_the_host_has(capped: Path) -> None:
+    assert hardware.memory_limit_bytes(capped) == 100 << 20
+    assert hardware.memory_available_bytes(capped) == 60 << 20
+    assert hardware.cpu_count(capped) == min(2, len(os.sched_getaffinity(0)))
+
+
+def test_a_group_over_its_limit_has_nothing_left(capped: Path) -> None:
+    (capped.parent / "cgroup/job/memory.current").write_text(f"{300 << 20}\n")
+    assert hardware.memory_available_bytes(capped) == 0
+
+
+def test_without_groups_the_host_is_the_limit(tmp_path: Path) -> None:
+    assert hardware.memory_limit_bytes(tmp_path) == psutil.virtual_memory().total
+    assert hardware.memory_available_bytes(tmp_path) <= psutil.virtual_memory().total
+    assert hardware.cpu_count(tmp_path) == len(os.sched_getaffinity(0))
+
+
+def test_this_machine_has_something() -> None:
+    assert 0 < hardware.memory_available_bytes() <= hardware.memory_limit_bytes() <= psutil.virtual_memory().total
+    assert 1 <= hardware.cpu_count() <= (os.cpu_count() or 1)
+    assert "processors" in hardware.describe_machine()
+
+
+@pytest.mark.parametrize(
+    ("text", "enabled"),
+    [
+        ("always [madvise] never", True),
+        ("[always] madvise never", True),
+        ("always madvise [never]", False),
+        (None, False),
+    ],
+)
+def test_huge_pages(tmp_path: Path, text: str | None, enabled: bool) -> None:
+    switch = tmp_path / "enabled"
+    if text is not None:
+        switch.write_text(text)
+    assert hardware.huge_pages_enabled(switch) is enabled
+
+
+class FakeDriver:
+    """Stands in for the management library: three GPUs, in bus order."""
+
+    NVMLError = type("NVMLError", (Exception,), {})
+
+    def __init__(self) -> None:
+        self.gpus = [
+            ("GPU-aaaa-1", b"NVIDIA GeForce RTX 4090", 24, "00000000:01:00.0"),
+            ("GPU-aabb-2", "NVIDIA A100-SXM4-80GB", 80, "00000000:65:00.0"),
+            (b"GPU-cccc-3", "NVIDIA GeForce RTX 3090", 24, "0000000A:B1:00.0"),
+        ]
+        self.open = 0
+
+    def nvmlInit(self) -> None:
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open -= 1
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> tuple:
+        return self.gpus[index]
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> tuple:
+        if uuid != "MIG-dddd":
+            raise self.NVMLError(uuid)
+        return (uuid, "NVIDIA A100-SXM4-80GB MIG 1g.10gb", 10, None)
+
+    def nvmlDeviceGetUUID(self, handle: tuple) -> str | bytes:
+        return handle[0]
+
+    def nvmlDeviceGetName(self, handle: tuple) -> str | bytes:
+        return handle[1]
+
+    def nvmlDeviceGetMemoryInfo(self, handle: tuple) -> SimpleNamespace:
+        return SimpleNamespace(total=handle[2] * GIB)
+
+    def nvmlDeviceGetPciInfo(self, handle: tuple) -> SimpleNamespace:
+        if handle[3] is None:
+            raise self.NVMLError("not supported")
+        return SimpleNamespace(busId=handle[3])
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    fake = FakeDriver()
+    monkeypatch.setitem(sys.modules, "pynvml", fake)  # type: ignore[arg-type]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    return fake
+
+
+@pytest.fixture
+def no_driver(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise driver.NVMLError("Driver Not Loaded")
+
+    monkeypatch.setattr(driver, "nvmlInit", fail)
+
+
+def names() -> list[str]:
+    return [gpu.name.rpartition(" ")[2] for gpu in hardware.list_gpus()]
+
+
+def test_lists_what_the_driver_knows(driver: FakeDriver) -> None:
+    first, _, last = hardware.list_gpus()
+    assert first == Gpu(0, "GPU-aaaa-1", "NVIDIA GeForce RTX 4090", 24 * GIB, "0000:01:00.0", first.numa_node)
+    assert (last.index, last.uuid, last.pci_bus_id, last.numa_node) == (2, "GPU-cccc-3", "000a:b1:00.0", None)
+    assert driver.open == 0, "the library is closed again"
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen"),
+    [
+        ("2,0", ["3090", "4090"]),
+        ("", []),
+        ("-1", []),
+        ("1,7,0", ["A100-SXM4-80GB"]),
+        ("GPU-cccc,0", ["3090", "4090"]),
+        ("GPU-aa", []),
+        ("MIG-dddd", ["1g.10gb"]),
+        ("MIG-none,0", []),
+    ],
+)
+def test_visible_devices_hide_and_order(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, visible: str, seen: list[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert names() == seen
+    assert [gpu.index for gpu in hardware.list_gpus()] == list(range(len(seen)))
+
+
+@pytest.mark.parametrize(
+    ("spec", "index"),
+    [
+        ("auto", 0),
+        ("cpu", None),
+        ("CPU", None),
+        ("0", 0),
+        ("2", 2),
+        ("4090", 0),
+        ("3090", 2),
+        ("rtx-3090", 2),
+        ("RTX4090", 0),
+        ("a100", 1),
+        ("a100-80g", 1),
+        ("GPU-cccc-3", 2),
+        ("geforce", 0),
+    ],
+)
+def test_picks_the_gpu_that_is_meant(driver: FakeDriver, spec: str, index: int | None) -> None:
+    picked = hardware.pick_gpu(spec)
+    assert (picked.index if picked else None) == index
+
+
+@pytest.mark.parametrize("spec", ["3", "h100", "5090", "", "-", "40 90x"])
+def test_no_such_gpu_says_which_there_are(driver: FakeDriver, spec: str) -> None:
+    with pytest.raises(UserError) as caught:
+        hardware.pick_gpu(spec)
+    for part in ("0: NVIDIA GeForce RTX 4090 (24 GiB)", "1: NVIDIA A100", "2: NVIDIA GeForce RTX 3090", "--gpu cpu"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.usefixtures("no_driver")
+def test_without_a_driver_there_is_the_cpu() -> None:
+    assert hardware.list_gpus() == []
+    assert hardware.pick_gpu("auto") is None
+    assert hardware.pick_gpu("cpu") is None
+    with pytest.raises(UserError, match=r"--gpu 4090: no NVIDIA GPU was found.*--gpu cpu"):
+        hardware.pick_gpu("4090")
+    assert "no NVIDIA GPU" in hardware.describe_machine()
+
+
+def test_a_pytorch_without_cuda_is_named_as_the_reason(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    assert hardware.pick_gpu("auto") is None
+    with pytest.raises(UserError, match="built without CUDA"):
+        hardware.pick_gpu("4090")
+
+
+def test_pytorchs_own_order_is_matched_by_uuid(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = ["aabb-2", "aaaa-1"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(order))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=order[i]))
+    rtx_4090, a100, rtx_3090 = hardware.list_gpus()
+    assert (hardware.torch_index(rtx_4090), hardware.torch_index(a100)) == (1, 0)
+    with pytest.raises(UserError, match="CUDA_DEVICE_ORDER"):
+        hardware.torch_index(rtx_3090)
+
+
+@pytest.mark.cuda
+def test_a_real_gpu_is_found_on_both_sides() -> None:
+    gpu = hardware.pick_gpu("auto")
+    assert gpu is not None
+    properties = torch.cuda.get_device_properties(hardware.torch_index(gpu))
+    assert properties.name == gpu.name
+    assert properties.total_memory == pytest.approx(gpu.memory_bytes, rel=0.05)
