@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from common.units import parse_bytes
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("cli", "fcdp", "fuyou", "common", "configs")
 
@@ -77,6 +79,17 @@ def test_presets_are_package_data_and_well_formed() -> None:
     assert project()["tool"]["setuptools"]["package-data"]["configs"] == ["**/*.toml"]
     for preset in presets:
         assert tomllib.loads(preset.read_text()), preset
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/gpus").glob("*.toml")), ids=lambda path: path.stem)
+def test_gpu_presets_are_complete_and_give_their_sources(path: Path) -> None:
+    preset = tomllib.loads(path.read_text())
+    assert {"name", "memory", "link_gb_per_s", "bf16_tflops"} <= preset.keys()
+    assert preset.keys() <= {"name", "memory", "link_gb_per_s", "bf16_tflops", "block_tflops"}
+    assert 8 * 2**30 <= parse_bytes(preset["memory"]) <= 512 * 2**30
+    assert preset.get("block_tflops", 0) <= preset["bf16_tflops"], "no kernel beats the peak"
+    groups = path.read_text().strip().split("\n\n")
+    assert all(group.startswith("# ") for group in groups), "every number has a source above it"
 
 
 def test_constraints_pin_what_the_project_names() -> None:
