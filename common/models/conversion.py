@@ -1,0 +1,82 @@
+"""Names and layouts on disk against names and layouts in the model.
+
+Checkpoints on the hub and transformers' modules differ: prefixes come and go, old names live on, experts that are
+stored one by one are fused in the model. transformers keeps the rules for this (``conversion_mapping``) and applies
+them to a whole model at once; here they are applied to one parameter at a time.
+"""
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+
+@dataclass
+class Conversion:
+    """Tensors on disk that together make one parameter, or (one fused on disk, several in the model) several."""
+
+    first: str
+    """The name in the model; of several, the first."""
+
+    rule: WeightConverter | None
+    """None if the tensor on disk is the parameter."""
+
+    parts: list[tuple[str, str]] = field(default_factory=list)
+    """(pattern of the rule, name on disk), in the order in which they are put together."""
+
+    def convert(self, model: PreTrainedModel, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The parameters, by name in the model. Memory at the peak: the tensors read and about as much again."""
+        if self.rule is None:
+            return {self.first: read(self.parts[0][1])}
+        rule = copy.deepcopy(self.rule)  # a rule collects the tensors that it is given
+        for pattern, name in self.parts:
+            rule.add_tensor(self.first, name, pattern, read(name))  # type: ignore[arg-type]  # or a Future
+        converted = rule.convert(self.first, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+
+
+def plan_conversions(model: PreTrainedModel, stored: Iterable[str]) -> tuple[list[Conversion], list[str]]:
+    """How the tensors on disk become the model's parameters and persistent buffers.
+
+    The same matching as ``transformers.core_model_loading.convert_and_load_state_dict_in_model``.
+
+    Returns:
+        The conversions, and the names on disk that the model has no use for.
+    """
+    wanted = model.state_dict()
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+
+    conversions: dict[str, Conversion] = {}
+    unused = []
+    for name in sorted(stored, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, wanted)
+        if target not in wanted and name in wanted:
+            target, pattern = rename_source_key(name, [], [], model.base_model_prefix, wanted)
+        if target not in wanted:
+            unused.append(name)
+            continue
+        rule = None if pattern is None else by_pattern[pattern]
+        conversion = conversions.setdefault(target, Conversion(target, rule))
+        conversion.parts.append((pattern or name, name))
+    return list(conversions.values()), unused
+
+
+def to_disk(model: PreTrainedModel, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Names and layouts that ``save_pretrained`` writes, of some of a model's parameters: for instance a block's.
+
+    What is fused on disk but not in the model has to be in one call. The results may be views of the arguments.
+    """
+    return revert_weight_conversion(model, dict(named))

@@ -1,0 +1,178 @@
+"""Weights going back into a Hugging Face checkpoint directory, a few at a time."""
+
+import copy
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from common.errors import FinetuneError
+from common.models.conversion import to_disk
+from common.models.shards import INDEX, SINGLE
+from common.models.structure import fp32_parameters, stored_names
+
+INCOMPLETE = ".export-incomplete"
+"""Folder, inside the directory, of an export that is not finished."""
+
+_TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
+    "spiece.model", "sentencepiece*.model", "*.tiktoken", "chat_template*", "additional_chat_templates",
+)  # fmt: skip
+
+
+class CheckpointWriter:
+    """Writes what ``model.save_pretrained`` would, without ever holding the model.
+
+    Nothing that looks like a checkpoint appears in ``directory`` before :meth:`finish`: files are written into a hidden
+    folder inside it, and the one without which transformers loads nothing (the index) is moved into place last.
+
+    Args:
+        directory: made if it does not exist. A checkpoint in it is replaced, by :meth:`finish`.
+        model: from :func:`common.models.meta.build_meta_model`; its persistent buffers are written as they are.
+        config: as it was loaded (``model.config`` has been changed for training).
+        dtype: of the weights on disk. Parameters that the family insists on keeping in fp32 are written in fp32.
+        shard_bytes: a shard is written when the next tensor would make it larger. Memory: this, and what is added at
+            once.
+    """
+
+    def __init__(
+        self, directory: Path, model: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dtype, shard_bytes: int
+    ) -> None:
+        self.directory = directory
+        self.model = model
+        self.config = copy.deepcopy(config)
+        self.dtype = dtype
+        self.shard_bytes = shard_bytes
+        self._stored_name = stored_names(model)
+        self._fp32 = {self._stored_name[name] for name in fp32_parameters(model)}
+        self._shapes = {self._stored_name[name]: parameter.shape for name, parameter in model.named_parameters()}
+        self._parameters = sum(parameter.numel() for parameter in model.parameters())
+        self._written: set[str] = set()
+        self._shard: dict[str, torch.Tensor] = {}
+        self._shard_size = 0
+        self._shard_of: dict[str, int] = {}
+        self._shards = 0
+        self._total_size = 0
+        self._folder = directory / INCOMPLETE
+        self.discard()
+        self._folder.mkdir(parents=True)
+
+    def add(self, named: dict[str, torch.Tensor]) -> None:
+        """Take some parameters, for instance a block's; they are copied.
+
+        Args:
+            named: by name in the model. What a checkpoint on the hub stores as one tensor has to come in one call.
+
+        Raises:
+            FinetuneError: a name or a shape is not the model's.
+        """
+        copies = {}
+        for name, value in named.items():
+            stored = self._stored_name.get(name)
+            if stored is None or self._shapes[stored] != value.shape:
+                raise FinetuneError(f"Cannot export {name} of shape {list(value.shape)}: the model has none such.")
+            if stored not in self._written:  # a tied parameter may come under several of its names
+                dtype = torch.float32 if stored in self._fp32 else self.dtype
+                copies[stored] = value.detach().to("cpu", dtype, copy=True)
+                self._written.add(stored)
+        self._append(copies)
+
+    def finish(self) -> None:
+        """Write what is left, the index and the configurations, and move all into place.
+
+        Raises:
+            FinetuneError: parameters are missing; the directory is left as it was.
+        """
+        missing = sorted(self._shapes.keys() - self._written)
+        if missing:
+            raise FinetuneError(f"Export incomplete: {len(missing)} parameters never came, {missing[0]} among them.")
+        ignored = set(self.model._keys_to_ignore_on_save or ())
+        buffers = self.model.state_dict().keys() - self._stored_name.keys() - ignored
+        self._append({name: self.model.get_buffer(name).clone() for name in sorted(buffers)})
+        self._flush()
+        self._write_configs()
+        self._move_into_place(self._name_shards())
+
+    def discard(self) -> None:
+        """Remove what an unfinished export has left, this one or an earlier one."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _append(self, named: dict[str, torch.Tensor]) -> None:
+        for name, value in to_disk(self.model, named).items():
+            if self._shard and self._shard_size + value.nbytes > self.shard_bytes:
+                self._flush()
+            self._shard[name] = value.contiguous()
+            self._shard_size += value.nbytes
+
+    def _flush(self) -> None:
+        if not self._shard:
+            return
+        self._shards += 1
+        file = self._folder / f"shard-{self._shards}"
+        save_file(self._shard, file, metadata={"format": "pt"})
+        _sync(file)
+        self._shard_of.update(dict.fromkeys(self._shard, self._shards))
+        self._total_size += self._shard_size
+        self._shard, self._shard_size = {}, 0
+
+    def _name_shards(self) -> list[str]:
+        """Give files their final names, and write the index if there are several. Returns them in moving order."""
+        if self._shards == 1:
+            (self._folder / "shard-1").rename(self._folder / SINGLE)
+            return [SINGLE]
+        names = [f"model-{number:05d}-of-{self._shards:05d}.safetensors" for number in range(1, self._shards + 1)]
+        for number, name in enumerate(names, start=1):
+            (self._folder / f"shard-{number}").rename(self._folder / name)
+        index = {
+            "metadata": {"total_parameters": self._parameters, "total_size": self._total_size},
+            "weight_map": {name: names[number - 1] for name, number in sorted(self._shard_of.items())},
+        }
+        (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        _sync(self._folder / INDEX)
+        return [*names, INDEX]
+
+    def _write_configs(self) -> None:
+        self.config.dtype = self.dtype
+        self.config.architectures = [type(self.model).__name__]
+        self.config.save_pretrained(self._folder)
+        if self.model.can_generate():
+            # Not save_pretrained: it refuses generation configs that the hub is full of.
+            self.model.generation_config.to_json_file(self._folder / "generation_config.json")
+
+    def _move_into_place(self, weights: list[str]) -> None:
+        # An older checkpoint's entry points go first, so that its index never points at new shards.
+        old = [self.directory / SINGLE, self.directory / INDEX, *self.directory.glob("model-*-of-*.safetensors")]
+        for file in old:
+            file.unlink(missing_ok=True)
+        others = sorted(file.name for file in self._folder.iterdir() if file.name not in weights)
+        for name in [*others, *weights]:
+            (self._folder / name).replace(self.directory / name)
+        self._folder.rmdir()
+        _sync(self.directory)
+
+
+def copy_tokenizer_files(source: Path, directory: Path) -> list[str]:
+    """Copy a checkpoint's tokenizer and chat templates. Returns what was copied, by name."""
+    found = sorted({path for pattern in _TOKENIZER_FILES for path in source.glob(pattern)})
+    if source.resolve() == directory.resolve():
+        return [path.name for path in found]
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in found:
+        if path.is_dir():
+            shutil.copytree(path, directory / path.name, dirs_exist_ok=True)
+        else:
+            shutil.copyfile(path, directory / path.name)
+    return [path.name for path in found]
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file or a directory is on the drive."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,61 @@
+"""What a token costs in floating-point operations. One multiply-add is two.
+
+Conventions, the usual ones for reporting throughput:
+
+* 6 per parameter and token: 2 forward, 4 backward. *All* parameters count, embeddings, norms and biases included, tied
+  ones once. In a mixture of experts only the experts that a token visits count.
+* Attention scores and their product with the values: 12 x layers x width x sequence length per token, width being all
+  heads together. Causal attention counts as dense, and a sliding window as a full one.
+* Model FLOPs leave recomputation out. Hardware FLOPs add a second forward of every block, which is what the
+  backward pass of a streamed stack costs; embeddings, head and loss are not recomputed.
+"""
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from common.models.meta import build_meta_model
+from common.models.structure import find_blocks
+
+
+def model_flops_per_token(model: PreTrainedModel | PreTrainedConfig, seq_len: int) -> float:
+    """FLOPs of forward and backward per token, in sequences of ``seq_len`` tokens, recomputation not counted."""
+    model = build_meta_model(model) if isinstance(model, PreTrainedConfig) else model
+    return 6.0 * active_parameters(model, model) + 3 * _attention_forward(model, seq_len)
+
+
+def hardware_flops_per_token(model: PreTrainedModel | PreTrainedConfig, seq_len: int) -> float:
+    """FLOPs per token with the forward of every block done again in the backward pass."""
+    model = build_meta_model(model) if isinstance(model, PreTrainedConfig) else model
+    _, blocks = find_blocks(model)
+    again = 2.0 * active_parameters(model, blocks) + _attention_forward(model, seq_len)
+    return model_flops_per_token(model, seq_len) + again
+
+
+def active_parameters(model: PreTrainedModel, part: nn.Module) -> float:
+    """Parameters of ``part`` that one token uses: all, but of the routed experts only its share of them."""
+    config = model.config.get_text_config()
+    experts = _first(config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts") or 0
+    visited = _first(config, "num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k") or experts
+    share = visited / experts if experts else 1.0
+    counted: dict[int, float] = {}
+    for name, parameter in part.named_parameters():
+        # Routed experts live in a module called "experts": fused into [experts, ., .], or a list of modules.
+        routed = "experts" in name.split(".") and (parameter.ndim == 3 or any(p.isdigit() for p in _after(name)))
+        counted[id(parameter)] = parameter.numel() * (share if routed else 1.0)
+    return sum(counted.values())
+
+
+def _after(name: str) -> list[str]:
+    parts = name.split(".")
+    return parts[parts.index("experts") + 1 :][:1]
+
+
+def _attention_forward(model: PreTrainedModel, seq_len: int) -> float:
+    """Scores and weighted values: 2 products of 2 FLOPs x width x seq_len per token and layer."""
+    config = model.config.get_text_config()
+    head = _first(config, "head_dim") or config.hidden_size // config.num_attention_heads
+    return 4.0 * config.num_hidden_layers * config.num_attention_heads * head * seq_len
+
+
+def _first(config: PreTrainedConfig, *names: str) -> int | None:
+    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)

@@ -1,0 +1,77 @@
+"""The model without its weights: parameters on the meta device, buffers real."""
+
+import contextlib
+import copy
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from common.errors import FinetuneError, UserError
+
+
+def build_meta_model(
+    config: PreTrainedConfig, attn_implementation: str | None = None, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """A causal language model in which only the buffers take memory.
+
+    Parameters are on the meta device, tied where the configuration says so. Buffers (rotary frequencies and the like)
+    are on the CPU with the values that ``AutoModelForCausalLM.from_config`` gives them. A *persistent* buffer that the
+    family fills only from checkpoints is NaN until :meth:`CheckpointSource.read_buffers` has been copied into it.
+
+    The model is in training mode and does not fill key-value caches. ``config`` is copied, not changed: export it, not
+    ``model.config``.
+
+    Args:
+        attn_implementation: passed on; None leaves the choice to transformers (``"sdpa"`` where a family has it).
+        dtype: of the parameters. Buffers do not depend on it in most families, but what they hold is the family's
+            choice, so give the dtype the model computes in.
+
+    Raises:
+        UserError: transformers refuses the configuration.
+        FinetuneError: the family leaves a non-persistent buffer uninitialised.
+    """
+    config = copy.deepcopy(config)
+    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **options)
+    except Exception as error:  # anything: each family checks its own fields in its own way
+        raise UserError(f"transformers cannot build this {config.model_type!r} configuration: {error}") from error
+    _fill_buffers(model)
+    _load_generation_config(model)
+    # After construction, so that the generation config, which is exported, keeps the family's default.
+    for part in {id(part): part for part in (model.config, model.config.get_text_config())}.values():
+        part.use_cache = False
+    return model.train()
+
+
+def _fill_buffers(model: PreTrainedModel) -> None:
+    """Compute all buffers on the CPU, the way ``from_pretrained`` computes those that no checkpoint holds.
+
+    transformers builds every model on the meta device in ``from_pretrained``, so every family's ``_init_weights``
+    must be able to fill its buffers. On parameters the same calls cost nothing: they are on the meta device.
+    """
+    real: dict[int, torch.Tensor] = {}  # a buffer registered in two modules stays one tensor
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if id(buffer) not in real:
+                real[id(buffer)] = torch.zeros_like(buffer, device="cpu")
+                if buffer.is_floating_point():
+                    real[id(buffer)].fill_(torch.nan)
+            setattr(module, name, real[id(buffer)])
+    with torch.random.fork_rng(devices=[]):
+        model.initialize_weights()
+    for name, buffer in model.named_non_persistent_buffers():
+        if buffer.is_floating_point() and buffer.isnan().any():
+            raise FinetuneError(
+                f"transformers' {type(model).__name__} leaves its buffer {name} uninitialised when it is built without "
+                "memory for its weights. This family cannot be trained out of core with this version of transformers."
+            )
+
+
+def _load_generation_config(model: PreTrainedModel) -> None:
+    """Take the generation config that came with the checkpoint, as ``from_pretrained`` does."""
+    if model.can_generate() and model.config.name_or_path:
+        # If the checkpoint has none, or none that is valid, what the configuration implies is kept.
+        with contextlib.suppress(OSError, ValueError):
+            model.generation_config = GenerationConfig.from_pretrained(model.config.name_or_path, local_files_only=True)

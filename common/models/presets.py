@@ -1,0 +1,100 @@
+"""What the user calls a model: a checkpoint directory, the name of a preset, or a transformers configuration."""
+
+import os
+import tomllib
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
+
+from common.errors import UserError, did_you_mean
+
+
+def _presets() -> dict[str, Traversable]:
+    """Preset file by name. They are package data, so that an installed wheel has them in any directory."""
+    folder = files("configs").joinpath("models")
+    return {file.name.removesuffix(".toml"): file for file in folder.iterdir() if file.name.endswith(".toml")}
+
+
+def preset_names() -> list[str]:
+    """Names of all model presets, sorted."""
+    return sorted(_presets())
+
+
+def load_config(model: str | os.PathLike[str] | PreTrainedConfig) -> tuple[PreTrainedConfig, Path | None]:
+    """The configuration of a model, and its checkpoint directory if it has one.
+
+    Args:
+        model: a directory with config.json, a preset's name, or a configuration (returned as it is).
+
+    Raises:
+        UserError: no such directory or preset; the directory is no checkpoint; or its configuration is not one that
+            ``AutoModelForCausalLM`` can build from transformers' own code.
+    """
+    if isinstance(model, PreTrainedConfig):
+        _refuse_unsupported(model, model.model_type)
+        return model, None
+
+    name = os.fspath(model)
+    directory = Path(name).expanduser()
+    presets = _presets()
+    if (directory / "config.json").is_file():
+        config = _read_directory(directory)
+        _refuse_unsupported(config, name)
+        return config, directory
+    if name in presets:
+        fields = tomllib.loads(presets[name].read_text(encoding="utf-8"))
+        return AutoConfig.for_model(**fields), None
+    if directory.is_dir():
+        raise UserError(_not_a_checkpoint(directory))
+    raise UserError(_not_found(name, directory, list(presets)))
+
+
+def _read_directory(directory: Path) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    # transformers raises OSError for bad JSON, KeyError and ValueError for an unknown model type, and its validators'
+    # own classes for a bad field. Whatever it is, the file is what the user has to look at.
+    except Exception as error:
+        raise UserError(f"{directory / 'config.json'} is not a configuration transformers can read: {error}") from error
+
+
+def _refuse_unsupported(config: PreTrainedConfig, name: str) -> None:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        own_code = " (its code comes with the checkpoint, and is not run)" if hasattr(config, "auto_map") else ""
+        raise UserError(
+            f"{name} is a {config.model_type!r} model{own_code}, which transformers cannot build as a causal language "
+            "model (AutoModelForCausalLM). Give a decoder such as Llama, Qwen, Mistral, Gemma or GPT-2."
+        )
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise UserError(
+            f"{name} is quantized ({method}); training needs its weights in fp32, bf16 or fp16. "
+            "Give the checkpoint it was quantized from."
+        )
+
+
+def _not_a_checkpoint(directory: Path) -> str:
+    if (directory / "adapter_config.json").is_file():
+        return f"{directory} holds a PEFT adapter, not a model: merge it into its base model first, or give the base."
+    inside = sorted(entry.parent for entry in directory.glob("*/config.json"))
+    hint = f" There is one in {inside[0]}." if inside else ""
+    return f"{directory} has no config.json, so it is not a Hugging Face checkpoint.{hint}"
+
+
+def _not_found(name: str, directory: Path, presets: list[str]) -> str:
+    if directory.is_file():
+        return f"{directory} is a file. Give the checkpoint's directory: {directory.parent}"
+    hints = did_you_mean(name, presets)
+    if os.sep in name or name.startswith((".", "~")):
+        parent = directory.parent
+        if not parent.is_dir():
+            hints += f" There is no directory {parent} either; nothing is downloaded."
+        else:
+            near = did_you_mean(directory.name, (entry.name for entry in parent.iterdir() if entry.is_dir()))
+            hints += f"{near[:-1]} in {parent}?" if near else ""
+    if not hints:
+        hints = f" Presets: {', '.join(sorted(presets))}."
+    return f"{name!r} is neither a checkpoint directory nor a preset.{hints}"

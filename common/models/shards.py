@@ -1,0 +1,152 @@
+"""safetensors files on disk: what is in them, whether they are whole, and one tensor at a time.
+
+Layout of a file (https://huggingface.co/docs/safetensors): 8 bytes with the header's length, little-endian; the header,
+JSON with dtype, shape and byte range of every tensor; the tensors.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from common.errors import FinetuneError, UserError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Shards:
+    """The safetensors files of a checkpoint directory.
+
+    Their headers are read, and checked against the files' sizes, once, when it is made.
+
+    Raises:
+        UserError: the directory has no safetensors.
+        FinetuneError: a shard is missing or damaged; the message names it, and the first tensor that is affected.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.tensors: dict[str, Stored] = {}
+        """By the name on disk."""
+        for file, expected in _shard_files(directory).items():
+            found = read_header(file)
+            for name in expected:
+                if name not in found:
+                    raise FinetuneError(f"{file} lacks the tensor {name}, which {directory / INDEX} says is in it.")
+            self.tensors.update(found)
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor in its own dtype, in memory of its own.
+
+        The file is read, not mapped: mapped pages would count as this process's memory until the file is closed.
+        """
+        stored = self.tensors[name]
+        try:
+            with safe_open(stored.file, framework="pt", backend="pread") as file:
+                return file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise FinetuneError(f"Cannot read {name} from {stored.file}: {error}") from error
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows ``start`` to ``stop`` of a tensor."""
+        stored = self.tensors[name]
+        try:
+            with safe_open(stored.file, framework="pt", backend="pread") as file:
+                return file.get_slice(name)[start:stop]
+        except (OSError, SafetensorError) as error:
+            raise FinetuneError(f"Cannot read {name} from {stored.file}: {error}") from error
+
+
+def read_header(file: Path) -> dict[str, Stored]:
+    """The tensors that a safetensors file says it holds, and does hold.
+
+    Raises:
+        FinetuneError: it is missing, is no safetensors file, or is shorter or longer than its header says.
+        UserError: it holds numbers in a format that only quantized checkpoints have.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            # Before reading: a damaged length must not become an allocation of that many bytes.
+            if size < 8 or length > size - 8:
+                raise FinetuneError(f"{file} is damaged: {size:,} bytes end inside its header. Download it again.")
+            header = json.loads(stream.read(length))
+            entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
+            ranges = {name: (entry["data_offsets"][0], entry["data_offsets"][1]) for name, entry in entries}
+            odd = sorted({entry["dtype"] for _, entry in entries} - _DTYPES.keys())
+            if odd:
+                raise UserError(f"{file} is quantized ({', '.join(odd)}). Give the checkpoint that it was made from.")
+            found = {name: Stored(file, _DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in entries}
+    except OSError as error:
+        raise FinetuneError(f"Cannot read {file}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise FinetuneError(
+            f"{file} is damaged: its header is not that of a safetensors file ({error!r:.200}). Download it again."
+        ) from error
+
+    data = size - 8 - length
+    for name, (start, stop) in sorted(ranges.items(), key=lambda item: item[1]):
+        if stop > data:
+            raise FinetuneError(
+                f"{file} is truncated: it has {data:,} bytes of data, and its tensor {name} is at bytes {start:,} to "
+                f"{stop:,}. Download it again."
+            )
+        if stop - start != math.prod(found[name].shape) * found[name].dtype.itemsize:
+            raise FinetuneError(
+                f"{file} is damaged: its tensor {name}, {found[name].dtype} {list(found[name].shape)}, has "
+                f"{stop - start:,} bytes. Download it again."
+            )
+    if data != max((stop for _, stop in ranges.values()), default=0):
+        raise FinetuneError(f"{file} is damaged: its header is not for {data:,} bytes of data. Download it again.")
+    return found
+
+
+def _shard_files(directory: Path) -> dict[Path, list[str]]:
+    """The files of a checkpoint, each with the tensors that the index expects in it; order of preference as in
+    transformers: a single file, then an index."""
+    if (directory / SINGLE).is_file():
+        return {directory / SINGLE: []}
+    index = directory / INDEX
+    if not index.is_file():
+        raise UserError(_no_safetensors(directory))
+    files: dict[Path, list[str]] = {}
+    try:
+        for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+            files.setdefault(directory / file, []).append(name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FinetuneError(f"{index} is damaged ({error!r:.200}). Download it again.") from error
+    for file, names in files.items():
+        if not file.is_file():
+            raise FinetuneError(f"{file} is missing; it should hold {names[0]} and {len(names) - 1} more tensors.")
+    return files
+
+
+def _no_safetensors(directory: Path) -> str:
+    if any(directory.glob("pytorch_model*.bin*")):
+        return (
+            f"{directory} has its weights only as pytorch_model.bin, which cannot be read piece by piece. Convert it "
+            'once, on a machine that can hold it: python -c "from transformers import AutoModelForCausalLM as M; '
+            f"M.from_pretrained('{directory}', dtype='auto').save_pretrained('{directory}-safetensors')\", and copy "
+            "the tokenizer's files over."
+        )
+    return f"{directory} has no weights: neither {SINGLE} nor {INDEX} is in it."

@@ -1,0 +1,156 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from common.errors import FinetuneError
+from common.models.export import INCOMPLETE, CheckpointWriter, copy_tokenizer_files
+from common.models.meta import build_meta_model
+from common.models.presets import load_config
+from common.models.shards import INDEX, SINGLE
+from common.models.structure import find_blocks, outer_parameters
+from tests.common.models.families import FAMILIES, family_config, real_model
+
+
+def export(directory: Path, real, dtype=torch.float32, shard_bytes=1 << 40) -> CheckpointWriter:
+    """Block by block, through one buffer that is used again and again, as the engine does."""
+    config = real.config
+    meta = build_meta_model(config)
+    writer = CheckpointWriter(directory, meta, config, dtype, shard_bytes)
+    prefix, blocks = find_blocks(meta)
+    for outer in outer_parameters(meta):
+        writer.add({outer.names[0]: real.get_parameter(outer.names[0])})
+    for index, block in enumerate(blocks):
+        named = {f"{prefix}.{index}.{name}": None for name, _ in block.named_parameters()}
+        scratch = {name: real.get_parameter(name).detach().clone() for name in named}
+        writer.add(scratch)
+        for value in scratch.values():
+            value.fill_(torch.nan)
+    return writer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shard_bytes", [1 << 40, 20_000])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_exported_loads_bit_for_bit(family, tied, shard_bytes, dtype, tmp_path):
+    real = real_model(family_config(family, tie_word_embeddings=tied))
+    export(tmp_path / "out", real, dtype, shard_bytes).finish()
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto", output_loading_info=True)
+    assert not any(info.values()), info
+    assert type(loaded) is type(real) and loaded.dtype == dtype
+    for (name, value), (real_name, expected) in zip(loaded.named_parameters(), real.named_parameters(), strict=True):
+        assert name == real_name and torch.equal(value, expected.to(dtype)), name
+
+    # The same files as save_pretrained: names, layouts, configurations.
+    real.to(dtype).save_pretrained(tmp_path / "expected", max_shard_size=shard_bytes)
+    ours, theirs = tensors_in(tmp_path / "out"), tensors_in(tmp_path / "expected")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    for file in ("config.json", "generation_config.json"):
+        ours_is, theirs_is = (json.loads((tmp_path / folder / file).read_text()) for folder in ("out", "expected"))
+        assert ours_is == theirs_is
+    shards = [file for file in (tmp_path / "out").iterdir() if file.suffix == ".safetensors"]
+    assert (len(shards) == 1) == (shard_bytes > 1 << 30) == (not (tmp_path / "out" / INDEX).exists())
+    if len(shards) > 1:
+        largest = max(value.nbytes for value in ours.values())
+        assert all(file.stat().st_size < max(shard_bytes, largest) + 4096 for file in shards)
+        metadata = [json.loads((tmp_path / name / INDEX).read_text())["metadata"] for name in ("out", "expected")]
+        assert metadata[0] == metadata[1]
+
+
+def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in directory.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def test_a_half_written_export_is_no_checkpoint(tmp_path):
+    real = real_model(family_config("llama"))
+    writer = export(tmp_path, real, shard_bytes=20_000)
+    assert [file.name for file in tmp_path.iterdir()] == [INCOMPLETE]
+    with pytest.raises((OSError, ValueError)):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    writer.discard()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_new_export_replaces_an_older_one(tmp_path):
+    old, new = (real_model(family_config("llama"), seed) for seed in (0, 1))
+    for first, second in [(20_000, 1 << 40), (1 << 40, 20_000), (20_000, 30_000)]:
+        export(tmp_path, old, shard_bytes=first).finish()
+        writer = export(tmp_path, new, shard_bytes=second)
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path).lm_head.weight, old.lm_head.weight)
+        writer.finish()
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), new.parameters(), strict=True))
+        shards = {file.name for file in tmp_path.glob("*.safetensors")}
+        index = tmp_path / INDEX
+        assert shards == (set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {SINGLE})
+
+
+def test_leftovers_of_a_killed_export_do_not_matter(tmp_path):
+    export(tmp_path, real_model(family_config("llama"), 0), shard_bytes=20_000)  # never finished
+    new = real_model(family_config("llama"), 1)
+    export(tmp_path, new).finish()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["config.json", "generation_config.json", SINGLE]
+
+
+def test_missing_and_wrong_parameters_are_refused(tmp_path):
+    meta = build_meta_model(family_config("llama"))
+    writer = CheckpointWriter(tmp_path, meta, meta.config, torch.float32, 1 << 30)
+    with pytest.raises(FinetuneError, match=r"model\.nrom\.weight"):
+        writer.add({"model.nrom.weight": torch.zeros(32)})
+    with pytest.raises(FinetuneError, match=r"model\.norm\.weight of shape \[31\]"):
+        writer.add({"model.norm.weight": torch.zeros(31)})
+    writer.add({"model.norm.weight": torch.zeros(32)})
+    with pytest.raises(FinetuneError, match="parameters never came"):
+        writer.finish()
+    assert not (tmp_path / SINGLE).exists()
+
+
+def test_tied_parameters_are_written_once_under_either_name(tmp_path):
+    real = real_model(family_config("llama", tie_word_embeddings=True))
+    meta = build_meta_model(real.config)
+    writer = CheckpointWriter(tmp_path, meta, real.config, torch.float32, 1 << 30)
+    writer.add({"lm_head.weight": real.lm_head.weight})
+    writer.add(dict(real.named_parameters()))
+    writer.finish()
+    stored = load_file(tmp_path / SINGLE)
+    assert "lm_head.weight" not in stored and torch.equal(stored["model.embed_tokens.weight"], real.lm_head.weight)
+
+
+def test_persistent_buffers_are_written(tmp_path):
+    real = real_model(family_config("llama"))
+    meta = build_meta_model(real.config)
+    meta.model.norm.register_buffer("statistics", torch.arange(3.0))
+    writer = CheckpointWriter(tmp_path, meta, real.config, torch.bfloat16, 1 << 30)
+    writer.add(dict(real.named_parameters()))
+    writer.finish()
+    assert torch.equal(load_file(tmp_path / SINGLE)["model.norm.statistics"], torch.arange(3.0))
+
+
+def test_an_odd_generation_config_survives(tmp_path):
+    """The hub is full of these; ``save_pretrained`` refuses them."""
+    real = real_model(family_config("llama"))
+    real.save_pretrained(tmp_path / "in")
+    (tmp_path / "in/generation_config.json").write_text('{"temperature": 0.6, "do_sample": false}')
+    config, _ = load_config(tmp_path / "in")
+    writer = CheckpointWriter(tmp_path / "out", build_meta_model(config), config, torch.float32, 1 << 30)
+    writer.add(dict(real.named_parameters()))
+    writer.finish()
+    assert json.loads((tmp_path / "out/generation_config.json").read_text())["temperature"] == 0.6
+    assert json.loads((tmp_path / "out/config.json").read_text())["use_cache"] is True
+
+
+def test_tokenizer_files(tmp_path):
+    source, target = tmp_path / "in", tmp_path / "out"
+    (source / "additional_chat_templates").mkdir(parents=True)
+    wanted = ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "chat_template.jinja", "merges.txt"]
+    for name in [*wanted, "additional_chat_templates/tool.jinja", "model.safetensors", "README.md"]:
+        (source / name).write_text(name)
+    assert copy_tokenizer_files(source, target) == sorted([*wanted, "additional_chat_templates"])
+    assert {str(file.relative_to(target)) for file in target.rglob("*") if file.is_file()} == {
+        *wanted, "additional_chat_templates/tool.jinja",
+    }  # fmt: skip
+    assert copy_tokenizer_files(source, source)

@@ -1,0 +1,89 @@
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig
+
+from common.errors import UserError
+from common.models.meta import build_meta_model
+from common.models.structure import find_blocks, fp32_parameters, outer_parameters, parameter_names
+from tests.common.models.families import FAMILIES, MIXED, family_config
+
+BLOCKS = {"gpt2": "transformer.h", "opt": "model.decoder.layers", "gpt_neox": "gpt_neox.layers"}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_and_the_rest_are_the_whole_model(family, tied):
+    model = build_meta_model(family_config(family, tie_word_embeddings=tied))
+    name, blocks = find_blocks(model)
+    assert name == BLOCKS.get(family, "model.layers") and len(blocks) == 3
+    outer = outer_parameters(model)
+    inside = {f"{name}.{inner}" for inner, _ in blocks.named_parameters()}
+    outside = [alias for parameter in outer for alias in parameter.names]
+    everything = {alias for alias, _ in model.named_parameters(remove_duplicate=False)}
+    assert len(outside) == len(set(outside)) and inside.isdisjoint(outside) and inside | set(outside) == everything
+    assert sum(p.parameter.numel() for p in outer) + sum(p.numel() for p in blocks.parameters()) == sum(
+        p.numel() for p in model.parameters()
+    )
+    assert sum(len(p.names) == 2 for p in outer) == tied
+    for parameter in outer:
+        assert all(model.get_parameter(alias) is parameter.parameter for alias in parameter.names)
+
+
+def test_a_large_vocabulary_does_not_hide_the_blocks():
+    model = build_meta_model(family_config("llama", vocab_size=200_000))
+    assert find_blocks(model)[0] == "model.layers"
+
+
+def test_a_single_block_wins_over_what_is_inside_it():
+    model = build_meta_model(family_config("llama", num_hidden_layers=1))
+    model.model.layers[0].mlp = nn.ModuleList([model.model.layers[0].mlp])
+    model.model.layers[0].self_attn = None
+    assert find_blocks(model)[0] == "model.layers"
+
+
+@pytest.mark.parametrize("family", MIXED)
+def test_router_loss_is_refused(family):
+    model = build_meta_model(family_config(family, output_router_logits=True))
+    with pytest.raises(UserError, match="output_router_logits to false"):
+        find_blocks(model)
+
+
+def test_shared_parameters_are_refused():
+    model = build_meta_model(family_config("llama"))
+    model.model.layers[2].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    with pytest.raises(UserError, match=r"layers\.0\.mlp\.up_proj\.weight = model\.layers\.2"):
+        find_blocks(model)
+
+
+def test_a_parameter_shared_with_the_outside_is_refused():
+    model = build_meta_model(family_config("llama"))
+    model.model.norm.weight = model.model.layers[0].input_layernorm.weight
+    with pytest.raises(UserError, match=r"model\.norm\.weight"):
+        outer_parameters(model)
+
+
+def test_a_model_without_blocks_is_refused():
+    model = build_meta_model(family_config("llama"))
+    model.model.layers = nn.Sequential(*model.model.layers)
+    with pytest.raises(UserError, match="none at all"):
+        find_blocks(model)
+    model.model.small = nn.ModuleList([nn.Linear(3, 3)])
+    with pytest.raises(UserError, match=r"'model\.small', holds 12"):
+        find_blocks(model)
+
+
+def test_names_of_tied_modules():
+    linear = nn.Linear(2, 2, bias=False)
+    assert parameter_names(nn.ModuleDict({"a": linear, "b": linear})) == [("a.weight", "b.weight")]
+
+
+def test_parameters_that_stay_fp32():
+    config = AutoConfig.for_model(
+        "ernie4_5_moe", vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, moe_intermediate_size=16, moe_num_experts=4, moe_k=2, moe_layer_start_index=0,
+    )  # fmt: skip
+    model = build_meta_model(config, dtype=torch.bfloat16)
+    assert "model.layers.1.mlp.gate.weight" in fp32_parameters(model)
+    assert not any("q_proj" in name or "gate_proj" in name for name in fp32_parameters(model))
+    assert fp32_parameters(build_meta_model(family_config("llama"))) == []
