@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from common.data.encoding import Encoded, Encoder
-from common.data.files import find_files, read_records
+from common.data.files import find_files, read_records, reading
 from common.data.order import shuffled
 from common.data.packing import TRAINED, Packer, cut, unpack
 from common.data.shapes import examples_of_records, examples_of_text_file
@@ -160,14 +160,14 @@ def open_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir:
 def _build(path: Path, files: list[Path], seq_len: int, tokenizer: PreTrainedTokenizerBase) -> None:
     header = Header(seq_len, files=len(files))
     encoder = Encoder(tokenizer)
-    with write_token_file(path, header) as out:
+    with write_token_file(path, header) as out, reading(path.parent) as scratch:
 
         def write(row: np.ndarray) -> None:
             header.rows += 1
             out.write(row.data)
 
         packer = Packer(seq_len, _padding(tokenizer), write)
-        for piece in cut(_count_documents(_encode_files(files, encoder, path.parent), header), seq_len):
+        for piece in cut(_count_documents(_encode_files(files, encoder, scratch), header), seq_len):
             trained = int(np.count_nonzero(piece & TRAINED))
             if not trained:
                 header.skipped_tokens += len(piece)
@@ -207,7 +207,7 @@ def _describe(header: Header) -> str:
         f"{format_count(header.tokens)} tokens, {format_count(header.trainable_tokens)} of them trained on, "
         f"in {header.rows:,} rows of {header.seq_len:,} ({fill:.1%} full)"
     )
-    skipped = f"; {format_count(header.skipped_tokens)} tokens far from any trained one left out"
+    skipped = f"; left out: {format_count(header.skipped_tokens)} tokens in pieces of prompt without any completion"
     return counts + (skipped if header.skipped_tokens else "")
 
 

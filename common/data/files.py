@@ -1,8 +1,7 @@
 """From what the user named to records: finding data files and reading them with ``datasets``.
 
 Files are read as streams (``load_dataset(..., streaming=True)``): a few MiB at a time, nothing converted on
-disk, no network. Two cases need a whole file in memory: a ``.json`` file that is one list, and a text file without
-line breaks.
+disk, no network. What needs a whole file in memory: a ``.json`` file that is one list, and a file that is one line.
 """
 
 import glob
@@ -64,6 +63,26 @@ def _files_below(directory: Path) -> list[Path]:
     return data
 
 
+@contextmanager
+def reading(directory: Path) -> Iterator[Path]:
+    """While files are read: a scratch folder in ``directory`` for the lock files of ``datasets``, which keeps quiet.
+
+    Its errors reach the user as ``UserError``, not as log lines and progress bars as well.
+    """
+    import datasets
+
+    bars, verbosity = datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".datasets-", dir=directory) as scratch:
+            yield Path(scratch)
+    finally:
+        datasets.logging.set_verbosity(verbosity)
+        if not bars:
+            datasets.enable_progress_bars()
+
+
 def read_records(path: Path, scratch: Path) -> Iterator[dict[str, Any]]:
     """The records of one file, in order. A text file gives one record per line, line break included, as ``text``.
 
@@ -71,95 +90,102 @@ def read_records(path: Path, scratch: Path) -> Iterator[dict[str, Any]]:
 
     Args:
         path: the data file.
-        scratch: an existing directory; ``datasets`` keeps its lock files in a temporary folder in there.
+        scratch: a directory from ``reading``.
 
     Raises:
         UserError: the file cannot be read; names the file and, for broken JSON lines, the line.
     """
-    if path.stat().st_size == 0:
-        return
     reader = READERS[path.suffix.lower()]
-    if reader == "json":
-        _check_json_start(path)
-    with _quiet_datasets(), tempfile.TemporaryDirectory(prefix=".datasets-", dir=scratch) as cache_dir:
-        try:
-            for batch in _open_stream(reader, path, cache_dir).iter(batch_size=RECORDS_PER_READ):
-                columns = list(batch)
-                for values in zip(*batch.values(), strict=True):
-                    yield dict(zip(columns, values, strict=True))
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path} is not UTF-8 text: {error}.") from error
-        except (ValueError, OSError, StopIteration) as error:  # pyarrow's and pandas' errors are ValueErrors
-            raise UserError(f"{path} cannot be read: {_explain(reader, path, error)}") from error
+    if reader == "json" and _has_record_per_line(path):
+        yield from _parse_lines(path, _read("text", path, scratch))
+    else:
+        yield from _read(reader, path, scratch)
 
 
-def _open_stream(reader: str, path: Path, cache_dir: str) -> Any:
+def _read(reader: str, path: Path, scratch: Path) -> Iterator[dict[str, Any]]:
+    if path.stat().st_size == 0:  # which some of the readers take for an error
+        return
+    try:
+        for batch in _open_stream(reader, path, scratch).iter(batch_size=RECORDS_PER_READ):
+            columns = list(batch)
+            for values in zip(*batch.values(), strict=True):
+                yield dict(zip(columns, values, strict=True))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: {error}.") from error
+    except (ValueError, OSError) as error:  # pyarrow's and pandas' errors are ValueErrors
+        raise UserError(f"{path} cannot be read: {error}") from error
+
+
+def _open_stream(reader: str, path: Path, scratch: Path) -> Any:
     """A streaming ``datasets`` dataset over one file."""
     import datasets  # not at the top: 90 MB and a second that runs without data files need not pay
 
     def load(**options: Any) -> Any:
         pattern = glob.escape(str(path))
         return datasets.load_dataset(
-            reader, data_files=[pattern], split="train", streaming=True, cache_dir=cache_dir, **options
+            reader, data_files=[pattern], split="train", streaming=True, cache_dir=str(scratch), **options
         )
 
     if reader == "text":
-        return load(keep_linebreaks=True)
+        return load(keep_linebreaks=True, encoding="utf-8-sig")
     if reader == "parquet":
         return load(batch_size=RECORDS_PER_READ)
-    if reader == "json":
-        try:
-            # Otherwise chats with columns such as id, source, model are taken for logs of coding agents.
-            return load(parse_agent_traces=False)
-        except TypeError:  # datasets 4 does not know the option, nor the logs
-            return load()
-    # Columns are only read as strings when named; left to guess, pandas would turn 007 into 7 and NA into nothing.
-    columns = load(chunksize=RECORDS_PER_READ).column_names or []
-    strings = datasets.Features({column: datasets.Value("string") for column in columns})
-    return load(features=strings, keep_default_na=False, chunksize=RECORDS_PER_READ)
-
-
-@contextmanager
-def _quiet_datasets() -> Iterator[None]:
-    """Errors come to the user as ``UserError``, not as progress bars and log lines as well."""
-    import datasets
-
-    bars, verbosity = datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    if reader == "csv":
+        # Only columns known by name are read as strings; left to guess, pandas would turn 007 into 7, NA into nothing.
+        first: dict[str, Any] = next(iter(load(keep_default_na=False, chunksize=1)), {})
+        strings = datasets.Features({column: datasets.Value("string") for column in first})
+        return load(features=strings, keep_default_na=False, chunksize=RECORDS_PER_READ)
+    _check_json_start(path)
     try:
-        yield
-    finally:
-        datasets.logging.set_verbosity(verbosity)
-        if not bars:
-            datasets.enable_progress_bars()
+        # Otherwise chats with columns such as id, source, model are taken for logs of coding agents.
+        return load(parse_agent_traces=False)
+    except TypeError:  # datasets 4 does not know the option, nor the logs
+        return load()
+
+
+def _has_record_per_line(path: Path) -> bool:
+    """JSON lines, which also occur as ``.json``, as opposed to one value over many lines."""
+    if path.suffix.lower() == ".jsonl":
+        return True
+    with path.open("rb") as file:
+        if not file.read(1 << 12).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
+            return False
+        file.seek(0)
+        first = file.readline().removeprefix(b"\xef\xbb\xbf")
+    try:
+        json.loads(first)
+    except ValueError:
+        return False
+    return True
+
+
+def _parse_lines(path: Path, lines: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON-lines file.
+
+    ``datasets`` has a reader for these too, which makes one table of them: it refuses a column that first
+    appears after 10 MiB, gives every record the keys of all others, and does not say which line is broken.
+    """
+    for number, line in enumerate((line["text"] for line in lines), 1):
+        if not line.strip():
+            continue
+        shown = line.strip() if len(line) < 80 else line.strip()[:80] + "..."
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(
+                f"{path}, line {number} is not JSON ({error.msg} at column {error.colno}): {shown}"
+            ) from error
+        if not isinstance(record, dict):
+            raise UserError(f'{path}, line {number}: expected an object such as {{"text": "..."}}, found {shown}')
+        if "\\ud" in line.lower():  # may hold half a surrogate pair, which tokenizers do not take
+            record = json.loads(json.dumps(record, ensure_ascii=False).encode(errors="replace"))
+        yield record
 
 
 def _check_json_start(path: Path) -> None:
     """Refuse what is not objects: pyarrow's JSON reader crashes the process on a file that starts with ``null``."""
     with path.open("rb") as file:
-        start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+        start = file.read(1 << 12).removeprefix(b"\xef\xbb\xbf").lstrip()
     if start and not start.startswith((b"{", b"[")):
         found = start[:40].decode(errors="replace")
         raise UserError(f'{path}, line 1: expected JSON objects such as {{"text": "..."}}, found {found!r}.')
-
-
-def _explain(reader: str, path: Path, error: BaseException) -> str:
-    if reader == "json" and (broken := _first_broken_line(path)):
-        return broken
-    return f"{type(error).__name__}: {error}" if str(error) else "no records found in it."
-
-
-def _first_broken_line(path: Path) -> str | None:
-    """Where a JSON-lines file breaks, or None if every line is JSON or the file is not made of lines."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                json.loads(line)
-            except json.JSONDecodeError as error:
-                if number == 1 and path.suffix.lower() == ".json":
-                    return None
-                return f"line {number} is not JSON ({error.msg} at column {error.colno}): {line.strip()[:80]!r}"
-    return None

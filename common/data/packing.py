@@ -20,17 +20,18 @@ STARTS = np.uint32(1 << 31)
 def cut(documents: Iterable[Encoded], seq_len: int) -> Iterator[np.ndarray]:
     """Pieces (uint32 words, at most ``seq_len``) of the documents: longer ones are cut into consecutive pieces.
 
-    The first token of a piece carries no loss: nothing before it is there to predict it from.
+    The first token of a piece carries no loss: nothing before it is there to predict it from. So a piece of one token
+    would be useless, and where one would be left over, the piece before gives up its last token.
     """
     held = np.empty(0, dtype=np.uint32)
     for document in documents:
-        words = np.concatenate([held, document.ids | np.where(document.trained, TRAINED, np.uint32(0))])
-        whole = len(words) if document.ends else len(words) // seq_len * seq_len
-        for at in range(0, whole, seq_len):
-            piece = words[at : min(at + seq_len, whole)].copy()
+        held = np.concatenate([held, document.ids | np.where(document.trained, TRAINED, np.uint32(0))])
+        # Two tokens more than a piece: whatever is still to come, more than one will be left over.
+        while len(held) >= seq_len + 2 or (document.ends and len(held)):
+            size = seq_len - 1 if len(held) == seq_len + 1 else seq_len
+            piece, held = held[:size].copy(), held[size:]
             piece[0] = (piece[0] & ID_MASK) | STARTS
             yield piece
-        held = words[whole:]
 
 
 class Packer:

@@ -1,6 +1,6 @@
 """What a record means: the four record shapes, told apart by column names, turned into examples to tokenize.
 
-Where columns of several shapes are present, the more structured shape wins (``messages``, then ``prompt`` and
+Where columns of several shapes have values, the more structured shape wins (``messages``, then ``prompt`` and
 ``completion``, then Alpaca, then ``text``): public data sets often carry a flattened ``text`` beside the real thing.
 """
 
@@ -70,29 +70,30 @@ def examples_of_text_file(lines: Iterable[dict[str, Any]]) -> Iterator[Example]:
 
 
 def examples_of_records(records: Iterable[dict[str, Any]], file: str) -> Iterator[Example]:
-    """The examples of a file of records, whose shape the columns of the first record tell.
-
-    Records whose text is missing or empty are passed over.
+    """The examples of a file of records. Records whose text is missing or empty are passed over.
 
     Raises:
-        UserError: no known shape, or a record that is not of the shape of its file.
+        UserError: a record of no known shape (names its columns), or with values that do not fit its shape.
     """
-    shape: Callable[[dict[str, Any], str], Iterator[Example]] | None = None
     for number, record in enumerate(records, 1):
-        shape = shape or _shape_of(list(record), file)
+        given = [column for column, value in record.items() if value is not None]
+        shape = _shape_of(given) or _shape_of(list(record))
+        if shape is None:
+            raise UserError(
+                f"{file}, record {number} has the columns {', '.join(record)}; "
+                f"none of the known record shapes: {KNOWN_SHAPES}."
+            )
         yield from shape(record, f"{file}, record {number}")
 
 
-def _shape_of(columns: list[str], file: str) -> Callable[[dict[str, Any], str], Iterator[Example]]:
+def _shape_of(columns: list[str]) -> Callable[[dict[str, Any], str], Iterator[Example]] | None:
     if "messages" in columns:
         return _messages
     if {"prompt", "completion"} <= set(columns):
         return _prompt_completion
     if {"instruction", "output"} <= set(columns):
         return _alpaca
-    if "text" in columns:
-        return _text
-    raise UserError(f"{file} has the columns {', '.join(columns)}; none of the known record shapes: {KNOWN_SHAPES}.")
+    return _text if "text" in columns else None
 
 
 def _text(record: dict[str, Any], where: str) -> Iterator[Example]:

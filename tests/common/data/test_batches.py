@@ -1,0 +1,247 @@
+"""From files to batches: all tokens, right labels, any step from its number alone."""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from common.data import Batches, DataConfig, RandomBatches, open_data
+from common.errors import UserError
+from tests.common.data.conftest import MARKED_TEMPLATE, make_tokenizer, write_records
+
+
+def documents_of(batch: dict[str, torch.Tensor]) -> list[tuple[list[int], list[int]]]:
+    """ids and labels of every run of positions 0, 1, 2, ... in a batch, padding included."""
+    found: list[tuple[list[int], list[int]]] = []
+    for ids, labels, positions in zip(
+        *(batch[key].tolist() for key in ("input_ids", "labels", "position_ids")), strict=True
+    ):
+        for token, label, position in zip(ids, labels, positions, strict=True):
+            if position == 0:
+                found.append(([], []))
+            assert position == len(found[-1][0])
+            found[-1][0].append(token)
+            found[-1][1].append(label)
+    return found
+
+
+def epoch(batches: Batches, number: int = 0) -> list[tuple[list[int], list[int]]]:
+    """The documents of one epoch, for a batch size of 1."""
+    steps = range(number * batches.steps_per_epoch, (number + 1) * batches.steps_per_epoch)
+    return [document for step in steps for document in documents_of(batches.batch(step))]
+
+
+def pieces(ids: list[int], seq_len: int) -> list[tuple[int, ...]]:
+    """How a document is cut, said once more."""
+    if len(ids) <= seq_len:
+        return [tuple(ids)]
+    size = seq_len - 1 if len(ids) == seq_len + 1 else seq_len
+    return [tuple(ids[:size]), *pieces(ids[size:], seq_len)]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    texts=st.lists(st.text(max_size=60), min_size=1, max_size=20),
+    seq_len=st.integers(3, 40),
+    seed=st.integers(0, 2**63),
+)
+def test_every_token_once_per_epoch(
+    texts: list[str], seq_len: int, seed: int, tokenizer: PreTrainedTokenizerFast, tmp_path_factory: Any
+) -> None:
+    directory = tmp_path_factory.mktemp("epoch")
+    full = [[*tokenizer(text)["input_ids"], 2] for text in texts if text.strip()]
+    config = DataConfig((write_records(directory / "a.jsonl", [{"text": t} for t in texts]),), seq_len, 1, seed)
+    if not full:
+        with pytest.raises(UserError, match="empty"):
+            open_data(config, tokenizer, directory)
+        return
+    batches = open_data(config, tokenizer, directory)
+    expected = Counter(piece for ids in full for piece in pieces(ids, seq_len))
+    for number in (0, 1, 5):
+        documents = epoch(batches, number)
+        real = [(ids, labels) for ids, labels in documents if set(ids) != {0} or set(labels) != {-100}]
+        assert Counter(tuple(ids) for ids, _ in real) == expected
+        assert all(labels == [-100, *ids[1:]] for ids, labels in real)
+        assert all(set(labels) == {-100} for ids, labels in documents if set(ids) == {0})
+    assert batches.tokens == sum(map(len, full))
+    assert batches.trainable_tokens == batches.tokens - expected.total()
+
+
+def test_labels_reach_the_batch(jsonl: Callable[..., str], tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(MARKED_TEMPLATE)
+    chat = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "Paris."}]
+    files = (
+        jsonl({"messages": chat}, name="a.jsonl"),
+        jsonl({"prompt": "What is", "completion": " the fox"}, name="b.jsonl"),
+        jsonl({"instruction": "Say it.", "output": "The dog"}, name="c.csv"),
+        jsonl({"text": "lazy"}, name="d.parquet"),
+    )
+    (tmp_path / "e.txt").write_text("brown\n\nfox\n")
+    batches = open_data(DataConfig((*files, str(tmp_path / "e.txt")), 200, 1), tokenizer, tmp_path / "cache")
+    trained = [tokenizer.decode([label for label in labels if label >= 0]) for _, labels in epoch(batches)]
+    assert sorted(filter(None, trained)) == sorted(
+        ["Paris.</s>", " the fox</s>", "The dog</s>", "lazy</s>", "brown\n\nfox\n</s>"]
+    )
+    assert batches.description.startswith("5 documents from 5 files: ")
+
+
+def test_prompt_without_completion_in_reach_is_left_out(jsonl: Callable[..., str], tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(bos=False)
+    file = jsonl({"prompt": "dog" * 100, "completion": " fox"}, {"prompt": "a", "completion": "b"})
+    batches = open_data(DataConfig((file,), 16, 1), tokenizer, tmp_path / "cache")
+    for step in range(2 * batches.rows):
+        assert (batches.batch(step)["labels"] >= 0).any(), "a batch whose loss would be 0/0"
+    assert "left out" in batches.description
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> str:
+    return write_records(tmp_path / "a.jsonl", [{"text": f"document {i} " + "fox " * (i % 23)} for i in range(300)])
+
+
+def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+
+
+def test_batches_are_a_function_of_the_step(corpus: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    config = DataConfig((corpus,), 64, 4, seed=5)
+    first = open_data(config, tokenizer, tmp_path / "one")
+    steps = [first.batch(step) for step in range(2 * first.steps_per_epoch + 3)]
+    # Resumed anywhere, in any order, from another cache.
+    again = open_data(config, tokenizer, tmp_path / "two")
+    for step in reversed(range(len(steps))):
+        assert equal(again.batch(step), steps[step])
+    for batch in steps:
+        assert list(batch) == ["input_ids", "labels", "position_ids"]
+        assert all(value.dtype == torch.int64 and value.shape == (4, 64) for value in batch.values())
+    other = open_data(DataConfig((corpus,), 64, 4, seed=6), tokenizer, tmp_path / "one")
+    assert not equal(other.batch(0), steps[0])
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 7, 1000])
+def test_epochs_follow_each_other_without_a_gap(
+    corpus: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, batch_size: int
+) -> None:
+    """Every ``rows`` rows in a row are an epoch, also where a batch spans several."""
+    batches = open_data(DataConfig((corpus,), 64, batch_size), tokenizer, tmp_path / "cache")
+    rows = batches.rows
+    assert batches.steps_per_epoch == -(-rows // batch_size)
+    stream = torch.cat([batches.batch(step)["input_ids"] for step in range(-(-3 * rows // batch_size))]).tolist()
+    epochs = [[tuple(row) for row in stream[number * rows : (number + 1) * rows]] for number in range(3)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert len(set(epochs[0])) == rows
+
+
+def test_without_shuffling(corpus: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    batches = open_data(DataConfig((corpus,), 64, 1, shuffle=False), tokenizer, tmp_path / "cache")
+    assert equal(batches.batch(0), batches.batch(batches.rows))
+
+
+def test_cache_is_used_again_and_noticed_when_stale(
+    corpus: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    config = DataConfig((corpus,), 64, 2)
+
+    def token_files() -> dict[str, int]:
+        return {path.name: path.stat().st_ino for path in cache.iterdir()}
+
+    before = open_data(config, tokenizer, cache).batch(3)
+    [name] = token_files()
+    made = token_files()
+    assert equal(open_data(DataConfig((corpus,), 64, 2), make_tokenizer(), cache).batch(3), before)
+    tokenizer(["padded", "and cut"], padding=True, truncation=True, max_length=4)  # leaves its mark in the tokenizer
+    open_data(DataConfig((corpus,), 64, 5, seed=9), tokenizer, cache)
+    assert token_files() == made, "made once more"
+
+    (cache / name).write_bytes((cache / name).read_bytes()[:-4])  # damaged
+    assert equal(open_data(config, tokenizer, cache).batch(3), before)
+    (cache / name).write_bytes(b"")
+    assert equal(open_data(config, tokenizer, cache).batch(3), before)
+
+    open_data(DataConfig((corpus,), 65, 2), tokenizer, cache)
+    open_data(config, make_tokenizer(bos=False), cache)
+    open_data(config, make_tokenizer(MARKED_TEMPLATE), cache)
+    os.utime(corpus, (0, 0))
+    open_data(config, tokenizer, cache)
+    assert len(token_files()) == 5
+
+
+def test_nothing_is_left_of_a_file_that_could_not_be_finished(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a fox"}\n' * 20_000 + '{"text": \n')
+    with pytest.raises(UserError, match="line 20001"):
+        open_data(DataConfig((str(file),), 512, 1), tokenizer, tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("", ["empty", "a.jsonl"]),
+        ('{"text": ""}\n{"text": null}\n', ["empty", "a.jsonl"]),
+        ('{"messages": [{"role": "user", "content": "x"}]}\n', ["no token to train on", "assistant"]),
+        ('{"words": "x", "id": 1}\n', ["words, id", "messages"]),
+    ],
+)
+def test_nothing_to_train_on(tmp_path: Path, content: str, told: list[str]) -> None:
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(UserError) as error:
+        open_data(DataConfig((str(tmp_path),), 64, 1), make_tokenizer(MARKED_TEMPLATE), tmp_path / "cache")
+    assert all(word in str(error.value) for word in told), error.value
+
+
+@pytest.mark.parametrize(("files", "seq_len", "batch_size"), [((), 8, 1), (("a",), 1, 1), (("a",), 8, 0)])
+def test_impossible_configurations(files: tuple[str, ...], seq_len: int, batch_size: int) -> None:
+    with pytest.raises(UserError):
+        DataConfig(files, seq_len, batch_size)
+
+
+def test_memory_does_not_grow_with_the_data(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """Building and reading a file of many MiB: what the process has mapped or allocated hardly changes."""
+
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("resident memory is read from /proc")
+    line = json.dumps({"text": "The quick brown fox jumps over the lazy dog. " * 20}) + "\n"
+    small, large = tmp_path / "small.jsonl", tmp_path / "large.jsonl"
+    small.write_text(line * 1000)
+    large.write_text(line * 16_000)  # 15 MB
+    open_data(DataConfig((str(small),), 512, 2), tokenizer, tmp_path / "cache")
+    before = resident_bytes()
+    batches = open_data(DataConfig((str(large),), 512, 2), tokenizer, tmp_path / "cache")
+    for step in range(0, batches.steps_per_epoch, 7):
+        batches.batch(step)
+    token_bytes = sum(path.stat().st_size for path in (tmp_path / "cache").iterdir())
+    assert token_bytes > 8 << 20
+    # A block of JSON is 10 MiB, and pyarrow and tokenizers hold a few copies of that.
+    assert resident_bytes() - before < 80 << 20
+
+
+def test_random_batches() -> None:
+    batches = RandomBatches(100, 32, 4, seed=1)
+    assert isinstance(batches, Batches)
+    batch = batches.batch(7)
+    assert equal(batch, RandomBatches(100, 32, 4, seed=1).batch(7))
+    assert not equal(batch, batches.batch(8))
+    assert {tuple(value.shape) for value in batch.values()} == {(4, 32)}
+    assert int(batch["input_ids"].max()) < 100
+    assert torch.equal(batch["labels"][:, 1:], batch["input_ids"][:, 1:])
+    assert (batch["labels"][:, 0] == -100).all()
+    assert batch["position_ids"].tolist() == [list(range(32))] * 4
+    assert (batches.tokens, batches.trainable_tokens, batches.rows, batches.steps_per_epoch) == (128, 124, 4, 1)
+    assert np.unique(batch["input_ids"].numpy()).size > 50
