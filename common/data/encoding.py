@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from common.data.shapes import SEGMENT_CHARACTERS, Chat, Example, Plain
+from common.data.shapes import Chat, Example, Plain
 from common.errors import UserError
 
 _BATCH_EXAMPLES = 256
+_BATCH_CHARACTERS = 1 << 20  # an encoding takes some hundred bytes per token
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -60,7 +61,7 @@ class Encoder:
                 continue
             batch.append(example)
             characters += len(example.prompt) + len(example.completion)
-            if len(batch) >= _BATCH_EXAMPLES or characters >= SEGMENT_CHARACTERS:
+            if len(batch) >= _BATCH_EXAMPLES or characters >= _BATCH_CHARACTERS:
                 yield from self._encode_plain(batch)
                 batch, characters = [], 0
         yield from self._encode_plain(batch)

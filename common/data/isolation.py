@@ -6,10 +6,11 @@ import torch
 def document_mask(position_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The additive attention mask of packed documents: 0 for earlier tokens of the same document, else the minimum.
 
-    For the families of transformers 5 that take no notice of ``position_ids`` in their mask but accept this as
-    ``attention_mask``: OPT, BioGPT, XGLM, and GPT-OSS up to its sliding window (a full mask
-    replaces the window). Of those that neither do nor accept it, ALiBi models (BLOOM, MPT, Falcon) and
-    recurrent ones (Mamba, Jamba, Qwen3-Next, Falcon-H1) let documents of a row see each other.
+    For the families of transformers 5 that do not look at ``position_ids`` for their mask, but accept this as
+    ``attention_mask``: OPT, Falcon (with rotary embeddings), MPT, BioGPT and XGLM; also GPT-OSS, for rows no longer
+    than its sliding window, which a full mask replaces. Others have no such remedy, and documents of a row do
+    see each other: BLOOM and Falcon with ALiBi take only padding masks, and recurrent layers (Mamba, Jamba,
+    RecurrentGemma, Qwen3-Next, Falcon-H1) no mask at all.
 
     Args:
         position_ids: int64 [batch, seq_len], restarting with each document.

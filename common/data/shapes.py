@@ -10,8 +10,8 @@ from typing import Any
 
 from common.errors import UserError
 
-SEGMENT_CHARACTERS = 1 << 20
-"""Longer texts are tokenized in segments of about this size: an encoding takes some hundred bytes per token."""
+SEGMENT_CHARACTERS = 1 << 17
+"""Longer texts are tokenized in segments of about this size, several at once on as many cores."""
 
 ALPACA_PROMPT = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
@@ -100,14 +100,15 @@ def _text(record: dict[str, Any], where: str) -> Iterator[Example]:
     text = _string(record, "text", where)
     if not text.strip():
         return
-    begins = True
-    while len(text) > SEGMENT_CHARACTERS:
+    start = 0
+    while len(text) - start > SEGMENT_CHARACTERS:
         # Behind a line break, else before a space: there, tokenizers cut as well.
-        cut = text.rfind("\n", 1, SEGMENT_CHARACTERS) + 1 or text.rfind(" ", 1, SEGMENT_CHARACTERS)
-        cut = cut if cut > 0 else SEGMENT_CHARACTERS
-        yield Plain("", text[:cut], begins, ends=False)
-        text, begins = text[cut:], False
-    yield Plain("", text, begins, ends=True)
+        limit = start + SEGMENT_CHARACTERS
+        stop = text.rfind("\n", start + 1, limit) + 1 or text.rfind(" ", start + 1, limit)
+        stop = stop if stop > 0 else limit
+        yield Plain("", text[start:stop], begins=start == 0, ends=False)
+        start = stop
+    yield Plain("", text[start:], begins=start == 0, ends=True)
 
 
 def _messages(record: dict[str, Any], where: str) -> Iterator[Example]:
