@@ -37,7 +37,8 @@ class Store:
 
         Args:
             directories: one per drive, as many as the layout is for.
-            io: how device memory is reached (host memory always by direct POSIX I/O).
+            io: how device memory is reached (host memory always by direct POSIX I/O). ``auto`` measures, which
+                needs CUDA in this process: one that must stay without CUDA says ``posix``.
             threads: I/O threads per directory; four keep a drive busy.
             overwrite: replace stores that the directories hold.
 
@@ -224,6 +225,8 @@ class Store:
             raise TypeError(
                 f"this store cannot {direction} device memory, since kvikio is not in use: go through the host"
             )
+        if not tensor.is_contiguous():
+            raise ValueError("device memory must be contiguous")
         if offset % ALIGNMENT:
             raise ValueError(f"device memory needs an offset in whole pages of {ALIGNMENT} bytes, not {offset}")
         return tensor.detach().view(-1).view(torch.uint8)
@@ -237,6 +240,8 @@ def _flat_bytes(direction: str, buffer: Any) -> Any:
         raise TypeError(
             f"{type(buffer).__name__} has no buffer protocol. For a CPU tensor, pass tensor.view(torch.uint8).numpy()."
         ) from None
+    except BufferError as error:
+        raise ValueError(f"the buffer must be contiguous: {error}") from None
     if direction == "read" and not flat.flags.writeable:
         raise TypeError(f"cannot read into a {type(buffer).__name__} that is read-only")
     return flat

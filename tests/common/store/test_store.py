@@ -221,6 +221,7 @@ def test_requests_that_cannot_be_right_are_refused_at_once(make_directories):
             ((beyond, memory(9000)), "not in this store"),
             ((foreign.allocate("other", 1), memory(1)), "not in this store"),
             ((extent, np.zeros((100, 100), np.uint8)[:, :90]), "contiguous"),
+            ((extent, memoryview(bytes(18_000))[::2]), "contiguous"),
         ]:
             with pytest.raises(ValueError, match=words):
                 store.write(*arguments)
