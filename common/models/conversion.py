@@ -42,6 +42,8 @@ class Conversion:
         for pattern, name in self.parts:
             rule.add_tensor(self.first, name, pattern, read(name))  # type: ignore[arg-type]  # or a Future
         converted = rule.convert(self.first, model=model, config=model.config)
+        if isinstance(converted, tuple):  # transformers 5.0 returns its record of errors, too
+            converted = converted[0]
         return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
 

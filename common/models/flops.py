@@ -10,6 +10,8 @@ Conventions, the usual ones for reporting throughput:
   backward pass of a streamed stack costs; embeddings, head and loss are not recomputed.
 """
 
+import re
+
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -32,29 +34,30 @@ def hardware_flops_per_token(model: PreTrainedModel | PreTrainedConfig, seq_len:
 
 
 def active_parameters(model: PreTrainedModel, part: nn.Module) -> float:
-    """Parameters of ``part`` that one token uses: all, but of the routed experts only its share of them."""
+    """Parameters of ``part``, a module of ``model``, that one token uses: of routed experts only those it visits."""
     config = model.config.get_text_config()
     experts = _first(config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts") or 0
-    visited = _first(config, "num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k") or experts
-    share = visited / experts if experts else 1.0
-    counted: dict[int, float] = {}
+    visited = _first(config, "num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts", "moe_k") or experts
+    total = 0.0
     for name, parameter in part.named_parameters():
-        # Routed experts live in a module called "experts": fused into [experts, ., .], or a list of modules.
-        routed = "experts" in name.split(".") and (parameter.ndim == 3 or any(p.isdigit() for p in _after(name)))
-        counted[id(parameter)] = parameter.numel() * (share if routed else 1.0)
-    return sum(counted.values())
-
-
-def _after(name: str) -> list[str]:
-    parts = name.split(".")
-    return parts[parts.index("experts") + 1 :][:1]
+        # Fused into one [experts, rows, columns], or a list of modules called "experts".
+        fused = parameter.ndim == 3 and parameter.shape[0] == experts
+        routed = fused or re.search(r"(^|\.)experts\.\d+\.", name)
+        total += parameter.numel() * (visited / experts if routed and experts else 1.0)
+    return total
 
 
 def _attention_forward(model: PreTrainedModel, seq_len: int) -> float:
-    """Scores and weighted values: 2 products of 2 FLOPs x width x seq_len per token and layer."""
+    """Scores and weighted values: 2 products of 2 FLOPs x width x seq_len per token and layer; 0 without attention."""
     config = model.config.get_text_config()
-    head = _first(config, "head_dim") or config.hidden_size // config.num_attention_heads
-    return 4.0 * config.num_hidden_layers * config.num_attention_heads * head * seq_len
+    # Where layers differ, transformers has a configuration for each.
+    layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+    return 4.0 * seq_len * sum(_attention_width(layer) for layer in layers)
+
+
+def _attention_width(layer: PreTrainedConfig) -> int:
+    heads = _first(layer, "num_attention_heads")
+    return heads * (_first(layer, "head_dim") or layer.hidden_size // heads) if heads else 0
 
 
 def _first(config: PreTrainedConfig, *names: str) -> int | None:

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from common.errors import FinetuneError, UserError
+from common.models.structure import keeps_fp32
 
 
 def build_meta_model(
@@ -37,6 +38,7 @@ def build_meta_model(
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **options)
     except Exception as error:  # anything: each family checks its own fields in its own way
         raise UserError(f"transformers cannot build this {config.model_type!r} configuration: {error}") from error
+    model.tie_weights()  # transformers 5.0 does not do it on the meta device
     _fill_buffers(model)
     _load_generation_config(model)
     # After construction, so that the generation config, which is exported, keeps the family's default.
@@ -51,22 +53,31 @@ def _fill_buffers(model: PreTrainedModel) -> None:
     transformers builds every model on the meta device in ``from_pretrained``, so every family's ``_init_weights``
     must be able to fill its buffers. On parameters the same calls cost nothing: they are on the meta device.
     """
+    persistent = model.state_dict().keys()
     real: dict[int, torch.Tensor] = {}  # a buffer registered in two modules stays one tensor
-    for module in model.modules():
+    for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if id(buffer) not in real:
-                real[id(buffer)] = torch.zeros_like(buffer, device="cpu")
-                if buffer.is_floating_point():
+                full_name = f"{path}.{name}" if path else name
+                keep = full_name in persistent and buffer.is_floating_point() and keeps_fp32(model, full_name)
+                dtype = torch.float32 if keep else buffer.dtype
+                real[id(buffer)] = torch.zeros_like(buffer, dtype=dtype, device="cpu")
+                if dtype.is_floating_point:
                     real[id(buffer)].fill_(torch.nan)
             setattr(module, name, real[id(buffer)])
     with torch.random.fork_rng(devices=[]):
         model.initialize_weights()
-    for name, buffer in model.named_non_persistent_buffers():
-        if buffer.is_floating_point() and buffer.isnan().any():
+    for name in unset_buffers(model):
+        if name not in persistent:
             raise FinetuneError(
                 f"transformers' {type(model).__name__} leaves its buffer {name} uninitialised when it is built without "
                 "memory for its weights. This family cannot be trained out of core with this version of transformers."
             )
+
+
+def unset_buffers(model: PreTrainedModel) -> list[str]:
+    """Names of buffers that have no values yet: only a checkpoint has them."""
+    return [name for name, buffer in model.named_buffers() if buffer.is_floating_point() and buffer.isnan().any()]
 
 
 def _load_generation_config(model: PreTrainedModel) -> None:

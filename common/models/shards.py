@@ -6,6 +6,7 @@ JSON with dtype, shape and byte range of every tensor; the tensors.
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +46,7 @@ class Shards:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._opened: tuple[Path, safe_open] | tuple[None, None] = (None, None)
         self.tensors: dict[str, Stored] = {}
         """By the name on disk."""
         for file, expected in _shard_files(directory).items():
@@ -59,21 +61,20 @@ class Shards:
 
         The file is read, not mapped: mapped pages would count as this process's memory until the file is closed.
         """
-        stored = self.tensors[name]
-        try:
-            with safe_open(stored.file, framework="pt", backend="pread") as file:
-                return file.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise FinetuneError(f"Cannot read {name} from {stored.file}: {error}") from error
+        return self._from_file(name, lambda file: file.get_tensor(name))
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows ``start`` to ``stop`` of a tensor."""
-        stored = self.tensors[name]
+        return self._from_file(name, lambda file: file.get_slice(name)[start:stop])
+
+    def _from_file(self, name: str, read: Callable[[safe_open], torch.Tensor]) -> torch.Tensor:
+        path = self.tensors[name].file
         try:
-            with safe_open(stored.file, framework="pt", backend="pread") as file:
-                return file.get_slice(name)[start:stop]
+            if path != self._opened[0]:  # opening parses the header again, too slow to do for each of many experts
+                self._opened = (path, safe_open(path, framework="pt", backend="pread"))
+            return read(self._opened[1])
         except (OSError, SafetensorError) as error:
-            raise FinetuneError(f"Cannot read {name} from {stored.file}: {error}") from error
+            raise FinetuneError(f"Cannot read {name} from {path}: {error}") from error
 
 
 def read_header(file: Path) -> dict[str, Stored]:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from common.errors import FinetuneError, UserError
 from common.models.conversion import Conversion, plan_conversions
+from common.models.meta import unset_buffers
 from common.models.shards import Shards
 from common.models.structure import parameter_names, stored_names
 
@@ -74,6 +75,7 @@ class CheckpointSource:
     def check(self) -> None:
         """Every parameter is there, in a floating-point dtype and with the model's shape; tied ones agree."""
         missing = [name for name in self.shapes if not self._sources(name)]
+        missing += [name for name in unset_buffers(self.model) if name not in self._made_by]
         if missing:
             raise FinetuneError(
                 f"{self.shards.directory} lacks {len(missing)} of the model's {len(self.shapes)} parameters: "
@@ -178,11 +180,10 @@ class RandomSource:
 
     def check(self) -> None:
         """Raise a FinetuneError for a persistent buffer that only a checkpoint has values for."""
-        for name, buffer in self.model.named_buffers():
-            if buffer.is_floating_point() and buffer.isnan().any():
-                raise FinetuneError(
-                    f"transformers does not initialise {name} of {type(self.model).__name__}: start from a checkpoint."
-                )
+        for name in unset_buffers(self.model):
+            raise FinetuneError(
+                f"transformers does not initialise {name} of {type(self.model).__name__}: start from a checkpoint."
+            )
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`WeightSource.read`."""
@@ -203,12 +204,11 @@ class RandomSource:
             name: nn.Parameter(torch.full(parameter.shape, torch.nan, dtype=torch.float32), requires_grad=False)
             for name, parameter in on_meta.items()
         }
-        digest = hashlib.blake2b(f"{self.seed}/{path}".encode(), digest_size=8).digest()
         try:
             for name, parameter in real.items():
                 setattr(module, name, parameter)
             with torch.random.fork_rng(devices=[]), torch.no_grad():
-                torch.default_generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+                torch.default_generator.manual_seed(self._seed_of(path))
                 for owner, ancestor in self._initialisers(path):
                     # From the leaf upwards, as transformers does: a block may scale its projections once more (GPT-2).
                     # All other parameters are on the meta device, where this costs nothing.
@@ -224,6 +224,10 @@ class RandomSource:
                     "start from a checkpoint."
                 )
         return {prefix + name: parameter.detach() for name, parameter in real.items()}
+
+    def _seed_of(self, path: str) -> int:
+        digest = hashlib.blake2b(f"{self.seed}/{path}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
 
     def _initialisers(self, path: str) -> list[tuple[PreTrainedModel, nn.Module]]:
         """A module and all around it, innermost first, each with the (sub-)model whose ``_init_weights`` is for it."""

@@ -83,9 +83,13 @@ def fp32_parameters(model: PreTrainedModel) -> list[str]:
 
     (transformers' ``_keep_in_fp32_modules_strict``: mostly router weights and biases.)
     """
+    return [name for name, _ in model.named_parameters() if keeps_fp32(model, name)]
+
+
+def keeps_fp32(model: PreTrainedModel, name: str) -> bool:
+    """Whether the family keeps this parameter or persistent buffer in fp32 whatever dtype the rest has."""
     patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    matcher = re.compile("|".join(pattern.replace("*", ".*") for pattern in sorted(patterns)))
-    return [name for name, _ in model.named_parameters() if patterns and matcher.search(name)]
+    return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)
 
 
 def _count(module: nn.Module) -> int:

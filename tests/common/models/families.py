@@ -45,3 +45,19 @@ def saved(directory: Path, config: PreTrainedConfig, shard: str = "50GB", dtype:
     shutil.rmtree(directory, ignore_errors=True)
     real_model(config, dtype=dtype).save_pretrained(directory, max_shard_size=shard)
     return directory
+
+
+def reset_peak_bytes() -> int:
+    """Start measuring this process's peak of resident memory anew; returns what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status_bytes("VmRSS")
+
+
+def peak_bytes() -> int:
+    """The largest resident memory since :func:`reset_peak_bytes`."""
+    return _status_bytes("VmHWM")
+
+
+def _status_bytes(field: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) << 10

@@ -12,7 +12,7 @@ from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from common.models.shards import INDEX, SINGLE
 from common.models.structure import find_blocks, outer_parameters
-from tests.common.models.families import FAMILIES, family_config, real_model
+from tests.common.models.families import FAMILIES, family_config, peak_bytes, real_model, reset_peak_bytes
 
 
 def export(directory: Path, real, dtype=torch.float32, shard_bytes=1 << 40) -> CheckpointWriter:
@@ -63,6 +63,22 @@ def test_what_is_exported_loads_bit_for_bit(family, tied, shard_bytes, dtype, tm
 
 def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in directory.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def test_memory_is_that_of_a_shard_and_a_block(tmp_path):
+    config = family_config("llama", hidden_size=512, intermediate_size=4096, num_hidden_layers=12)
+    meta = build_meta_model(config)
+    writer = CheckpointWriter(tmp_path, meta, config, torch.bfloat16, 30 << 20)
+    prefix, blocks = find_blocks(meta)
+    for outer in outer_parameters(meta):
+        writer.add({outer.names[0]: torch.ones(outer.parameter.shape)})
+    scratch = {name: torch.ones(parameter.shape) for name, parameter in blocks[0].named_parameters()}
+    before = reset_peak_bytes()
+    for index in range(len(blocks)):  # of 14 MiB each in bf16
+        writer.add({f"{prefix}.{index}.{name}": value for name, value in scratch.items()})
+    writer.finish()
+    assert sum(file.stat().st_size for file in tmp_path.glob("*.safetensors")) > 160 << 20
+    assert peak_bytes() - before < 60 << 20
 
 
 def test_a_half_written_export_is_no_checkpoint(tmp_path):

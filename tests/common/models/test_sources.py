@@ -1,3 +1,4 @@
+import copy
 import json
 import re
 from pathlib import Path
@@ -6,13 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import Chunk, WeightConverter
 
 from common.errors import FinetuneError, UserError
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from common.models.shards import INDEX, SINGLE
 from common.models.sources import CheckpointSource, RandomSource
-from tests.common.models.families import FAMILIES, MIXED, family_config, real_model, saved
+from tests.common.models.families import FAMILIES, MIXED, family_config, peak_bytes, real_model, reset_peak_bytes, saved
 
 
 def source_of(directory: Path) -> CheckpointSource:
@@ -117,16 +119,11 @@ def test_memory_is_that_of_one_parameter(tmp_path):
     source = source_of(saved(tmp_path, config, "30MB"))  # 12 x 3 matrices of 8 MiB
     names = list(source.shapes)
     total = sum(value.nbytes for _, value in source.read(names[:10]))  # warm
-    Path("/proc/self/clear_refs").write_text("5")  # reset the peak of this process's resident memory
-    before, total = resident("VmRSS"), 0
+    before, total = reset_peak_bytes(), 0
     for _, value in source.read(names):
         total += int(value.count_nonzero()) * 4  # touches every page
         del value
-    assert total > 300 << 20 and resident("VmHWM") - before < 40 << 20
-
-
-def resident(field: str) -> int:
-    return int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10
+    assert total > 300 << 20 and peak_bytes() - before < 40 << 20
 
 
 # Damage. -----------------------------------------------------------------------------------------------------------
@@ -286,15 +283,42 @@ def test_random_weights_depend_on_seed_and_name_only():
     assert torch.equal(dict(RandomSource(model, 1).read(["lm_head.weight"]))["lm_head.weight"], first[names[0]])
 
 
-def test_random_weights_equal_transformers_with_the_same_random_numbers():
-    """The whole procedure, GPT-2's second scaling included, against transformers on a real model."""
-    config = family_config("gpt2")
-    name = "transformer.h.1.mlp.c_proj"
-    source = RandomSource(build_meta_model(config), seed=3)
-    given = dict(source.read([f"{name}.weight", f"{name}.bias"]))
+@pytest.mark.parametrize(
+    ("family", "path"),
+    [
+        ("llama", "model.embed_tokens"),
+        ("llama", "model.layers.1.mlp.up_proj"),
+        ("gpt2", "transformer.h.1.mlp.c_proj"),  # scaled once more by the layer around it
+        ("mixtral", "model.layers.0.mlp.experts"),
+    ],
+)
+def test_random_weights_equal_transformers_with_the_same_random_numbers(family, path):
+    config = family_config(family)
     real = AutoModelForCausalLM.from_config(config)
-    torch.manual_seed(0)
-    expected = torch.empty_like(given[f"{name}.weight"])
-    ratio = given[f"{name}.weight"].std() / expected.normal_(std=config.initializer_range / 6**0.5).std()
-    assert abs(ratio - 1) < 0.05
-    assert torch.equal(given[f"{name}.bias"], real.get_parameter(f"{name}.bias"))
+    module = real.get_submodule(path)
+    names = [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
+    source = RandomSource(build_meta_model(config), seed=3)
+    given = dict(source.read(names))
+    torch.manual_seed(source._seed_of(path))
+    with torch.no_grad():
+        real._init_weights(module)
+        real._init_weights(real.get_submodule(path.rpartition(".")[0]))
+    assert all(torch.equal(given[name], real.get_parameter(name)) for name in names)
+
+
+def test_one_tensor_on_disk_that_is_several_in_the_model(tmp_path, monkeypatch):
+    """As some families store query, key and value; here with a rule made up for Llama."""
+    targets = [f"self_attn.{part}_proj.weight" for part in "qkv"]
+    rules = [WeightConverter("self_attn.qkv.weight", list(targets), operations=[Chunk(dim=0)])]
+    monkeypatch.setattr("common.models.conversion.get_model_conversion_mapping", lambda model: copy.deepcopy(rules))
+    directory = saved(tmp_path, family_config("llama", num_key_value_heads=4))
+    expected = AutoModelForCausalLM.from_pretrained(directory)
+    tensors = load_file(directory / SINGLE)
+    for layer in range(3):
+        parts = [tensors.pop(f"model.layers.{layer}.{target}") for target in targets]
+        tensors[f"model.layers.{layer}.self_attn.qkv.weight"] = torch.cat(parts)
+    save_file(tensors, directory / SINGLE, metadata={"format": "pt"})
+    source = source_of(directory)
+    assert_gives(source, expected)
+    shuffled = list(source.shapes)[::-2] + list(source.shapes)[::2]
+    assert all(torch.equal(value, expected.get_parameter(name)) for name, value in source.read(shuffled))
