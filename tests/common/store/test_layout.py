@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.store.layout import ALIGNMENT, LARGEST_UNIT, Extent, Layout, pieces
@@ -18,6 +18,7 @@ def places(extent: Extent, directories: int, at: int) -> tuple[int, int]:
     return stripe % directories, extent.offset + (stripe // directories) * extent.unit + at % extent.unit
 
 
+@settings(deadline=None)
 @given(
     directory_counts, st.lists(st.tuples(st.sampled_from(["weights.0", "weights.1", "scratch"]), sizes), max_size=12)
 )
@@ -38,6 +39,7 @@ def test_extents_are_page_aligned_and_never_overlap(directories, requests):
         assert taken[file] == layout.file_bytes()[file]  # not a page more than needed in the fullest directory
 
 
+@settings(deadline=None)
 @given(directory_counts, sizes)
 def test_directories_share_an_extent_evenly(directories, nbytes):
     extent = Layout(directories).allocate("weights.0", nbytes)
@@ -59,6 +61,7 @@ def test_small_extents_use_all_directories_that_they_have_pages_for(directories,
     assert len(used) == directories or nbytes < directories * directories * ALIGNMENT
 
 
+@settings(deadline=None)
 @given(directory_counts, sizes, st.data())
 def test_pieces_cover_a_range_in_order_where_striping_says(directories, nbytes, data):
     layout = Layout(directories)
@@ -77,6 +80,7 @@ def test_pieces_cover_a_range_in_order_where_striping_says(directories, nbytes, 
     assert start == length
 
 
+@settings(deadline=None)
 @given(directory_counts, st.lists(st.tuples(st.sampled_from(["a", "b.1"]), sizes), max_size=8))
 def test_layout_survives_json(directories, requests):
     layout, again = Layout(directories), Layout(directories)
