@@ -8,11 +8,15 @@ cannot be had by asking often, and :class:`PeakMeter` combines three sources:
 * *Full samples* of PSS, as often as they may take 2% of the time.
 * *Estimates* between them, up to 100 per second, from the resident-set counters in ``/proc/PID/status`` (0.1 ms):
   private memory as it is now, plus the last full sample's shared and file-backed memory, less what has been unmapped
-  since. What has been mapped since may be new, or already counted in another process: of shared memory, what the
-  largest process maps counts in any case; the rest counts for nothing until a full sample has told, but calls for
-  one, as soon as the cost allows, if it could make a new peak.
+  since. What has been mapped since may be new, or already counted in another process: what the largest process maps
+  counts in any case; the rest counts for nothing until a full sample has told, but calls for one, as soon as the cost
+  allows, if it could make a new peak.
 * *High-water marks*: ``VmHWM`` in the same file is kept by the kernel at every change. Where it rises between two
   estimates and the resident set does not stay there, the excess was a spike too short to see, and is added.
+
+One deviation from PSS: processes of other people that map the same libraries make our share of them smaller, and larger
+again when they end, by 200 MB for PyTorch's. What the largest of our processes maps of files, and of shared memory,
+therefore counts in full. Where nobody else shares, this is PSS; elsewhere it is more, and steady.
 
 What may be missed: shared and file-backed memory that comes and goes between two full samples (with 4 GiB in small
 pages these are 5 s apart, with 200 GiB minutes); and a private spike shorter than the pause between estimates that
@@ -34,6 +38,9 @@ _FULL_SAMPLE_SHARE = 0.02
 _ESTIMATE_SHARE = 0.01
 """Part of the time that estimates may take."""
 _SHORTEST_PAUSE_S = 0.01
+_STEADY_BYTES = 1 << 20
+"""How far shared and file-backed memory may move in a process while a full sample is taken."""
+_ATTEMPTS = 10
 
 
 def proportional_set_bytes(pids: Iterable[int]) -> int:
@@ -113,7 +120,7 @@ def _resident(pid: int) -> _Resident:
 
 @dataclass
 class _Anchor:
-    """What estimates take over from the last full sample."""
+    """What is taken over from the last full sample."""
 
     shared: int = 0
     """Proportional set size of shared memory, in bytes."""
@@ -127,9 +134,11 @@ class _Anchor:
         before = {pid: self.counters.get(pid, _Resident()) for pid in now}
         shared = [now[pid].shared - before[pid].shared for pid in now]
         file = [now[pid].file - before[pid].file for pid in now]
-        least_shared = max(self.shared + _sum_below_zero(shared), *(counters.shared for counters in now.values()), 0)
-        least_file = max(self.file + _sum_below_zero(file), 0)
-        least = sum(counters.anonymous for counters in now.values()) + least_shared + least_file
+        least = (
+            sum(counters.anonymous for counters in now.values())
+            + max(self.shared + _sum_below_zero(shared), *(counters.shared for counters in now.values()), 0)
+            + max(self.file + _sum_below_zero(file), *(counters.file for counters in now.values()), 0)
+        )
         return least, least + sum(change for change in (*shared, *file) if change > 0)
 
 
@@ -157,24 +166,28 @@ class PeakMeter:
 
     @property
     def baseline_bytes(self) -> int:
-        """Proportional set size when :meth:`start` was called."""
+        """What the processes held together when :meth:`start` was called."""
         return self._baseline
 
     @property
     def peak_bytes(self) -> int:
-        """The most seen since :meth:`start`."""
+        """The most they held since."""
         return self._peak
 
     def sample(self) -> int:
-        """Take a full sample now; returns the proportional set size in bytes. Costs 22 ms per GiB in 4 KiB pages."""
+        """Take a full sample now and bring the peak up to date. Costs 22 ms per GiB in 4 KiB pages.
+
+        Returns: what the processes hold together, in bytes.
+        """
         with self._lock:
-            return self._full_sample()
+            self._estimate()
+            return self._full_sample(_ATTEMPTS)
 
     def start(self) -> None:
         """Take the baseline and begin to watch."""
         with self._lock:
             self._peak = 0
-            self._baseline = self._full_sample()
+            self._baseline = self._full_sample(_ATTEMPTS)
             self._last = self._anchor.counters
         self._stopping.clear()
         self._thread = threading.Thread(target=self._watch, name="memory-meter", daemon=True)
@@ -187,9 +200,7 @@ class PeakMeter:
         self._stopping.set()
         self._thread.join()
         self._thread = None
-        with self._lock:
-            self._estimate()
-            self._full_sample()
+        self.sample()
 
     def __enter__(self) -> "PeakMeter":
         self.start()
@@ -210,20 +221,38 @@ class PeakMeter:
                 # Without news, look again once in a while: sharing changes too.
                 quiet = self._next_full + 50 * _SHORTEST_PAUSE_S
                 if time.perf_counter() > (self._next_full if fresh else quiet):
-                    self._full_sample()
+                    self._full_sample(attempts=1)
             pause = max(_SHORTEST_PAUSE_S, cost / _ESTIMATE_SHARE)
 
-    def _full_sample(self) -> int:
+    def _full_sample(self, attempts: int) -> int:
+        """Read all processes one after the other; with one attempt only, drop what moved meanwhile.
+
+        A page that a second process maps between the readings counts in full in the first and by half in the second.
+        """
         started = time.perf_counter()
         pids = set(self._pids())
-        sets = [_proportional_set(pid) for pid in pids]
-        proportional = sum(one.total for one in sets)
-        counters = {pid: _resident(pid) for pid in pids}
-        self._anchor = _Anchor(sum(one.shared for one in sets), sum(one.file for one in sets), counters)
-        self._peak = max(self._peak, proportional)
+        for attempt in range(attempts):
+            if attempt:
+                time.sleep(_SHORTEST_PAUSE_S)
+            before = {pid: _resident(pid) for pid in pids}
+            sets = [_proportional_set(pid) for pid in pids]
+            counters = {pid: _resident(pid) for pid in pids}
+            moved = (abs(counters[p].shared - before[p].shared) + abs(counters[p].file - before[p].file) for p in pids)
+            steady = all(change < _STEADY_BYTES for change in moved)
+            if steady:
+                break
+        shared, file = sum(one.shared for one in sets), sum(one.file for one in sets)
+        held = (
+            sum(one.total for one in sets)
+            + max([0, *(counters[pid].shared - shared for pid in pids)])
+            + max([0, *(counters[pid].file - file for pid in pids)])
+        )
+        if steady or attempts > 1:
+            self._anchor = _Anchor(shared, file, counters)
+            self._peak = max(self._peak, held)
         ended = time.perf_counter()
         self._next_full = ended + (ended - started) / _FULL_SAMPLE_SHARE
-        return proportional
+        return held
 
     def _estimate(self) -> bool:
         """Account for what the counters show now; True if that calls for a full sample."""

@@ -1,6 +1,5 @@
 """The memory meter, against allocations of known size in this and in other processes."""
 
-import mmap
 import os
 import subprocess
 import sys
@@ -66,38 +65,57 @@ def child() -> Iterator[Child]:
     child.end()
 
 
-def test_agrees_with_psutil() -> None:
-    assert proportional_set_bytes([os.getpid()]) == pytest.approx(psutil.Process().memory_full_info().pss, abs=SLACK)
-
-
-def test_private_memory_counts_in_full_and_the_dead_count_nothing(child: Child) -> None:
-    before = proportional_set_bytes([os.getpid(), child.pid])
-    child.tell("private", 50 * MIB)
-    assert proportional_set_bytes([os.getpid(), child.pid, child.pid]) - before == pytest.approx(50 * MIB, abs=SLACK)
-    alone = proportional_set_bytes([os.getpid()])
-    child.end()
-    assert proportional_set_bytes([child.pid, 2**22 + 1]) == 0
-    assert proportional_set_bytes([os.getpid(), child.pid]) == pytest.approx(alone, abs=SLACK)
-
-
-def test_shared_memory_counts_once() -> None:
+@pytest.fixture
+def two() -> Iterator[tuple[Child, Child, int]]:
+    """Two processes and a shared file of 40 MiB that both can map."""
     fd = os.memfd_create("shared")
     os.ftruncate(fd, 40 * MIB)
-    child = Child((fd,))
-    pids = [os.getpid(), child.pid]
-    with PeakMeter(lambda: pids) as meter, mmap.mmap(fd, 0) as ours:
-        ours[:] = bytes(len(ours))
-        child.tell("shared", fd)
-        time.sleep(0.05)
-        assert meter.sample() - meter.baseline_bytes == pytest.approx(40 * MIB, abs=SLACK)
-        # The zeros were private memory for a moment, and then the child's pattern: never more than 40 + 40 together.
-        assert meter.peak_bytes - meter.baseline_bytes == pytest.approx(80 * MIB, abs=SLACK)
-    child.end()
+    first, second = Child((fd,)), Child((fd,))
+    yield first, second, fd
+    first.end()
+    second.end()
     os.close(fd)
 
 
+def test_agrees_with_psutil(child: Child) -> None:
+    child.tell("private", 30 * MIB)
+    assert proportional_set_bytes([child.pid]) == pytest.approx(
+        psutil.Process(child.pid).memory_full_info().pss, abs=MIB
+    )
+
+
+def test_private_memory_counts_in_full_and_the_dead_count_nothing(two: tuple[Child, Child, int]) -> None:
+    first, second, _ = two
+    before = proportional_set_bytes([first.pid, second.pid])
+    first.tell("private", 50 * MIB)
+    assert proportional_set_bytes([first.pid, second.pid, first.pid]) - before == pytest.approx(50 * MIB, abs=SLACK)
+    first.end()
+    assert proportional_set_bytes([first.pid, 2**22 + 1]) == 0
+    assert 0 < proportional_set_bytes([first.pid, second.pid]) < before + SLACK
+
+
+def test_shared_memory_counts_once(two: tuple[Child, Child, int]) -> None:
+    first, second, fd = two
+    with PeakMeter(lambda: [first.pid, second.pid]) as meter:
+        for child in (first, second):
+            child.tell("shared", fd)
+            assert meter.sample() - meter.baseline_bytes == pytest.approx(40 * MIB, abs=SLACK)
+            # What was written into it was private memory for a moment: 40 + 40, never three times 40.
+            assert meter.peak_bytes - meter.baseline_bytes == pytest.approx(80 * MIB, abs=SLACK)
+
+
+def test_shared_memory_counts_in_full_though_outsiders_map_it(two: tuple[Child, Child, int]) -> None:
+    first, outsider, fd = two
+    with PeakMeter(lambda: [first.pid]) as meter:
+        first.tell("shared", fd)
+        alone = meter.sample()
+        outsider.tell("shared", fd)
+        assert proportional_set_bytes([first.pid]) < alone - 15 * MIB
+        assert meter.sample() == pytest.approx(alone, abs=SLACK)
+
+
 def test_remembers_a_peak_that_is_over(child: Child) -> None:
-    with PeakMeter(lambda: [os.getpid(), child.pid]) as meter:
+    with PeakMeter(lambda: [child.pid]) as meter:
         child.tell("private", 60 * MIB)
         time.sleep(0.1)
         child.tell("private", 0)
@@ -110,7 +128,7 @@ def test_remembers_a_peak_that_is_over(child: Child) -> None:
 
 def test_sees_a_spike_that_no_sample_fell_into(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_meter, "_SHORTEST_PAUSE_S", 0.5)
-    with PeakMeter(lambda: [os.getpid(), child.pid]) as meter:
+    with PeakMeter(lambda: [child.pid]) as meter:
         time.sleep(0.1)
         child.tell("spike", 70 * MIB)
         assert meter.peak_bytes - meter.baseline_bytes < SLACK, "nobody has looked yet"
@@ -158,3 +176,8 @@ def test_starts_afresh_and_stops_twice() -> None:
     meter.stop()
     meter.stop()
     assert first - meter.peak_bytes == pytest.approx(50 * MIB, abs=SLACK)
+
+
+def test_no_processes_hold_nothing() -> None:
+    with PeakMeter(list) as meter:
+        assert meter.sample() == meter.baseline_bytes == meter.peak_bytes == 0
