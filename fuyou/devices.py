@@ -1,0 +1,161 @@
+"""The device: where blocks compute, and how bytes get there and back.
+
+A CPU plays the device as well as a GPU does: it has a memory budget of its own (a part of the host's) and copies are
+real copies, made by the lanes' threads. So what runs on a machine without a GPU is the same engine.
+"""
+
+import time
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from fuyou.tasks import Op, Task
+
+_COPIES = (Op.PARAMETER_UPLOAD, Op.GRADIENT_DOWNLOAD, Op.ACTIVATION_UPLOAD, Op.ACTIVATION_DOWNLOAD)
+
+
+class Device(Protocol):
+    """What the engine needs of a device."""
+
+    name: str
+    torch_device: torch.device
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """``uint8 [nbytes]`` of device memory, allocated once."""
+        ...
+
+    def copy(self, task: Task, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy contiguous bytes (``uint8 [n]`` each) between host and device, in the lane of ``task``."""
+        ...
+
+    def wait_event(self, task: Task, event: object) -> None:
+        """Make ``task`` (not necessarily this thread) wait for ``event``."""
+        ...
+
+    def begin_compute(self, task: Task) -> None:
+        """Called right before a compute task's kernels are launched."""
+        ...
+
+    def end_compute(self, task: Task) -> None:
+        """Called right after."""
+        ...
+
+    def interval(self, task: Task) -> tuple[float, float]:
+        """When a finished task really ran, in seconds on :func:`time.monotonic`'s clock."""
+        ...
+
+    def synchronize(self) -> None: ...
+
+    def peak_bytes(self) -> int | None:
+        """Most device memory in use since the start, or None where the device cannot tell."""
+        ...
+
+
+class CpuDevice:
+    """The processor as device. Buffers come from one mapping per pool, on huge pages."""
+
+    name = "cpu"
+    torch_device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        from common.buffers import HostBuffer
+
+        self._make = HostBuffer
+        self._buffers: list[HostBuffer] = []
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        buffer = self._make(nbytes).touch()
+        self._buffers.append(buffer)
+        return buffer.tensor(torch.uint8, 0, nbytes)
+
+    def copy(self, task: Task, target: torch.Tensor, source: torch.Tensor) -> None:
+        # numpy copies without the interpreter lock and without waking PyTorch's thread pool in this thread
+        np.copyto(target.numpy(), source.numpy())
+
+    def wait_event(self, task: Task, event: object) -> None:
+        pass
+
+    def begin_compute(self, task: Task) -> None:
+        pass
+
+    def end_compute(self, task: Task) -> None:
+        pass
+
+    def interval(self, task: Task) -> tuple[float, float]:
+        return task.began, task.ended
+
+    def synchronize(self) -> None:
+        pass
+
+    def peak_bytes(self) -> int | None:
+        return None
+
+
+class CudaDevice:
+    """A CUDA GPU: one stream per copy lane beside the compute stream, tied together by events only.
+
+    All buffers are rings that are allocated once, so PyTorch's caching allocator and its rules about streams stay out
+    of play. Host sides of copies must be page-locked. Not run on a GPU yet.
+    """
+
+    def __init__(self, index: int):
+        self.torch_device = torch.device("cuda", index)
+        torch.cuda.set_device(self.torch_device)
+        self.name = torch.cuda.get_device_name(index)
+        self._streams = {op: torch.cuda.Stream(self.torch_device) for op in _COPIES}
+        self._origin = torch.cuda.Event(enable_timing=True)
+        self._origin.record()
+        self._origin.synchronize()
+        self._origin_seconds = time.monotonic()
+        self._began: dict[Task, torch.cuda.Event] = {}
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+
+    def copy(self, task: Task, target: torch.Tensor, source: torch.Tensor) -> None:
+        stream = self._streams[task.op]
+        with torch.cuda.device(self.torch_device), torch.cuda.stream(stream):
+            self._mark(task, stream)
+            target.copy_(source, non_blocking=True)
+            self._finish(task, stream)
+
+    def wait_event(self, task: Task, event: object) -> None:
+        assert isinstance(event, torch.cuda.Event)
+        if task.op in self._streams:
+            self._streams[task.op].wait_event(event)
+        elif task.op is Op.COMPUTE:
+            torch.cuda.current_stream(self.torch_device).wait_event(event)
+        else:
+            event.synchronize()  # the CPU, or an SSD, is about to touch the bytes
+
+    def begin_compute(self, task: Task) -> None:
+        self._mark(task, torch.cuda.current_stream(self.torch_device))
+
+    def end_compute(self, task: Task) -> None:
+        self._finish(task, torch.cuda.current_stream(self.torch_device))
+
+    def interval(self, task: Task) -> tuple[float, float]:
+        began = self._began.pop(task, None)
+        if began is None or task.event is None:
+            return task.began, task.ended
+        task.event.synchronize()
+        return tuple(  # type: ignore[return-value]
+            self._origin_seconds + self._origin.elapsed_time(event) / 1000 for event in (began, task.event)
+        )
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def peak_bytes(self) -> int | None:
+        return torch.cuda.max_memory_reserved(self.torch_device)
+
+    def _mark(self, task: Task, stream: torch.cuda.Stream) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        self._began[task] = event
+
+    @staticmethod
+    def _finish(task: Task, stream: torch.cuda.Stream) -> None:
+        task.event = torch.cuda.Event(enable_timing=True)
+        task.event.record(stream)

@@ -1,0 +1,56 @@
+"""fp32 master weights as two 16-bit halves: ``hi`` computes, ``lo`` makes it exact.
+
+``hi`` is the master rounded to bf16, half away from zero: ``(bits + 0x8000) >> 16``. Nearest-even could not be undone
+with 16 bits (an even ``hi`` would have 65,537 preimages). ``lo`` is the signed difference ``bits - (hi << 16)``.
+Storing both takes 4 bytes instead of the 6 of an fp32 master beside its bf16 copy.
+"""
+
+import torch
+
+
+def split(master: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor, scratch: torch.Tensor | None = None) -> None:
+    """Write ``master`` as two halves; :func:`join` gives back the same bits.
+
+    Finite values that round beyond the largest bf16 get an infinite ``hi`` (as ``master.bfloat16()`` would) and are
+    still rebuilt exactly. A NaN stays a NaN in ``hi`` and after :func:`join`; its payload is not kept.
+
+    Args:
+        master: fp32 ``[n]``, not changed unless it holds NaNs, which become the canonical one.
+        hi: bf16 ``[n]``, written.
+        lo: int16 ``[n]``, written.
+        scratch: int32 ``[n]`` to work in; made if not given.
+    """
+    if scratch is None:
+        scratch = torch.empty(master.numel(), dtype=torch.int32)
+    bits = master.view(torch.int32)
+    # A NaN with a small payload would round to infinity, one with a large payload to -0.
+    if not bool(torch.isfinite(master.sum())) and bool(master.isnan().any()):
+        master[master.isnan()] = float("nan")
+    torch.add(bits, 0x8000, out=scratch)
+    scratch.bitwise_right_shift_(16)
+    hi.view(torch.int16).copy_(scratch)
+    scratch.bitwise_left_shift_(16)
+    torch.sub(bits, scratch, out=scratch)
+    lo.copy_(scratch)
+
+
+def join(hi: torch.Tensor, lo: torch.Tensor, master: torch.Tensor) -> None:
+    """Rebuild the fp32 master: ``bits = (hi << 16) + lo``.
+
+    Args:
+        hi: bf16 ``[n]``.
+        lo: int16 ``[n]``.
+        master: fp32 ``[n]``, written.
+    """
+    bits = master.view(torch.int32)
+    bits.copy_(hi.view(torch.int16))
+    bits.bitwise_left_shift_(16)
+    bits.add_(lo)
+
+
+def round_half_away(master: torch.Tensor) -> torch.Tensor:
+    """``hi`` alone: the bf16 weights that compute with ``master`` (fp32, any shape)."""
+    flat = master.detach().reshape(-1).clone()
+    hi = torch.empty(flat.numel(), dtype=torch.bfloat16)
+    split(flat, hi, torch.empty(flat.numel(), dtype=torch.int16))
+    return hi.view(master.shape)

@@ -1,0 +1,249 @@
+"""How many buffers of each kind the budgets hold: everything that a run needs is counted before anything is allocated.
+
+What must be there comes first (one buffer of each kind makes the engine work, serially), then what lets transfers and
+computation overlap, then activations in the fastest tier that has room, then parameters that need not be read twice.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedConfig
+
+from common.buffers import round_up
+from common.errors import UserError
+from common.units import format_bytes
+from fuyou.records import PAGE_ELEMENTS, Record
+from fuyou.schedule import BufferCounts, StepShape
+
+#: Optimizer states move and are updated in pieces of this many parameters: 40 MB of lo, mean and variance.
+CHUNK_ELEMENTS = 4 << 20
+#: Taken off the host budget for what is not ours to plan: allocator slack, thread stacks, library caches.
+HOST_OVERHEAD_BYTES = 96 << 20
+#: Adam's scratch memory in the optimizer process: three arrays of 1 Mi elements, five with bf16 moments.
+ADAM_SCRATCH_BYTES = 20 << 20
+#: Bytes that one logit costs on its way to a loss and back: logits, their fp32 copy, log-softmax, two gradients.
+LOGIT_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch as the engine runs it."""
+
+    rows: int
+    """Sequences in the batch."""
+    seq_len: int
+    micro_rows: int
+    """Sequences in one micro-batch; the last one may have fewer."""
+
+    @property
+    def micro_batches(self) -> int:
+        return -(-self.rows // self.micro_rows)
+
+    @property
+    def micro_tokens(self) -> int:
+        return self.micro_rows * self.seq_len
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What is allocated: the result of :func:`plan_memory`."""
+
+    counts: BufferCounts
+    batch: Batch
+    ring_chunks: int
+    chunk_elements: int
+    activation_bytes: int
+    """Of one micro-batch's block input, rounded up to whole pages."""
+    head_columns: int
+    """Tokens of each row that go through the head at once."""
+    wide_blocks: bool
+    """Whether blocks' gradients are summed in fp32 (several micro-batches) before they are rounded to bf16."""
+    wide_outer: bool
+    """The same for outer records, to which chunks of the head and tied embeddings contribute separately."""
+    workspace_bytes: int
+    """Estimate of what computing takes beside all buffers."""
+    device_bytes: int
+    host_bytes: int
+
+
+def activation_elements_per_token(config: PreTrainedConfig) -> float:
+    """Elements that one block's forward pass saves for its backward pass, per token: an estimate from above.
+
+    Attention, norms (which many families compute and save in fp32) and residuals: 20 hidden sizes; the feed-forward
+    network: 4 times its width, per active expert.
+    """
+    text = config.get_text_config()
+    hidden = text.hidden_size
+    width = getattr(text, "intermediate_size", None) or getattr(text, "ffn_dim", None) or getattr(text, "n_inner", None)
+    width = width or 4 * hidden
+    active = getattr(text, "num_experts_per_tok", None)
+    if active:
+        width = active * (getattr(text, "moe_intermediate_size", None) or width)
+    return 20 * hidden + 4 * width
+
+
+class MemoryPlanner:
+    """Counts memory for one model on one machine.
+
+    Args:
+        shape: the model's records.
+        config: the model's configuration.
+        device_limit: bytes of device memory for everything.
+        host_limit: bytes of host memory for everything; on a CPU this includes the device's.
+        cpu: whether the device is the CPU.
+    """
+
+    def __init__(self, shape: StepShape, config: PreTrainedConfig, device_limit: int, host_limit: int, cpu: bool):
+        self.shape = shape
+        self.config = config
+        self.device_limit = device_limit
+        self.host_limit = host_limit
+        self.cpu = cpu
+        self.block = max(shape.records[index].numel for index in shape.blocks)
+        outer = [record for record in shape.records if record.outer]
+        self.outer = max(record.numel for record in outer)
+        self.largest_block_parameter = _largest(shape.records[index] for index in shape.blocks)
+        self.largest_outer_parameter = _largest(outer)
+
+    def plan(self, rows: int, seq_len: int, micro_rows: int | None) -> MemoryPlan:
+        """The best plan that fits: micro-batches as large as the device takes (or as asked), then buffers.
+
+        Raises:
+            UserError: not even one buffer of each kind fits; says how much would.
+        """
+        sizes = [micro_rows] if micro_rows else _halvings(rows)
+        best: MemoryPlan | None = None
+        for size in sizes:
+            batch = Batch(rows, seq_len, min(size, rows))
+            for device in _device_ladder():
+                plan = self._fit(batch, device)
+                if plan is not None:
+                    if best is None or device.device_blocks > best.counts.device_blocks:
+                        best = plan
+                    break
+            if best is not None and best.counts.device_blocks > 1:
+                break  # smaller micro-batches would only cost speed
+        if best is None:
+            raise self._too_small(Batch(rows, seq_len, min(sizes[-1], rows)))
+        return best
+
+    def _fit(self, batch: Batch, device: BufferCounts) -> MemoryPlan | None:
+        activations = (len(self.shape.blocks) + 2) * batch.micro_batches + 2
+        for counts, ring in _host_ladder(device):
+            plan = self._count(batch, counts, ring)
+            if plan.device_bytes > self.device_limit or plan.host_bytes > self.host_limit:
+                continue
+            spare = self.device_limit - plan.device_bytes
+            if self.cpu:
+                spare = min(spare, self.host_limit - plan.host_bytes)
+            extra = min(activations - counts.device_activations, spare // plan.activation_bytes)
+            counts = replace(counts, device_activations=counts.device_activations + max(0, extra))
+            if counts.device_activations < activations:
+                staged = self._count(batch, replace(counts, host_activations=2), ring)
+                if staged.host_bytes > self.host_limit:
+                    counts = replace(counts, device_activations=max(4, counts.device_activations - 2))
+                    staged = self._count(batch, replace(counts, host_activations=2), ring)
+                    if staged.host_bytes > self.host_limit:
+                        continue
+                missing = activations - counts.device_activations
+                room = (self.host_limit - staged.host_bytes) // plan.activation_bytes
+                counts = replace(counts, host_activations=2 + min(missing, room))
+                if counts.host_activations < missing + 1:
+                    counts = replace(counts, ssd_activations=activations)
+            block_bytes = self.block * self.shape.precision.parameter_bytes
+            room = (self.host_limit - self._count(batch, counts, ring).host_bytes) // block_bytes
+            more = max(0, min(room, len(self.shape.blocks) - counts.host_blocks))
+            counts = replace(counts, host_blocks=counts.host_blocks + more)
+            return self._count(batch, counts, ring)
+        return None
+
+    def _count(self, batch: Batch, counts: BufferCounts, ring_chunks: int) -> MemoryPlan:
+        precision, several = self.shape.precision, batch.micro_batches > 1
+        width = precision.parameter_bytes
+        hidden = self.config.get_text_config().hidden_size
+        vocabulary = self.config.get_text_config().vocab_size
+        activation = round_up(batch.micro_tokens * hidden * width, 4096)
+
+        compute = int(batch.micro_tokens * activation_elements_per_token(self.config) * width)
+        head_share = max(compute, min(256 << 20, self.device_limit // 20))
+        columns = max(1, min(batch.seq_len, head_share // (LOGIT_BYTES * vocabulary * batch.micro_rows)))
+        head = columns * batch.micro_rows * vocabulary * LOGIT_BYTES + self.largest_outer_parameter * width
+        workspace = max(compute + 2 * self.largest_block_parameter * width, head)
+
+        tied = self.shape.embedding == self.shape.head
+        split = precision.split
+        wide_blocks = split and several
+        wide_outer = split and (several or tied or columns < batch.seq_len)
+        chunk = min(CHUNK_ELEMENTS, round_up(max(self.block, self.outer), PAGE_ELEMENTS))
+        device = (
+            (counts.device_blocks + counts.device_block_gradients) * self.block * width
+            + (counts.device_outer + counts.device_outer_gradients) * self.outer * width
+            + (self.block * 4 if wide_blocks else 0)
+            + (self.outer * 4 if wide_outer else 0)
+            + counts.device_activations * activation
+            + workspace
+        )
+        host = (
+            (counts.host_blocks + counts.host_block_gradients) * self.block * width
+            + (counts.host_outer + counts.host_outer_gradients) * self.outer * width
+            + ring_chunks * chunk * precision.state_bytes
+            + counts.host_activations * activation
+            + HOST_OVERHEAD_BYTES
+            + ADAM_SCRATCH_BYTES
+            + (device if self.cpu else 0)
+        )
+        return MemoryPlan(
+            counts, batch, ring_chunks, chunk, activation, columns, wide_blocks, wide_outer, workspace, device, host
+        )
+
+    def _too_small(self, batch: Batch) -> UserError:
+        counts, ring = list(_host_ladder(list(_device_ladder())[-1]))[-1]
+        least = self._count(batch, replace(counts, host_activations=2), ring)
+        needs = []
+        if least.device_bytes > self.device_limit:
+            needs.append(
+                f"--device-memory of at least {_mebibytes(least.device_bytes)} (it is {format_bytes(self.device_limit)})"
+            )
+        if least.host_bytes > self.host_limit:
+            needs.append(
+                f"--host-memory of at least {_mebibytes(least.host_bytes)} (it is {format_bytes(self.host_limit)})"
+            )
+        smaller = "" if batch.micro_rows == 1 else " A smaller --micro-batch needs less."
+        return UserError(
+            f"One block of this model ({self.block:,} parameters; {self.outer:,} outside the blocks) with a micro-batch "
+            f"of {batch.micro_rows} x {batch.seq_len} tokens needs {' and '.join(needs)}.{smaller}"
+        )
+
+
+def _largest(records) -> int:  # type: ignore[no-untyped-def]
+    return max((slot.numel for record in records for slot in record.parameters), default=0)
+
+
+def _mebibytes(nbytes: int) -> str:
+    return f"{-(-nbytes // (1 << 20))}MiB"
+
+
+def _halvings(rows: int) -> list[int]:
+    """``rows``, and each half of it down to 1."""
+    sizes = [rows]
+    while sizes[-1] > 1:
+        sizes.append(-(-sizes[-1] // 2))
+    return sizes
+
+
+def _device_ladder() -> Iterator[BufferCounts]:
+    """From what overlaps everything on the device to what just works."""
+    yield BufferCounts(device_blocks=2, device_block_gradients=2, device_activations=6)
+    yield BufferCounts(device_blocks=2, device_block_gradients=1, device_activations=4)
+    yield BufferCounts(device_blocks=1, device_block_gradients=1, device_activations=4)
+
+
+def _host_ladder(device: BufferCounts) -> Iterator[tuple[BufferCounts, int]]:
+    """The same for the host, with the number of state chunks in the optimizer's ring."""
+    for blocks, gradients, ring in ((4, 2, 6), (3, 2, 4), (3, 1, 3), (2, 1, 2), (1, 1, 2)):
+        yield replace(device, host_blocks=blocks, host_block_gradients=gradients), ring
+
+
+def largest_records(records: tuple[Record, ...]) -> dict[bool, int]:
+    """Elements of the largest block and of the largest outer record, by whether they are outer."""
+    return {outer: max(record.numel for record in records if record.outer is outer) for outer in (False, True)}

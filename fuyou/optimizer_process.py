@@ -1,0 +1,292 @@
+"""The optimizer process: reads optimizer states, updates, writes back, all three at the same time.
+
+A process of its own, so that neither the interpreter lock nor PyTorch's thread pool ties it to the engine's launch
+loop. States pass through a ring of chunk buffers in private memory on huge pages: while one chunk is updated, the next
+ones are being read and the ones before it written (Fuyou section 4.3, delayed write-back, by chunks rather
+than by parameter groups). Gradients and parameters lie in memory that is shared with the engine.
+
+Run as ``python -m fuyou.optimizer_process FD``; the engine does that.
+"""
+
+import collections
+import contextlib
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common.buffers import HostBuffer
+from common.errors import FinetuneError
+from common.store import Store
+from fuyou.adam import ChunkAdam
+from fuyou.optimizer_protocol import (
+    CreateRecord,
+    Failed,
+    ReadStates,
+    Ready,
+    Setup,
+    Updated,
+    UpdateRecord,
+    Written,
+)
+from fuyou.records import Chunk, Precision, Record, RecordExtents, allocate_extents
+
+
+@dataclass
+class Write:
+    """One record's write-back under way: counts chunks until all of it is on SSD."""
+
+    record: int
+    pending: int
+    intervals: list[tuple[float, float]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class StateChunks:
+    """Views of one chunk buffer: ``[lo | mean | variance]``."""
+
+    def __init__(self, buffer: HostBuffer, chunk: Chunk, precision: Precision):
+        count = chunk.stop - chunk.start
+        offset = 0
+        self.lo: torch.Tensor | None = None
+        if precision.split:
+            self.lo = buffer.tensor(torch.int16, 0, count)
+            offset = 2 * count
+        width = precision.optimizer_dtype.itemsize
+        self.mean = buffer.tensor(precision.optimizer_dtype, offset, count)
+        self.variance = buffer.tensor(precision.optimizer_dtype, offset + width * count, count)
+
+
+class OptimizerProcess:
+    """Everything after the set-up message.
+
+    Args:
+        setup: what to work on.
+        connection: pipe to the engine.
+        shared_fd: the memory file with parameters and gradients.
+    """
+
+    def __init__(self, setup: Setup, connection: Connection, shared_fd: int):
+        self._setup = setup
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._precision = Precision(setup.dtype, setup.optimizer_dtype)
+        self._records = [Record.from_dict(index, content) for index, content in enumerate(setup.records)]
+        self._shared = HostBuffer(setup.shared.nbytes, fd=shared_fd).touch()
+        self._store = Store.open([Path(path) for path in setup.directories], io=setup.io, threads=setup.io_threads)
+        # The training files' places follow from the records alone; the store's layout holds just these, in this order.
+        self._extents: list[RecordExtents] = allocate_extents(
+            type(self._store.layout)(len(setup.directories)), self._records, self._precision, setup.slots
+        )
+        self._ring = [
+            HostBuffer(setup.chunk_elements * self._precision.state_bytes).touch() for _ in range(setup.ring_chunks)
+        ]
+        self._free: queue.Queue[HostBuffer] = queue.Queue()
+        for buffer in self._ring:
+            self._free.put(buffer)
+        self._announced: queue.Queue[ReadStates | CreateRecord] = queue.Queue()
+        self._read: queue.Queue[tuple[Chunk, HostBuffer, Future, float]] = queue.Queue()
+        self._updates: collections.deque[UpdateRecord | CreateRecord] = collections.deque()
+        self._arrived = threading.Condition()
+        self._adam = ChunkAdam()
+
+    def run(self) -> None:
+        """Serve until the engine closes the pipe."""
+        threading.Thread(target=self._receive, name="receive", daemon=True).start()
+        threading.Thread(target=self._guard, args=(self._read_ahead,), name="read ahead", daemon=True).start()
+        self._send(Ready())
+        while True:
+            message = self._next_update()
+            if isinstance(message, CreateRecord):
+                self._create(message)
+            else:
+                self._update(message)
+
+    # -- threads --------------------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                message = self._connection.recv()
+            except (EOFError, OSError):
+                os._exit(0)  # the engine is gone or has closed us: nothing of ours is worth keeping
+            if isinstance(message, ReadStates):
+                self._announced.put(message)
+            else:
+                with self._arrived:
+                    self._updates.append(message)
+                    self._arrived.notify_all()
+
+    def _read_ahead(self) -> None:
+        """Read the announced records' states, chunk by chunk, as far ahead as there are free buffers."""
+        while True:
+            message = self._announced.get()
+            record = self._records[message.record]
+            extent = self._extents[message.record].states[message.source]
+            for chunk in record.chunks(self._setup.chunk_elements):
+                buffer = self._free.get()
+                nbytes = (chunk.stop - chunk.start) * self._precision.state_bytes
+                began = time.monotonic()
+                future = self._store.read(
+                    extent, buffer.bytes(0, nbytes), chunk.start * self._precision.state_bytes, nbytes
+                )
+                self._read.put((chunk, buffer, future, began))
+
+    def _guard(self, work) -> None:  # type: ignore[no-untyped-def]
+        try:
+            work()
+        except BaseException as error:
+            self._fail(error)
+
+    # -- work -----------------------------------------------------------------------------------------------------
+
+    def _next_update(self) -> UpdateRecord | CreateRecord:
+        with self._arrived:
+            self._arrived.wait_for(lambda: self._updates)
+            return self._updates.popleft()
+
+    def _update(self, message: UpdateRecord) -> None:
+        record = self._records[message.record]
+        parameters, gradients = self._parameter_bytes(message.parameters, record), self._gradients(message, record)
+        values = torch.from_numpy(parameters).view(self._precision.dtype)
+        chunks = record.chunks(self._setup.chunk_elements)
+        write = Write(message.record, len(chunks))
+        began = 0.0
+        for number, _ in enumerate(chunks):
+            chunk, buffer, future, read_began = self._read.get()
+            future.result()
+            now = time.monotonic()
+            write.intervals.append((read_began, now))
+            began = began or now
+            states = StateChunks(buffer, chunk, self._precision)
+            part = slice(chunk.start, chunk.stop)
+            self._adam.update(
+                values[part], states.lo, states.mean, states.variance, gradients[part], message.update,
+                decay=chunk.decay, stream=message.record << 32 | number,
+            )  # fmt: skip
+            self._write_chunk(write, message.target, chunk, buffer, parameters)
+        self._send(Updated(message.record, began, time.monotonic()))
+
+    def _create(self, message: CreateRecord) -> None:
+        record = self._records[message.record]
+        parameters = self._parameter_bytes(message.parameters, record)
+        low: torch.Tensor | None = None
+        if self._precision.split:
+            region = self._setup.shared.gradients[record.outer]
+            low = self._shared.tensor(torch.int16, region.start(message.low_halves), record.numel)
+        chunks = record.chunks(self._setup.chunk_elements)
+        write = Write(message.record, len(chunks))
+        for chunk in chunks:
+            buffer = self._free.get()
+            states = StateChunks(buffer, chunk, self._precision)
+            if states.lo is not None and low is not None:
+                states.lo.copy_(low[chunk.start : chunk.stop])
+            states.mean.zero_()
+            states.variance.zero_()
+            self._write_chunk(write, message.target, chunk, buffer, parameters)
+
+    def _write_chunk(
+        self, write: Write, target: int, chunk: Chunk, buffer: HostBuffer, parameters: np.ndarray
+    ) -> None:
+        """Start writing one chunk's states and parameters; the buffer is free again when both are written."""
+        extents = self._extents[write.record]
+        width, count = self._precision.parameter_bytes, chunk.stop - chunk.start
+        state_bytes = count * self._precision.state_bytes
+        began = time.monotonic()
+        first, stop = chunk.start * width, chunk.stop * width
+        futures = [
+            self._store.write(
+                extents.states[target], buffer.bytes(0, state_bytes), chunk.start * self._precision.state_bytes,
+                state_bytes,
+            ),
+            self._store.write(extents.parameters[target], parameters[first:stop], first, stop - first),
+        ]  # fmt: skip
+        waiting = [len(futures)]
+
+        def finished(future: Future) -> None:
+            error = future.exception()
+            if error is not None:
+                self._fail(error)
+            with write.lock:
+                waiting[0] -= 1
+                if waiting[0]:
+                    return
+                write.intervals.append((began, time.monotonic()))
+                write.pending -= 1
+                complete = not write.pending
+            self._free.put(buffer)
+            if complete:
+                self._send(
+                    Written(write.record, self._store.bytes_read, self._store.bytes_written, merge(write.intervals))
+                )
+
+        for future in futures:
+            future.add_done_callback(finished)
+
+    def _parameter_bytes(self, index: int, record: Record) -> np.ndarray:
+        region = self._setup.shared.parameters[record.outer]
+        return self._shared.bytes(region.start(index), record.numel * self._precision.parameter_bytes)
+
+    def _gradients(self, message: UpdateRecord, record: Record) -> torch.Tensor:
+        region = self._setup.shared.gradients[record.outer]
+        return self._shared.tensor(self._precision.dtype, region.start(message.gradient), record.numel)
+
+    def _send(self, message: object) -> None:
+        with self._sending:
+            self._connection.send(message)
+
+    def _fail(self, error: BaseException) -> None:
+        report(self._connection, error, self._sending)
+        os._exit(1)
+
+
+def merge(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The union of ``(began, ended)`` intervals, in order, none overlapping."""
+    result: list[tuple[float, float]] = []
+    for began, ended in sorted(intervals):
+        if result and began <= result[-1][1]:
+            result[-1] = (result[-1][0], max(result[-1][1], ended))
+        else:
+            result.append((began, ended))
+    return result
+
+
+def report(connection: Connection, error: BaseException, lock: threading.Lock | None = None) -> None:
+    """Tell the engine why the process ends, if it still listens."""
+    expected = isinstance(error, FinetuneError)
+    message = str(error) if expected else "".join(traceback.format_exception(error))
+    with lock or contextlib.nullcontext(), contextlib.suppress(OSError):
+        connection.send(Failed(message, expected))
+
+
+def main(pipe_fd: int) -> None:
+    """Say hello, receive the set-up, serve."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine decides what it means
+    connection = Connection(pipe_fd)
+    try:
+        connection.send(Ready())
+        setup, shared_fd = connection.recv()
+        if setup.cores:
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, setup.cores)
+        torch.set_num_threads(setup.threads)
+        OptimizerProcess(setup, connection, shared_fd).run()
+    except EOFError:
+        pass  # closed before it began
+    except BaseException as error:
+        report(connection, error)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,119 @@
+"""What the engine and the optimizer process say to each other: one small message per record, over a pipe."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fuyou.adam import Update
+
+
+@dataclass(frozen=True)
+class BufferRegion:
+    """Equal buffers in the shared memory file, one after the other."""
+
+    offset: int
+    slot_bytes: int
+    count: int
+
+    def start(self, index: int) -> int:
+        """First byte of buffer ``index``."""
+        return self.offset + index * self.slot_bytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.slot_bytes * self.count
+
+
+@dataclass(frozen=True)
+class SharedRegions:
+    """Where parameters and gradients lie in the shared memory file; outer records have buffers of their own."""
+
+    nbytes: int
+    parameters: dict[bool, BufferRegion]
+    """By whether the record is outer."""
+    gradients: dict[bool, BufferRegion]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """First message: everything that the optimizer process needs to know."""
+
+    directories: list[str]
+    io: str
+    io_threads: int
+    records: list[dict[str, Any]]
+    dtype: torch.dtype
+    optimizer_dtype: torch.dtype
+    slots: int
+    chunk_elements: int
+    ring_chunks: int
+    """State buffers: one is read into, one is updated, one is written from; more smooth the flow."""
+    shared: SharedRegions
+    threads: int
+    cores: list[int] = field(default_factory=list)
+    """Cores to stay on; empty for any."""
+
+
+@dataclass(frozen=True)
+class CreateRecord:
+    """Write a record's first state: parameters from a host buffer, ``lo`` from a gradient buffer, zero moments."""
+
+    record: int
+    parameters: int
+    low_halves: int
+    target: int
+
+
+@dataclass(frozen=True)
+class ReadStates:
+    """Read the record's states from slot ``source`` as soon as buffers are free; its update will come."""
+
+    record: int
+    source: int
+
+
+@dataclass(frozen=True)
+class UpdateRecord:
+    """The gradient is in host buffer ``gradient``: update the parameters in place, write everything to ``target``."""
+
+    record: int
+    parameters: int
+    gradient: int
+    target: int
+    update: Update
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The process has started, or has finished its set-up."""
+
+
+@dataclass(frozen=True)
+class Updated:
+    """The parameters in the host buffer are new; the gradient buffer is free."""
+
+    record: int
+    began: float
+    ended: float
+
+
+@dataclass(frozen=True)
+class Written:
+    """Parameters and states are on SSD (not yet synced); the host buffer is free."""
+
+    record: int
+    read_bytes: int
+    """Bytes read from the SSDs since the process started."""
+    written_bytes: int
+    ssd_intervals: list[tuple[float, float]]
+    """When reads and writes of this record were under way, on :func:`time.monotonic`'s clock."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Something went wrong; the process ends."""
+
+    message: str
+    expected: bool
+    """Whether ``message`` is one for the user (a failing drive), not a traceback."""

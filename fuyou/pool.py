@@ -1,0 +1,97 @@
+"""A pool of equal buffers that holds what is needed soonest.
+
+A step visits everything in an order that is known beforehand, so the best policy is known too (Belady, 1966): keep
+what is needed soonest, give up what is needed latest. (For a cyclic order LRU would be the worst policy: it gives up
+just what comes next.) The pool decides while the schedule is built, not while it runs: what comes out are tasks and
+what they wait for.
+"""
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+
+from common.errors import FinetuneError
+from fuyou.tasks import Task
+
+#: Position of a use that never comes.
+NEVER = float("inf")
+
+
+@dataclass
+class Slot:
+    """One buffer: what it holds, the task that fills it, the tasks that still use it."""
+
+    key: Hashable | None = None
+    ready: Task | None = None
+    users: list[Task] = field(default_factory=list)
+    touched: int = 0
+
+    def busy(self) -> list[Task]:
+        """Everything that must be finished before the buffer may be overwritten."""
+        return [*self.users, self.ready] if self.ready is not None else list(self.users)
+
+
+class Pool:
+    """``count`` buffers, of which each holds the object that is named by its key.
+
+    Args:
+        name: for messages.
+        count: number of buffers.
+        next_use: position of an object's next use, or :data:`NEVER`.
+    """
+
+    def __init__(self, name: str, count: int, next_use: Callable[[Hashable], float]):
+        self.name = name
+        self.slots = [Slot() for _ in range(count)]
+        self._next_use = next_use
+        self._where: dict[Hashable, int] = {}
+        self._clock = 0
+
+    def find(self, key: Hashable) -> int | None:
+        """Index of the buffer that holds ``key``."""
+        return self._where.get(key)
+
+    def take(self, key: Hashable, pinned: Iterable[Hashable] = ()) -> tuple[int, Hashable | None]:
+        """Give a buffer to ``key``. Returns its index and the object that has to leave (still needed), or None.
+
+        The caller saves the leaving object, makes the new object's first task wait for :meth:`Slot.busy`, and then
+        calls :meth:`fill`.
+        """
+        held = set(pinned)
+        best, best_rank = -1, (-1.0, 0.0)
+        for index, slot in enumerate(self.slots):
+            if slot.key is not None and slot.key in held:
+                continue
+            use = NEVER if slot.key is None else self._next_use(slot.key)
+            rank = (use, -float(slot.touched))  # needed latest; among equals, idle the longest
+            if best < 0 or rank > best_rank:
+                best, best_rank = index, rank
+        if best < 0:
+            raise FinetuneError(f"All {len(self.slots)} buffers of the {self.name} pool are in use; {key} finds none.")
+        slot = self.slots[best]
+        leaving = slot.key
+        if leaving is not None:
+            del self._where[leaving]
+            slot.key = None
+        return best, leaving if best_rank[0] != NEVER else None
+
+    def fill(self, index: int, key: Hashable, ready: Task) -> None:
+        """Record that ``ready`` puts ``key`` into buffer ``index``; earlier users are waited for by then."""
+        slot = self.slots[index]
+        slot.key, slot.ready, slot.users = key, ready, []
+        self._where[key] = index
+        self.touch(index)
+
+    def use(self, index: int, task: Task) -> None:
+        """Record that ``task`` uses buffer ``index``."""
+        self.slots[index].users.append(task)
+        self.touch(index)
+
+    def drop(self, key: Hashable) -> None:
+        """Forget ``key``: its buffer is free once its users are finished."""
+        index = self._where.pop(key, None)
+        if index is not None:
+            self.slots[index].key = None
+
+    def touch(self, index: int) -> None:
+        self._clock += 1
+        self.slots[index].touched = self._clock

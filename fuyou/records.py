@@ -1,0 +1,185 @@
+"""Records: what moves between the tiers. One record is one block's parameters (or the embeddings', or the head's).
+
+In memory a record is one flat buffer of parameters; on SSD it is that buffer and, beside it, its optimizer states in
+chunks of ``[lo | mean | variance]``, so that one chunk is one contiguous range to read, update and write back.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from common.buffers import PAGE, round_up
+from common.store import Extent, Layout
+
+#: Every parameter starts on a multiple of this many elements: 256 bytes in bf16, enough for any vector unit and for
+#: bit-reproducible BLAS, and no chunk ever ends in a scalar tail.
+ALIGN_ELEMENTS = 128
+#: Ranges that are read or written on their own are multiples of this many elements: one page even at two bytes each.
+PAGE_ELEMENTS = PAGE // 2
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How parameters, gradients and optimizer states are kept."""
+
+    dtype: torch.dtype
+    """What forward and backward compute in: bfloat16 (with fp32 masters as two halves) or float32."""
+    optimizer_dtype: torch.dtype
+    """Of the two moments: float32, or bfloat16 with stochastic rounding."""
+
+    @property
+    def split(self) -> bool:
+        """Whether masters are kept as ``hi`` and ``lo`` halves."""
+        return self.dtype == torch.bfloat16
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes per parameter of what computes."""
+        return self.dtype.itemsize
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes per parameter of a gradient on its way to the optimizer."""
+        return self.dtype.itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes per parameter of what only the optimizer needs: ``lo`` (if split), mean, variance."""
+        return (2 if self.split else 0) + 2 * self.optimizer_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ParameterSlot:
+    """Where one parameter lies in its record."""
+
+    names: tuple[str, ...]
+    """Name in the model, then the names of parameters tied to it."""
+    shape: tuple[int, ...]
+    offset: int
+    """First element within the record."""
+    decay: bool
+    """Whether weight decay applies."""
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A range of a record that is updated at once: ``[start, stop)`` in elements, all decayed or none."""
+
+    start: int
+    stop: int
+    decay: bool
+
+
+@dataclass(frozen=True)
+class Record:
+    """The parameters of one block, or of what stands outside the stack, laid out flat.
+
+    Layout: the parameters that are decayed, zero padding to a page, those that are not, padding. Padding has zero
+    gradients, so it stays zero.
+    """
+
+    index: int
+    name: str
+    """``block 7``, ``embedding``, ``head`` or ``outer``: for messages and traces."""
+    outer: bool
+    """Outside the stack of blocks: uses its own buffers, for it may be many times larger than a block."""
+    parameters: tuple[ParameterSlot, ...]
+    decayed: int
+    """Elements in the decayed part, padding included."""
+    numel: int
+    """Elements of the whole record, padding included."""
+
+    @staticmethod
+    def build(
+        index: int, name: str, outer: bool, parameters: Iterable[tuple[tuple[str, ...], Sequence[int], bool]]
+    ) -> "Record":
+        """Lay out ``(names, shape, decay)`` in order, decayed ones first."""
+        wanted = list(parameters)
+        slots: list[ParameterSlot] = []
+        position = boundary = 0
+        for part in (True, False):
+            for names, shape, decay in wanted:
+                if decay is part:
+                    slot = ParameterSlot(names, tuple(shape), position, decay)
+                    slots.append(slot)
+                    position = round_up(position + slot.numel, ALIGN_ELEMENTS)
+            position = round_up(position, PAGE_ELEMENTS)
+            if part:
+                boundary = position
+        return Record(index, name, outer, tuple(slots), boundary, position)
+
+    @property
+    def parameter_count(self) -> int:
+        """Parameters without padding."""
+        return sum(slot.numel for slot in self.parameters)
+
+    def chunks(self, chunk_elements: int) -> list[Chunk]:
+        """The record cut into ranges of at most ``chunk_elements`` (a multiple of a page)."""
+        result = []
+        for start, stop, decay in ((0, self.decayed, True), (self.decayed, self.numel, False)):
+            for first in range(start, stop, chunk_elements):
+                result.append(Chunk(first, min(first + chunk_elements, stop), decay))
+        return result
+
+    def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Each parameter by its first name, as a view of the flat buffer ``[numel]``."""
+        return {
+            slot.name: flat[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.parameters
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "outer": self.outer,
+            "parameters": [[list(slot.names), list(slot.shape), slot.decay] for slot in self.parameters],
+        }
+
+    @staticmethod
+    def from_dict(index: int, content: dict[str, Any]) -> "Record":
+        return Record.build(
+            index,
+            content["name"],
+            content["outer"],
+            [(tuple(names), shape, decay) for names, shape, decay in content["parameters"]],
+        )
+
+
+@dataclass(frozen=True)
+class RecordExtents:
+    """Where a record lies on SSD: one pair of extents per slot."""
+
+    parameters: tuple[Extent, ...]
+    states: tuple[Extent, ...]
+
+
+def weights_file(slot: int) -> str:
+    """Name of the file, in every SSD directory, that holds slot ``slot`` of all records."""
+    return f"weights.{slot}"
+
+
+def allocate_extents(layout: Layout, records: Sequence[Record], precision: Precision, slots: int) -> list[RecordExtents]:
+    """Give every record its place in every slot. Deterministic: both processes compute the same places."""
+    places: list[tuple[list[Extent], list[Extent]]] = [([], []) for _ in records]
+    for slot in range(slots):
+        for record, (parameters, states) in zip(records, places, strict=True):
+            parameters.append(layout.allocate(weights_file(slot), record.numel * precision.parameter_bytes))
+            states.append(layout.allocate(weights_file(slot), record.numel * precision.state_bytes))
+    return [RecordExtents(tuple(parameters), tuple(states)) for parameters, states in places]
+
+
+def wants_decay(name: str, shape: Sequence[int]) -> bool:
+    """Weight decay is for matrices: not for biases, nor for the gains of norms (all of them one-dimensional)."""
+    return len(shape) > 1 and not name.endswith("bias")

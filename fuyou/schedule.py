@@ -1,0 +1,522 @@
+"""The schedule is data: one training step as a list of tasks (design: records, visits and tiers below).
+
+A step visits ``embedding, block 1 .. L, head, block L .. 1, embedding``. Each visit runs all M micro-batches through one
+record's modules, so parameters cross the SSDs once per visit however large the batch ("vertical" micro-batches).
+The scheduler walks the visits in order and writes down what each needs: reads, copies, computation, updates, writes,
+and what each of these waits for. Buffers are assigned here, not while running; prefetching is nothing but a read
+whose buffer becomes free early. The engine runs the list; a simulator can run the same list on a clock.
+"""
+
+import bisect
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from fuyou.pool import NEVER, Pool
+from fuyou.records import Precision, Record
+from fuyou.tasks import Op, Phase, StepList, Task, Visit
+
+#: ("x", i, m): input of block i (output of block i - 1, or of the embedding if i is 0) for micro-batch m;
+#: ("d", i, m): the gradient of the loss with respect to it.
+ActivationKey = tuple[str, int, int]
+
+
+@dataclass(frozen=True)
+class BufferCounts:
+    """How many buffers of each kind there are. Blocks and outer records have buffers of their own."""
+
+    device_blocks: int = 2
+    device_outer: int = 1
+    device_block_gradients: int = 2
+    device_outer_gradients: int = 1
+    host_blocks: int = 3
+    host_outer: int = 1
+    host_block_gradients: int = 2
+    host_outer_gradients: int = 1
+    device_activations: int = 4
+    host_activations: int = 0
+    ssd_activations: int = 0
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What a step of this model looks like, whatever its parameters are."""
+
+    records: tuple[Record, ...]
+    embedding: int
+    """Index of the record that the embeddings are in."""
+    head: int
+    """Index of the record that the head is in; the same as ``embedding`` where they are tied."""
+    blocks: tuple[int, ...]
+    """Indices of the records of block 0 .. L - 1."""
+    precision: Precision
+
+    def visits(self, train: bool) -> list[Visit]:
+        """The visits of a step, in order."""
+        layers = range(len(self.blocks))
+        forward = [Visit(Phase.EMBED_FORWARD, self.embedding, -1)]
+        forward += [Visit(Phase.BLOCK_FORWARD, self.blocks[i], i) for i in layers]
+        if not train:
+            return [*forward, Visit(Phase.HEAD_EVAL, self.head, len(layers))]
+        backward = [Visit(Phase.BLOCK_BACKWARD, self.blocks[i], i) for i in reversed(layers)]
+        head = Visit(Phase.HEAD, self.head, len(layers))
+        return [*forward, head, *backward, Visit(Phase.EMBED_BACKWARD, self.embedding, -1)]
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """What the schedule needs to know of a batch."""
+
+    micro_batches: int
+    """M, how many micro-batches the batch is split into."""
+    activation_bytes: int
+    """Size of one micro-batch's block input."""
+    tokens: int
+    """Tokens in one micro-batch."""
+
+
+class Scheduler:
+    """Builds step after step; what one step leaves in the buffers, the next one starts from.
+
+    Args:
+        shape: records and visits.
+        counts: buffers.
+        single_slot: each record has one place on SSD instead of two.
+        slot: the slot that holds the last committed state.
+        defer: keep every gradient until the caller has ended the step, and update during the next forward pass.
+    """
+
+    def __init__(
+        self, shape: StepShape, counts: BufferCounts, *, single_slot: bool = False, slot: int = 0, defer: bool = False
+    ):
+        self.shape = shape
+        self.counts = counts
+        self.defer = defer
+        self._single_slot = single_slot
+        self._committed_slot = slot
+        self._slot_of = [slot] * len(shape.records)  # where the newest state of each record is
+        self._written: list[Task | None] = [None] * len(shape.records)
+        self._commit: Task | None = None
+        self._pending: dict[int, int] = {}  # record -> step of the gradient that waits for its update
+        self._spilled: dict[int, Task] = {}  # record -> the task that wrote its gradient to SSD
+        self._ended: Task | None = None  # the STEP task of the newest step
+        self._commit_due = False  # whether that step is to be committed once its deferred updates are done
+        self._visits = shape.visits(train=True)
+        self._position = 0
+        self._uses: dict[int, list[int]] = {}
+        for position, visit in enumerate(self._visits):
+            self._uses.setdefault(visit.record, []).append(position)
+        self._device = {
+            outer: Pool(f"device parameters ({label})", count, self._next_visit)
+            for outer, label, count in ((False, "block", counts.device_blocks), (True, "outer", counts.device_outer))
+        }
+        self._host = {
+            outer: Pool(f"host parameters ({label})", count, self._next_visit)
+            for outer, label, count in ((False, "block", counts.host_blocks), (True, "outer", counts.host_outer))
+        }
+        self._device_gradients = {
+            False: Pool("device gradients (block)", counts.device_block_gradients, self._never),
+            True: Pool("device gradients (outer)", counts.device_outer_gradients, self._never),
+        }
+        self._host_gradients = {
+            False: Pool("host gradients (block)", counts.host_block_gradients, self._next_update),
+            True: Pool("host gradients (outer)", counts.host_outer_gradients, self._next_update),
+        }
+        self._activations = ActivationPools(counts)
+        self._list = StepList(0)
+        self._batch = BatchShape(1, 0, 0)
+
+    # -- what the engine asks for ---------------------------------------------------------------------------------
+
+    def training_step(self, step: int, batch: BatchShape, *, commit: bool = True) -> StepList:
+        """The tasks of step ``step`` (numbered from 1).
+
+        ``commit`` says whether the step is committed at its end; with deferred updates that is during the next step.
+        """
+        self._list, self._batch = StepList(step), batch
+        commits = self._commit_due
+        self._activations.begin(self._list, self._visits, batch)
+        for position, visit in enumerate(self._visits):
+            self._position = position
+            if visit.phase in (Phase.EMBED_FORWARD, Phase.BLOCK_FORWARD, Phase.HEAD):
+                waiting = len(self._pending)
+                self._update_pending(visit.record)
+                if waiting and not self._pending and commits:
+                    self._emit_commit(step - 1)
+            self._visit(visit)
+        self._position = len(self._visits)
+        self._ended = self._list.end = self._emit(Op.STEP, [])
+        if commit and not self.defer:
+            self._emit_commit(step)
+        self._commit_due = commit
+        return self._list
+
+    def evaluation(self, step: int, batch: BatchShape) -> StepList:
+        """The tasks of a forward pass that leaves everything as it is. Pending updates must be flushed before."""
+        assert not self._pending, "flush before evaluating"
+        self._list, self._batch = StepList(step), batch
+        visits = self.shape.visits(train=False)
+        self._activations.begin(self._list, visits, batch)
+        for position, visit in enumerate(visits):
+            self._position = position
+            self._visit(visit)
+        return self._list
+
+    def flush(self, step: int, *, commit: bool = True) -> StepList:
+        """Apply the pending updates without a forward pass, and commit what has not been committed."""
+        self._list = StepList(step)
+        self._position = 0
+        for record in [visit.record for visit in self._visits]:  # in the order in which the next forward needs them
+            self._update_pending(record)
+        if commit:
+            self._emit_commit(step)
+        return self._list
+
+    @property
+    def pending(self) -> bool:
+        """Whether gradients wait for their update."""
+        return bool(self._pending)
+
+    @property
+    def committed_slot(self) -> int:
+        return self._committed_slot
+
+    def slot_of(self, record: int) -> int:
+        """The slot that holds (or, once its tasks are finished, will hold) the newest state of ``record``."""
+        return self._slot_of[record]
+
+    def forget_host(self) -> None:
+        """The host's parameter buffers were used for something else: nothing in them counts any more."""
+        for pools in (self._device, self._host):
+            for pool in pools.values():
+                for slot in pool.slots:
+                    if slot.key is not None:
+                        pool.drop(slot.key)
+
+    # -- visits ---------------------------------------------------------------------------------------------------
+
+    def _visit(self, visit: Visit) -> None:
+        record = self.shape.records[visit.record]
+        device, upload = self._on_device(record)
+        trains = visit.phase in (Phase.HEAD, Phase.BLOCK_BACKWARD, Phase.EMBED_BACKWARD)
+        tied = self.shape.embedding == self.shape.head
+        continues = tied and visit.phase is Phase.EMBED_BACKWARD  # the head has begun this gradient
+        gradient, cleared = self._gradient_buffer(record) if trains else (-1, [])
+        compute: Task | None = None
+        for micro in range(self._batch.micro_batches):
+            inputs, output = self._activations.arguments(visit, micro)
+            compute = Task(
+                Op.COMPUTE, [upload, *cleared], flops=self._flops(visit), step=self._list.step, record=visit.record,
+                visit=visit, micro=micro, source=device, gradient=gradient,
+                first=trains and micro == 0 and not continues, last=micro == self._batch.micro_batches - 1,
+            )  # fmt: skip
+            compute.inputs = tuple(self._activations.fetch(key, inputs + output, compute) for key in inputs)
+            for key in output:
+                compute.output = self._activations.produce(key, inputs + output, compute)
+            self._activations.release(inputs)
+            self._list.tasks.append(compute)
+        assert compute is not None
+        self._device[record.outer].use(device, compute)
+        if trains:
+            self._device_gradients[record.outer].fill(gradient, record.index, compute)
+            if not (tied and visit.phase is Phase.HEAD):
+                self._finish_gradient(record, gradient, compute)
+
+    def _on_device(self, record: Record) -> tuple[int, Task]:
+        """Index of the device buffer that holds the record's parameters, and the task after which it does."""
+        pool = self._device[record.outer]
+        index = pool.find(record.index)
+        if index is not None:
+            ready = pool.slots[index].ready
+            assert ready is not None
+            return index, ready
+        source, loaded = self._on_host(record)
+        index, _ = pool.take(record.index)
+        upload = self._emit(
+            Op.PARAMETER_UPLOAD, [loaded, *pool.slots[index].busy()], record=record.index, source=source, target=index,
+            nbytes=record.numel * self.shape.precision.parameter_bytes,
+        )  # fmt: skip
+        self._host[record.outer].use(source, upload)
+        pool.fill(index, record.index, upload)
+        return index, upload
+
+    def _on_host(self, record: Record) -> tuple[int, Task]:
+        """Index of the host buffer that holds the record's newest parameters, and the task after which it does."""
+        pool = self._host[record.outer]
+        index = pool.find(record.index)
+        if index is not None:
+            ready = pool.slots[index].ready
+            assert ready is not None
+            return index, ready
+        index, _ = pool.take(record.index)
+        after = pool.slots[index].busy()
+        written = self._written[record.index]
+        if written is not None:
+            after.append(written)
+        read = self._emit(
+            Op.PARAMETER_READ, after, record=record.index, source=self._slot_of[record.index], target=index,
+            nbytes=record.numel * self.shape.precision.parameter_bytes,
+        )  # fmt: skip
+        pool.fill(index, record.index, read)
+        return index, read
+
+    # -- gradients and updates ------------------------------------------------------------------------------------
+
+    def _gradient_buffer(self, record: Record) -> tuple[int, list[Task]]:
+        """Index of the device buffer that gathers the record's gradient, and what must leave it first."""
+        pool = self._device_gradients[record.outer]
+        index = pool.find(record.index)
+        if index is not None:
+            return index, []
+        index, _ = pool.take(record.index)
+        return index, pool.slots[index].busy()
+
+    def _finish_gradient(self, record: Record, source: int, compute: Task) -> None:
+        """The gradient is complete: bring it to the host; update at once, or keep it until the step has ended."""
+        nbytes = record.numel * self.shape.precision.gradient_bytes
+        target, after = self._host_gradient_buffer(record)
+        download = self._emit(
+            Op.GRADIENT_DOWNLOAD, [compute, *after], record=record.index, source=source, target=target, nbytes=nbytes
+        )
+        self._host_gradients[record.outer].fill(target, record.index, download)
+        device = self._device_gradients[record.outer]
+        device.drop(record.index)
+        device.use(source, download)
+        self._device[record.outer].drop(record.index)  # the update makes the device's copy stale
+        if self.defer:
+            self._pending[record.index] = self._list.step
+        else:
+            self._update(record, target, download, self._list.step)
+
+    def _host_gradient_buffer(self, record: Record) -> tuple[int, list[Task]]:
+        pool = self._host_gradients[record.outer]
+        index, leaving = pool.take(record.index)
+        after = pool.slots[index].busy()
+        if isinstance(leaving, int):
+            write = self._emit(
+                Op.GRADIENT_WRITE, after, record=leaving, source=index,
+                nbytes=self.shape.records[leaving].numel * self.shape.precision.gradient_bytes,
+            )  # fmt: skip
+            self._spilled[leaving] = write
+            after = [write]
+        return index, after
+
+    def _update_pending(self, index: int) -> None:
+        """Apply the deferred update of record ``index``, if there is one."""
+        step = self._pending.get(index)
+        if step is None:
+            return
+        record = self.shape.records[index]
+        pool = self._host_gradients[record.outer]
+        source = pool.find(index)
+        if source is None:
+            source, after = self._host_gradient_buffer(record)
+            ready = self._emit(
+                Op.GRADIENT_READ, [*after, self._spilled.pop(index)], record=index, target=source,
+                nbytes=record.numel * self.shape.precision.gradient_bytes,
+            )  # fmt: skip
+            pool.fill(source, index, ready)
+        filled = pool.slots[source].ready
+        assert filled is not None
+        del self._pending[index]
+        self._update(record, source, filled, step)
+
+    def _update(self, record: Record, gradient: int, ready: Task, step: int) -> None:
+        """Read the record's states, update, write parameters and states to the other slot."""
+        host, loaded = self._on_host(record)
+        parameters = self._host[record.outer]
+        precision = self.shape.precision
+        source = self._slot_of[record.index]
+        target = source if self._single_slot else 1 - self._committed_slot
+        written = self._written[record.index]
+        states = record.numel * precision.state_bytes
+        read = self._emit(
+            Op.STATE_READ, [written] if written else [], record=record.index, source=source, nbytes=states
+        )
+        waits = [ready, loaded, read, *parameters.slots[host].users]
+        waits += [task for task in (self._commit, self._ended if self.defer else None) if task is not None]
+        update = self._emit(
+            Op.UPDATE, waits, record=record.index, source=host, target=target, gradient=gradient,
+            nbytes=record.numel,
+        )  # fmt: skip
+        update.step = step
+        write = self._emit(
+            Op.STATE_WRITE, [update], record=record.index, source=host, target=target,
+            nbytes=record.numel * precision.parameter_bytes + states,
+        )  # fmt: skip
+        parameters.fill(host, record.index, update)
+        parameters.use(host, write)
+        gradients = self._host_gradients[record.outer]
+        gradients.drop(record.index)
+        gradients.use(gradient, update)
+        self._device[record.outer].drop(record.index)
+        self._written[record.index] = write
+        self._slot_of[record.index] = target
+
+    def _emit_commit(self, step: int) -> None:
+        after = [task for task in self._written if task is not None]
+        after += [task for task in (self._ended, self._commit) if task is not None]
+        self._committed_slot = self._slot_of[0]
+        self._commit = self._emit(Op.COMMIT, after, target=self._committed_slot)
+        self._commit.step = step
+
+    # -- small parts ----------------------------------------------------------------------------------------------
+
+    def _emit(self, op: Op, after: list[Task], **fields: int) -> Task:
+        task = Task(op, after, step=self._list.step, **fields)  # type: ignore[arg-type]
+        self._list.tasks.append(task)
+        return task
+
+    def _flops(self, visit: Visit) -> float:
+        """Of one micro-batch: 2 per parameter and token forward; backward twice that, plus the recomputation."""
+        factor = {
+            Phase.BLOCK_FORWARD: 2, Phase.HEAD_EVAL: 2, Phase.HEAD: 6, Phase.BLOCK_BACKWARD: 8,
+        }.get(visit.phase, 0)  # fmt: skip
+        return float(factor * self.shape.records[visit.record].parameter_count * self._batch.tokens)
+
+    def _next_visit(self, key: Hashable) -> float:
+        assert isinstance(key, int)
+        uses = self._uses[key]
+        after = bisect.bisect_right(uses, self._position)
+        return uses[after] if after < len(uses) else uses[0] + len(self._visits)
+
+    def _next_update(self, key: Hashable) -> float:
+        assert isinstance(key, int)
+        return self._uses[key][0] if key in self._pending else NEVER
+
+    @staticmethod
+    def _never(_: Hashable) -> float:
+        return NEVER
+
+
+class ActivationPools:
+    """Where block inputs and their gradients live: device, then host, then SSD, whatever is needed soonest nearest."""
+
+    def __init__(self, counts: BufferCounts):
+        self._device = Pool("device activations", counts.device_activations, self._next_use)
+        self._host = Pool("host activations", counts.host_activations, self._next_use)
+        self._ssd_free = list(range(counts.ssd_activations))
+        self._ssd: dict[Hashable, tuple[int, Task]] = {}
+        self._uses: dict[Hashable, list[int]] = {}
+        self._list = StepList(0)
+        self._bytes = 0
+        self._ssd_users: dict[int, list[Task]] = {}
+
+    def begin(self, step: StepList, visits: Sequence[Visit], batch: BatchShape) -> None:
+        """Start a pass: nothing is alive; every use to come is known."""
+        self._list, self._bytes = step, batch.activation_bytes
+        self._uses = {}
+        position = 0
+        for visit in visits:
+            for micro in range(batch.micro_batches):
+                for key in self.arguments(visit, micro)[0]:
+                    self._uses.setdefault(key, []).append(position)
+                position += 1
+        for uses in self._uses.values():
+            uses.reverse()  # the next use is the last element
+
+    @staticmethod
+    def arguments(visit: Visit, micro: int) -> tuple[list[ActivationKey], list[ActivationKey]]:
+        """What a compute task reads and what it writes. The head comes after layer L - 1, as if it were layer L."""
+        i = visit.layer
+        match visit.phase:
+            case Phase.EMBED_FORWARD:
+                return [], [("x", 0, micro)]
+            case Phase.BLOCK_FORWARD:
+                return [("x", i, micro)], [("x", i + 1, micro)]
+            case Phase.HEAD:
+                return [("x", i, micro)], [("d", i, micro)]
+            case Phase.HEAD_EVAL:
+                return [("x", i, micro)], []
+            case Phase.BLOCK_BACKWARD:
+                return [("x", i, micro), ("d", i + 1, micro)], [("d", i, micro)]
+            case Phase.EMBED_BACKWARD:
+                return [("d", 0, micro)], []
+
+    def fetch(self, key: ActivationKey, pinned: list[ActivationKey], task: Task) -> int:
+        """Index of the device buffer that will hold ``key`` when ``task`` starts."""
+        index = self._device.find(key)
+        if index is None:
+            source = self._on_host(key)
+            index, after = self._room_on_device(key, pinned)
+            ready = self._host.slots[source].ready
+            assert ready is not None
+            upload = self._emit(Op.ACTIVATION_UPLOAD, [ready, *after], source=source, target=index, micro=key[2])
+            self._host.use(source, upload)
+            self._device.fill(index, key, upload)
+        filled = self._device.slots[index].ready
+        assert filled is not None
+        task.after.append(filled)
+        self._device.use(index, task)
+        return index
+
+    def produce(self, key: ActivationKey, pinned: list[ActivationKey], task: Task) -> int:
+        """Index of a free device buffer for ``key``, which ``task`` writes."""
+        index, after = self._room_on_device(key, pinned)
+        task.after.extend(after)
+        self._device.fill(index, key, task)
+        return index
+
+    def release(self, keys: list[ActivationKey]) -> None:
+        """One use of each of ``keys`` is behind us; what has no other goes."""
+        for key in keys:
+            uses = self._uses[key]
+            uses.pop()
+            if not uses:
+                self._device.drop(key)
+                self._host.drop(key)
+                self._forget_ssd(key)
+
+    def _room_on_device(self, key: ActivationKey, pinned: list[ActivationKey]) -> tuple[int, list[Task]]:
+        index, leaving = self._device.take(key, pinned)
+        slot = self._device.slots[index]
+        after = slot.busy()
+        if leaving is not None and self._host.find(leaving) is None and leaving not in self._ssd:
+            target, room = self._room_on_host(leaving, key)
+            produced = slot.ready
+            assert produced is not None
+            download = self._emit(Op.ACTIVATION_DOWNLOAD, [produced, *room], source=index, target=target)
+            self._host.fill(target, leaving, download)
+            after.append(download)
+        return index, after
+
+    def _room_on_host(self, key: Hashable, keep: Hashable = None) -> tuple[int, list[Task]]:
+        """A host buffer for ``key``, but not the one that holds ``keep`` (whose copy to the device comes next)."""
+        index, leaving = self._host.take(key, [keep])
+        slot = self._host.slots[index]
+        after = slot.busy()
+        if leaving is not None and leaving not in self._ssd and self._device.find(leaving) is None:
+            place = self._ssd_free.pop()
+            ready = slot.ready
+            assert ready is not None
+            write = self._emit(
+                Op.ACTIVATION_WRITE, [ready, *self._ssd_users.pop(place, [])], source=index, target=place
+            )
+            self._ssd[leaving] = (place, write)
+            after.append(write)
+        return index, after
+
+    def _on_host(self, key: ActivationKey) -> int:
+        index = self._host.find(key)
+        if index is None:
+            place, write = self._ssd[key]
+            index, after = self._room_on_host(key)
+            read = self._emit(Op.ACTIVATION_READ, [write, *after], source=place, target=index, micro=key[2])
+            self._ssd_users.setdefault(place, []).append(read)
+            self._host.fill(index, key, read)
+        return index
+
+    def _forget_ssd(self, key: Hashable) -> None:
+        entry = self._ssd.pop(key, None)
+        if entry is not None:
+            place, write = entry
+            self._ssd_users.setdefault(place, []).append(write)
+            self._ssd_free.insert(0, place)
+
+    def _emit(self, op: Op, after: list[Task], **fields: int) -> Task:
+        task = Task(op, after, step=self._list.step, nbytes=self._bytes, **fields)  # type: ignore[arg-type]
+        self._list.tasks.append(task)
+        return task
+
+    def _next_use(self, key: Hashable) -> float:
+        uses = self._uses.get(key)
+        return uses[-1] if uses else NEVER

@@ -1,0 +1,125 @@
+"""What a step is made of: tasks, each on one resource, each waiting for others."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Resource(Enum):
+    """What a task keeps busy. The largest sum over one of them bounds the step."""
+
+    GPU = "gpu"
+    HOST_TO_DEVICE = "host_to_device"
+    DEVICE_TO_HOST = "device_to_host"
+    SSD = "ssd"
+    ADAM = "adam"
+    NONE = "none"
+
+
+class Op(Enum):
+    """Kinds of task. Each kind runs first in, first out, in a lane of its own; several lanes share a resource."""
+
+    PARAMETER_READ = ("parameter read", Resource.SSD)  # SSD -> host
+    PARAMETER_UPLOAD = ("parameter upload", Resource.HOST_TO_DEVICE)
+    COMPUTE = ("compute", Resource.GPU)
+    GRADIENT_DOWNLOAD = ("gradient download", Resource.DEVICE_TO_HOST)
+    GRADIENT_WRITE = ("gradient write", Resource.SSD)  # deferred updates whose gradient finds no room in host memory
+    GRADIENT_READ = ("gradient read", Resource.SSD)
+    STATE_READ = ("state read", Resource.SSD)
+    UPDATE = ("update", Resource.ADAM)
+    STATE_WRITE = ("state write", Resource.SSD)  # the record's parameters and its states
+    ACTIVATION_DOWNLOAD = ("activation download", Resource.DEVICE_TO_HOST)
+    ACTIVATION_WRITE = ("activation write", Resource.SSD)
+    ACTIVATION_READ = ("activation read", Resource.SSD)
+    ACTIVATION_UPLOAD = ("activation upload", Resource.HOST_TO_DEVICE)
+    STEP = ("step", Resource.NONE)  # passes when the caller has ended the step
+    COMMIT = ("commit", Resource.NONE)  # fdatasync and manifest
+
+    def __init__(self, label: str, resource: Resource):
+        self.label = label
+        self.resource = resource
+
+
+#: Tasks that read from or write to the SSDs, for counting bytes.
+SSD_READS = frozenset({Op.PARAMETER_READ, Op.GRADIENT_READ, Op.STATE_READ, Op.ACTIVATION_READ})
+SSD_WRITES = frozenset({Op.GRADIENT_WRITE, Op.STATE_WRITE, Op.ACTIVATION_WRITE})
+
+
+class Phase(Enum):
+    """What a compute task computes."""
+
+    EMBED_FORWARD = "embedding forward"
+    BLOCK_FORWARD = "forward"
+    HEAD = "head forward and backward"
+    HEAD_EVAL = "head forward"
+    BLOCK_BACKWARD = "backward"
+    EMBED_BACKWARD = "embedding backward"
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One pass of all micro-batches through one record's modules."""
+
+    phase: Phase
+    record: int
+    layer: int
+    """Index of the block, 0 to L - 1; -1 outside the stack."""
+
+
+@dataclass(eq=False, slots=True)
+class Task:
+    """One piece of work. Tasks are compared by identity; they are built once and run once."""
+
+    op: Op
+    after: "list[Task]"
+    """Tasks that must be finished before this one starts."""
+    nbytes: int = 0
+    """Bytes that it moves."""
+    flops: float = 0.0
+    """Floating-point operations that it computes."""
+    step: int = 0
+    record: int = -1
+    visit: Visit | None = None
+    micro: int = -1
+    source: int = -1
+    """Index of the buffer slot (or, on SSD, of the file slot or extent) that it takes from."""
+    target: int = -1
+    """Likewise, that it writes to."""
+    gradient: int = -1
+    """Gradient slot of an update, or of the compute task that accumulates into it."""
+    inputs: tuple[int, ...] = ()
+    """Device activation slots that a compute task reads."""
+    output: int = -1
+    """Device activation slot that it writes."""
+    first: bool = False
+    """First micro-batch of its visit that adds to this gradient."""
+    last: bool = False
+    """Last micro-batch of its visit."""
+    # Written while running:
+    done: bool = False
+    event: Any = None
+    """CUDA event after which the result is really there, for tasks that are only queued when they are done."""
+    began: float = 0.0
+    ended: float = 0.0
+
+    def __repr__(self) -> str:
+        where = f" {self.visit.phase.value} layer {self.visit.layer}" if self.visit else ""
+        return f"<{self.op.label} step {self.step} record {self.record}{where} micro {self.micro}>"
+
+
+@dataclass
+class StepList:
+    """The tasks of one step, or of a flush, in an order in which each comes after all that it waits for."""
+
+    step: int
+    tasks: list[Task] = field(default_factory=list)
+    end: Task | None = None
+    """The STEP task, which the caller finishes."""
+
+    def ssd_read_bytes(self) -> int:
+        """Bytes that the list says will be read from the SSDs."""
+        return sum(task.nbytes for task in self.tasks if task.op in SSD_READS)
+
+    def ssd_written_bytes(self) -> int:
+        """Bytes that the list says will be written to the SSDs."""
+        return sum(task.nbytes for task in self.tasks if task.op in SSD_WRITES)
