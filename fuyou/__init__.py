@@ -8,3 +8,9 @@ if getattr(common, "PROJECT", None) != "fuyou":
         f"fuyou needs the package 'common' that it was installed with, but Python found another 'common' first, "
         f"in {_found}: rename that one, take its folder off the module search path, or run from another folder."
     )
+
+from fuyou.compute import NonFiniteLoss
+from fuyou.engine import Engine, EngineOutput
+from fuyou.step_report import StepReport
+
+__all__ = ["Engine", "EngineOutput", "NonFiniteLoss", "StepReport"]

@@ -13,22 +13,14 @@ from fuyou.optimizer_protocol import Failed, Ready, Setup
 
 
 class OptimizerLink:
-    """Starts the optimizer process at once; it imports PyTorch while the caller goes on.
+    """Starts the optimizer process at once; it imports PyTorch while the caller goes on."""
 
-    Args:
-        on_message: called in the link's thread with every ``Updated`` and ``Written``.
-        on_failure: called once if the process reports a failure or ends without being told to.
-    """
-
-    def __init__(self, on_message: Callable[[object], None], on_failure: Callable[[BaseException], None]):
-        self._on_message = on_message
-        self._on_failure = on_failure
+    def __init__(self) -> None:
         self._closing = False
         self._sending = threading.Lock()
         ours, theirs = socket.socketpair()
-        self.shared_fd: int | None = None
         # The memory file is passed by inheritance, so it has to exist now; its size is set later.
-        self.shared_fd = os.memfd_create("fuyou", os.MFD_CLOEXEC)
+        self.shared_fd: int | None = os.memfd_create("fuyou", os.MFD_CLOEXEC)
         child_fds = (theirs.fileno(), self.shared_fd)
         # The user's own directory must not shadow our packages: same search path as ours, no "" in front.
         environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
@@ -50,8 +42,16 @@ class OptimizerLink:
         """Block until the process has imported what it needs."""
         self._expect_ready()
 
-    def set_up(self, setup: Setup) -> None:
-        """Send the set-up message, wait until its buffers exist, start listening."""
+    def set_up(
+        self, setup: Setup, on_message: Callable[[object], None], on_failure: Callable[[BaseException], None]
+    ) -> None:
+        """Send the set-up message, wait until its buffers exist, start listening.
+
+        Args:
+            on_message: called in the link's thread with every ``Updated`` and ``Written``.
+            on_failure: called once if the process reports a failure or ends without being told to.
+        """
+        self._on_message, self._on_failure = on_message, on_failure
         try:
             self._connection.send((setup, self.shared_fd))
         except OSError:

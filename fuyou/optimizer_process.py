@@ -18,17 +18,20 @@ import threading
 import time
 import traceback
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from common.buffers import HostBuffer
 from common.errors import FinetuneError
-from common.store import Store
+from common.store import Layout, Store
 from fuyou.adam import ChunkAdam
+from fuyou.intervals import merge
 from fuyou.optimizer_protocol import (
     CreateRecord,
     Failed,
@@ -86,7 +89,7 @@ class OptimizerProcess:
         self._store = Store.open([Path(path) for path in setup.directories], io=setup.io, threads=setup.io_threads)
         # The training files' places follow from the records alone; the store's layout holds just these, in this order.
         self._extents: list[RecordExtents] = allocate_extents(
-            type(self._store.layout)(len(setup.directories)), self._records, self._precision, setup.slots
+            Layout(len(setup.directories)), self._records, self._precision, setup.slots
         )
         self._ring = [
             HostBuffer(setup.chunk_elements * self._precision.state_bytes).touch() for _ in range(setup.ring_chunks)
@@ -250,18 +253,7 @@ class OptimizerProcess:
         os._exit(1)
 
 
-def merge(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The union of ``(began, ended)`` intervals, in order, none overlapping."""
-    result: list[tuple[float, float]] = []
-    for began, ended in sorted(intervals):
-        if result and began <= result[-1][1]:
-            result[-1] = (result[-1][0], max(result[-1][1], ended))
-        else:
-            result.append((began, ended))
-    return result
-
-
-def report(connection: Connection, error: BaseException, lock: threading.Lock | None = None) -> None:
+def report(connection: Connection, error: BaseException, lock: AbstractContextManager[Any] | None = None) -> None:
     """Tell the engine why the process ends, if it still listens."""
     expected = isinstance(error, FinetuneError)
     message = str(error) if expected else "".join(traceback.format_exception(error))

@@ -96,6 +96,7 @@ class Scheduler:
         self._slot_of = [slot] * len(shape.records)  # where the newest state of each record is
         self._written: list[Task | None] = [None] * len(shape.records)
         self._commit: Task | None = None
+        self._commit_before: Task | None = None
         self._pending: dict[int, int] = {}  # record -> step of the gradient that waits for its update
         self._spilled: dict[int, Task] = {}  # record -> the task that wrote its gradient to SSD
         self._ended: Task | None = None  # the STEP task of the newest step
@@ -177,20 +178,17 @@ class Scheduler:
         return bool(self._pending)
 
     @property
-    def committed_slot(self) -> int:
-        return self._committed_slot
+    def commit_step(self) -> int | None:
+        """The newest step whose commit is among the tasks given out."""
+        return None if self._commit is None else self._commit.step
 
-    def slot_of(self, record: int) -> int:
-        """The slot that holds (or, once its tasks are finished, will hold) the newest state of ``record``."""
-        return self._slot_of[record]
-
-    def forget_host(self) -> None:
-        """The host's parameter buffers were used for something else: nothing in them counts any more."""
-        for pools in (self._device, self._host):
-            for pool in pools.values():
-                for slot in pool.slots:
-                    if slot.key is not None:
-                        pool.drop(slot.key)
+    @property
+    def earlier_commit(self) -> Task | None:
+        """The commit of a step before the one in flight, if it is among the tasks given out."""
+        for commit in (self._commit, self._commit_before):
+            if commit is not None and commit.step < self._list.step:
+                return commit
+        return None
 
     # -- visits ---------------------------------------------------------------------------------------------------
 
@@ -356,6 +354,7 @@ class Scheduler:
         after = [task for task in self._written if task is not None]
         after += [task for task in (self._ended, self._commit) if task is not None]
         self._committed_slot = self._slot_of[0]
+        self._commit_before = self._commit
         self._commit = self._emit(Op.COMMIT, after, target=self._committed_slot)
         self._commit.step = step
 

@@ -66,6 +66,8 @@ class StreamedModel:
         self.device = device
         self.block_prefix, self._list = find_blocks(model)
         self.blocks: list[nn.Module] = list(self._list)
+        #: Size of the hidden states that blocks take and give.
+        self.hidden_size: int = model.config.get_text_config().hidden_size
         self._stand_ins = [_StandIn(self, index, block) for index, block in enumerate(self.blocks)]
         self._owners: dict[str, tuple[nn.Module, str, nn.Parameter]] = {}  # parameter name -> module, attribute, meta
         for prefix, module in model.named_modules():
@@ -80,12 +82,15 @@ class StreamedModel:
         self._stack_output: torch.Tensor | None = None
         self._returns_tuple = False
         #: Modules with parameters that run before the blocks.
-        self.before: frozenset[nn.Module] = frozenset(self._modules_before())
+        self.before: frozenset[nn.Module] = frozenset()
+        #: Whether the family itself keeps packed documents apart, given position ids that restart at each.
+        self.isolates_documents = False
+        self._survey()
 
     # -- which parameters belong where ----------------------------------------------------------------------------
 
-    def _modules_before(self) -> list[nn.Module]:
-        """Find the modules with parameters that the embedding needs, by running it without its parameters."""
+    def _survey(self) -> None:
+        """Run what comes before the blocks without its parameters, to see what that is and which masks it makes."""
         inside = {module for block in self.blocks for module in block.modules()}
         outside = [
             module
@@ -94,9 +99,10 @@ class StreamedModel:
         ]
         called: list[nn.Module] = []
         hooks = [module.register_forward_pre_hook(lambda module, _: called.append(module)) for module in outside]
+        packed = torch.arange(8, device=self.device).remainder(4).unsqueeze(0)  # two documents of four tokens
         try:
             with self._skipped(outside):
-                self.embed({"input_ids": torch.zeros((1, 8), dtype=torch.int64, device=self.device)})
+                _, calls = self.embed({"input_ids": torch.zeros_like(packed), "position_ids": packed})
         except FinetuneError:
             raise
         except Exception as error:
@@ -107,7 +113,10 @@ class StreamedModel:
         finally:
             for hook in hooks:
                 hook.remove()
-        return called
+        self.before = frozenset(called)
+        self.isolates_documents = any(
+            _closed(value, 4, 3) for args, kwargs in calls.arguments for value in (*args, *kwargs.values())
+        )
 
     def runs_before_blocks(self, name: str) -> bool:
         """Whether the parameter ``name`` belongs to a module that runs before the blocks."""
@@ -226,6 +235,14 @@ class StreamedModel:
                 return tree_map(to_device, forward(*tree_map(to_meta, args), **tree_map(to_meta, kwargs)))
 
         return run
+
+
+def _closed(mask: Any, query: int, key: int) -> bool:
+    """Whether ``mask`` is an attention mask (``[.., 8, 8]``) that hides ``key`` from ``query``."""
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or mask.shape[-2:] != (8, 8):
+        return False
+    value = mask[0, 0, query, key]
+    return not bool(value) if mask.dtype == torch.bool else float(value) < -1
 
 
 def shifted_labels(labels: torch.Tensor) -> torch.Tensor:

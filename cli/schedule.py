@@ -1,0 +1,71 @@
+"""The learning rate as a pure function of the step, so that a resumed run needs no state for it."""
+
+import math
+from dataclasses import dataclass
+
+from common.errors import UserError
+
+SCHEDULES = ("cosine", "linear", "constant")
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """How long the learning rate rises: a number of steps, or a fraction of all steps."""
+
+    value: float
+    is_fraction: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> "Warmup":
+        """From ``"100"`` (steps), ``"0.03"`` or ``"3%"`` (of all steps).
+
+        Raises:
+            UserError: neither.
+        """
+        try:
+            if text.endswith("%"):
+                warmup = cls(float(text[:-1]) / 100, is_fraction=True)
+            elif text.isdigit():
+                return cls(int(text))
+            else:
+                warmup = cls(float(text), is_fraction=True)
+        except ValueError:
+            warmup = cls(math.nan)
+        if not 0 <= warmup.value <= 1:
+            raise UserError(f"{text!r} is neither a number of steps (100) nor a fraction of them (0.03 or 3%).")
+        return warmup
+
+    def steps(self, total: int) -> int:
+        """Steps that it takes in a run of ``total`` steps; fractions are rounded up.
+
+        Raises:
+            UserError: more than ``total``.
+        """
+        steps = math.ceil(self.value * total - 1e-9) if self.is_fraction else int(self.value)
+        if steps > total:
+            raise UserError(f"--warmup {steps} is longer than the whole run of {total} steps.")
+        return steps
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """Rises evenly to ``peak`` within ``warmup`` steps, then falls towards zero or stays."""
+
+    schedule: str
+    """``cosine``: half a wave, ``linear``: a straight line, both reaching zero just after the last step; ``constant``."""
+    peak: float
+    warmup: int
+    """Steps; the last of them has the peak."""
+    total: int
+    """Steps of the whole run."""
+
+    def at(self, step: int) -> float:
+        """The learning rate of ``step``, counted from 1."""
+        if step <= self.warmup:
+            return self.peak * step / self.warmup
+        if self.schedule == "constant":
+            return self.peak
+        progress = min(1.0, (step - 1 - self.warmup) / max(1, self.total - self.warmup))
+        if self.schedule == "linear":
+            return self.peak * (1 - progress)
+        return self.peak * 0.5 * (1 + math.cos(math.pi * progress))

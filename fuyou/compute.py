@@ -1,0 +1,294 @@
+"""Runs the compute tasks of one step, in the caller's thread: embedding, blocks, head, and back."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from common.data import document_mask
+from common.errors import FinetuneError, UserError
+from fuyou.data_plane import DataPlane
+from fuyou.gradients import GradientSum, sum_of_squares
+from fuyou.memory_plan import MemoryPlan
+from fuyou.stack import BlockCalls, StreamedModel, shifted_labels, summed_loss
+from fuyou.tasks import Op, Phase, StepList, Task
+
+_FORWARD = (Phase.EMBED_FORWARD, Phase.BLOCK_FORWARD, Phase.HEAD, Phase.HEAD_EVAL)
+
+
+class NonFiniteLoss(FinetuneError):
+    """The loss or the gradient is NaN or infinite; the step is not committed.
+
+    Attributes:
+        step: the step that failed.
+        committed: the step that ``resume`` continues from.
+    """
+
+    def __init__(self, message: str, step: int, committed: int):
+        super().__init__(
+            f"{message} Training stops; step {committed} is committed and intact. A lower --lr, --max-grad-norm or a "
+            "look at the data of that step usually helps."
+        )
+        self.step, self.committed = step, committed
+
+
+class StepComputation:
+    """One step's (or one evaluation's) computation, micro-batch by micro-batch.
+
+    Args:
+        stack: the model's parts.
+        plane: buffers, and the executor that the other tasks run in.
+        tasks: the step.
+        batch: ``input_ids``, ``labels`` and the rest, ``[B, S]`` each.
+        plan: how the batch is split.
+        began: when the step began, on :func:`time.monotonic`'s clock.
+    """
+
+    def __init__(
+        self,
+        stack: StreamedModel,
+        plane: DataPlane,
+        tasks: StepList,
+        batch: Mapping[str, torch.Tensor],
+        plan: MemoryPlan,
+        began: float,
+    ):
+        self._stack, self._plane, self.tasks, self.began = stack, plane, tasks, began
+        self._plan = plan
+        self._dtype = plane.shape.precision.dtype
+        self._device = plane.device.torch_device
+        targets = shifted_labels(batch["labels"])
+        self._items = int((targets != -100).sum())
+        if not self._items:
+            raise UserError("No token of this batch has a label (all are -100): there is nothing to learn from it.")
+        self.tokens = batch["input_ids"].numel()
+        self._micro = self._split(batch, targets)
+        self._calls: list[BlockCalls | None] = [None] * len(self._micro)
+        self._random: dict[tuple[int, int], torch.Tensor] = {}
+        self._sums: dict[int, GradientSum] = {}
+        self._squares: list[torch.Tensor] = []
+        self._losses: list[torch.Tensor] = []
+        self._todo: Iterator[Task] = iter([task for task in tasks.tasks if task.op is Op.COMPUTE])
+        self._next: Task | None = next(self._todo, None)
+        self.loss = float("nan")
+
+    def _split(self, batch: Mapping[str, torch.Tensor], targets: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+        rows = min(batch["input_ids"].shape[0], self._plan.batch.micro_rows)
+        result = []
+        for start in range(0, batch["input_ids"].shape[0], rows):
+            micro = {
+                name: batch[name][start : start + rows].to(self._device, non_blocking=True)
+                for name in ("input_ids", "position_ids", "attention_mask")
+                if batch.get(name) is not None
+            }
+            micro["targets"] = targets[start : start + rows].to(self._device, non_blocking=True)
+            result.append(micro)
+        return result
+
+    # -- passes ---------------------------------------------------------------------------------------------------
+
+    def forward(self) -> torch.Tensor:
+        """Run everything up to the head; returns the batch's mean loss, an fp32 scalar."""
+        while self._next is not None and self._next.visit is not None and self._next.visit.phase in _FORWARD:
+            self._run(self._next)
+            self._next = next(self._todo, None)
+        total = self._losses[0]
+        for loss in self._losses[1:]:
+            total = total + loss
+        self.loss = float(total)
+        return total
+
+    def backward(self) -> None:
+        """Run the rest."""
+        while self._next is not None:
+            self._run(self._next)
+            self._next = next(self._todo, None)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the backward pass has ended."""
+        return self._next is None
+
+    def gradient_norm(self) -> float:
+        """Norm of the whole gradient, as the optimizer sees it (rounded to the compute dtype)."""
+        return float(torch.stack(self._squares).sum().sqrt())
+
+    def _run(self, task: Task) -> None:
+        assert task.visit is not None
+        self._plane.executor.start(task)
+        self._plane.device.begin_compute(task)
+        match task.visit.phase:
+            case Phase.EMBED_FORWARD:
+                self._embed_forward(task)
+            case Phase.BLOCK_FORWARD:
+                self._block_forward(task, task.visit.layer)
+            case Phase.HEAD:
+                self._head(task)
+            case Phase.HEAD_EVAL:
+                self._head_eval(task)
+            case Phase.BLOCK_BACKWARD:
+                self._block_backward(task, task.visit.layer)
+            case Phase.EMBED_BACKWARD:
+                self._embed_backward(task)
+        if task.last and task.gradient >= 0:
+            self._finish_gradient(task)
+        self._plane.device.end_compute(task)
+        self._plane.executor.finish(task)
+
+    # -- visits ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _embed_forward(self, task: Task) -> None:
+        self._random[-1, task.micro] = self._random_state()
+        with self._stack.bound(self._parameters(task), before=True):
+            hidden, calls = self._stack.embed(self._model_inputs(task.micro))
+        if hidden.dtype != self._dtype:
+            raise FinetuneError(f"The embedding gives {hidden.dtype} where blocks compute in {self._dtype}.")
+        self._calls[task.micro] = calls
+        self._activation(task.output, hidden.shape).copy_(hidden)
+
+    @torch.no_grad()
+    def _block_forward(self, task: Task, layer: int) -> None:
+        self._random[layer, task.micro] = self._random_state()
+        hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro))
+        with self._stack.bound(self._parameters(task)):
+            result = self._stack.block(layer, hidden, self._call(task.micro))
+        self._activation(task.output, hidden.shape).copy_(result)
+
+    @torch.enable_grad()
+    def _head(self, task: Task) -> None:
+        hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro)).detach().requires_grad_()
+        loss: torch.Tensor | None = None
+        for columns in self._columns(task.micro):
+            with self._stack.bound(self._leaves(task), before=False):
+                part = self._head_loss(task.micro, hidden, columns)
+                part.backward()
+            loss = part.detach() if loss is None else loss + part.detach()
+        assert loss is not None and hidden.grad is not None
+        self._losses.append(loss)
+        self._activation(task.output, hidden.shape).copy_(hidden.grad)
+
+    @torch.no_grad()
+    def _head_eval(self, task: Task) -> None:
+        hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro))
+        with self._stack.bound(self._parameters(task), before=False):
+            parts = [self._head_loss(task.micro, hidden, columns) for columns in self._columns(task.micro)]
+        self._losses.append(torch.stack(parts).sum())
+
+    @torch.enable_grad()
+    def _block_backward(self, task: Task, layer: int) -> None:
+        shape = self._hidden_shape(task.micro)
+        hidden = self._activation(task.inputs[0], shape).detach().requires_grad_()
+        with self._stack.bound(self._leaves(task)), self._replayed(layer, task.micro):
+            result = self._stack.block(layer, hidden, self._call(task.micro))
+            torch.autograd.backward(result, self._activation(task.inputs[1], shape))
+        assert hidden.grad is not None
+        self._activation(task.output, shape).copy_(hidden.grad)
+
+    @torch.enable_grad()
+    def _embed_backward(self, task: Task) -> None:
+        with self._stack.bound(self._leaves(task), before=True), self._replayed(-1, task.micro):
+            hidden, _ = self._stack.embed(self._model_inputs(task.micro))
+            if hidden.requires_grad:
+                torch.autograd.backward(hidden, self._activation(task.inputs[0], hidden.shape))
+
+    # -- parts ----------------------------------------------------------------------------------------------------
+
+    def _head_loss(self, micro: int, hidden: torch.Tensor, columns: slice) -> torch.Tensor:
+        """This range of tokens' share of the batch's mean loss."""
+        inputs = self._micro[micro]
+        whole = columns == slice(0, hidden.shape[1])
+        batch = {name: inputs[name][:, columns] for name in ("input_ids", "position_ids") if name in inputs}
+        logits = self._stack.head(batch, hidden if whole else hidden[:, columns])
+        return summed_loss(logits, inputs["targets"][:, columns]) / self._items
+
+    def _columns(self, micro: int) -> list[slice]:
+        """The ranges of tokens that go through the head at once."""
+        length = self._micro[micro]["input_ids"].shape[1]
+        width = self._plan.head_columns
+        return [slice(start, min(start + width, length)) for start in range(0, length, width)]
+
+    def _model_inputs(self, micro: int) -> dict[str, torch.Tensor]:
+        inputs = {name: value for name, value in self._micro[micro].items() if name != "targets"}
+        positions = inputs.get("position_ids")
+        if positions is not None and "attention_mask" not in inputs and not self._stack.isolates_documents:
+            inputs["attention_mask"] = document_mask(positions, self._dtype)
+        return inputs
+
+    def _call(self, micro: int) -> BlockCalls:
+        calls = self._calls[micro]
+        assert calls is not None
+        return calls
+
+    def _hidden_shape(self, micro: int) -> tuple[int, int, int]:
+        rows, length = self._micro[micro]["input_ids"].shape
+        return rows, length, self._stack.hidden_size
+
+    def _activation(self, index: int, shape: tuple[int, ...]) -> torch.Tensor:
+        count = 1
+        for size in shape:
+            count *= size
+        return self._plane.activations.values(index, count, self._dtype).view(shape)
+
+    def _parameters(self, task: Task) -> dict[str, torch.Tensor]:
+        """The record's parameters on the device, under all of their names."""
+        record = self._plane.shape.records[task.record]
+        views = record.views(self._plane.parameters[record.outer].values(task.source, record.numel, self._dtype))
+        return {name: views[slot.name] for slot in record.parameters for name in slot.names}
+
+    def _leaves(self, task: Task) -> dict[str, torch.Tensor]:
+        """The same as leaves whose gradients go to the record's sum. Tied names share one leaf."""
+        record = self._plane.shape.records[task.record]
+        views = record.views(self._plane.parameters[record.outer].values(task.source, record.numel, self._dtype))
+        leaves = {name: torch.nn.Parameter(view) for name, view in views.items()}
+        if task.first and task.record not in self._sums:
+            self._sums[task.record] = GradientSum(record, self._sum_buffer(task))
+        self._sums[task.record].attach(leaves)
+        return {name: leaves[slot.name] for slot in record.parameters for name in slot.names}
+
+    def _sum_buffer(self, task: Task) -> torch.Tensor:
+        record = self._plane.shape.records[task.record]
+        wide = self._plane.wide.get(record.outer)
+        if wide is not None:
+            return wide.values(0, record.numel, torch.float32)
+        return self._plane.gradients[record.outer].values(task.gradient, record.numel, self._dtype)
+
+    def _finish_gradient(self, task: Task) -> None:
+        """The record's gradient is complete (unless the embedding will add to it): round it, square it."""
+        shape = self._plane.shape
+        assert task.visit is not None
+        if task.visit.phase is Phase.HEAD and shape.embedding == shape.head:
+            return
+        record = shape.records[task.record]
+        total = self._sums.pop(task.record)
+        total.finish()
+        rounded = self._plane.gradients[record.outer].values(task.gradient, record.numel, self._dtype)
+        if rounded.data_ptr() != total.flat.data_ptr():
+            rounded.copy_(total.flat)
+        self._squares.append(sum_of_squares(rounded))
+
+    def _random_state(self) -> torch.Tensor:
+        return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else torch.get_rng_state()
+
+    def _replayed(self, layer: int, micro: int) -> "_Replay":
+        return _Replay(self._random.pop((layer, micro)), self._device)
+
+
+class _Replay:
+    """Draws the same random numbers again: dropout in a recomputed block must repeat itself."""
+
+    def __init__(self, state: torch.Tensor, device: torch.device):
+        self._state, self._device = state, device
+
+    def __enter__(self) -> None:
+        if self._device.type == "cuda":
+            self._outer = torch.cuda.get_rng_state(self._device)
+            torch.cuda.set_rng_state(self._state, self._device)
+        else:
+            self._outer = torch.get_rng_state()
+            torch.set_rng_state(self._state)
+
+    def __exit__(self, *_: object) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(self._outer, self._device)
+        else:
+            torch.set_rng_state(self._outer)

@@ -1,0 +1,324 @@
+"""Where the bytes are and what moves them: buffers on host and device, stores, the optimizer process, the executor.
+
+Everything is allocated here at once, by the memory plan, and given back at once. What each kind of task does to bytes
+is one short method each; when it may do it, the schedule has said.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common.buffers import HostBuffer
+from common.store import Extent, Layout, Store, remove
+from fuyou.adam import Update
+from fuyou.devices import CpuDevice, Device
+from fuyou.executor import ELSEWHERE, Executor
+from fuyou.memory_plan import MemoryPlan
+from fuyou.optimizer_link import OptimizerLink
+from fuyou.optimizer_protocol import (
+    BufferRegion,
+    CreateRecord,
+    ReadStates,
+    Setup,
+    SharedRegions,
+    Updated,
+    UpdateRecord,
+    Written,
+)
+from fuyou.records import Record, RecordExtents
+from fuyou.schedule import StepShape
+from fuyou.tasks import Op, Task
+
+
+class DeviceBuffers:
+    """Equal buffers on the device, as one allocation."""
+
+    def __init__(self, device: Device, slot_bytes: int, count: int):
+        self._slot_bytes = slot_bytes
+        self._memory = device.allocate(max(1, slot_bytes * count))
+
+    def bytes(self, index: int, nbytes: int) -> torch.Tensor:
+        """``uint8 [nbytes]`` at the start of buffer ``index``."""
+        start = index * self._slot_bytes
+        return self._memory[start : start + nbytes]
+
+    def values(self, index: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """``dtype [count]`` at the start of buffer ``index``."""
+        return self.bytes(index, count * dtype.itemsize).view(dtype)
+
+
+class DataPlane:
+    """All buffers of a run, and the handlers of all tasks but the computation.
+
+    Args:
+        shape: the model's records.
+        plan: how many buffers of which size.
+        device: where blocks compute.
+        store: the training store, open.
+        extents: each record's place in it.
+        slots: how many slots the store has.
+        link: the optimizer process, up but not set up.
+        scratch: one directory per SSD for what does not outlive the run: activations and waiting gradients.
+        commit: called with a COMMIT task when everything of its step is written.
+        update_of: what the update of a step is, asked for when it starts.
+        spill_gradients: whether gradients may have to wait on SSD.
+    """
+
+    def __init__(
+        self,
+        shape: StepShape,
+        plan: MemoryPlan,
+        device: Device,
+        store: Store,
+        extents: Sequence[RecordExtents],
+        slots: int,
+        link: OptimizerLink,
+        scratch: Sequence[Path],
+        commit: Callable[[Task], None],
+        update_of: Callable[[int], Update],
+        spill_gradients: bool,
+    ):
+        self.shape, self.plan, self.device, self.store = shape, plan, device, store
+        self._extents, self._link, self._update_of = extents, link, update_of
+        self._scratch_directories = list(scratch)
+        width, counts = shape.precision.parameter_bytes, plan.counts
+        largest = {
+            outer: max(record.numel for record in shape.records if record.outer is outer) for outer in (False, True)
+        }
+        self.parameters = {
+            False: DeviceBuffers(device, largest[False] * width, counts.device_blocks),
+            True: DeviceBuffers(device, largest[True] * width, counts.device_outer),
+        }
+        self.gradients = {
+            False: DeviceBuffers(device, largest[False] * width, counts.device_block_gradients),
+            True: DeviceBuffers(device, largest[True] * width, counts.device_outer_gradients),
+        }
+        #: fp32 sums of gradients that several micro-batches (or visits) contribute to.
+        self.wide = {
+            outer: DeviceBuffers(device, largest[outer] * 4, 1)
+            for outer, wanted in ((False, plan.wide_blocks), (True, plan.wide_outer))
+            if wanted
+        }
+        self.activations = DeviceBuffers(device, plan.activation_bytes, counts.device_activations)
+        self.shared = self._regions(largest, width)
+        assert link.shared_fd is not None
+        os.ftruncate(link.shared_fd, self.shared.nbytes)
+        self.host = HostBuffer(self.shared.nbytes, fd=os.dup(link.shared_fd)).touch()
+        self._host_activations = HostBuffer(plan.activation_bytes * counts.host_activations).touch()
+        if not isinstance(device, CpuDevice):
+            self.host.page_lock()
+            self._host_activations.page_lock()
+        self._scratch, self._activation_extents, self._gradient_extents = self._make_scratch(spill_gradients)
+        self._lock = threading.Lock()
+        self._updating: dict[int, Task] = {}
+        self._writing: dict[int, Task] = {}
+        self._early: dict[int, Written] = {}
+        self._created: dict[int, threading.Event] = {}
+        self.optimizer_read_bytes = self.optimizer_written_bytes = 0
+        self.ssd_intervals: list[tuple[float, float]] = []
+        self.executor = Executor(
+            {
+                Op.PARAMETER_READ: self._parameter_read,
+                Op.PARAMETER_UPLOAD: self._parameter_upload,
+                Op.GRADIENT_DOWNLOAD: self._gradient_download,
+                Op.GRADIENT_WRITE: self._gradient_write,
+                Op.GRADIENT_READ: self._gradient_read,
+                Op.STATE_READ: self._state_read,
+                Op.UPDATE: self._update,
+                Op.STATE_WRITE: self._state_write,
+                Op.ACTIVATION_DOWNLOAD: self._activation_download,
+                Op.ACTIVATION_WRITE: self._activation_write,
+                Op.ACTIVATION_READ: self._activation_read,
+                Op.ACTIVATION_UPLOAD: self._activation_upload,
+                Op.COMMIT: lambda task: commit(task),
+            },
+            device.wait_event,
+        )
+        cpu = isinstance(device, CpuDevice)
+        link.set_up(
+            Setup(
+                directories=[str(path) for path in store.directories],
+                io="posix",
+                io_threads=4,
+                records=[record.to_dict() for record in shape.records],
+                dtype=shape.precision.dtype,
+                optimizer_dtype=shape.precision.optimizer_dtype,
+                slots=slots,
+                chunk_elements=plan.chunk_elements,
+                ring_chunks=plan.ring_chunks,
+                shared=self.shared,
+                # Beside a GPU, all cores are the optimizer's; on a CPU device most belong to the computation.
+                threads=1 if cpu else max(1, (os.cpu_count() or 2) - 2),
+            ),
+            self._heard,
+            self.executor.fail,
+        )
+
+    # -- buffers --------------------------------------------------------------------------------------------------
+
+    def _regions(self, largest: dict[bool, int], width: int) -> SharedRegions:
+        counts, offset = self.plan.counts, 0
+        regions: list[dict[bool, BufferRegion]] = []
+        for block_count, outer_count in (
+            (counts.host_blocks, counts.host_outer),
+            (counts.host_block_gradients, counts.host_outer_gradients),
+        ):
+            region = {}
+            for outer, count in ((False, block_count), (True, outer_count)):
+                region[outer] = BufferRegion(offset, largest[outer] * width, count)
+                offset += region[outer].nbytes
+            regions.append(region)
+        return SharedRegions(offset, regions[0], regions[1])
+
+    def _make_scratch(self, spill_gradients: bool) -> tuple[Store | None, list[Extent], list[Extent]]:
+        layout = Layout(len(self._scratch_directories))
+        activations = [
+            layout.allocate("activations", self.plan.activation_bytes) for _ in range(self.plan.counts.ssd_activations)
+        ]
+        gradients = []
+        if spill_gradients:
+            width = self.shape.precision.gradient_bytes
+            gradients = [layout.allocate("gradients", record.numel * width) for record in self.shape.records]
+        if not activations and not gradients:
+            return None, [], []
+        for path in self._scratch_directories:
+            path.mkdir(exist_ok=True)
+        return Store.create(self._scratch_directories, layout, io="posix", overwrite=True), activations, gradients
+
+    def host_parameters(self, outer: bool, index: int, nbytes: int) -> np.ndarray:
+        """``uint8 [nbytes]`` of a host parameter buffer."""
+        return self.host.bytes(self.shared.parameters[outer].start(index), nbytes)
+
+    def host_gradients(self, outer: bool, index: int, nbytes: int) -> np.ndarray:
+        """``uint8 [nbytes]`` of a host gradient buffer."""
+        return self.host.bytes(self.shared.gradients[outer].start(index), nbytes)
+
+    def _host_activation(self, index: int, nbytes: int) -> np.ndarray:
+        return self._host_activations.bytes(index * self.plan.activation_bytes, nbytes)
+
+    def io_bytes(self) -> tuple[int, int]:
+        """Bytes read from and written to the SSDs so far, by both processes."""
+        stores = [store for store in (self.store, self._scratch) if store is not None]
+        return (
+            sum(store.bytes_read for store in stores) + self.optimizer_read_bytes,
+            sum(store.bytes_written for store in stores) + self.optimizer_written_bytes,
+        )
+
+    def create(self, record: Record, target: int) -> None:
+        """Write a record's first state, of which ``hi`` and ``lo`` are in host buffers 0; blocks until written."""
+        event = self._created[record.index] = threading.Event()
+        self._link.send(CreateRecord(record.index, 0, 0, target))
+        while not event.wait(0.2):
+            if self.executor.failure is not None:
+                raise self.executor.failure
+
+    def close(self) -> None:
+        """Stop all workers, give all memory back, remove the scratch files."""
+        self.executor.close()
+        self._link.close()
+        if self._scratch is not None:
+            self._scratch.close()
+            remove(self._scratch_directories)
+            for path in self._scratch_directories:
+                path.rmdir()
+        self.device.synchronize()
+        self.host.close()
+        self._host_activations.close()
+        self.parameters = self.gradients = self.wide = {}
+        del self.activations
+
+    # -- what each kind of task does ------------------------------------------------------------------------------
+
+    def _parameter_read(self, task: Task) -> Future:
+        record = self.shape.records[task.record]
+        buffer = self.host_parameters(record.outer, task.target, task.nbytes)
+        return self.store.read(self._extents[task.record].parameters[task.source], buffer)
+
+    def _parameter_upload(self, task: Task) -> None:
+        record = self.shape.records[task.record]
+        source = torch.from_numpy(self.host_parameters(record.outer, task.source, task.nbytes))
+        self.device.copy(task, self.parameters[record.outer].bytes(task.target, task.nbytes), source)
+
+    def _gradient_download(self, task: Task) -> None:
+        record = self.shape.records[task.record]
+        target = torch.from_numpy(self.host_gradients(record.outer, task.target, task.nbytes))
+        self.device.copy(task, target, self.gradients[record.outer].bytes(task.source, task.nbytes))
+
+    def _gradient_write(self, task: Task) -> Future:
+        assert self._scratch is not None
+        buffer = self.host_gradients(self.shape.records[task.record].outer, task.source, task.nbytes)
+        return self._scratch.write(self._gradient_extents[task.record], buffer)
+
+    def _gradient_read(self, task: Task) -> Future:
+        assert self._scratch is not None
+        buffer = self.host_gradients(self.shape.records[task.record].outer, task.target, task.nbytes)
+        return self._scratch.read(self._gradient_extents[task.record], buffer)
+
+    def _state_read(self, task: Task) -> None:
+        self._link.send(ReadStates(task.record, task.source))
+
+    def _update(self, task: Task) -> object:
+        with self._lock:
+            self._updating[task.record] = task
+        self._link.send(
+            UpdateRecord(task.record, task.source, task.gradient, task.target, self._update_of(task.step))
+        )
+        return ELSEWHERE
+
+    def _state_write(self, task: Task) -> object | None:
+        with self._lock:
+            if self._early.pop(task.record, None) is not None:
+                return None
+            self._writing[task.record] = task
+        return ELSEWHERE
+
+    def _activation_download(self, task: Task) -> None:
+        target = torch.from_numpy(self._host_activation(task.target, task.nbytes))
+        self.device.copy(task, target, self.activations.bytes(task.source, task.nbytes))
+
+    def _activation_upload(self, task: Task) -> None:
+        source = torch.from_numpy(self._host_activation(task.source, task.nbytes))
+        self.device.copy(task, self.activations.bytes(task.target, task.nbytes), source)
+
+    def _activation_write(self, task: Task) -> Future:
+        assert self._scratch is not None
+        return self._scratch.write(
+            self._activation_extents[task.target], self._host_activation(task.source, task.nbytes), 0, task.nbytes
+        )
+
+    def _activation_read(self, task: Task) -> Future:
+        assert self._scratch is not None
+        return self._scratch.read(
+            self._activation_extents[task.source], self._host_activation(task.target, task.nbytes), 0, task.nbytes
+        )
+
+    def _heard(self, message: object) -> None:
+        """A message of the optimizer process, in the link's thread."""
+        if isinstance(message, Updated):
+            with self._lock:
+                task = self._updating.pop(message.record)
+            self.executor.finish(task, message.began)
+        elif isinstance(message, Written):
+            self.optimizer_read_bytes, self.optimizer_written_bytes = message.read_bytes, message.written_bytes
+            created = self._created.pop(message.record, None)
+            if created is not None:
+                created.set()
+                return
+            with self._lock:
+                self.ssd_intervals.extend(message.ssd_intervals)
+                write = self._writing.pop(message.record, None)
+                if write is None:
+                    self._early[message.record] = message
+            if write is not None:
+                self.executor.finish(write)
+
+    def take_ssd_intervals(self) -> list[tuple[float, float]]:
+        """When the optimizer process had I/O under way, since the last call."""
+        with self._lock:
+            taken, self.ssd_intervals = self.ssd_intervals, []
+        return taken

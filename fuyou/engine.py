@@ -1,0 +1,598 @@
+"""The single-node engine: fine-tunes a model that is larger than the machine's memory, in an ordinary PyTorch loop."""
+
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from common.errors import FinetuneError, UserError
+from common.hardware import memory_available_bytes
+from common.memory_meter import PeakMeter, proportional_set_bytes
+from common.models.export import CheckpointWriter, copy_tokenizer_files
+from common.models.flops import hardware_flops_per_token, model_flops_per_token
+from common.models.meta import build_meta_model
+from common.models.presets import load_config
+from common.models.sources import CheckpointSource, RandomSource, WeightSource
+from common.store import Layout, Store, commit_manifest, load_manifest
+from common.store.directories import usable
+from common.units import parse_bytes
+from fuyou.adam import AdamConfig, Update
+from fuyou.compute import NonFiniteLoss, StepComputation
+from fuyou.data_plane import DataPlane
+from fuyou.devices import CpuDevice, CudaDevice, Device
+from fuyou.memory_plan import Batch, MemoryPlan, MemoryPlanner
+from fuyou.model_records import fingerprint, model_records
+from fuyou.optimizer_link import OptimizerLink
+from fuyou.records import Precision, allocate_extents, weights_file
+from fuyou.schedule import BatchShape, Scheduler
+from fuyou.stack import StreamedModel
+from fuyou.step_report import BusyTimes, StepReport
+from fuyou.store_access import StoreReader, fill_store
+from fuyou.tasks import StepList, Task
+from fuyou.training_state import TrainingState, random_states, restore_random_states
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+#: Largest shard of an exported checkpoint.
+_SHARD_BYTES = 5_000_000_000
+
+
+@dataclass
+class EngineOutput:
+    """What a forward pass gives."""
+
+    loss: torch.Tensor
+    """Mean cross entropy over the batch's labels, fp32 scalar; ``backward()`` streams the backward pass."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Options of :class:`Engine`, validated."""
+
+    precision: Precision
+    adam: AdamConfig
+    max_grad_norm: float | None
+    micro_batch: int | None
+    commit_every: int
+    single_slot: bool
+    io: str
+    seed: int
+
+    def __post_init__(self) -> None:
+        checks = {
+            "micro_batch": self.micro_batch is None or self.micro_batch > 0,
+            "commit_every": self.commit_every > 0,
+            "max_grad_norm": self.max_grad_norm is None or self.max_grad_norm > 0,
+            "lr": self.adam.lr >= 0,
+            "weight_decay": self.adam.weight_decay >= 0,
+        }
+        for name, good in checks.items():
+            if not good:
+                raise UserError(f"{name} must be positive, not {getattr(self, name, getattr(self.adam, name, None))}.")
+
+
+class Engine:
+    """Trains a causal language model whose states live on SSD.
+
+    >>> with fuyou.Engine("path/to/checkpoint", ssd=["/mnt/nvme0"], lr=1e-5) as engine:
+    ...     for batch in loader:
+    ...         loss = engine(**batch).loss
+    ...         loss.backward()  # blocks stream in reverse; Adam runs beside it
+    ...         engine.step()
+    ...     engine.save_pretrained("tuned")
+
+    Every step is committed: whatever happens, ``resume=True`` continues from the last one, bit for bit.
+
+    Args:
+        model: checkpoint directory, preset name, or transformers configuration (the last two: random weights).
+        ssd: existing directories, one per drive; the store takes 24 bytes per parameter in ``<ssd>/<run_name>``
+            (12 with ``single_slot``), striped over them.
+        device: ``"cpu"`` or a CUDA device. CUDA has not been run yet.
+        dtype: ``"bf16"`` computes in bf16 with exact fp32 masters; ``"fp32"`` computes in fp32.
+        lr, betas, eps, weight_decay: AdamW's. ``engine.lr`` may be set before each step. Biases and norms do not decay.
+        max_grad_norm: clip by the global norm, exactly: updates are deferred into the next forward pass, which
+            costs 4 more bytes of SSD traffic per parameter where gradients find no room in host memory.
+        micro_batch: sequences that are computed at once; None takes the largest number that fits.
+        host_memory, device_memory: budgets, in bytes or as ``"64GiB"``; None takes what the machine has. On a CPU the
+            device's memory is a part of the host's.
+        optimizer_dtype: ``"fp32"``, or ``"bf16"`` moments with stochastic rounding.
+        seed: of random weights, dropout and stochastic rounding.
+        run_name: name of the run's folder in each of ``ssd``.
+        commit_every: commit every N-th step only. A crash loses up to N steps.
+        single_slot: half the space, no protection: a crash in the middle of a step loses the run.
+        resume: continue the run that the directories hold.
+        overwrite: replace the run that the directories hold.
+        io: ``"auto"``, ``"kvikio"`` or ``"posix"``.
+        batch_shape: (sequences, tokens per sequence) of the batches to come; without it, buffers are planned for one
+            micro-batch and made again if the first batch is larger.
+
+    Raises:
+        UserError: what was asked for is not possible (paths, space, budgets, model).
+        FinetuneError: something failed.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | PreTrainedConfig,
+        *,
+        ssd: Sequence[str | os.PathLike[str]],
+        device: str | torch.device = "cpu",
+        dtype: str = "bf16",
+        optimizer_dtype: str = "fp32",
+        lr: float = 1e-5,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        max_grad_norm: float | None = None,
+        micro_batch: int | None = None,
+        host_memory: int | str | None = None,
+        device_memory: int | str | None = None,
+        seed: int = 0,
+        run_name: str = "fuyou",
+        commit_every: int = 1,
+        single_slot: bool = False,
+        resume: bool = False,
+        overwrite: bool = False,
+        io: str = "auto",
+        batch_shape: tuple[int, int] | None = None,
+    ):
+        for name, value in (("dtype", dtype), ("optimizer_dtype", optimizer_dtype)):
+            if value not in _DTYPES:
+                raise UserError(f"{name} must be bf16 or fp32, not {value!r}.")
+        self._options = EngineConfig(
+            Precision(_DTYPES[dtype], _DTYPES[optimizer_dtype]), AdamConfig(lr, betas, eps, weight_decay),
+            max_grad_norm, micro_batch, commit_every, single_slot, io, seed,
+        )  # fmt: skip
+        self.lr = lr
+        self._closed = False
+        self._plane: DataPlane | None = None
+        self._store: Store | None = None
+        self._link: OptimizerLink | None = None
+        self._step: StepComputation | None = None
+        self._meter = PeakMeter(self._pids)
+        try:
+            self._ssd = [Path(path) for path in ssd]
+            usable(self._ssd)
+            self.config, self._checkpoint = load_config(model)
+            self._device = self._make_device(torch.device(device))
+            self._host_limit, self._device_limit = self._limits(host_memory, device_memory)
+            self._link = OptimizerLink()  # imports PyTorch while the model is built
+            self._link.wait_until_up()
+            self._meter.start()
+            self._open_model()
+            self._open_store(run_name, resume, overwrite, batch_shape)
+        except BaseException:
+            self.close()
+            raise
+
+    # -- opening --------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _make_device(device: torch.device) -> Device:
+        if device.type == "cpu":
+            return CpuDevice()
+        if device.type != "cuda" or not torch.cuda.is_available():
+            raise UserError(f"There is no device {device} here. device='cpu' works everywhere.")
+        return CudaDevice(device.index or 0)
+
+    def _limits(self, host: int | str | None, device: int | str | None) -> tuple[int, int]:
+        """Budgets in bytes: as given, or four fifths of what the machine has to give."""
+        host_limit = memory_available_bytes() * 4 // 5 if host is None else parse_bytes(host)
+        if device is not None:
+            return host_limit, parse_bytes(device)
+        if isinstance(self._device, CpuDevice):
+            return host_limit, host_limit  # a part of the host's budget: the planner counts it there as well
+        free, _ = torch.cuda.mem_get_info(self._device.torch_device)
+        return host_limit, free * 19 // 20
+
+    def _open_model(self) -> None:
+        torch.manual_seed(self._options.seed)
+        meta = build_meta_model(self.config, dtype=self._options.precision.dtype)
+        self._source: WeightSource = (
+            CheckpointSource(self._checkpoint, meta) if self._checkpoint else RandomSource(meta, self._options.seed)
+        )
+        self._source.check()
+        for name, value in self._source.read_buffers():
+            meta.get_buffer(name).copy_(value)
+        self._stack = StreamedModel(meta, self._device.torch_device)
+        self._shape = model_records(self._stack, self._options.precision)
+        self._planner = MemoryPlanner(
+            self._shape, self.config, self._device_limit, self._host_limit, isinstance(self._device, CpuDevice)
+        )
+        self.parameters = sum(record.parameter_count for record in self._shape.records)
+        self.trainable_parameters = self.parameters
+
+    def _open_store(
+        self, run_name: str, resume: bool, overwrite: bool, batch_shape: tuple[int, int] | None
+    ) -> None:
+        options, slots = self._options, 1 if self._options.single_slot else 2
+        context = getattr(self.config.get_text_config(), "max_position_embeddings", None) or 2048
+        rows, seq_len = batch_shape or (options.micro_batch or 1, min(context, 2048))
+        self.memory_plan = self._planner.plan(rows, seq_len, options.micro_batch)
+        layout = Layout(len(self._ssd))
+        self._extents = allocate_extents(layout, self._shape.records, options.precision, slots)
+        folders = [path / run_name for path in self._ssd]
+        wanted = TrainingState(
+            0, 0, "", fingerprint(self._shape.records), str(options.precision.dtype),
+            str(options.precision.optimizer_dtype), slots,
+        )  # fmt: skip
+        self.created_bytes = 0
+        if resume:
+            self._store = Store.open(folders, io=options.io)  # type: ignore[arg-type]
+            self._state = self._load_state(wanted)
+            restore_random_states(self._state.random, self._device.torch_device)
+        else:
+            made = [folder for folder in folders if not folder.exists()]
+            for folder in made:
+                folder.mkdir()
+            try:
+                self._store = Store.create(folders, layout, io=options.io, overwrite=overwrite)  # type: ignore[arg-type]
+            except BaseException:
+                for folder in made:
+                    folder.rmdir()
+                raise
+            self._state = replace(wanted, store=self._store.id)
+        self.step_count = self._committed_step = self._state.step
+        self.user_state: dict[str, Any] = dict(self._state.user)
+        self._open_plane()
+        if not resume:
+            assert self._plane is not None
+            fill_store(self._plane, self._source, 0)
+            self._store.sync([weights_file(0)])
+            self._state.random = random_states(self._device.torch_device)
+            self._commit_manifest(self._state)
+            self.created_bytes = self._plane.io_bytes()[1]
+        assert self._plane is not None
+        self._io_before = self._plane.io_bytes()
+
+    def _load_state(self, wanted: TrainingState) -> TrainingState:
+        assert self._store is not None
+        content = load_manifest(self._store.directories[0])
+        if content is None:
+            raise UserError(
+                f"The run in {self._store.directories[0]} was ended before its weights were written. Begin it again "
+                "with --overwrite."
+            )
+        state = TrainingState.from_dict(content)
+        if state.store != self._store.id:
+            raise FinetuneError(f"The manifest in {self._store.directories[0]} belongs to another store.")
+        if state.torn:
+            raise FinetuneError(
+                f"This run keeps a single slot and was interrupted in the middle of step {state.step + 1}: its state is "
+                "a mixture of two steps. Begin again with --overwrite (and without --single-slot)."
+            )
+        for field_name, option in (
+            ("model", "--model"), ("dtype", "--dtype"), ("optimizer_dtype", "--optimizer-dtype"),
+            ("slots", "--single-slot"),
+        ):  # fmt: skip
+            if getattr(state, field_name) != getattr(wanted, field_name):
+                raise UserError(
+                    f"The run to continue was made with another {option} ({getattr(state, field_name)}, now "
+                    f"{getattr(wanted, field_name)}). Give what it was made with, or --overwrite it."
+                )
+        return state
+
+    def _open_plane(self) -> None:
+        """Allocate everything and start the workers, by the memory plan."""
+        assert self._store is not None
+        options = self._options
+        if self._link is None:
+            self._link = OptimizerLink()
+            self._link.wait_until_up()
+        defer = options.max_grad_norm is not None
+        self._plane = DataPlane(
+            self._shape, self.memory_plan, self._device, self._store, self._extents, self._state.slots, self._link,
+            [folder / "scratch" for folder in self._store.directories], self._commit, self._update_of, defer,
+        )  # fmt: skip
+        self._scheduler = Scheduler(
+            self._shape, self.memory_plan.counts, single_slot=options.single_slot, slot=self._state.slot, defer=defer
+        )
+        self._updates: dict[int, Update] = {}
+        self._states: dict[int, TrainingState] = {}
+        self._busy = BusyTimes(self._plane)
+        self._last_commit: Task | None = None
+
+    def _close_plane(self) -> None:
+        """Give all buffers back. What is pending must have been flushed; what is not is lost."""
+        if self._plane is not None:
+            self._io_before = tuple(  # type: ignore[assignment]
+                before - now for before, now in zip(self._io_before, self._plane.io_bytes(), strict=True)
+            )
+            own = (self._store.bytes_read, self._store.bytes_written) if self._store else (0, 0)
+            # The training store's own counters go on; the rest is folded into what came before.
+            self._io_before = (self._io_before[0] + own[0], self._io_before[1] + own[1])
+            self._plane.close()
+            self._plane = None
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    def __call__(self, **batch: torch.Tensor) -> EngineOutput:
+        """The streamed forward pass.
+
+        Args:
+            batch: ``input_ids`` and ``labels`` int64 ``[B, S]`` (not shifted, -100 where no loss is wanted);
+                optionally ``position_ids`` ``[B, S]`` (restarting at each document of a packed row) and
+                ``attention_mask``.
+
+        Raises:
+            NonFiniteLoss: the loss is NaN or infinite; the last committed step is intact.
+            UserError: the batch does not fit the budgets.
+        """
+        if not torch.is_grad_enabled():
+            return EngineOutput(torch.tensor(self.eval_loss(**batch)))
+        if self._step is not None:
+            raise FinetuneError(
+                "engine() was called again before the last step was ended with loss.backward() and engine.step(). For a "
+                "forward pass alone, use engine.eval_loss(); for larger batches, pass the whole batch at once."
+            )
+        plane = self._prepare(batch)
+        began = time.monotonic()
+        step = self.step_count + 1
+        if self._options.single_slot and not self._state.torn:
+            self._state.torn = True
+            self._commit_manifest(self._state)
+        self._updates[step] = Update(step, replace(self._options.adam, lr=self.lr), 1.0, self._options.seed)
+        shape = self._batch_shape(batch)
+        tasks = self._scheduler.training_step(step, shape, commit=step % self._options.commit_every == 0)
+        self._step = StepComputation(self._stack, plane, tasks, batch, self.memory_plan, began)
+        plane.executor.submit(tasks.tasks)
+        self._busy.watch(tasks)
+        loss = self._step.forward()
+        if not torch.isfinite(loss):
+            self._finish_earlier_commit()
+            raise NonFiniteLoss(f"The loss of step {step} is {float(loss)}.", step, self._committed_step)
+        anchor = torch.ones((), requires_grad=True)
+        return EngineOutput(_StreamedLoss.apply(anchor, loss, self))
+
+    def _backward(self) -> None:
+        assert self._step is not None
+        self._step.backward()
+
+    def step(self) -> StepReport:
+        """End the step: its updates (if deferred) and its commit may go on while the next step runs.
+
+        Raises:
+            NonFiniteLoss: the gradient is not finite; the step is not committed.
+        """
+        current = self._step
+        if current is None or not current.complete:
+            raise FinetuneError("engine.step() comes after engine(**batch).loss.backward().")
+        plane, step = self._plane, self.step_count + 1
+        assert plane is not None and current.tasks.end is not None
+        norm = current.gradient_norm()
+        if not math.isfinite(norm):
+            self._finish_earlier_commit()
+            raise NonFiniteLoss(f"The gradient norm of step {step} is {norm}.", step, self._committed_step)
+        limit = self._options.max_grad_norm
+        if limit is not None and norm > limit:
+            # As torch.nn.utils.clip_grad_norm_ does it.
+            self._updates[step] = replace(self._updates[step], gradient_scale=limit / (norm + 1e-6))
+        self.step_count = step
+        self._states[step] = replace(
+            self._state, step=step, random=random_states(self._device.torch_device), user=dict(self.user_state),
+            torn=False,
+        )  # fmt: skip
+        for old in [number for number in self._states if number < step - 2 * self._options.commit_every]:
+            del self._states[old]
+        self._updates.pop(step - 2, None)
+        plane.executor.finish(current.tasks.end)
+        self._step = None
+        seconds = time.monotonic() - current.began
+        return StepReport(
+            step=step,
+            loss=current.loss,
+            grad_norm=norm,
+            seconds=seconds,
+            tokens=current.tokens,
+            bound_seconds=self._busy.take(),
+            planned_read_bytes=current.tasks.ssd_read_bytes(),
+            planned_written_bytes=current.tasks.ssd_written_bytes(),
+        )
+
+    @torch.no_grad()
+    def eval_loss(self, **batch: torch.Tensor) -> float:
+        """Mean loss over a batch, forward only; nothing changes but pending updates, which are applied first."""
+        self.flush()
+        plane = self._prepare(batch)
+        tasks = self._scheduler.evaluation(self.step_count, self._batch_shape(batch))
+        computation = StepComputation(self._stack, plane, tasks, batch, self.memory_plan, time.monotonic())
+        self._stack.model.eval()
+        try:
+            plane.executor.submit(tasks.tasks)
+            return float(computation.forward())
+        finally:
+            self._stack.model.train()
+
+    def flush(self) -> None:
+        """Apply what is pending and commit the last step; returns when it is on SSD."""
+        if self._plane is None:
+            return
+        if self._step is not None:
+            raise FinetuneError("A step is under way: call loss.backward() and engine.step() first.")
+        uncommitted = self.step_count != self._commit_requested()
+        if self._scheduler.pending or uncommitted:
+            tasks = self._scheduler.flush(self.step_count, commit=True)
+            self._plane.executor.submit(tasks.tasks)
+            self._busy.watch(tasks)
+        self._plane.executor.drain()
+
+    def _commit_requested(self) -> int:
+        """The newest step whose commit is done or among the submitted tasks."""
+        return self._scheduler.commit_step if self._scheduler.commit_step is not None else self._committed_step
+
+    def _prepare(self, batch: dict[str, torch.Tensor]) -> DataPlane:
+        """Check the batch; make buffers anew if it does not fit those there are."""
+        if self._closed:
+            raise FinetuneError("The engine has been closed.")
+        for name in ("input_ids", "labels"):
+            if batch.get(name) is None or batch[name].dim() != 2:
+                raise UserError(f"A batch needs {name} of shape [sequences, tokens].")
+        rows, seq_len = batch["input_ids"].shape
+        planned = self.memory_plan.batch
+        if self._plane is None or rows > planned.rows or seq_len > planned.seq_len:
+            self.flush()
+            self.memory_plan = self._planner.plan(
+                max(rows, planned.rows), max(seq_len, planned.seq_len), self._options.micro_batch
+            )
+            self._close_plane()
+            self._open_plane()
+        assert self._plane is not None
+        return self._plane
+
+    def _batch_shape(self, batch: dict[str, torch.Tensor]) -> BatchShape:
+        rows, seq_len = batch["input_ids"].shape
+        split = Batch(rows, seq_len, min(rows, self.memory_plan.batch.micro_rows))
+        return BatchShape(split.micro_batches, self.memory_plan.activation_bytes, split.micro_tokens)
+
+    # -- committing -----------------------------------------------------------------------------------------------
+
+    def _update_of(self, step: int) -> Update:
+        return self._updates[step]
+
+    def _commit(self, task: Task) -> None:
+        """Everything of the step is written: make it durable, then make it count."""
+        assert self._store is not None
+        self._store.sync([weights_file(task.target)])
+        state = replace(self._states[task.step], slot=task.target)
+        self._commit_manifest(state)
+        self._state = state
+        self._committed_step = task.step
+
+    def _commit_manifest(self, state: TrainingState) -> None:
+        assert self._store is not None
+        commit_manifest(self._store.directories[0], state.to_dict())
+
+    def _finish_earlier_commit(self) -> None:
+        """Let the previous step's commit, which runs beside this one, come to its end."""
+        if self._plane is not None and self._scheduler.earlier_commit is not None:
+            self._plane.executor.wait([self._scheduler.earlier_commit])
+
+    @property
+    def committed_step(self) -> int:
+        """The step that ``resume`` would continue from."""
+        return self._committed_step
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def _reader(self) -> StoreReader:
+        assert self._store is not None
+        slots = [self._state.slot] * len(self._shape.records)
+        return StoreReader(self._store, self._shape, self._extents, self.memory_plan.chunk_elements, slots)
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter's name and fp32 master weight, read from the store one at a time."""
+        self.flush()
+        yield from self._reader().masters()
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Export a Hugging Face checkpoint (compute dtype), record by record; training can go on afterwards.
+
+        Buffers are given back while exporting, so that it stays within the host budget.
+        """
+        self.flush()
+        self._close_plane()
+        shard = max(32 << 20, min(_SHARD_BYTES, self._host_limit // 3))
+        target = Path(directory)
+        writer = CheckpointWriter(target, self._stack.model, self.config, self._options.precision.dtype, shard)
+        reader = self._reader()
+        before = self._store_bytes()
+        for record in self._shape.records:
+            writer.add(reader.compute_weights(record))
+        writer.finish()
+        if self._checkpoint is not None:
+            copy_tokenizer_files(self._checkpoint, target)
+        after = self._store_bytes()
+        # What the export reads is not training's.
+        self._io_before = tuple(  # type: ignore[assignment]
+            start + new - old for start, new, old in zip(self._io_before, after, before, strict=True)
+        )
+
+    def _store_bytes(self) -> tuple[int, int]:
+        assert self._store is not None
+        return self._store.bytes_read, self._store.bytes_written
+
+    # -- figures --------------------------------------------------------------------------------------------------
+
+    def model_flops_per_token(self, seq_len: int) -> float:
+        """6 per parameter and token, plus attention; recomputation not counted."""
+        return model_flops_per_token(self._stack.model, seq_len)
+
+    def hardware_flops_per_token(self, seq_len: int) -> float:
+        """The same with the recomputed forward pass counted."""
+        return hardware_flops_per_token(self._stack.model, seq_len)
+
+    def io_bytes(self) -> tuple[int, int]:
+        """Bytes read from and written to the SSDs by all our processes since training began."""
+        now = self._plane.io_bytes() if self._plane is not None else self._store_bytes()
+        return now[0] - self._io_before[0], now[1] - self._io_before[1]
+
+    def host_memory_in_use(self) -> int:
+        """Proportional set size of our processes, in bytes, beyond what they had before the model was touched."""
+        return max(0, proportional_set_bytes(self._pids()) - self.host_baseline_bytes)
+
+    @property
+    def host_peak_bytes(self) -> int:
+        return self._meter.peak_bytes
+
+    @property
+    def host_baseline_bytes(self) -> int:
+        return self._meter.baseline_bytes
+
+    @property
+    def device_peak_bytes(self) -> int:
+        """Most device memory in use. Where the CPU is the device: what the plan gives it."""
+        measured = self._device.peak_bytes()
+        return self.memory_plan.device_bytes if measured is None else measured
+
+    def _pids(self) -> list[int]:
+        return [os.getpid()] + ([self._link.pid] if self._link is not None else [])
+
+    # -- closing --------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop. A step in flight is discarded, a finished one is committed; ``resume`` continues from there."""
+        if self._closed:
+            return
+        try:
+            if self._plane is not None and self._step is None and self._plane.executor.failure is None:
+                self.flush()
+        finally:
+            self._closed = True
+            self._step = None
+            self._close_plane()
+            if self._store is not None:
+                self._store.close()
+            self._meter.stop()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close()
+
+
+class _StreamedLoss(torch.autograd.Function):
+    """Ties the loss to the engine: its backward is the streamed backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, engine: Engine) -> torch.Tensor:
+        ctx.engine = engine
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        if float(gradients[0]) != 1.0:
+            raise FinetuneError(
+                f"The loss was scaled by {float(gradients[0])} before backward(). The head's gradient is computed with "
+                "the loss, so scale the learning rate instead."
+            )
+        ctx.engine._backward()
+        return None, None, None

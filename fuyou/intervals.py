@@ -1,0 +1,14 @@
+"""Spans of time, for saying how long a resource was busy."""
+
+Interval = tuple[float, float]
+
+
+def merge(intervals: list[Interval]) -> list[Interval]:
+    """The union of ``(began, ended)`` intervals, in order, none overlapping."""
+    result: list[Interval] = []
+    for began, ended in sorted(intervals):
+        if result and began <= result[-1][1]:
+            result[-1] = (result[-1][0], max(result[-1][1], ended))
+        else:
+            result.append((began, ended))
+    return result

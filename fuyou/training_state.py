@@ -1,0 +1,71 @@
+"""What a committed step is, beside its records: the content of the manifest."""
+
+import base64
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from common.errors import UserError
+
+#: Raised whenever the meaning of files in a store changes.
+FORMAT = 1
+
+
+@dataclass
+class TrainingState:
+    """Everything that ``--resume`` needs to go on bit for bit, and to notice that it would not."""
+
+    step: int
+    """Last completed step; 0 before the first."""
+    slot: int
+    """Slot that holds every record as it was after that step."""
+    store: str
+    """Identity of the store that this state belongs to."""
+    model: str
+    """Fingerprint of the records: names, shapes, layout."""
+    dtype: str
+    optimizer_dtype: str
+    slots: int
+    random: dict[str, str] = field(default_factory=dict)
+    """States of the random generators, base64, by device."""
+    user: dict[str, Any] = field(default_factory=dict)
+    """Whatever the caller keeps with it."""
+    torn: bool = False
+    """Only with one slot: a step was begun over this state and has not been committed."""
+    format: int = FORMAT
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(content: dict[str, Any]) -> "TrainingState":
+        """Rebuild.
+
+        Raises:
+            UserError: the state was written by a version with another format.
+        """
+        if content.get("format") != FORMAT:
+            raise UserError(
+                f"This run was written in format {content.get('format')}; this version reads format {FORMAT}. "
+                "Finish it with the version that began it."
+            )
+        return TrainingState(**content)
+
+
+def random_states(device: torch.device) -> dict[str, str]:
+    """States of the generators that computation on ``device`` draws from."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return {name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in states.items()}
+
+
+def restore_random_states(states: dict[str, str], device: torch.device) -> None:
+    """Undo :func:`random_states`."""
+    for name, text in states.items():
+        state = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+        if name == "cpu":
+            torch.set_rng_state(state)
+        elif device.type == "cuda":
+            torch.cuda.set_rng_state(state, device)

@@ -1,0 +1,167 @@
+"""The plain twin: an ordinary in-memory PyTorch loop that the engine must equal bit for bit.
+
+It shares with the engine only what exactness needs (any two programs would have to): the same micro-batches in the same
+order, compute weights rounded the same way, ``_fused_adamw_`` without scalar tails, tied weights whose head and
+embedding gradients are summed one after the other, and gradients summed in fp32 before they are rounded to bf16.
+It knows nothing of records, chunks, tiers or schedules.
+"""
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+LINE = 128  # elements: a multiple of every vector width
+
+
+def round_half_away(master: torch.Tensor) -> torch.Tensor:
+    """fp32 to bf16, ties away from zero: written differently from the engine's."""
+    toward_zero = (master.view(torch.int32) & -65536).view(torch.float32)
+    away = (master.view(torch.int32) & 0x8000) != 0
+    step = (master.view(torch.int32) & -65536) + 65536
+    return torch.where(away, step.view(torch.float32), toward_zero).to(torch.bfloat16)
+
+
+class Twin:
+    """Plain AdamW training of a model in memory."""
+
+    def __init__(self, checkpoint: str, *, bf16: bool, lr: float, weight_decay: float, max_grad_norm: float | None):
+        self.bf16, self.lr, self.weight_decay, self.max_grad_norm = bf16, lr, weight_decay, max_grad_norm
+        dtype = torch.bfloat16 if bf16 else torch.float32
+        masters = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        self.masters = {name: p.detach().clone() for name, p in masters.named_parameters()}
+        self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).train()
+        self.model.config.use_cache = False
+        self._untie()
+        self.moments = {name: (self._padded(p), self._padded(p)) for name, p in self.masters.items()}
+        for moments in self.moments.values():
+            for moment in moments:
+                moment.zero_()
+        self.steps = 0
+        self.grad_norm = 0.0
+        self._load()
+
+    def _untie(self) -> None:
+        """Give the head a parameter of its own with the same values, so that its gradient can be told apart."""
+        head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        self.tied = head.weight is embedding.weight
+        if self.tied:
+            head.weight = nn.Parameter(head.weight.detach().clone())
+            self.head, self.embedding = head.weight, embedding.weight
+
+    def _load(self) -> None:
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if self.tied and parameter is self.head:
+                    continue
+                master = self.masters[name]
+                parameter.copy_(round_half_away(master) if self.bf16 else master)
+            if self.tied:
+                self.head.copy_(self.embedding)
+
+    @staticmethod
+    def _padded(value: torch.Tensor) -> torch.Tensor:
+        flat = value.detach().reshape(-1).float()
+        padded = torch.zeros(-(-flat.numel() // LINE) * LINE)
+        padded[: flat.numel()] = flat
+        return padded
+
+    def step(self, batch: dict[str, torch.Tensor], micro_batch: int) -> float:
+        """One step; returns the loss."""
+        targets = nn.functional.pad(batch["labels"], (0, 1), value=-100)[..., 1:]
+        items = (targets != -100).sum()
+        parts = [
+            {name: value[start : start + micro_batch] for name, value in batch.items()}
+            for start in range(0, len(batch["labels"]), micro_batch)
+        ]
+        sums: dict[str, list[torch.Tensor]] = {}
+        loss = None
+        for part in parts:
+            result = self.model(**part, num_items_in_batch=items, use_cache=False).loss
+            result.backward()
+            loss = result.detach() if loss is None else loss + result.detach()
+            for name, parameter in self.model.named_parameters():
+                gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+                sums.setdefault(name, []).append(gradient.clone())
+                parameter.grad = None
+        gradients = {}
+        head_name = next((n for n, p in self.model.named_parameters() if self.tied and p is self.head), None)
+        for name, parameter in self.model.named_parameters():
+            if name == head_name:
+                continue
+            terms = sums[name]
+            if self.tied and parameter is self.embedding:
+                terms = sums[head_name] + terms
+            if self.bf16 and len(terms) > 1:
+                total = terms[0].float()
+                for term in terms[1:]:
+                    total += term.float()
+                total = total.to(torch.bfloat16)
+            else:
+                total = terms[0]
+                for term in terms[1:]:
+                    total = total + term
+            gradients[name] = total
+        self.grad_norm = float(sum(g.double().square().sum() for g in gradients.values()).sqrt())
+        scale = 1.0
+        if self.max_grad_norm is not None and self.grad_norm > self.max_grad_norm:
+            scale = self.max_grad_norm / (self.grad_norm + 1e-6)
+        self.steps += 1
+        for name, gradient in gradients.items():
+            master, wide = self._padded(self.masters[name]), self._padded(gradient)
+            if scale != 1.0:
+                wide.mul_(scale)
+            mean, variance = self.moments[name]
+            decay = self.masters[name].dim() > 1 and not name.endswith("bias")
+            torch._fused_adamw_(
+                [master], [wide], [mean], [variance], [], [torch.tensor(float(self.steps))],
+                amsgrad=False, lr=self.lr, beta1=0.9, beta2=0.999,
+                weight_decay=self.weight_decay if decay else 0.0, eps=1e-8, maximize=False,
+            )  # fmt: skip
+            self.masters[name] = master[: gradient.numel()].view(gradient.shape).clone()
+        self._load()
+        return float(loss)
+
+
+def tiny_configs() -> dict[str, PreTrainedConfig]:
+    """Small models of many families, odd sizes included."""
+    from transformers import (
+        Gemma3TextConfig,
+        GPT2Config,
+        GPTNeoXConfig,
+        LlamaConfig,
+        MixtralConfig,
+        OPTConfig,
+        Qwen3Config,
+        Qwen3MoeConfig,
+    )
+
+    common = {
+        "vocab_size": 211, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    return {
+        "llama": LlamaConfig(**common),
+        "llama-tied": LlamaConfig(**common, tie_word_embeddings=True),
+        "gpt2": GPT2Config(
+            vocab_size=211, n_embd=48, n_layer=3, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0,
+            attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
+        ),
+        "qwen3": Qwen3Config(**common, head_dim=16),
+        "gemma3": Gemma3TextConfig(
+            **common, head_dim=16, sliding_window=8,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+        "opt": OPTConfig(
+            vocab_size=211, hidden_size=48, ffn_dim=72, num_hidden_layers=3, num_attention_heads=4,
+            max_position_embeddings=64, word_embed_proj_dim=32, dropout=0.0, attention_dropout=0.0,
+        ),
+        "neox": GPTNeoXConfig(
+            vocab_size=211, hidden_size=48, intermediate_size=72, num_hidden_layers=3, num_attention_heads=4,
+            max_position_embeddings=64, bos_token_id=1, eos_token_id=2,
+        ),
+        "mixtral": MixtralConfig(**common, num_local_experts=4),
+        "qwen3-moe": Qwen3MoeConfig(
+            **common, head_dim=16, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2
+        ),
+    }  # fmt: skip
