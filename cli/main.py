@@ -4,24 +4,20 @@
 """
 
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from types import FrameType
 from typing import Any
 
 import click
 
+from cli.interrupts import Interrupts, Stopped
 from cli.options import build_command, expand_pattern
 from cli.settings import Settings
 from common.errors import FinetuneError, UserError
 
 INTERRUPTED = 130
-
-
-class Stopped(Exception):
-    """The user stopped the run; the message says how to continue."""
+"""128 + SIGINT, as shells have it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,13 +26,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in arguments
     # Nothing is ever downloaded: checkpoints, tokenizers and data are local.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupts = Interrupts()
 
     def run(**options: Any) -> None:
-        _run(tuple(arguments), **options)
+        _run(interrupts, tuple(arguments), **options)
 
     try:
-        status = build_command(run).main(arguments, prog_name="finetune", standalone_mode=False)
+        with interrupts:
+            status = build_command(run).main(arguments, prog_name="finetune", standalone_mode=False)
         return status if isinstance(status, int) else 0
     except click.ClickException as error:
         return _fail(f"{error.format_message()} (finetune --help lists all options)", 2)
@@ -47,18 +44,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\nstopped before training began; nothing is lost.", file=sys.stderr)
         return INTERRUPTED
     except FinetuneError as error:
-        return _fail(str(error), error.exit_status, debug)
+        return _fail(" ".join([str(error), *getattr(error, "__notes__", [])]), error.exit_status, debug)
     except Exception as error:
-        hint = "" if debug else " Run again with --debug for the traceback."
-        return _fail(f"{type(error).__name__}: {_one_line(error)}.{hint}", 1, debug)
+        notes = [] if debug else ["Run again with --debug for the traceback."]
+        notes += getattr(error, "__notes__", [])
+        return _fail(" ".join([f"{type(error).__name__}: {_one_line(error)}.", *notes]), 1, debug)
 
 
-def _run(arguments: tuple[str, ...], demo: bool, **options: Any) -> None:
+def _run(interrupts: Interrupts, arguments: tuple[str, ...], demo: bool, **options: Any) -> None:
     if demo:
         _refuse_with_demo(options)
         from cli.demo import run_demo
 
-        run_demo(options["output"], options["report"], options["debug"], arguments)
+        run_demo(options["output"], options["report"], options["debug"], interrupts)
         return
     if options["model"] is None:
         raise UserError("Give the model to fine-tune with --model DIR or --model PRESET, or try --demo.")
@@ -69,17 +67,13 @@ def _run(arguments: tuple[str, ...], demo: bool, **options: Any) -> None:
 
     from cli.train import finetune
 
-    finetune(settings)
+    finetune(settings, interrupts)
 
 
 def _refuse_with_demo(options: dict[str, Any]) -> None:
     for name in ("model", "data", "ssd", "resume"):
         if options[name]:
             raise UserError(f"--demo brings everything with it and cannot be combined with --{name}.")
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _fail(message: str, status: int, debug: bool = False) -> int:

@@ -26,9 +26,16 @@ class GroupedOption(click.Option):
     """An option that knows its heading; with ``words``, it takes all words up to the next option."""
 
     def __init__(self, *args: Any, group: str, words: bool = False, **kwargs: Any) -> None:
-        super().__init__(*args, multiple=words, **kwargs)
+        kwargs["multiple"] = words
+        super().__init__(*args, **kwargs)
         self.group = group
         self.words = words
+
+    def get_help_extra(self, ctx: click.Context) -> Any:
+        """Defaults are shown; ranges such as ``x>=1`` are said only to those who leave them."""
+        extra = super().get_help_extra(ctx)
+        extra.pop("range", None)
+        return extra
 
 
 class GroupedCommand(click.Command):
@@ -73,27 +80,25 @@ def repeat_option(args: Sequence[str], names: set[str]) -> list[str]:
     """``--ssd a b`` becomes ``--ssd=a --ssd=b`` for the options in ``names``; all else stays.
 
     A word that begins with a dash is an option; a file of such a name is given as ``./-name``.
+
+    Raises:
+        click.BadOptionUsage: no word follows.
     """
     result: list[str] = []
-    current, taken = "", 0
-    for word in args:
-        name, equals, _ = word.partition("=")
-        if name in names:
-            if current and not taken:
-                result.append(current)
-            current, taken = name, 1 if equals else 0
-            if equals:
-                result.append(word)
-        elif current and not (word.startswith("-") and len(word) > 1):
-            result.append(f"{current}={word}")
-            taken += 1
-        else:
-            if current and not taken:
-                result.append(current)  # click says that it requires an argument
-            current = ""
-            result.append(word)
-    if current and not taken:
-        result.append(current)
+    position = 0
+    while position < len(args):
+        name, equals, value = args[position].partition("=")
+        position += 1
+        if name not in names:
+            result.append(args[position - 1])
+            continue
+        values = [value] if equals else []
+        while position < len(args) and not (args[position].startswith("-") and len(args[position]) > 1):
+            values.append(args[position])
+            position += 1
+        if not values:
+            raise click.BadOptionUsage(name, f"Option {name!r} requires an argument.")
+        result += [f"{name}={value}" for value in values]
     return result
 
 
@@ -165,52 +170,114 @@ def build_command(run: Callable[..., None]) -> click.Command:
     add("--demo", is_flag=True, help="Make a small checkpoint and fine-tune it: no network, no GPU, two minutes.")
 
     add = group("Data")
-    add("--data", metavar="FILE...", words=True,
-        help="Files (.jsonl .json .csv .parquet .txt), directories or quoted patterns. Default: random tokens.")
-    add("--seq-len", type=click.IntRange(min=2), metavar="N",
-        help="Tokens per sequence. Default: 1024, or the model's context if that is shorter.")
+    add(
+        "--data",
+        metavar="FILE...",
+        words=True,
+        help="Files (.jsonl .json .csv .parquet .txt), directories or quoted patterns. Default: random tokens.",
+    )
+    add(
+        "--seq-len",
+        type=click.IntRange(min=2),
+        metavar="N",
+        help="Tokens per sequence. Default: 1024, or the model's context if that is shorter.",
+    )
     add("--batch-size", type=positive, default=8, show_default=True, metavar="N", help="Sequences per step.")
 
     add = group("Memory")
-    add("--ssd", metavar="DIR...", words=True,
-        help="Directories for parameters and optimizer states, one per drive. Default: inside --output.")
+    add(
+        "--ssd",
+        metavar="DIR...",
+        words=True,
+        help="Directories for parameters and optimizer states, one per drive. Default: inside --output.",
+    )
     add("--gpu", default="auto", show_default=True, metavar="auto|cpu|NAME|INDEX", help="What computes.")
-    add("--device-memory", type=size, metavar="SIZE", help="Device memory to use, such as 24GiB. Default: what is free.")
-    add("--host-memory", type=size, metavar="SIZE", help="Host memory to use, such as 64GiB. Default: what is free.")
+    add("--device-memory", type=size, metavar="SIZE", help="Device memory to use: 24GiB. Default: what is free.")
+    add("--host-memory", type=size, metavar="SIZE", help="Host memory to use: 64GiB. Default: what is free.")
     add("--micro-batch", type=positive, metavar="N", help="Sequences computed at once. Default: as many as fit.")
-    add("--dtype", type=click.Choice(["bf16", "fp32"]), default="bf16", show_default=True,
-        help="What blocks compute in. Master weights are fp32 either way.")
-    add("--optimizer-dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True,
-        help="Of Adam's two moments; bf16 is rounded stochastically.")
-    add("--io", type=click.Choice(["auto", "kvikio", "posix"]), default="auto", show_default=True,
-        help="How SSDs are read and written.")
+    add(
+        "--dtype",
+        type=click.Choice(["bf16", "fp32"]),
+        default="bf16",
+        show_default=True,
+        help="What blocks compute in. Master weights are fp32 either way.",
+    )
+    add(
+        "--optimizer-dtype",
+        type=click.Choice(["fp32", "bf16"]),
+        default="fp32",
+        show_default=True,
+        help="Of Adam's two moments; bf16 is rounded stochastically.",
+    )
+    add(
+        "--io",
+        type=click.Choice(["auto", "kvikio", "posix"]),
+        default="auto",
+        show_default=True,
+        help="How SSDs are read and written.",
+    )
     add("--single-slot", is_flag=True, help="Half the space on SSD, but a crash loses the run.")
 
     add = group("Training")
     add("--steps", type=positive, metavar="N", help="Default: one epoch with --data, 10 steps without.")
     add("--epochs", type=click.FloatRange(min=0, min_open=True), metavar="N", help="Passes over the data.")
-    add("--lr", type=rate, default=1e-5, show_default=True, help="Highest learning rate.")
-    add("--warmup", type=_Checked("warmup", Warmup.parse), default="0", show_default=True, metavar="N|FRACTION",
-        help="Steps, or part of all steps (0.03 or 3%), in which the learning rate rises.")
-    add("--schedule", type=click.Choice(SCHEDULES), default="cosine", show_default=True,
-        help="How the learning rate falls afterwards.")
-    add("--weight-decay", type=rate, default=0.01, show_default=True, help="Not for biases and norms.")
-    add("--beta1", type=decay, default=0.9, show_default=True, help="Decay of Adam's mean.")
-    add("--beta2", type=decay, default=0.999, show_default=True, help="Decay of Adam's variance.")
-    add("--eps", type=click.FloatRange(min=0, min_open=True), default=1e-8, show_default=True,
-        help="Added to Adam's divisor.")
-    add("--max-grad-norm", type=rate, default=0.0, show_default=True,
-        help="Scale gradients down to this global norm. 0: never.")
-    add("--seed", type=click.IntRange(min=0), default=0, show_default=True,
-        help="Of the data's order, and of random weights and tokens.")
+    add("--lr", metavar="X", type=rate, default=1e-5, show_default=True, help="Highest learning rate.")
+    add(
+        "--warmup",
+        type=_Checked("warmup", Warmup.parse),
+        default="0",
+        show_default=True,
+        metavar="N|FRACTION",
+        help="Steps, or part of all steps (0.03 or 3%), in which the learning rate rises.",
+    )
+    add(
+        "--schedule",
+        type=click.Choice(SCHEDULES),
+        default="cosine",
+        show_default=True,
+        help="How the learning rate falls afterwards.",
+    )
+    add("--weight-decay", metavar="X", type=rate, default=0.01, show_default=True, help="Not for biases and norms.")
+    add("--beta1", metavar="X", type=decay, default=0.9, show_default=True, help="Decay of Adam's mean.")
+    add("--beta2", metavar="X", type=decay, default=0.999, show_default=True, help="Decay of Adam's variance.")
+    add(
+        "--eps",
+        metavar="X",
+        type=click.FloatRange(min=0, min_open=True),
+        default=1e-8,
+        show_default=True,
+        help="Added to Adam's divisor.",
+    )
+    add(
+        "--max-grad-norm",
+        metavar="X",
+        type=rate,
+        default=0.0,
+        show_default=True,
+        help="Scale gradients down to this global norm. 0: never.",
+    )
+    add(
+        "--seed",
+        metavar="N",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        help="Of the data's order, and of random weights and tokens.",
+    )
 
     add = group("Output")
     add("--output", type=folder, metavar="DIR", help="Default: finetune-output/<model>.")
     add("--no-save", "save", is_flag=True, flag_value=False, default=True, help="Write no checkpoint at the end.")
     add("--resume", is_flag=True, help="Continue from the last committed step.")
     add("--overwrite", is_flag=True, help="Replace the run that is in --output and --ssd.")
-    add("--commit-every", type=positive, default=1, show_default=True, metavar="N",
-        help="Steps between commits: a crash loses at most so many.")
+    add(
+        "--commit-every",
+        type=positive,
+        default=1,
+        show_default=True,
+        metavar="N",
+        help="Steps between commits: a crash loses at most so many.",
+    )
     add("--report", type=folder, metavar="FILE", help="Write the summary there, as JSON.")
 
     add = group("Other")

@@ -52,7 +52,7 @@ class LearningRate:
     """Rises evenly to ``peak`` within ``warmup`` steps, then falls towards zero or stays."""
 
     schedule: str
-    """``cosine``: half a wave, ``linear``: a straight line, both reaching zero just after the last step; ``constant``."""
+    """``cosine``: half a wave, ``linear``: a straight line, both at zero just after the end; ``constant``."""
     peak: float
     warmup: int
     """Steps; the last of them has the peak."""

@@ -6,6 +6,8 @@ from pathlib import Path
 from cli.schedule import Warmup
 from common.errors import UserError
 
+NO_WARMUP = Warmup(0)
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -34,7 +36,7 @@ class Settings:
     """Passes over the data. At most one of ``steps`` and ``epochs`` is given."""
     lr: float = 1e-5
     """The highest learning rate, at the end of the warm-up."""
-    warmup: Warmup = Warmup(0)
+    warmup: Warmup = NO_WARMUP
     schedule: str = "cosine"
     weight_decay: float = 0.01
     beta1: float = 0.9

@@ -1,0 +1,230 @@
+"""From what was typed to what will be done: everything that can be wrong is found before anything slow is begun."""
+
+import hashlib
+import math
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from cli.schedule import LearningRate
+from cli.settings import Settings
+from common.data import Batches, DataConfig, RandomBatches, open_data
+from common.data.files import find_files
+from common.data.token_file import cache_key
+from common.errors import UserError
+from common.hardware import Gpu, describe_machine, pick_gpu, torch_index
+from common.models.meta import build_meta_model
+from common.models.presets import load_config
+from common.store.directories import usable
+from common.units import format_bytes, format_count
+
+DEFAULT_SEQ_LEN = 1024
+DEFAULT_STEPS = 10
+"""Without data: enough to see a steady rate."""
+
+RANDOM_TOKENS = "random tokens"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that can begin."""
+
+    settings: Settings
+    architecture: str
+    """Name of the model's class."""
+    vocab_size: int
+    parameters: int
+    checkpoint: Path | None
+    """Directory of the checkpoint; None for a preset."""
+    gpu: Gpu | None
+    """None: the CPU computes."""
+    output: Path
+    ssd: tuple[Path, ...]
+    """Directories that the store's own directories are made in."""
+    run_name: str
+    """Name of the store's directory in each of ``ssd``."""
+    seq_len: int
+    batches: Batches
+    data_key: str
+    """Changes with the data and how they are tokenized."""
+    learning_rate: LearningRate
+
+    @property
+    def device(self) -> str:
+        """For torch."""
+        return "cpu" if self.gpu is None else f"cuda:{torch_index(self.gpu)}"
+
+    @property
+    def steps(self) -> int:
+        """Of the whole run."""
+        return self.learning_rate.total
+
+    @property
+    def store_bytes(self) -> int:
+        """What the store takes on all SSDs together, without activations."""
+        settings = self.settings
+        moments = 4 if settings.optimizer_dtype == "bf16" else 8
+        return self.parameters * (4 + moments) * (1 if settings.single_slot else 2)
+
+    @property
+    def fixed_settings(self) -> dict[str, Any]:
+        """What must not change when a run is continued, by option. The values are JSON."""
+        settings, rate = self.settings, self.learning_rate
+        return {
+            "--data": self.data_key,
+            "--seq-len": self.seq_len,
+            "--batch-size": settings.batch_size,
+            "--seed": settings.seed,
+            "--schedule": settings.schedule,
+            "--warmup": rate.warmup,
+            # A constant rate does not depend on the end, so such a run can be made longer.
+            **({} if settings.schedule == "constant" else {"--steps": rate.total}),
+        }
+
+    def header(self) -> str:
+        """A few lines that say what is about to happen."""
+        settings, rate = self.settings, self.learning_rate
+        source = "random weights" if self.checkpoint is None else str(self.checkpoint)
+        store = ", ".join(str(path / self.run_name) for path in self.ssd)
+        warmup = f" after {rate.warmup:,} of warm-up" if rate.warmup else ""
+        lines = {
+            "model": f"{settings.model}: {self.architecture}, {format_count(self.parameters)} parameters, {source}",
+            "machine": f"{describe_machine()}; computing on {self.gpu.name if self.gpu else 'the CPU'} "
+            f"in {settings.dtype}",
+            "store": f"{store}: {format_bytes(self.store_bytes)}"
+            + (" in a single slot: a crash loses the run" if settings.single_slot else ""),
+            "data": self.batches.description,
+            "steps": f"{self.steps:,} of {settings.batch_size:,} x {self.seq_len:,} tokens; "
+            f"learning rate {rate.peak:g}, {rate.schedule}{warmup}",
+            "output": f"{self.output}{'' if settings.save else ': no checkpoint (--no-save)'}",
+        }
+        return "\n".join(f"{name:8} {text}" for name, text in lines.items())
+
+
+def prepare(settings: Settings) -> Job:
+    """Check, choose and open what the run needs; the data are tokenized here, if they were not before.
+
+    Raises:
+        UserError: something typed does not exist or does not go together.
+    """
+    config, checkpoint = load_config(settings.model)
+    text = config.get_text_config()
+    gpu = pick_gpu(settings.gpu)
+    seq_len = _sequence_length(settings, text)
+    if settings.data:
+        find_files(settings.data)
+    ssd, output, run_name = _directories(settings, checkpoint)
+    tokenizer = _tokenizer(settings, checkpoint) if settings.data else None
+    model = build_meta_model(config)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    batches, data_key = _open_batches(settings, tokenizer, seq_len, text.vocab_size, output)
+    total = _total_steps(settings, batches)
+    rate = LearningRate(settings.schedule, settings.lr, settings.warmup.steps(total), total)
+    job = Job(
+        settings, type(model).__name__, text.vocab_size, parameters, checkpoint, gpu, output, ssd, run_name, seq_len,
+        batches, data_key, rate,
+    )  # fmt: skip
+    if settings.save:
+        _check_space(job)
+    return job
+
+
+def _sequence_length(settings: Settings, config: PreTrainedConfig) -> int:
+    context = getattr(config, "max_position_embeddings", None) or math.inf
+    if settings.seq_len is None:
+        return int(min(DEFAULT_SEQ_LEN, context))
+    if settings.seq_len > context:
+        raise UserError(f"--seq-len {settings.seq_len} is longer than the model's context of {context} tokens.")
+    return settings.seq_len
+
+
+def _directories(settings: Settings, checkpoint: Path | None) -> tuple[tuple[Path, ...], Path, str]:
+    """Directories for the store, the output directory (made here), and the name of the store's directory."""
+    ssd = tuple(usable([Path(word).expanduser() for word in settings.ssd])) if settings.ssd else ()
+    output = settings.output_directory
+    if checkpoint is not None and checkpoint.resolve() == output.resolve():
+        raise UserError(f"--output {output} is the checkpoint that is to be read: give another directory.")
+    _make_directory("--output", output)
+    if settings.report is not None:
+        if settings.report.is_dir():
+            raise UserError(f"--report {settings.report} is a directory: give the file to write.")
+        _make_directory("--report", settings.report.expanduser().absolute().parent)
+    if settings.save and (output / "config.json").exists() and not (settings.resume or settings.overwrite):
+        raise UserError(
+            f"{output} holds a checkpoint already: give another --output, or add --overwrite to replace it "
+            "(or --resume to continue the run that made it)."
+        )
+    if not ssd:
+        return (output,), output, "store"
+    # The same drives serve many runs; --resume finds this one by its output directory.
+    return ssd, output, f"fuyou-{output.name}-{hashlib.sha256(str(output).encode()).hexdigest()[:6]}"
+
+
+def _make_directory(option: str, path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{option}: the directory {path} cannot be made: {error.strerror}.") from error
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise UserError(f"{option}: {path} is not writable for you. Change its owner or mode, or give another place.")
+
+
+def _tokenizer(settings: Settings, checkpoint: Path | None) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    if checkpoint is None:
+        raise UserError(
+            f"{settings.model} is a preset, and a preset has no tokenizer: give a checkpoint directory, or leave out "
+            "--data to measure throughput on random tokens."
+        )
+    try:
+        if not any(any(checkpoint.glob(name)) for name in ("tokenizer*", "vocab.*", "*.model", "*.tiktoken")):
+            raise OSError("no tokenizer.json, vocabulary or *.model file")
+        return AutoTokenizer.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # each tokenizer class fails in its own way
+        raise UserError(
+            f"{checkpoint} has no tokenizer that transformers can load, and --data needs one: {error}"
+        ) from error
+
+
+def _open_batches(
+    settings: Settings, tokenizer: PreTrainedTokenizerBase | None, seq_len: int, vocab_size: int, output: Path
+) -> tuple[Batches, str]:
+    if tokenizer is None:
+        return RandomBatches(vocab_size, seq_len, settings.batch_size, settings.seed), RANDOM_TOKENS
+    config = DataConfig(settings.data, seq_len, settings.batch_size, settings.seed)
+    batches = open_data(config, tokenizer, output / "data")
+    return batches, cache_key(find_files(settings.data), seq_len, tokenizer)
+
+
+def _total_steps(settings: Settings, batches: Batches) -> int:
+    if settings.steps is not None:
+        return settings.steps
+    if not settings.data:
+        return DEFAULT_STEPS
+    return max(1, math.ceil((settings.epochs or 1) * batches.rows / settings.batch_size - 1e-9))
+
+
+def _check_space(job: Job) -> None:
+    """Refuse a run whose checkpoint will not fit beside its store. (The store checks for itself.)"""
+    settings = job.settings
+    if settings.resume or settings.overwrite:
+        return  # what is there will be replaced: its space counts, and only the store knows how much that is
+    checkpoint = job.parameters * (2 if settings.dtype == "bf16" else 4)
+    drive = job.output.stat().st_dev
+    sharing = sum(path.stat().st_dev == drive for path in job.ssd)
+    store = job.store_bytes * sharing // len(job.ssd)
+    free = shutil.disk_usage(job.output).free
+    if checkpoint + store > free:
+        parts = f"{format_bytes(checkpoint)} for the checkpoint" + (
+            f", {format_bytes(store)} for the store" if store else ""
+        )
+        raise UserError(
+            f"Too little space in {job.output}: {checkpoint + store:,} bytes needed ({parts}), {free:,} bytes free "
+            f"({format_bytes(free)}). Nothing was written. Give --output (or --ssd) on a larger drive, "
+            "or --no-save if no checkpoint is wanted."
+        )

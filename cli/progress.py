@@ -1,0 +1,68 @@
+"""One line that says how the run is doing: drawn over and over on a terminal, written out once per step elsewhere."""
+
+import sys
+from dataclasses import dataclass
+from types import TracebackType
+
+from tqdm import tqdm
+
+from cli.report import RESOURCES
+from common.units import format_bytes, format_count
+
+
+@dataclass(frozen=True)
+class StepLine:
+    """A step in figures."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    tokens_per_second: float
+    flops_per_second: float
+    read_per_second: float
+    """Bytes from SSD."""
+    written_per_second: float
+    device_bytes: int
+    """Device memory in use, at its peak so far."""
+    host_bytes: int
+    """Host memory in use, all our processes together."""
+    bound: str
+    """Resource that bounds the step."""
+
+    def __str__(self) -> str:
+        return (
+            f"loss {self.loss:.4f}, norm {self.grad_norm:.3g}, {format_count(self.tokens_per_second)} tokens/s, "
+            f"{self.flops_per_second / 1e12:.3g} TFLOP/s, SSD {self.read_per_second / 1e9:.2f} GB/s read "
+            f"{self.written_per_second / 1e9:.2f} written, device {format_bytes(self.device_bytes)}, "
+            f"host {format_bytes(self.host_bytes)}, bound by {RESOURCES.get(self.bound, self.bound)}"
+        )
+
+
+class Progress:
+    """Shows steps as they are done: on standard error if that is a terminal, else line by line on standard output."""
+
+    def __init__(self, total: int, done: int) -> None:
+        self._total = total
+        self._bar = None
+        if sys.stderr.isatty():
+            self._bar = tqdm(
+                total=total, initial=done, dynamic_ncols=True,
+                bar_format="step {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}",
+            )  # fmt: skip
+
+    def show(self, line: StepLine) -> None:
+        """A step is done."""
+        if self._bar is None:
+            print(f"step {line.step}/{self._total}: {line}", flush=True)
+            return
+        self._bar.set_postfix_str(str(line), refresh=False)
+        self._bar.update()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
