@@ -1,6 +1,8 @@
 """The training loop: a thin user of the engine."""
 
 import shlex
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from cli.progress import Progress, StepLine
 from cli.report import Measurements, Report
 from cli.settings import Settings
 from common.errors import UserError
-from fuyou import Engine
+from fuyou import Engine, StepReport
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,7 @@ def finetune(settings: Settings, interrupts: Interrupts) -> Result:
         UserError, FinetuneError: with a note on how to continue, if there is something to continue.
     """
     if not settings.debug:
-        transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()
+        quiet_transformers()
     job = prepare(settings)
     print(job.header(), flush=True)
     with _open_engine(job) as engine:
@@ -55,6 +56,12 @@ def finetune(settings: Settings, interrupts: Interrupts) -> Result:
             raise
     job.batches.close()
     return result
+
+
+def quiet_transformers() -> None:
+    """What a library thinks worth mentioning would break the progress line."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
 
 
 def _open_engine(job: Job) -> Engine:
@@ -87,58 +94,90 @@ def _open_engine(job: Job) -> Engine:
 def _train_and_save(job: Job, engine: Engine, interrupts: Interrupts) -> Result:
     settings = job.settings
     _check_same_run(job, engine)
-    done = engine.step_count
     if settings.resume:
-        print(f"resume   after step {done:,} of {job.steps:,}", flush=True)
-    measured = Measurements(
-        settings.batch_size * job.seq_len,
-        engine.model_flops_per_token(job.seq_len),
-        engine.hardware_flops_per_token(job.seq_len),
-    )
+        print(f"resume   after step {engine.step_count:,} of {job.steps:,}", flush=True)
     io_before = engine.io_bytes()
-    with History(job.output, done) as history, Progress(job.steps, done) as progress:
-        for step in range(done + 1, job.steps + 1):
-            interrupts.check()
-            line, lr = _take_step(job, engine, measured, step)
-            history.append(step, line.loss, line.grad_norm, lr)
-            progress.show(line)
-        engine.flush()
-        interrupts.check()
-    read, written = (after - before for after, before in zip(engine.io_bytes(), io_before, strict=True))
+    measured = _train(job, engine, interrupts)
+    engine.flush()
+    interrupts.check()
+    read, written = _since(engine, io_before)
+    if settings.save:
+        print(f"writing the checkpoint to {job.output}", flush=True)
+        engine.save_pretrained(job.output)
     report = measured.report(
         (engine.parameters, engine.trainable_parameters),
         (engine.device_peak_bytes, engine.host_peak_bytes, engine.host_baseline_bytes),
         (read, written),
     )
-    if settings.save:
-        print(f"writing the checkpoint to {job.output}", flush=True)
-        engine.save_pretrained(job.output)
     if settings.report is not None:
         report.write(settings.report.expanduser())
-    result = Result(report, written + engine.created_bytes, job.output, tuple(path / job.run_name for path in job.ssd))
+    store = tuple(path / job.run_name for path in job.ssd)
+    result = Result(report, written + engine.created_bytes, job.output, store)
     print(report.summary(result.total_written))
     print(_where(job, result), flush=True)
     return result
 
 
-def _take_step(job: Job, engine: Engine, measured: Measurements, step: int) -> tuple[StepLine, float]:
-    """One step, and what it measured; the learning rate that it had."""
-    batch = job.batches.batch(step - 1)
-    _check_ids(job, batch)
-    io_before = engine.io_bytes()
-    engine.lr = lr = job.learning_rate.at(step)
-    out = engine(**batch)
-    out.loss.backward()
-    done = engine.step()
-    measured.add(done.loss, done.seconds, done.bound_seconds, (done.planned_read_bytes, done.planned_written_bytes))
-    read, written = (after - before for after, before in zip(engine.io_bytes(), io_before, strict=True))
-    rate = measured.tokens_per_step / done.seconds
-    line = StepLine(
-        step, done.loss, done.grad_norm, rate, rate * measured.model_flops, read / done.seconds,
-        written / done.seconds, engine.device_peak_bytes, engine.host_memory_in_use(),
-        max(done.bound_seconds, key=lambda name: done.bound_seconds[name], default="nothing"),
+def _train(job: Job, engine: Engine, interrupts: Interrupts) -> Measurements:
+    """All steps that are left."""
+    done = engine.step_count
+    measured = Measurements(
+        job.settings.batch_size * job.seq_len,
+        engine.model_flops_per_token(job.seq_len),
+        engine.hardware_flops_per_token(job.seq_len),
+    )
+    memory = _Occasionally(engine.host_memory_in_use)
+    with History(job.output, done) as history, Progress(job.steps, done) as progress:
+        ended, io_before = time.perf_counter(), engine.io_bytes()
+        for step in range(done + 1, job.steps + 1):
+            interrupts.check()
+            batch = job.batches.batch(step - 1)
+            _check_ids(job, batch)
+            engine.lr = job.learning_rate.at(step)
+            engine(**batch).loss.backward()
+            report = engine.step()
+
+            # From the end of one step to that of the next: what a step writes back runs on into the next one.
+            began, ended = ended, time.perf_counter()
+            planned = report.planned_read_bytes, report.planned_written_bytes
+            measured.add(report.loss, ended - began, report.bound_seconds, planned)
+            history.append(step, report.loss, report.grad_norm, engine.lr)
+            io = _since(engine, io_before)
+            io_before = engine.io_bytes()
+            progress.show(_line(report, ended - began, measured, io, engine.device_peak_bytes, memory()))
+    return measured
+
+
+def _line(
+    report: StepReport, seconds: float, measured: Measurements, io: tuple[int, int], device: int, host: int
+) -> StepLine:
+    rate = measured.tokens_per_step / seconds
+    bounds = report.bound_seconds
+    return StepLine(
+        report.step, report.loss, report.grad_norm, rate, rate * measured.model_flops, io[0] / seconds,
+        io[1] / seconds, device, host, max(bounds, key=lambda name: bounds[name], default="nothing"),
     )  # fmt: skip
-    return line, lr
+
+
+def _since(engine: Engine, before: tuple[int, int]) -> tuple[int, int]:
+    """Bytes read and written since ``before``."""
+    now = engine.io_bytes()
+    return now[0] - before[0], now[1] - before[1]
+
+
+class _Occasionally:
+    """A figure that is slow to read, read every other second."""
+
+    def __init__(self, read: Callable[[], int]) -> None:
+        self._read = read
+        self._next = 0.0
+        self._value = 0
+
+    def __call__(self) -> int:
+        if time.monotonic() >= self._next:
+            self._value = self._read()
+            self._next = time.monotonic() + 2
+        return self._value
 
 
 def _check_same_run(job: Job, engine: Engine) -> None:

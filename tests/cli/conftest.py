@@ -1,0 +1,83 @@
+"""A checkpoint, data and a way to run the command, shared by the tests of ``cli``."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from cli.main import main
+from common.data.demo_text import train_demo_tokenizer
+
+VOCAB = 384
+
+
+class Outcome(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+Finetune = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with a tokenizer. Not to be changed: see :func:`own_checkpoint`."""
+    directory = tmp_path_factory.mktemp("models") / "tiny-llama"
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(directory)
+    train_demo_tokenizer(VOCAB, directory)
+    return directory
+
+
+@pytest.fixture
+def own_checkpoint(checkpoint: Path, tmp_path: Path) -> Path:
+    """A copy to spoil."""
+    return shutil.copytree(checkpoint, tmp_path / "own-checkpoint")
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("data") / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": f"Document {i} counts to {i * i}. " * 4}) + "\n" for i in range(40)))
+    return file
+
+
+@pytest.fixture
+def finetune(capfd: pytest.CaptureFixture[str]) -> Finetune:
+    """Runs the command in this process and checks that it cleans up behind itself."""
+
+    def run(*words: object) -> Outcome:
+        capfd.readouterr()
+        status = main([str(word) for word in words])
+        assert leftovers() == []
+        return Outcome(status, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Default outputs go to a folder of the test's own."""
+    monkeypatch.chdir(tmp_path)
+
+
+def leftovers() -> list[str]:
+    """Child processes that are still there, and our shared memory that is."""
+    children = [child for child in psutil.Process().children(recursive=True) if child.is_running()]
+    names = [" ".join(child.cmdline()) for child in children if child.status() != psutil.STATUS_ZOMBIE]
+    # Python's own tracker of shared memory stays for the life of the process.
+    processes = [name for name in names if "resource_tracker" not in name]
+    shared = [name for name in os.listdir("/dev/shm") if name.startswith("fuyou")] if os.path.isdir("/dev/shm") else []
+    return processes + shared

@@ -1,0 +1,109 @@
+"""The command line as people, and shells, write it."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from cli.main import main
+from cli.options import build_command, expand_pattern, repeat_option
+from common.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+def parse(*words: str) -> dict[str, Any]:
+    """The options that a command line sets, by name."""
+    got: dict[str, Any] = {}
+    build_command(lambda **options: got.update(options)).main(list(words), standalone_mode=False)
+    return got
+
+
+@pytest.mark.parametrize(("typed", "seen"), [
+    ("--ssd a b c", "--ssd=a --ssd=b --ssd=c"),
+    ("--ssd a --ssd b", "--ssd=a --ssd=b"),
+    ("--ssd=a b --gpu 0", "--ssd=a --ssd=b --gpu 0"),
+    ("--gpu 4090 --ssd a b --model m", "--gpu 4090 --ssd=a --ssd=b --model m"),
+    ("--data x --ssd a b --data y z", "--data=x --ssd=a --ssd=b --data=y --data=z"),
+    ("--model m", "--model m"),
+    ("--ssd - x", "--ssd=- --ssd=x"),
+])  # fmt: skip
+def test_words_after_an_option_that_takes_several(typed: str, seen: str) -> None:
+    assert repeat_option(typed.split(), {"--ssd", "--data"}) == seen.split()
+
+
+def test_the_line_of_the_manual() -> None:
+    options = parse("--gpu", "4090", "--ssd", "/mnt/nvme0", "/mnt/nvme1", "--model", "gpt3-175b")
+    assert options["ssd"] == ("/mnt/nvme0", "/mnt/nvme1")
+    assert options["gpu"] == "4090"
+    assert options["model"] == "gpt3-175b"
+
+
+def test_defaults() -> None:
+    options = parse()
+    assert options["ssd"] == options["data"] == ()
+    assert (options["batch_size"], options["seq_len"], options["steps"], options["epochs"]) == (8, None, None, None)
+    assert (options["lr"], options["schedule"], options["max_grad_norm"]) == (1e-5, "cosine", 0)
+    assert options["save"] is True
+    assert parse("--no-save")["save"] is False
+
+
+def test_sizes() -> None:
+    assert parse("--host-memory", "64GiB", "--device-memory", "1500000000") | {} == parse() | {
+        "host_memory": 64 << 30, "device_memory": 1_500_000_000,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [["--ssd"], ["--ssd", "--gpu", "cpu"], ["--model", "m", "--data"]])
+def test_an_option_without_its_word(words: list[str]) -> None:
+    with pytest.raises(click.BadOptionUsage, match="requires an argument"):
+        parse(*words)
+
+
+def test_a_quoted_star(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("nvme1", "nvme0", "other", "odd[1]"):
+        (tmp_path / name).mkdir()
+    assert expand_pattern("--ssd", f"{tmp_path}/nvme*") == [f"{tmp_path}/nvme0", f"{tmp_path}/nvme1"]
+    assert expand_pattern("--ssd", f"{tmp_path}/odd[1]") == [f"{tmp_path}/odd[1]"]
+    assert expand_pattern("--ssd", f"{tmp_path}/absent") == [f"{tmp_path}/absent"]
+    with pytest.raises(UserError, match="nothing matches"):
+        expand_pattern("--ssd", f"{tmp_path}/sda*")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert expand_pattern("--ssd", "~/nvme?") == [f"{tmp_path}/nvme0", f"{tmp_path}/nvme1"]
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--modle", "x"], "No such option"),
+    (["--modle", "x"], "--model"),
+    (["x"], "unexpected extra argument"),
+    (["--steps", "0"], "'--steps'"),
+    (["--host-memory", "lots"], "'lots' is not a size"),
+    (["--host-memory", "0GiB"], "more than 0 bytes"),
+    (["--schedule", "cosin"], "'cosine', 'linear', 'constant'"),
+    (["--warmup", "soon"], "neither a number of steps"),
+    ([], "--model"),
+    (["--demo", "--model", "x"], "--demo brings everything with it"),
+    (["--model", "m", "--steps", "1", "--epochs", "1"], "exclude each other"),
+    (["--model", "m", "--epochs", "1"], "passes over data, and there is none"),
+    (["--model", "m", "--resume", "--overwrite"], "give one of them"),
+    (["--model", "m", "--ssd", "/nowhere/nvme*"], "nothing matches this pattern"),
+])  # fmt: skip
+def test_refuses_with_status_2_and_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith("finetune: error: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_help_is_quick_and_in_groups() -> None:
+    script = "import sys; from cli.main import main; main(['--help']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    headings = [line for line in done.stdout.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert headings == ["Model:", "Data:", "Memory:", "Training:", "Output:", "Other:", "Examples:"]
+    assert done.stdout.splitlines()[-1] == "False", "PyTorch takes seconds to import"
+    assert "--ssd /mnt/nvme* --model gpt3-175b" in done.stdout

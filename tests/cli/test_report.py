@@ -1,0 +1,40 @@
+"""The report's fields and its arithmetic."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cli.report import Measurements
+
+FIELDS = {
+    "parameters", "trainable_parameters", "steps", "losses", "step_seconds", "tokens_per_second", "flops_per_second",
+    "hardware_flops_per_second", "device_peak_bytes", "host_peak_bytes", "host_baseline_bytes",
+    "ssd_read_bytes_per_step", "ssd_written_bytes_per_step", "planned_ssd_read_bytes_per_step",
+    "planned_ssd_written_bytes_per_step", "bound_seconds", "overlap_efficiency",
+}  # fmt: skip
+
+
+def test_report(tmp_path: Path) -> None:
+    measured = Measurements(tokens_per_step=100, model_flops=6e9, hardware_flops=8e9)
+    measured.add(3.0, 2.0, {"gpu": 1.0, "ssd": 1.5}, (1000, 500))
+    measured.add(2.0, 3.0, {"gpu": 1.0, "ssd": 2.5}, (1200, 500))
+    report = measured.report((10, 9), (1, 2, 3), (2300, 1000))
+    report.write(tmp_path / "report.json")
+    got = json.loads((tmp_path / "report.json").read_text())
+    assert got.keys() == FIELDS
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+    assert (got["steps"], got["losses"], got["step_seconds"]) == (2, [3.0, 2.0], [2.0, 3.0])
+    assert got["tokens_per_second"] == 40
+    assert (got["flops_per_second"], got["hardware_flops_per_second"]) == (40 * 6e9, 40 * 8e9)
+    assert (got["ssd_read_bytes_per_step"], got["planned_ssd_read_bytes_per_step"]) == (1150, 1100)
+    assert got["bound_seconds"] == {"gpu": 1.0, "ssd": 2.0}
+    assert got["overlap_efficiency"] == pytest.approx(2.0 / 2.5)
+    assert "bound by the SSDs (80% of the time)" in report.summary(10**12)
+    assert "1 TB written in all" in report.summary(10**12)
+
+
+def test_a_report_of_no_steps() -> None:
+    report = Measurements(100, 1, 1).report((10, 10), (0, 0, 0), (0, 0))
+    assert (report.steps, report.overlap_efficiency, report.tokens_per_second) == (0, 0, 0)
+    assert report.summary(0) == "no step was left to take"
