@@ -1,0 +1,375 @@
+"""A machine without bytes that runs schedules: every buffer and place on SSD holds the *name* of what should be there.
+
+It knows what each kind of task reads and writes and nothing of how the scheduler decides. Two ways to use it:
+:func:`check_order` proves that whatever touches the same place is ordered, so that every run equals the run in list
+order; :class:`Machine` runs the tasks, in list order or in any other that the executor could choose.
+"""
+
+import random
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+
+import torch
+
+from fuyou.records import Precision, Record
+from fuyou.schedule import BatchShape, BufferCounts, Scheduler, StepShape
+from fuyou.tasks import Op, Phase, StepList, Task
+
+BF16 = Precision(torch.bfloat16, torch.float32)
+TRAINS = (Phase.HEAD, Phase.BLOCK_BACKWARD, Phase.EMBED_BACKWARD)
+#: Tasks of these kinds go on when the lane has started them, so the next one may start before they are finished.
+ASYNCHRONOUS = frozenset({
+    Op.PARAMETER_READ, Op.GRADIENT_WRITE, Op.GRADIENT_READ, Op.STATE_WRITE, Op.ACTIVATION_WRITE, Op.ACTIVATION_READ,
+})  # fmt: skip
+
+
+def step_shape(layers: int, tied: bool, precision: Precision = BF16) -> StepShape:
+    """Records of a small stack; outer ones are larger, and every record has its own size."""
+    outer = [("outer", 9000)] if tied else [("embedding", 9000), ("head", 7000)]
+    records = [
+        Record.build(index, name, True, [((f"{name}.weight",), (size,), True)])
+        for index, (name, size) in enumerate(outer)
+    ]
+    for layer in range(layers):
+        parameters = [((f"{layer}.weight",), (40 + layer, 50), True), ((f"{layer}.bias",), (50,), False)]
+        records.append(Record.build(len(records), f"block {layer}", False, parameters))
+    blocks = tuple(range(len(outer), len(records)))
+    return StepShape(tuple(records), 0, len(outer) - 1, blocks, precision)
+
+
+@dataclass
+class Program:
+    """Several steps, as an engine would ask for them."""
+
+    shape: StepShape
+    single_slot: bool = False
+    slot: int = 0
+    lists: list[tuple[str, int, StepList]] = field(default_factory=list)
+    """Kind (``train``, ``eval``, ``flush``), micro-batches, tasks."""
+
+    def __post_init__(self) -> None:
+        self.list_of: dict[int, int] = {}
+        self.group_of: dict[int, int] = {}
+        self.source_of: dict[int, int] = {}
+
+    @property
+    def tasks(self) -> list[Task]:
+        return [task for _, _, steps in self.lists for task in steps.tasks]
+
+    def finish(self) -> "Program":
+        """Note which list each task is in, and which reads and writes of states belong to which update."""
+        open_group: dict[int, Task] = {}
+        for number, (_, _, steps) in enumerate(self.lists):
+            for task in steps.tasks:
+                self.list_of[id(task)] = number
+                if task.op is Op.STATE_READ:
+                    assert task.record not in open_group, "the states of a record are read twice before its update"
+                    open_group[task.record] = task
+                if task.op in (Op.STATE_READ, Op.UPDATE, Op.STATE_WRITE):
+                    self.group_of[id(task)] = id(open_group[task.record])
+                    self.source_of[id(task)] = open_group[task.record].source
+                if task.op is Op.STATE_WRITE:
+                    del open_group[task.record]
+        assert not open_group
+        return self
+
+    def owner(self, task: Task) -> int:
+        """The optimizer process reads, updates and writes a record as one thing."""
+        return self.group_of.get(id(task), id(task))
+
+    def accesses(self, task: Task) -> tuple[list[tuple], list[tuple]]:
+        """Places that ``task`` reads, and places that it writes."""
+        record = task.record
+        outer = self.shape.records[record].outer if record >= 0 else None
+        match task.op:
+            case Op.PARAMETER_READ:
+                return [("ssd parameters", record, task.source)], [("host parameters", outer, task.target)]
+            case Op.PARAMETER_UPLOAD:
+                return [("host parameters", outer, task.source)], [("device parameters", outer, task.target)]
+            case Op.COMPUTE:
+                reads = [("device parameters", outer, task.source)]
+                reads += [("device activation", index) for index in task.inputs]
+                writes = [("device activation", task.output)] if task.output >= 0 else []
+                writes += [("device gradient", outer, task.gradient)] if task.gradient >= 0 else []
+                return reads, writes
+            case Op.GRADIENT_DOWNLOAD:
+                return [("device gradient", outer, task.source)], [("host gradient", outer, task.target)]
+            case Op.GRADIENT_WRITE:
+                return [("host gradient", outer, task.source)], [("ssd gradient", record)]
+            case Op.GRADIENT_READ:
+                return [("ssd gradient", record)], [("host gradient", outer, task.target)]
+            case Op.STATE_READ:
+                return [("ssd states", record, task.source)], []
+            case Op.UPDATE:  # each chunk is written as soon as it is updated
+                reads = [("host gradient", outer, task.gradient), ("ssd states", record, self.source_of[id(task)])]
+                places = [("ssd parameters", record, task.target), ("ssd states", record, task.target)]
+                return reads, [("host parameters", outer, task.source), *places]
+            case Op.STATE_WRITE:
+                places = [("ssd parameters", record, task.target), ("ssd states", record, task.target)]
+                return [("host parameters", outer, task.source)], places
+            case Op.ACTIVATION_DOWNLOAD:
+                return [("device activation", task.source)], [("host activation", task.target)]
+            case Op.ACTIVATION_UPLOAD:
+                return [("host activation", task.source)], [("device activation", task.target)]
+            case Op.ACTIVATION_WRITE:
+                return [("host activation", task.source)], [("ssd activation", task.target)]
+            case Op.ACTIVATION_READ:
+                return [("ssd activation", task.source)], [("host activation", task.target)]
+            case Op.COMMIT:
+                numbers = range(len(self.shape.records))
+                kinds = ("ssd parameters", "ssd states")
+                return [(kind, number, task.target) for kind in kinds for number in numbers], []
+            case Op.STEP:
+                return [], []
+        raise AssertionError(task)
+
+
+def lane(task: Task) -> Op:
+    """Tasks of one lane start in the order of the list. The caller's thread computes and ends steps."""
+    return Op.COMPUTE if task.op is Op.STEP else task.op
+
+
+def check_order(program: Program) -> None:
+    """Assert that a task waits only for earlier ones, and that accesses to one place are ordered unless all read.
+
+    What is known to be ordered: ``after``; the starts of one lane; in lanes that are not asynchronous, the end of a task
+    before the next one's start.
+    """
+    tasks = program.tasks
+    number = {id(task): index for index, task in enumerate(tasks)}
+    started: list[int] = []  # bit set of the tasks that have ended before this one starts
+    previous: dict[Op, int] = {}
+    writer: dict[tuple, int] = {}
+    readers: dict[tuple, list[int]] = defaultdict(list)
+    commit: int | None = None
+    for index, task in enumerate(tasks):
+        before = 0
+        for earlier in task.after:
+            assert number.get(id(earlier), index) < index, f"{task} waits for {earlier}, which does not come before it"
+            before |= started[number[id(earlier)]] | 1 << number[id(earlier)]
+        last = previous.get(lane(task))
+        if last is not None:
+            before |= started[last]
+            if task.op not in ASYNCHRONOUS:
+                before |= 1 << last
+        previous[lane(task)] = index
+        started.append(before)
+
+        def must_follow(earlier: int, place: tuple, index=index, task=task, before=before) -> None:
+            assert earlier == index or before >> earlier & 1, f"{task} and {tasks[earlier]} race for {place}"
+
+        reads, writes = program.accesses(task)
+        for place in reads:
+            if place in writer and place not in writes:
+                must_follow(writer[place], place)
+            readers[place].append(index)
+        for place in writes:
+            if place in writer:
+                must_follow(writer[place], place)
+            for reader in readers.pop(place, []):
+                must_follow(reader, place)
+            writer[place] = index
+            if place[0] in ("ssd parameters", "ssd states") and commit is not None:
+                must_follow(commit, place)
+                assert program.single_slot or place[2] != tasks[commit].target, f"{task} overwrites {tasks[commit]}"
+        if task.op is Op.COMMIT:
+            commit = index
+            for place in program.accesses(task)[0]:
+                assert place in writer, f"{task}: nothing was ever written to {place}"
+
+
+class Machine:
+    """Runs a program's tasks one event at a time, and asserts at every event that everything is as it should be."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.shape = program.shape
+        self.content: dict[tuple, object] = {}
+        self._held: dict[tuple, dict[int, str]] = defaultdict(dict)
+        self.committed = (0, program.slot)
+        for record in range(len(self.shape.records)):
+            for kind in ("ssd parameters", "ssd states"):
+                self.content[kind, record, program.slot] = (record, 0)
+
+    def run_in_order(self) -> None:
+        """One task after the other, as listed."""
+        for task in self.program.tasks:
+            self._start(task)
+            self._end(task)
+
+    def run(self, seed: int) -> None:
+        """In an order that the executor could choose: random, with asynchronous tasks under way side by side."""
+        chance = random.Random(seed)
+        queues: dict[Op, deque[Task]] = defaultdict(deque)
+        for task in self.program.tasks:
+            queues[lane(task)].append(task)
+        bias = {op: chance.choice([1, 1, 5, 40]) for op in queues}  # some lanes are much faster than others
+        done: set[int] = set()
+        running: list[Task] = []
+        busy: set[Op] = set()
+        while running or any(queues.values()):
+            events: list[tuple[str, Task]] = [("end", task) for task in running]
+            for op, queue in queues.items():
+                if queue and op not in busy and all(id(earlier) in done for earlier in queue[0].after):
+                    events.append(("start", queue[0]))
+            assert events, f"nothing can go on; next in their lanes are {[queue[0] for queue in queues.values() if queue]}"
+            what, task = chance.choices(events, [bias[lane(task)] for _, task in events])[0]
+            if what == "start":
+                queues[lane(task)].popleft()
+                self._start(task)
+                running.append(task)
+                if task.op not in ASYNCHRONOUS:
+                    busy.add(lane(task))
+            else:
+                running.remove(task)
+                busy.discard(lane(task))
+                self._end(task)
+                done.add(id(task))
+
+    # -- one task -------------------------------------------------------------------------------------------------
+
+    def _start(self, task: Task) -> None:
+        reads, writes = self.program.accesses(task)
+        owner = self.program.owner(task)
+        for place in writes:
+            others = [who for who in self._held[place] if who != owner]
+            assert not others, f"{task} writes to {place} while it is in use"
+            self._held[place][owner] = "write"
+            if place[0].startswith("ssd") and len(place) == 3 and not self.program.single_slot:
+                assert place[2] != self.committed[1], f"{task} writes to the committed slot"
+        for place in reads:
+            writers = [who for who, how in self._held[place].items() if how == "write" and who != owner]
+            assert not writers, f"{task} reads {place} while it is being written"
+            self._held[place].setdefault(owner, "read")
+        self._check(task)
+
+    def _end(self, task: Task) -> None:
+        self._check(task)
+        reads, writes = self.program.accesses(task)
+        for place in writes:
+            self.content[place] = self._result(task, place)
+        # Chunks of states are still being read until the update has ended, and written until the write has.
+        kept = {
+            Op.STATE_READ: reads,
+            Op.UPDATE: [place for place in writes if place[0] in ("ssd parameters", "ssd states", "host parameters")],
+        }.get(task.op, [])
+        owner = self.program.owner(task)
+        for place in (*reads, *writes):
+            if place not in kept:
+                self._held[place].pop(owner, None)
+        if task.op is Op.UPDATE:
+            # What is left is reading: others may use the new parameters while they are written to SSD.
+            self._held[writes[0]][owner] = "read"
+        if task.op is Op.COMMIT:
+            self.committed = (task.step, task.target)
+
+    def _result(self, task: Task, place: tuple) -> object:
+        match task.op:
+            case Op.COMPUTE:
+                assert task.visit is not None
+                if place[0] == "device activation":
+                    return self._activations(task)[1]
+                mine = [(task.visit.phase, task.micro)]
+                held = self.content.get(place)
+                return (task.record, task.step, mine if task.first else [*held[2], *mine])  # type: ignore[index]
+            case Op.UPDATE | Op.STATE_WRITE:
+                record = task.record
+                if task.op is Op.UPDATE:
+                    return (record, task.step)
+                outer = self.shape.records[record].outer
+                return self.content["host parameters", outer, task.source]
+            case _:
+                return self.content[self.program.accesses(task)[0][0]]
+
+    def _activations(self, task: Task) -> tuple[list[object], object]:
+        """What a compute task must find, and what it leaves."""
+        assert task.visit is not None
+        number, i, m, last = self.program.list_of[id(task)], task.visit.layer, task.micro, len(self.shape.blocks)
+        match task.visit.phase:
+            case Phase.EMBED_FORWARD:
+                return [], ("x", number, 0, m)
+            case Phase.BLOCK_FORWARD:
+                return [("x", number, i, m)], ("x", number, i + 1, m)
+            case Phase.HEAD | Phase.HEAD_EVAL:
+                return [("x", number, last, m)], ("d", number, last, m)
+            case Phase.BLOCK_BACKWARD:
+                return [("x", number, i, m), ("d", number, i + 1, m)], ("d", number, i, m)
+            case Phase.EMBED_BACKWARD:
+                return [("d", number, 0, m)], None
+
+    def _gradient(self, record: int, step: int) -> object:
+        """The complete gradient of one step."""
+        micro = next(micro for kind, micro, steps in self.program.lists if kind == "train" and steps.step == step)
+        phases = [Phase.BLOCK_BACKWARD]
+        if self.shape.records[record].outer:
+            heads = [Phase.HEAD] if record == self.shape.head else []
+            phases = heads + ([Phase.EMBED_BACKWARD] if record == self.shape.embedding else [])
+        return (record, step, [(phase, m) for phase in phases for m in range(micro)])
+
+    def _check(self, task: Task) -> None:
+        """The task finds what it should, now."""
+        record = task.record
+        outer = self.shape.records[record].outer if record >= 0 else None
+        match task.op:
+            case Op.COMPUTE:
+                assert task.visit is not None
+                kind = self.program.lists[self.program.list_of[id(task)]][0]
+                version = task.step - 1 if kind == "train" else task.step
+                self._expect(task, ("device parameters", outer, task.source), (record, version))
+                inputs, _ = self._activations(task)
+                assert len(task.inputs) == len(inputs)
+                for index, value in zip(task.inputs, inputs, strict=True):
+                    self._expect(task, ("device activation", index), value)
+                if task.visit.phase in TRAINS and not task.first:
+                    complete = self._gradient(record, task.step)[2]  # type: ignore[index]
+                    part = complete[: complete.index((task.visit.phase, task.micro))]
+                    self._expect(task, ("device gradient", outer, task.gradient), (record, task.step, part))
+            case Op.UPDATE:
+                self._expect(task, ("host parameters", outer, task.source), (record, task.step - 1))
+                self._expect(task, ("host gradient", outer, task.gradient), self._gradient(record, task.step))
+                source = ("ssd states", record, self.program.source_of[id(task)])
+                self._expect(task, source, (record, task.step - 1))
+            case Op.PARAMETER_READ | Op.PARAMETER_UPLOAD | Op.GRADIENT_WRITE | Op.GRADIENT_READ | Op.GRADIENT_DOWNLOAD:
+                value = self.content.get(self.program.accesses(task)[0][0])
+                assert isinstance(value, tuple) and value[0] == record, f"{task} moves {value}"
+            case Op.COMMIT:
+                for place in self.program.accesses(task)[0]:
+                    self._expect(task, place, (place[1], task.step))
+
+    def _expect(self, task: Task, place: tuple, value: object) -> None:
+        assert self.content.get(place) == value, f"{task} needs {value} in {place} and finds {self.content.get(place)}"
+
+
+def build(
+    layers: int,
+    tied: bool,
+    counts: BufferCounts,
+    script: list[tuple[str, int, bool]],
+    *,
+    defer: bool = False,
+    single_slot: bool = False,
+    slot: int = 0,
+    precision: Precision = BF16,
+) -> Program:
+    """Ask a scheduler for ``script``: (``train`` | ``eval`` | ``flush``, micro-batches, commit), as an engine does."""
+    shape = step_shape(layers, tied, precision)
+    scheduler = Scheduler(shape, counts, single_slot=single_slot, slot=slot, defer=defer)
+    program = Program(shape, single_slot, slot)
+    step = 0
+
+    def flush() -> None:
+        committed = 0 if scheduler.commit_step is None else scheduler.commit_step
+        if scheduler.pending or committed != step:
+            program.lists.append(("flush", 0, scheduler.flush(step)))
+
+    for kind, micro, commit in script:
+        batch = BatchShape(micro, 4096, 8)
+        if kind == "train":
+            step += 1
+            program.lists.append((kind, micro, scheduler.training_step(step, batch, commit=commit)))
+        else:
+            flush()
+            if kind == "eval":
+                program.lists.append((kind, micro, scheduler.evaluation(step, batch)))
+    flush()
+    return program.finish()
