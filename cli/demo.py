@@ -20,13 +20,13 @@ PROMPT = "The module provides"
 class DemoSize:
     """How large the demonstration is."""
 
-    hidden: int = 384
+    hidden: int = 320
     layers: int = 24
     vocab: int = 4096
-    host_memory: int = 208 << 20
+    host_memory: int = 184 << 20
     """The cap, bytes. Nearly 120 MiB of it are a fixed allowance for what no program can plan."""
-    steps: int = 24
-    batch_size: int = 8
+    steps: int = 32
+    batch_size: int = 4
     seq_len: int = 128
     lr: float = 1e-3
     new_tokens: int = 24

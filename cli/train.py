@@ -16,7 +16,7 @@ from cli.progress import Progress, StepLine
 from cli.report import Measurements, Report
 from cli.settings import Settings
 from common.errors import UserError
-from fuyou import Engine, StepReport
+from fuyou import Engine, NonFiniteLoss, StepReport
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,15 @@ def finetune(settings: Settings, interrupts: Interrupts) -> Result:
         except KeyboardInterrupt:
             step = engine.step_count + 1
             engine.close()
-            raise Stopped(f"stopped in step {step}; {_how_to_continue(settings, engine)}") from None
+            committed = f"step {engine.committed_step} is committed"
+            raise Stopped(f"stopped in step {step}; {committed}. {_how_to_continue(settings)}") from None
         except UserError:
             raise
         except Exception as error:
             engine.close()
-            error.add_note(_how_to_continue(settings, engine).capitalize())
+            if not isinstance(error, NonFiniteLoss):  # which says so itself
+                error.add_note(f"Step {engine.committed_step} is committed.")
+            error.add_note(_how_to_continue(settings))
             raise
     job.batches.close()
     return result
@@ -213,11 +216,11 @@ def _check_ids(job: Job, batch: dict[str, Any]) -> None:
         )
 
 
-def _how_to_continue(settings: Settings, engine: Engine) -> str:
+def _how_to_continue(settings: Settings) -> str:
     if settings.single_slot:
-        return "a run in a single slot cannot be continued after that."
+        return "With --single-slot, a run that ends in the middle of a step cannot be continued."
     words = [word for word in settings.arguments if word not in ("--resume", "--overwrite")]
-    return f"step {engine.committed_step} is committed. To continue: {shlex.join(['finetune', *words, '--resume'])}"
+    return f"To continue: {shlex.join(['finetune', *words, '--resume'])}"
 
 
 def _where(job: Job, result: Result) -> str:

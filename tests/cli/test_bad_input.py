@@ -1,0 +1,159 @@
+"""What people get wrong and what goes wrong: one clear message, the right exit status, nothing lost, nothing left."""
+
+import json
+import os
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cli.main import main
+from tests.cli.conftest import Finetune
+
+SMALL = ("--batch-size", "2", "--seq-len", "32", "--gpu", "cpu")
+
+
+def check(outcome: tuple[int, str, str], status: int, *messages: str) -> None:
+    got, _, err = outcome
+    assert got == status, err
+    assert err.startswith("finetune: error: "), err
+    assert err.count("\n") == 1, err
+    assert "Traceback" not in err
+    for message in messages:
+        assert message in err
+
+
+def test_unknown_model(finetune: Finetune) -> None:
+    check(finetune("--model", "lama-10m"), 2, "lama-10m", "llama-10m")
+
+
+def test_unknown_data_file(finetune: Finetune, checkpoint: Path, data: Path) -> None:
+    wrong = data.with_name("text.jsonl")
+    check(finetune("--model", checkpoint, "--data", wrong), 2, f"no data file '{wrong}'", "'texts.jsonl'")
+
+
+def test_data_without_any_known_column(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
+    file = tmp_path / "reviews.jsonl"
+    file.write_text(json.dumps({"review": "good", "stars": 5}) + "\n")
+    check(finetune("--model", checkpoint, "--data", file, "--steps", "1"), 2, "the columns review, stars", "messages")
+
+
+def test_preset_with_data(finetune: Finetune, data: Path) -> None:
+    check(finetune("--model", "llama-10m", "--data", data), 2, "a preset has no tokenizer", "leave out --data")
+
+
+def test_checkpoint_without_tokenizer(finetune: Finetune, own_checkpoint: Path, data: Path) -> None:
+    for file in own_checkpoint.glob("tokenizer*"):
+        file.unlink()
+    check(finetune("--model", own_checkpoint, "--data", data), 2, "no tokenizer", "--data needs one")
+
+
+def test_tokenizer_of_another_model(finetune: Finetune, own_checkpoint: Path, data: Path) -> None:
+    config = json.loads((own_checkpoint / "config.json").read_text())
+    weights = load_file(own_checkpoint / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = weights[name][:100].clone()
+    save_file(weights, own_checkpoint / "model.safetensors", {"format": "pt"})
+    (own_checkpoint / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
+    check(finetune("--model", own_checkpoint, "--data", data, *SMALL), 2, "the model knows 100 tokens")
+
+
+def test_missing_ssd_directory(finetune: Finetune, checkpoint: Path) -> None:
+    check(finetune("--model", checkpoint, "--ssd", "/no/such/drive"), 2, "no directory /no/such/drive")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_read_only_ssd_directory(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "drive").mkdir(mode=0o555)
+    check(finetune("--model", checkpoint, "--ssd", tmp_path / "drive"), 2, "not writable")
+
+
+def test_output_that_cannot_be(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    check(finetune("--model", checkpoint, "--output", tmp_path / "file/out"), 2, "--output", "cannot be made")
+    check(finetune("--model", checkpoint, "--output", checkpoint), 2, "the checkpoint that is to be read")
+
+
+def test_output_that_holds_a_checkpoint(finetune: Finetune, checkpoint: Path, own_checkpoint: Path) -> None:
+    before = (own_checkpoint / "model.safetensors").read_bytes()
+    check(finetune("--model", checkpoint, "--output", own_checkpoint), 2, "--overwrite", "--resume")
+    assert (own_checkpoint / "model.safetensors").read_bytes() == before
+
+
+def test_too_little_space(finetune: Finetune, checkpoint: Path, tmp_path: Path, monkeypatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 4096))
+    command = ("--model", checkpoint, "--steps", 1, *SMALL, "--output", tmp_path / "out")
+    check(finetune(*command), 2, "bytes needed", "4,096 bytes free", "Nothing was written")
+    check(finetune(*command, "--no-save"), 2, "bytes)", "(4,096 bytes)", "Nothing was written")
+    assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("option", ["--host-memory", "--device-memory"])
+def test_budget_too_small_for_a_block(finetune: Finetune, checkpoint: Path, option: str) -> None:
+    check(finetune("--model", checkpoint, "--steps", 1, *SMALL, option, "64KiB"), 2, f"{option} of at least", "MiB")
+
+
+def test_unknown_gpu(finetune: Finetune, checkpoint: Path) -> None:
+    check(finetune("--model", checkpoint, "--gpu", "voodoo2"), 2, "voodoo2", "--gpu cpu")
+
+
+def test_sequences_longer_than_the_context(finetune: Finetune, checkpoint: Path) -> None:
+    check(finetune("--model", checkpoint, "--seq-len", 65), 2, "--seq-len 65", "context of 64 tokens")
+
+
+def test_truncated_shard(finetune: Finetune, own_checkpoint: Path, tmp_path: Path) -> None:
+    weights = own_checkpoint / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 1000)
+    check(finetune("--model", own_checkpoint, "--steps", 1, *SMALL, "--output", tmp_path / "out"), 1, str(weights.name))
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_model_without_a_list_of_blocks(finetune: Finetune, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaForCausalLM
+
+    build = LlamaForCausalLM.__init__
+
+    def without_blocks(self: LlamaForCausalLM, config: object) -> None:
+        build(self, config)
+        self.model.layers = torch.nn.Sequential(*self.model.layers)
+
+    monkeypatch.setattr(LlamaForCausalLM, "__init__", without_blocks)
+    check(finetune("--model", checkpoint, "--steps", 1, *SMALL), 2, "block")
+
+
+def test_loss_that_is_not_a_number(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
+    command = ("--model", checkpoint, "--steps", 9, *SMALL, "--output", tmp_path / "out", "--dtype", "fp32")
+    ruin = ("--lr", "1e38", "--schedule", "constant")
+    outcome = finetune(*command, *ruin)
+    assert outcome.status == 1
+    assert "step 2" in outcome.err and "step 1 is committed" in outcome.err
+    assert f"To continue: finetune --model {checkpoint}" in outcome.err
+    assert outcome.err.rstrip().endswith("--resume")
+    assert outcome.err.count("\n") == 1
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_second_run_in_the_same_place(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
+    command = ("--model", checkpoint, "--steps", 1, *SMALL, "--output", tmp_path / "out", "--no-save")
+    assert finetune(*command).status == 0
+    check(finetune(*command), 2, "holds a run already", "--resume", "--overwrite")
+    assert finetune(*command, "--overwrite").status == 0
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_what_nobody_expected(
+    debug: bool, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(path: object) -> None:
+        raise RuntimeError("no luck\ntoday.")
+
+    monkeypatch.setattr("cli.prepare.load_config", fail)
+    assert main(["--model", str(checkpoint), *(["--debug"] if debug else [])]) == 1
+    err = capfd.readouterr().err
+    last = "finetune: error: RuntimeError: no luck today."
+    assert ("Traceback" in err) is debug
+    assert err.endswith(last + "\n" if debug else last + " Run again with --debug for the traceback.\n")
