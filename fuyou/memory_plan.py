@@ -167,13 +167,16 @@ class MemoryPlanner:
         compute = int(batch.micro_tokens * activation_elements_per_token(self.config) * width)
         head_share = max(compute, min(256 << 20, self.device_limit // 20))
         columns = max(1, min(batch.seq_len, head_share // (LOGIT_BYTES * vocabulary * batch.micro_rows)))
-        head = columns * batch.micro_rows * vocabulary * LOGIT_BYTES + self.largest_outer_parameter * width
-        workspace = max(compute + 2 * self.largest_block_parameter * width, head)
+        logits = columns * batch.micro_rows * vocabulary * LOGIT_BYTES
+        # An outer gradient is made, transposed or summed on the way, and added to the flat buffer: measured on a CPU,
+        # three times its size at once. What the allocator keeps of freed logits comes on top of the next ones.
+        head = 2 * logits + 3 * self.largest_outer_parameter * width
+        workspace = compute + max(2 * self.largest_block_parameter * width, head)
 
-        tied = self.shape.embedding == self.shape.head
         split = precision.split
         wide_blocks = split and several
-        wide_outer = split and (several or tied or columns < batch.seq_len)
+        # Two contributions (head and tied embedding) need no more: their sum is rounded once either way.
+        wide_outer = split and (several or columns < batch.seq_len)
         chunk = min(CHUNK_ELEMENTS, round_up(max(self.block, self.outer), PAGE_ELEMENTS))
         device = (
             (counts.device_blocks + counts.device_block_gradients) * self.block * width
