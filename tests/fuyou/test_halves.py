@@ -1,0 +1,161 @@
+"""fp32 masters survive as two 16-bit halves, bit for bit."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuyou.halves import join, round_half_away, split
+
+INFINITY = 0x7F80_0000
+
+
+def halves(bits: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``hi``, ``lo`` and what they join to, for masters with these ``uint32`` bits."""
+    master = torch.from_numpy(bits.astype(np.uint32).view(np.float32).copy())
+    hi, lo = torch.empty(len(bits), dtype=torch.bfloat16), torch.empty(len(bits), dtype=torch.int16)
+    split(master, hi, lo)
+    joined = torch.full((len(bits),), -1.0)
+    join(hi, lo, joined)
+    return hi, lo, joined
+
+
+def nearest(bits: np.ndarray) -> np.ndarray:
+    """Nearest bf16, ties away from zero, in float64: bits ``uint16`` of every value that is not a NaN.
+
+    Both neighbours are compared as numbers; beyond the largest bf16 the next "number" is 2**128, which is infinity.
+    """
+
+    def magnitude(high: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore"):
+            value = (high.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        return np.where(high == INFINITY >> 16, 2.0**128, value)
+
+    sign, size = bits & 0x8000_0000, bits & 0x7FFF_FFFF
+    below = size >> 16
+    above = np.minimum(below + 1, INFINITY >> 16)
+    value = size.astype(np.uint32).view(np.float32).astype(np.float64)
+    up = magnitude(above) - value <= value - magnitude(below)
+    result = np.where(size == INFINITY, INFINITY >> 16, np.where(up, above, below))
+    return (result | sign >> 16).astype(np.uint16)
+
+
+def check(bits: np.ndarray) -> None:
+    bits = bits.astype(np.uint32)
+    hi, _, joined = halves(bits)
+    is_nan = (bits & 0x7FFF_FFFF) > INFINITY
+    assert np.array_equal(joined.numpy().view(np.uint32)[~is_nan], bits[~is_nan])
+    assert bool(hi[torch.from_numpy(is_nan)].isnan().all()) and bool(joined[torch.from_numpy(is_nan)].isnan().all())
+    high = hi.view(torch.int16).numpy().view(np.uint16)
+    assert np.array_equal(high[~is_nan], nearest(bits[~is_nan]))
+
+
+AWKWARD = [
+    0x0000_0000, 0x8000_0000,  # both zeros
+    0x0000_0001, 0x8000_0001, 0x007F_FFFF, 0x0080_0000, 0x807F_FFFF,  # subnormals, and the smallest normal number
+    0x0000_7FFF, 0x0000_8000, 0x0000_8001,  # around the tie below the smallest bf16
+    0x3F80_0000, 0x3F80_7FFF, 0x3F80_8000, 0x3F80_8001, 0x3F81_8000, 0xBF80_8000, 0xBF81_8000,  # ties, even and odd
+    0x3FFF_8000, 0x3FFF_FFFF,  # carries into the exponent
+    0x7F7F_0000, 0x7F7F_7FFF, 0x7F7F_8000, 0x7F7F_FFFF, 0xFF7F_8000, 0xFF7F_FFFF,  # rounds to infinity, or just not
+    0x7F80_0000, 0xFF80_0000,  # infinities
+    0x7F80_0001, 0x7F80_7FFF, 0x7FC0_0000, 0x7FFF_7FFF, 0x7FFF_8000, 0x7FFF_FFFF, 0xFF80_0001, 0xFFFF_FFFF,  # NaNs
+]  # fmt: skip
+
+
+def test_awkward_values() -> None:
+    check(np.array(AWKWARD))
+
+
+@pytest.mark.parametrize("bits", AWKWARD)
+def test_awkward_values_alone(bits: int) -> None:
+    check(np.array([bits]))
+
+
+@given(st.lists(st.integers(0, 2**32 - 1) | st.sampled_from(AWKWARD), min_size=1, max_size=200))
+def test_any_bits(bits: list[int]) -> None:
+    check(np.array(bits))
+
+
+@pytest.mark.parametrize(
+    "high", [0x0000, 0x0001, 0x007F, 0x0080, 0x3F7F, 0x3F80, 0x7F7E, 0x7F7F, 0x8000, 0xBF80, 0xC2FF, 0xFF7E, 0xFF7F]
+)
+def test_all_low_halves(high: int) -> None:
+    check((high << 16) + np.arange(1 << 16))
+
+
+def test_all_nans_of_small_payload() -> None:
+    check((0x7F80 << 16) + np.arange(1 << 16))
+    check((0xFFFF << 16) + np.arange(1 << 16))
+
+
+def test_beyond_the_largest_bf16_hi_is_infinite_and_the_master_exact() -> None:
+    largest = torch.finfo(torch.float32).max
+    master = torch.tensor([largest, -largest])
+    hi, lo, joined = torch.empty(2, dtype=torch.bfloat16), torch.empty(2, dtype=torch.int16), torch.empty(2)
+    split(master, hi, lo)
+    assert hi.tolist() == [float("inf"), float("-inf")] and hi.tolist() == master.bfloat16().tolist()
+    join(hi, lo, joined)
+    assert joined.tolist() == [largest, -largest]
+
+
+def test_halves_of_different_masters_differ() -> None:
+    bits = ((0x3F7F << 16) + np.arange(1 << 18)).astype(np.uint32)
+    hi, lo, _ = halves(bits)
+    pairs = hi.view(torch.int16).to(torch.int64) << 16 | (lo.to(torch.int64) & 0xFFFF)
+    assert len(pairs.unique()) == len(bits)
+
+
+@pytest.mark.parametrize("count", [0, 1, 199, 4096, 100_003])
+@pytest.mark.parametrize("given_scratch", [False, True])
+def test_sizes_and_scratch(count: int, given_scratch: bool) -> None:
+    master = torch.randn(count, generator=torch.Generator().manual_seed(count))
+    before = master.clone()
+    hi, lo = torch.empty(count, dtype=torch.bfloat16), torch.empty(count, dtype=torch.int16)
+    split(master, hi, lo, torch.full((count,), 7, dtype=torch.int32) if given_scratch else None)
+    assert torch.equal(master, before)
+    joined = torch.empty(count)
+    join(hi, lo, joined)
+    assert torch.equal(joined.view(torch.int32), before.view(torch.int32))
+    assert torch.allclose(hi.float(), before, rtol=2**-8, atol=0)
+
+
+def test_a_nan_does_not_touch_its_neighbours() -> None:
+    master = torch.randn(1000)
+    before = master.clone()
+    master[500] = float("nan")
+    hi, lo, joined = torch.empty(1000, dtype=torch.bfloat16), torch.empty(1000, dtype=torch.int16), torch.empty(1000)
+    split(master, hi, lo)
+    join(hi, lo, joined)
+    others = torch.arange(1000) != 500
+    assert torch.equal(joined[others], before[others]) and bool(joined[500].isnan()) and bool(hi[500].isnan())
+
+
+def test_a_sum_that_overflows_is_not_taken_for_a_nan() -> None:
+    master = torch.tensor([3e38, 3e38, float("inf"), float("-inf"), 1.0])
+    before = master.clone()
+    hi, lo, joined = torch.empty(5, dtype=torch.bfloat16), torch.empty(5, dtype=torch.int16), torch.empty(5)
+    split(master, hi, lo)
+    join(hi, lo, joined)
+    assert torch.equal(master, before) and torch.equal(joined, before)
+
+
+@given(st.integers(1, 5), st.integers(1, 7))
+def test_rounding_alone_keeps_shape_and_master(rows: int, columns: int) -> None:
+    master = torch.randn(rows, columns)
+    before = master.clone()
+    rounded = round_half_away(master)
+    assert rounded.shape == master.shape and rounded.dtype == torch.bfloat16 and torch.equal(master, before)
+    expected = nearest(master.reshape(-1).numpy().view(np.uint32))
+    assert np.array_equal(rounded.reshape(-1).view(torch.int16).numpy().view(np.uint16), expected)
+
+
+def test_rounding_alone_leaves_nans_of_the_master_as_they_are() -> None:
+    master = torch.tensor([0x7F80_0001, 0x3F80_0000], dtype=torch.int32).view(torch.float32)
+    assert round_half_away(master).isnan().tolist() == [True, False]
+    assert master.view(torch.int32).tolist() == [0x7F80_0001, 0x3F80_0000]
+
+
+def test_rounding_a_transposed_master() -> None:
+    master = torch.randn(6, 5).t()
+    assert torch.equal(round_half_away(master), round_half_away(master.contiguous()))

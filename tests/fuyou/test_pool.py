@@ -1,0 +1,135 @@
+"""The pool misses as rarely as any policy can, and says exactly who has to leave and who is still busy."""
+
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import FinetuneError
+from fuyou.pool import NEVER, Pool
+from fuyou.tasks import Op, Task
+
+
+def task() -> Task:
+    return Task(Op.COMPUTE, [])
+
+
+class Walk:
+    """Runs a sequence of uses through a pool, as the scheduler does."""
+
+    def __init__(self, sequence: list[str], count: int):
+        self.sequence, self.position = sequence, 0
+        self.pool = Pool("test", count, self.next_use)
+        self.misses = 0
+        self.written_back: list[str] = []
+
+    def next_use(self, key: object) -> float:
+        later = (index for index in range(self.position + 1, len(self.sequence)) if self.sequence[index] == key)
+        return next(later, NEVER)
+
+    def run(self) -> "Walk":
+        for self.position, key in enumerate(self.sequence):
+            index = self.pool.find(key)
+            if index is None:
+                self.misses += 1
+                index, leaving = self.pool.take(key)
+                if leaving is not None:
+                    assert self.next_use(leaving) != NEVER
+                    assert self.pool.find(leaving) is None
+                self.pool.fill(index, key, task())
+            self.pool.use(index, task())
+            assert self.pool.find(key) == index and self.pool.slots[index].key == key
+            held = [slot.key for slot in self.pool.slots if slot.key is not None]
+            assert len(held) == len(set(held)) and set(held) <= set(self.sequence[: self.position + 1])
+        return self
+
+
+def fewest_misses(sequence: list[str], count: int) -> int:
+    """By trying every choice of what to give up."""
+
+    @cache
+    def best(position: int, held: frozenset[str]) -> int:
+        if position == len(sequence):
+            return 0
+        key = sequence[position]
+        if key in held:
+            return best(position + 1, held)
+        if len(held) < count:
+            return 1 + best(position + 1, held | {key})
+        return 1 + min(best(position + 1, held - {victim} | {key}) for victim in held)
+
+    return best(0, frozenset())
+
+
+@settings(max_examples=150)
+@given(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=14), st.integers(1, 4))
+def test_no_policy_misses_less(sequence: list[str], count: int) -> None:
+    assert Walk(sequence, count).run().misses == fewest_misses(sequence, count)
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_training_order_misses_what_it_must(count: int) -> None:
+    """Forward and backward over eight blocks, again and again: there and back, what is near the turn stays."""
+    layers = [str(layer) for layer in range(8)]
+    walk = Walk((layers + layers[::-1]) * 3, count).run()
+    # Per pass of eight, all but what is kept from the turn are missed.
+    assert walk.misses == 8 + 5 * (8 - count)
+
+
+def test_buffers_that_were_never_used_come_first_then_what_is_not_needed() -> None:
+    walk = Walk(list("abcabx"), 3)
+    walk.run()
+    assert walk.misses == 4
+    assert {slot.key for slot in walk.pool.slots} == {"a", "b", "x"} or walk.pool.find("x") is not None
+
+
+def test_among_buffers_that_nobody_needs_the_one_idle_longest_is_taken() -> None:
+    pool = Pool("test", 3, lambda key: NEVER)
+    for index, key in enumerate("abc"):
+        taken, leaving = pool.take(key)
+        assert (taken, leaving) == (index, None)
+        pool.fill(taken, key, task())
+    pool.use(0, task())
+    assert pool.take("d") == (1, None)
+    pool.fill(1, "d", task())
+    assert pool.take("e") == (2, None)
+
+
+def test_what_is_pinned_stays_and_a_full_pool_says_so() -> None:
+    uses = {"a": 5.0, "b": 3.0, "c": 1.0}
+    pool = Pool("activation", 2, lambda key: uses.get(str(key), NEVER))
+    for key in "ab":
+        index, _ = pool.take(key)
+        pool.fill(index, key, task())
+    with pytest.raises(FinetuneError, match=r"All 2 buffers of the activation pool are in use; c finds none"):
+        pool.take("c", pinned=["a", "b"])
+    assert pool.find("a") == 0 and pool.find("b") == 1
+    assert pool.take("c", pinned=["a", None]) == (1, "b")
+    assert pool.find("b") is None and pool.find("a") == 0
+
+
+def test_who_must_be_finished_before_a_buffer_is_overwritten() -> None:
+    pool = Pool("test", 1, lambda key: NEVER)
+    assert pool.slots[0].busy() == []
+    ready, first, second = task(), task(), task()
+    index, _ = pool.take("a")
+    pool.fill(index, "a", ready)
+    pool.use(index, first)
+    pool.use(index, second)
+    assert pool.slots[index].busy() == [first, second, ready]
+    pool.drop("a")
+    assert pool.find("a") is None
+    index, leaving = pool.take("b")
+    assert leaving is None and pool.slots[index].busy() == [first, second, ready]
+    pool.fill(index, "b", again := task())
+    assert pool.slots[index].busy() == [again]
+
+
+def test_dropping_what_is_not_there_is_nothing() -> None:
+    pool = Pool("test", 1, lambda key: NEVER)
+    pool.drop("a")
+    index, _ = pool.take("b")
+    pool.fill(index, "b", task())
+    pool.drop("a")
+    assert pool.find("b") == index

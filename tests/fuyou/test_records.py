@@ -1,0 +1,177 @@
+"""Records: nothing overlaps, everything is aligned, chunks cover exactly."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.buffers import PAGE
+from common.store import Layout
+from common.store.layout import pieces
+from fuyou.records import (
+    ALIGN_ELEMENTS,
+    PAGE_ELEMENTS,
+    Precision,
+    Record,
+    allocate_extents,
+    wants_decay,
+    weights_file,
+)
+
+PRECISIONS = [Precision(dtype, moments) for dtype in (torch.bfloat16, torch.float32) for moments in (torch.bfloat16, torch.float32)]  # fmt: skip
+
+shapes = st.one_of(
+    st.just(()),
+    st.tuples(st.integers(1, 5000)),
+    st.tuples(st.integers(1, 70), st.integers(1, 70)),
+    st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9)),
+)
+
+
+@st.composite
+def records(draw: st.DrawFn) -> Record:
+    wanted = draw(st.lists(st.tuples(shapes, st.booleans()), min_size=1, max_size=8))
+    parameters = [((f"p{index}", f"alias{index}") if index % 3 == 0 else (f"p{index}",), shape, decay)
+                  for index, (shape, decay) in enumerate(wanted)]  # fmt: skip
+    return Record.build(draw(st.integers(0, 5)), "block 3", draw(st.booleans()), parameters)
+
+
+@given(records())
+def test_layout(record: Record) -> None:
+    owner = [None] * record.numel
+    for slot in record.parameters:
+        assert slot.offset % ALIGN_ELEMENTS == 0
+        assert slot.name == slot.names[0]
+        for element in range(slot.offset, slot.offset + slot.numel):
+            assert owner[element] is None, f"{slot.name} overlaps {owner[element]}"
+            owner[element] = slot.name
+        inside = slot.offset + slot.numel <= record.decayed if slot.decay else slot.offset >= record.decayed
+        assert inside, f"{slot.name} is in the wrong part"
+    assert record.numel % PAGE_ELEMENTS == 0 and record.decayed % PAGE_ELEMENTS == 0
+    assert record.numel * 2 % PAGE == 0
+    assert record.parameter_count == sum(torch.Size(slot.shape).numel() for slot in record.parameters)
+    # No more padding than alignment costs.
+    assert record.numel < record.parameter_count + ALIGN_ELEMENTS * len(record.parameters) + 2 * PAGE_ELEMENTS
+
+
+@given(records())
+def test_parameters_keep_their_order_within_each_part(record: Record) -> None:
+    for decay in (True, False):
+        numbers = [int(slot.name[1:]) for slot in record.parameters if slot.decay is decay]
+        assert numbers == sorted(numbers)
+
+
+@given(records(), st.integers(1, 4).map(lambda pages: pages * PAGE_ELEMENTS))
+def test_chunks_cover_exactly(record: Record, size: int) -> None:
+    chunks = record.chunks(size)
+    position = 0
+    for chunk in chunks:
+        assert chunk.start == position and chunk.start % PAGE_ELEMENTS == 0
+        assert 0 < chunk.stop - chunk.start <= size and (chunk.stop - chunk.start) % PAGE_ELEMENTS == 0
+        assert chunk.decay == (chunk.start < record.decayed)
+        assert not (chunk.start < record.decayed < chunk.stop)
+        position = chunk.stop
+    assert position == record.numel
+    assert len(chunks) == -(-record.decayed // size) + -(-(record.numel - record.decayed) // size)
+
+
+@given(records())
+def test_views(record: Record) -> None:
+    flat = torch.arange(record.numel, dtype=torch.float64)
+    views = record.views(flat)
+    assert list(views) == [slot.name for slot in record.parameters]
+    for slot in record.parameters:
+        view = views[slot.name]
+        assert view.shape == torch.Size(slot.shape) and view.is_contiguous()
+        assert view.flatten()[0] == slot.offset and view.flatten()[-1] == slot.offset + slot.numel - 1
+        assert view.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+
+
+@given(records())
+def test_dictionaries_go_through_json(record: Record) -> None:
+    content = json.loads(json.dumps(record.to_dict()))
+    assert Record.from_dict(record.index, content) == record
+
+
+def test_a_record_with_only_one_part() -> None:
+    decayed = Record.build(0, "a", True, [(("w",), (3, 5), True)])
+    assert (decayed.decayed, decayed.numel) == (PAGE_ELEMENTS, PAGE_ELEMENTS)
+    plain = Record.build(0, "b", True, [(("w",), (3,), False)])
+    assert (plain.decayed, plain.numel) == (0, PAGE_ELEMENTS)
+    assert [chunk.decay for chunk in plain.chunks(PAGE_ELEMENTS)] == [False]
+
+
+def test_layout_by_example() -> None:
+    record = Record.build(
+        1, "block 0", False, [(("norm",), (48,), False), (("up",), (48, 72), True), (("down",), (72, 48), True)]
+    )
+    assert [(slot.name, slot.offset) for slot in record.parameters] == [("up", 0), ("down", 3456), ("norm", 8192)]
+    assert (record.decayed, record.numel) == (8192, 8192 + 2048)
+
+
+# -- on SSD -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+def test_bytes_per_parameter(precision: Precision) -> None:
+    bf16, narrow = precision.dtype == torch.bfloat16, precision.optimizer_dtype == torch.bfloat16
+    assert precision.parameter_bytes == precision.gradient_bytes == (2 if bf16 else 4)
+    assert precision.state_bytes == (2 if bf16 else 0) + (4 if narrow else 8)
+    assert precision.split is bf16
+
+
+@given(
+    st.lists(records(), min_size=1, max_size=5),
+    st.sampled_from(PRECISIONS),
+    st.integers(1, 2),
+    st.integers(1, 4),
+)
+def test_extents(wanted: list[Record], precision: Precision, slots: int, directories: int) -> None:
+    layout = Layout(directories)
+    extents = allocate_extents(layout, wanted, precision, slots)
+    assert len(extents) == len(wanted)
+    for record, places in zip(wanted, extents, strict=True):
+        assert len(places.parameters) == len(places.states) == slots
+        for slot in range(slots):
+            assert places.parameters[slot].file == places.states[slot].file == weights_file(slot)
+            assert places.parameters[slot].nbytes == record.numel * precision.parameter_bytes
+            assert places.states[slot].nbytes == record.numel * precision.state_bytes
+    # No two of them share a byte.
+    for slot in range(slots):
+        taken: list[tuple[int, int, int]] = []
+        for places in extents:
+            for extent in (places.parameters[slot], places.states[slot]):
+                for piece in pieces(extent, directories, 0, extent.nbytes):
+                    taken.append((piece.directory, piece.offset, piece.offset + piece.nbytes))
+        taken.sort()
+        for (directory, _, stop), (other, start, _) in zip(taken, taken[1:], strict=False):
+            assert directory != other or stop <= start
+        assert set(layout.file_bytes()) == {weights_file(number) for number in range(slots)}
+    # The optimizer process computes the same places on its own.
+    again = [Record.from_dict(record.index, json.loads(json.dumps(record.to_dict()))) for record in wanted]
+    assert allocate_extents(Layout(directories), again, precision, slots) == extents
+
+
+@given(records(), st.sampled_from(PRECISIONS))
+def test_chunks_of_states_and_parameters_are_whole_pages(record: Record, precision: Precision) -> None:
+    for chunk in record.chunks(PAGE_ELEMENTS * 2):
+        for width in (precision.parameter_bytes, precision.state_bytes):
+            assert chunk.start * width % PAGE == 0 and chunk.stop * width % PAGE == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "decay"),
+    [
+        ("model.embed_tokens.weight", (211, 48), True),
+        ("model.layers.0.mlp.up_proj.weight", (72, 48), True),
+        ("model.layers.0.mlp.experts.gate_up_proj", (4, 48, 96), True),
+        ("model.layers.0.input_layernorm.weight", (48,), False),
+        ("model.layers.0.self_attn.q_proj.bias", (48,), False),
+        ("model.layers.0.mlp.experts.down_proj_bias", (4, 48), False),
+        ("scale", (), False),
+    ],
+)
+def test_which_parameters_decay(name: str, shape: tuple[int, ...], decay: bool) -> None:
+    assert wants_decay(name, shape) is decay
