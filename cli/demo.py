@@ -126,16 +126,17 @@ def _summary(result: Result, size: DemoSize) -> str:
 
 
 def _generate(directory: Path, new_tokens: int) -> str:
-    """The beginning of a text and what the fine-tuned model makes of it, most likely word after most likely word."""
+    """The beginning of a text and how the fine-tuned model goes on."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     model: Any = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True)
     inputs = tokenizer(PROMPT, return_tensors="pt")
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
         tokens = model.generate(
             input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=new_tokens,
-            do_sample=False, repetition_penalty=1.3,
+            do_sample=True, top_k=40,
         )  # fmt: skip
     return repr(str(tokenizer.decode(tokens[0], skip_special_tokens=True)))

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\n{stopped}", file=sys.stderr)
         return INTERRUPTED
     except (KeyboardInterrupt, click.Abort):
-        print("\nstopped before training began; nothing is lost.", file=sys.stderr)
+        print("\nstopped before training began.", file=sys.stderr)
         return INTERRUPTED
     except FinetuneError as error:
         return _fail(" ".join([str(error), *getattr(error, "__notes__", [])]), error.exit_status, debug)

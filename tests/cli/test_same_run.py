@@ -1,0 +1,60 @@
+"""What must not change when a run is continued, told from a stand-in for the engine."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cli.prepare import Job
+from cli.schedule import LearningRate
+from cli.settings import Settings
+from cli.train import _check_same_run
+from common.data import RandomBatches
+from common.errors import UserError
+
+
+def job(**changes: Any) -> Job:
+    given = {name: changes.pop(name) for name in ("seed", "schedule") if name in changes}
+    settings = Settings("m", batch_size=4, **given)
+    rate = LearningRate(settings.schedule, 1.0, 2, changes.pop("total", 10))
+    made = Job(
+        settings, "LlamaForCausalLM", 100, 10**6, None, None, Path("out"), (Path("ssd"),), "store", 16,
+        RandomBatches(100, 16, 4), "abc", rate,
+    )  # fmt: skip
+    return replace(made, **changes)
+
+
+def test_a_new_run_remembers_its_settings_and_may_go_on_with_them() -> None:
+    engine: Any = SimpleNamespace(user_state={}, step_count=0)
+    _check_same_run(job(), engine)
+    assert engine.user_state["run"]["--batch-size"] == 4
+    engine.step_count = 10
+    _check_same_run(job(), engine)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"seed": 1}, "began with --seed 0, and now it is 1"),
+    ({"seq_len": 8}, "began with --seq-len 16, and now it is 8"),
+    ({"schedule": "linear"}, "began with --schedule cosine, and now it is linear"),
+    ({"total": 12}, "began with --steps 10, and now it is 12"),
+    ({"data_key": "def"}, "--data is not what this run began with"),
+])  # fmt: skip
+def test_another_setting_is_refused_by_name(change: dict[str, Any], message: str) -> None:
+    engine: Any = SimpleNamespace(user_state={"run": job().fixed_settings}, step_count=3)
+    with pytest.raises(UserError, match=message):
+        _check_same_run(job(**change), engine)
+
+
+def test_a_constant_rate_may_go_on_for_longer_but_not_be_over_already() -> None:
+    engine: Any = SimpleNamespace(user_state={"run": job(schedule="constant").fixed_settings}, step_count=7)
+    _check_same_run(job(schedule="constant", total=100), engine)
+    with pytest.raises(UserError, match="7 steps behind it, more than --steps 6"):
+        _check_same_run(job(schedule="constant", total=6), engine)
+
+
+def test_the_header_says_what_it_will_cost() -> None:
+    header = job().header()
+    assert "1 M parameters" in header and "ssd/store: 22.9 MiB" in header and "10 of 4 x 16 tokens" in header
+    assert job(settings=replace(job().settings, single_slot=True, optimizer_dtype="bf16")).store_bytes == 8 * 10**6
