@@ -96,25 +96,28 @@ class Measurements:
         self.losses: list[float] = []
         self.step_seconds: list[float] = []
         self._bounds: dict[str, float] = {}
-        self._planned_read = 0.0
-        self._planned_written = 0.0
 
-    def add(self, loss: float, seconds: float, bounds: dict[str, float], planned: tuple[float, float]) -> None:
-        """Take in a step: its loss, duration, seconds per resource, and bytes to read and to write by plan."""
+    def add(self, loss: float, seconds: float, bounds: dict[str, float]) -> None:
+        """Take in a step: its loss, duration, seconds per resource."""
         self.losses.append(loss)
         self.step_seconds.append(seconds)
         for name, value in bounds.items():
             self._bounds[name] = self._bounds.get(name, 0.0) + value
-        self._planned_read += planned[0]
-        self._planned_written += planned[1]
 
-    def report(self, parameters: tuple[int, int], memory: tuple[int, int, int], io_bytes: tuple[int, int]) -> Report:
+    def report(
+        self,
+        parameters: tuple[int, int],
+        memory: tuple[int, int, int],
+        io_bytes: tuple[int, int],
+        planned_bytes: tuple[int, int],
+    ) -> Report:
         """The whole.
 
         Args:
             parameters: all, trainable.
             memory: peak of the device, peak of the host, baseline of the host.
             io_bytes: read and written in all steps together.
+            planned_bytes: what the schedule says that comes to.
         """
         steps = len(self.losses)
         per_step = 1 / steps if steps else 0.0
@@ -135,8 +138,8 @@ class Measurements:
             host_baseline_bytes=memory[2],
             ssd_read_bytes_per_step=io_bytes[0] * per_step,
             ssd_written_bytes_per_step=io_bytes[1] * per_step,
-            planned_ssd_read_bytes_per_step=self._planned_read * per_step,
-            planned_ssd_written_bytes_per_step=self._planned_written * per_step,
+            planned_ssd_read_bytes_per_step=planned_bytes[0] * per_step,
+            planned_ssd_written_bytes_per_step=planned_bytes[1] * per_step,
             bound_seconds=bounds,
             overlap_efficiency=max(bounds.values(), default=0.0) / (seconds * per_step) if seconds else 0.0,
         )

@@ -111,6 +111,7 @@ def _train_and_save(job: Job, engine: Engine, interrupts: Interrupts) -> Result:
         (engine.parameters, engine.trainable_parameters),
         (engine.device_peak_bytes, engine.host_peak_bytes, engine.host_baseline_bytes),
         (read, written),
+        engine.planned_io_bytes(),
     )
     if settings.report is not None:
         report.write(settings.report.expanduser())
@@ -142,8 +143,7 @@ def _train(job: Job, engine: Engine, interrupts: Interrupts) -> Measurements:
 
             # From the end of one step to that of the next: what a step writes back runs on into the next one.
             began, ended = ended, time.perf_counter()
-            planned = report.planned_read_bytes, report.planned_written_bytes
-            measured.add(report.loss, ended - began, report.bound_seconds, planned)
+            measured.add(report.loss, ended - began, report.bound_seconds)
             history.append(step, report.loss, report.grad_norm, engine.lr)
             io = _since(engine, io_before)
             io_before = engine.io_bytes()

@@ -249,6 +249,7 @@ class Engine:
             self.created_bytes = self._plane.io_bytes()[1]
         assert self._plane is not None
         self._io_before = self._plane.io_bytes()
+        self._planned_bytes = (0, 0)
 
     def _load_state(self, wanted: TrainingState) -> TrainingState:
         assert self._store is not None
@@ -336,15 +337,11 @@ class Engine:
         plane = self._prepare(batch)
         began = time.monotonic()
         step = self.step_count + 1
-        if self._options.single_slot and not self._state.torn:
-            self._state.torn = True
-            self._commit_manifest(self._state)
         self._updates[step] = Update(step, replace(self._options.adam, lr=self.lr), 1.0, self._options.seed)
         shape = self._batch_shape(batch)
         tasks = self._scheduler.training_step(step, shape, commit=step % self._options.commit_every == 0)
         self._step = StepComputation(self._stack, plane, tasks, batch, self.memory_plan, began)
-        plane.executor.submit(tasks.tasks)
-        self._busy.watch(tasks)
+        self._submit(tasks)
         loss = self._step.forward()
         if not torch.isfinite(loss):
             self._finish_earlier_commit()
@@ -406,7 +403,7 @@ class Engine:
         computation = StepComputation(self._stack, plane, tasks, batch, self.memory_plan, time.monotonic())
         self._stack.model.eval()
         try:
-            plane.executor.submit(tasks.tasks)
+            self._submit(tasks)
             return float(computation.forward())
         finally:
             self._stack.model.train()
@@ -419,10 +416,17 @@ class Engine:
             raise FinetuneError("A step is under way: call loss.backward() and engine.step() first.")
         uncommitted = self.step_count != self._commit_requested()
         if self._scheduler.pending or uncommitted:
-            tasks = self._scheduler.flush(self.step_count, commit=True)
-            self._plane.executor.submit(tasks.tasks)
-            self._busy.watch(tasks)
+            self._submit(self._scheduler.flush(self.step_count, commit=True))
         self._plane.executor.drain()
+
+    def _submit(self, tasks: StepList) -> None:
+        """Let the lanes run ``tasks``, and note what they will cost."""
+        assert self._plane is not None
+        self._planned_bytes = (
+            self._planned_bytes[0] + tasks.ssd_read_bytes(), self._planned_bytes[1] + tasks.ssd_written_bytes()
+        )  # fmt: skip
+        self._plane.executor.submit(tasks.tasks)
+        self._busy.watch(tasks)
 
     def _commit_requested(self) -> int:
         """The newest step whose commit is done or among the submitted tasks."""
@@ -455,6 +459,10 @@ class Engine:
     # -- committing -----------------------------------------------------------------------------------------------
 
     def _update_of(self, step: int) -> Update:
+        """What step ``step`` does to a record; asked for right before it is done, after all earlier commits."""
+        if self._options.single_slot and not self._state.torn:
+            self._state.torn = True  # from here on the only copy is a mixture, until the step is committed
+            self._commit_manifest(self._state)
         return self._updates[step]
 
     def _commit(self, task: Task) -> None:
@@ -533,6 +541,10 @@ class Engine:
         """Bytes read from and written to the SSDs by all our processes since training began."""
         now = self._plane.io_bytes() if self._plane is not None else self._store_bytes()
         return now[0] - self._io_before[0], now[1] - self._io_before[1]
+
+    def planned_io_bytes(self) -> tuple[int, int]:
+        """What the schedule says that :meth:`io_bytes` comes to, once everything submitted is done."""
+        return self._planned_bytes
 
     def host_memory_in_use(self) -> int:
         """Proportional set size of our processes, in bytes, beyond what they had before the model was touched."""

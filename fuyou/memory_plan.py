@@ -4,7 +4,7 @@ What must be there comes first (one buffer of each kind makes the engine work, s
 computation overlap, then activations in the fastest tier that has room, then parameters that need not be read twice.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedConfig
@@ -158,25 +158,32 @@ class MemoryPlanner:
         return None
 
     def _count(self, batch: Batch, counts: BufferCounts, ring_chunks: int) -> MemoryPlan:
+        """What ``counts`` take, with the head in one go or in ranges of tokens, whichever takes less."""
+        vocabulary = self.config.get_text_config().vocab_size
+        share = max(self._block_workspace(batch), min(256 << 20, self.device_limit // 20))
+        columns = max(1, min(batch.seq_len, share // (LOGIT_BYTES * vocabulary * batch.micro_rows)))
+        plans = [self._count_with(batch, counts, ring_chunks, width) for width in (batch.seq_len, columns)]
+        return min(plans, key=lambda plan: plan.device_bytes)
+
+    def _block_workspace(self, batch: Batch) -> int:
+        per_token = activation_elements_per_token(self.config) * self.shape.precision.parameter_bytes
+        return int(batch.micro_tokens * per_token)
+
+    def _count_with(self, batch: Batch, counts: BufferCounts, ring_chunks: int, columns: int) -> MemoryPlan:
         precision, several = self.shape.precision, batch.micro_batches > 1
         width = precision.parameter_bytes
-        hidden = self.config.get_text_config().hidden_size
-        vocabulary = self.config.get_text_config().vocab_size
-        activation = round_up(batch.micro_tokens * hidden * width, 4096)
+        text = self.config.get_text_config()
+        activation = round_up(batch.micro_tokens * text.hidden_size * width, 4096)
 
-        compute = int(batch.micro_tokens * activation_elements_per_token(self.config) * width)
-        head_share = max(compute, min(256 << 20, self.device_limit // 20))
-        columns = max(1, min(batch.seq_len, head_share // (LOGIT_BYTES * vocabulary * batch.micro_rows)))
-        logits = columns * batch.micro_rows * vocabulary * LOGIT_BYTES
+        logits = columns * batch.micro_rows * text.vocab_size * LOGIT_BYTES
         # An outer gradient is made, transposed or summed on the way, and added to the flat buffer: measured on a CPU,
         # three times its size at once. What the allocator keeps of freed logits comes on top of the next ones.
         head = 2 * logits + 3 * self.largest_outer_parameter * width
-        workspace = compute + max(2 * self.largest_block_parameter * width, head)
+        workspace = self._block_workspace(batch) + max(2 * self.largest_block_parameter * width, head)
 
-        split = precision.split
-        wide_blocks = split and several
+        wide_blocks = precision.split and several
         # Two contributions (head and tied embedding) need no more: their sum is rounded once either way.
-        wide_outer = split and (several or columns < batch.seq_len)
+        wide_outer = precision.split and (several or columns < batch.seq_len)
         chunk = min(CHUNK_ELEMENTS, round_up(max(self.block, self.outer), PAGE_ELEMENTS))
         device = (
             (counts.device_blocks + counts.device_block_gradients) * self.block * width
@@ -218,7 +225,7 @@ class MemoryPlanner:
         )
 
 
-def _largest(records) -> int:  # type: ignore[no-untyped-def]
+def _largest(records: Iterable[Record]) -> int:
     return max((slot.numel for record in records for slot in record.parameters), default=0)
 
 
@@ -245,8 +252,3 @@ def _host_ladder(device: BufferCounts) -> Iterator[tuple[BufferCounts, int]]:
     """The same for the host, with the number of state chunks in the optimizer's ring."""
     for blocks, gradients, ring in ((4, 2, 6), (3, 2, 4), (3, 1, 3), (2, 1, 2), (1, 1, 2)):
         yield replace(device, host_blocks=blocks, host_block_gradients=gradients), ring
-
-
-def largest_records(records: tuple[Record, ...]) -> dict[bool, int]:
-    """Elements of the largest block and of the largest outer record, by whether they are outer."""
-    return {outer: max(record.numel for record in records if record.outer is outer) for outer in (False, True)}

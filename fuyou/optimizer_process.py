@@ -98,7 +98,7 @@ class OptimizerProcess:
         for buffer in self._ring:
             self._free.put(buffer)
         self._announced: queue.Queue[ReadStates | CreateRecord] = queue.Queue()
-        self._read: queue.Queue[tuple[Chunk, HostBuffer, Future, float]] = queue.Queue()
+        self._read: queue.Queue[tuple[Chunk, HostBuffer, Future, list[float]]] = queue.Queue()
         self._updates: collections.deque[UpdateRecord | CreateRecord] = collections.deque()
         self._arrived = threading.Condition()
         self._adam = ChunkAdam()
@@ -139,11 +139,12 @@ class OptimizerProcess:
             for chunk in record.chunks(self._setup.chunk_elements):
                 buffer = self._free.get()
                 nbytes = (chunk.stop - chunk.start) * self._precision.state_bytes
-                began = time.monotonic()
+                times = [time.monotonic()]  # when it began and, once it is done, when it ended
                 future = self._store.read(
                     extent, buffer.bytes(0, nbytes), chunk.start * self._precision.state_bytes, nbytes
                 )
-                self._read.put((chunk, buffer, future, began))
+                future.add_done_callback(lambda _, times=times: times.append(time.monotonic()))
+                self._read.put((chunk, buffer, future, times))
 
     def _guard(self, work) -> None:  # type: ignore[no-untyped-def]
         try:
@@ -166,11 +167,10 @@ class OptimizerProcess:
         write = Write(message.record, len(chunks))
         began = 0.0
         for number, _ in enumerate(chunks):
-            chunk, buffer, future, read_began = self._read.get()
+            chunk, buffer, future, times = self._read.get()
             future.result()
-            now = time.monotonic()
-            write.intervals.append((read_began, now))
-            began = began or now
+            write.intervals.append((times[0], times[-1]))
+            began = began or time.monotonic()
             states = StateChunks(buffer, chunk, self._precision)
             part = slice(chunk.start, chunk.stop)
             self._adam.update(

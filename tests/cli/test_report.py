@@ -17,9 +17,9 @@ FIELDS = {
 
 def test_report(tmp_path: Path) -> None:
     measured = Measurements(tokens_per_step=100, model_flops=6e9, hardware_flops=8e9)
-    measured.add(3.0, 2.0, {"gpu": 1.0, "ssd": 1.5}, (1000, 500))
-    measured.add(2.0, 3.0, {"gpu": 1.0, "ssd": 2.5}, (1200, 500))
-    report = measured.report((10, 9), (1, 2, 3), (2300, 1000))
+    measured.add(3.0, 2.0, {"gpu": 1.0, "ssd": 1.5})
+    measured.add(2.0, 3.0, {"gpu": 1.0, "ssd": 2.5})
+    report = measured.report((10, 9), (1, 2, 3), (2300, 1000), (2200, 1000))
     report.write(tmp_path / "report.json")
     got = json.loads((tmp_path / "report.json").read_text())
     assert got.keys() == FIELDS
@@ -35,6 +35,6 @@ def test_report(tmp_path: Path) -> None:
 
 
 def test_a_report_of_no_steps() -> None:
-    report = Measurements(100, 1, 1).report((10, 10), (0, 0, 0), (0, 0))
+    report = Measurements(100, 1, 1).report((10, 10), (0, 0, 0), (0, 0), (0, 0))
     assert (report.steps, report.overlap_efficiency, report.tokens_per_second) == (0, 0, 0)
     assert report.summary(0) == "no step was left to take"

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,8 @@ def activations(layers: int, micro: int) -> int:
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> Program:
+def scenarios(draw: st.DrawFn) -> dict[str, Any]:
+    """What to :func:`build`."""
     layers, tied = draw(st.integers(1, 6)), draw(st.booleans())
     most = draw(st.integers(1, 5))
     total = activations(layers, most)
@@ -50,29 +52,32 @@ def programs(draw: st.DrawFn) -> Program:
     )  # fmt: skip
     entry = st.tuples(st.sampled_from(["train", "train", "train", "eval", "flush"]), st.integers(1, most), st.booleans())
     script = [("train", most, draw(st.booleans())), *draw(st.lists(entry, min_size=1, max_size=4))]
-    return build(
-        layers, tied, counts, script, defer=draw(st.booleans()), single_slot=draw(st.booleans()),
-        slot=draw(st.integers(0, 1)),
-    )  # fmt: skip
+    return {
+        "layers": layers, "tied": tied, "counts": counts, "script": script, "defer": draw(st.booleans()),
+        "single_slot": draw(st.booleans()), "slot": draw(st.integers(0, 1)),
+    }  # fmt: skip
 
 
-@settings(max_examples=150)
-@given(programs())
-def test_everything_that_shares_a_place_is_ordered_and_finds_what_it_needs(program: Program) -> None:
+@settings(max_examples=400)
+@given(scenarios())
+def test_everything_that_shares_a_place_is_ordered_and_finds_what_it_needs(scenario: dict[str, Any]) -> None:
+    program = build(**scenario)
     check_order(program)
     Machine(program).run_in_order()
 
 
-@settings(max_examples=50)
-@given(programs(), st.integers(0, 2**32))
-def test_any_order_that_the_executor_may_choose_works(program: Program, seed: int) -> None:
+@settings(max_examples=150)
+@given(scenarios(), st.integers(0, 2**32))
+def test_any_order_that_the_executor_may_choose_works(scenario: dict[str, Any], seed: int) -> None:
+    program = build(**scenario)
     for number in range(2):
         Machine(program).run(seed + number)
 
 
 @settings(max_examples=60)
-@given(programs())
-def test_every_step_computes_and_updates_everything_once(program: Program) -> None:
+@given(scenarios())
+def test_every_step_computes_and_updates_everything_once(scenario: dict[str, Any]) -> None:
+    program = build(**scenario)
     shape = program.shape
     trained = [(micro, steps) for kind, micro, steps in program.lists if kind == "train"]
     for micro, steps in trained:
@@ -94,8 +99,9 @@ def test_every_step_computes_and_updates_everything_once(program: Program) -> No
 
 
 @settings(max_examples=60)
-@given(programs())
-def test_buffers_are_within_the_counts(program: Program) -> None:
+@given(scenarios())
+def test_buffers_are_within_the_counts(scenario: dict[str, Any]) -> None:
+    program = build(**scenario)
     for task in program.tasks:
         for place in (place for places in program.accesses(task) for place in places):
             if place[0].startswith(("ssd parameters", "ssd states")):
