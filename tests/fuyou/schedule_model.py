@@ -132,8 +132,8 @@ def lane(task: Task) -> Op:
 def check_order(program: Program) -> None:
     """Assert that a task waits only for earlier ones, and that accesses to one place are ordered unless all read.
 
-    What is known to be ordered: ``after``; the starts of one lane; in lanes that are not asynchronous, the end of a task
-    before the next one's start.
+    What is known to be ordered: ``after``; the starts of one lane; in lanes that are not asynchronous, the end of a
+    task before the next one's start.
     """
     tasks = program.tasks
     number = {id(task): index for index, task in enumerate(tasks)}
@@ -212,7 +212,7 @@ class Machine:
             for op, queue in queues.items():
                 if queue and op not in busy and all(id(earlier) in done for earlier in queue[0].after):
                     events.append(("start", queue[0]))
-            assert events, f"nothing can go on; next in their lanes are {[queue[0] for queue in queues.values() if queue]}"
+            assert events, f"nothing can go on: {[queue[0] for queue in queues.values() if queue]} wait"
             what, task = chance.choices(events, [bias[lane(task)] for _, task in events])[0]
             if what == "start":
                 queues[lane(task)].popleft()

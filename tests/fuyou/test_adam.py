@@ -27,7 +27,12 @@ def randn(count: int, seed: int, scale: float = 1.0) -> torch.Tensor:
 
 
 def twin_step(
-    master: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, gradient: torch.Tensor, update: Update, decay: bool
+    master: torch.Tensor,
+    mean: torch.Tensor,
+    variance: torch.Tensor,
+    gradient: torch.Tensor,
+    update: Update,
+    decay: bool,
 ) -> None:
     """The whole range at once, fp32."""
     config = update.adam

@@ -29,7 +29,8 @@ class Walk:
         return next(later, NEVER)
 
     def run(self) -> "Walk":
-        for self.position, key in enumerate(self.sequence):
+        for position, key in enumerate(self.sequence):
+            self.position = position
             index = self.pool.find(key)
             if index is None:
                 self.misses += 1

@@ -1,6 +1,7 @@
 """Records: nothing overlaps, everything is aligned, chunks cover exactly."""
 
 import json
+from itertools import pairwise
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from fuyou.records import (
     weights_file,
 )
 
-PRECISIONS = [Precision(dtype, moments) for dtype in (torch.bfloat16, torch.float32) for moments in (torch.bfloat16, torch.float32)]  # fmt: skip
+DTYPES = (torch.bfloat16, torch.float32)
+PRECISIONS = [Precision(dtype, moments) for dtype in DTYPES for moments in DTYPES]
 
 shapes = st.one_of(
     st.just(()),
@@ -146,7 +148,7 @@ def test_extents(wanted: list[Record], precision: Precision, slots: int, directo
                 for piece in pieces(extent, directories, 0, extent.nbytes):
                     taken.append((piece.directory, piece.offset, piece.offset + piece.nbytes))
         taken.sort()
-        for (directory, _, stop), (other, start, _) in zip(taken, taken[1:], strict=False):
+        for (directory, _, stop), (other, start, _) in pairwise(taken):
             assert directory != other or stop <= start
         assert set(layout.file_bytes()) == {weights_file(number) for number in range(slots)}
     # The optimizer process computes the same places on its own.
