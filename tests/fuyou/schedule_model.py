@@ -142,6 +142,7 @@ def check_order(program: Program) -> None:
     writer: dict[tuple, int] = {}
     readers: dict[tuple, list[int]] = defaultdict(list)
     commit: int | None = None
+    ends: dict[int, int] = {}  # by step
     for index, task in enumerate(tasks):
         before = 0
         for earlier in task.after:
@@ -172,7 +173,10 @@ def check_order(program: Program) -> None:
             if place[0] in ("ssd parameters", "ssd states") and commit is not None:
                 must_follow(commit, place)
                 assert program.single_slot or place[2] != tasks[commit].target, f"{task} overwrites {tasks[commit]}"
-        if task.op is Op.COMMIT:
+        if task.op is Op.STEP:
+            ends[task.step] = index
+        if task.op is Op.COMMIT:  # a step whose gradient is not finite is never ended, and must not be committed
+            must_follow(ends[task.step], ("step", task.step))
             commit = index
             for place in program.accesses(task)[0]:
                 assert place in writer, f"{task}: nothing was ever written to {place}"
@@ -187,6 +191,7 @@ class Machine:
         self.content: dict[tuple, object] = {}
         self._held: dict[tuple, dict[int, str]] = defaultdict(dict)
         self.committed = (0, program.slot)
+        self._ended: set[int] = set()
         for record in range(len(self.shape.records)):
             for kind in ("ssd parameters", "ssd states"):
                 self.content[kind, record, program.slot] = (record, 0)
@@ -260,6 +265,8 @@ class Machine:
         if task.op is Op.UPDATE:
             # What is left is reading: others may use the new parameters while they are written to SSD.
             self._held[writes[0]][owner] = "read"
+        if task.op is Op.STEP:
+            self._ended.add(task.step)
         if task.op is Op.COMMIT:
             self.committed = (task.step, task.target)
 
@@ -333,6 +340,7 @@ class Machine:
                 value = self.content.get(self.program.accesses(task)[0][0])
                 assert isinstance(value, tuple) and value[0] == record, f"{task} moves {value}"
             case Op.COMMIT:
+                assert task.step in self._ended and task.step > self.committed[0]
                 for place in self.program.accesses(task)[0]:
                     self._expect(task, place, (place[1], task.step))
 
