@@ -4,6 +4,7 @@ Direct I/O into scattered 4 KiB pages runs at a third of the speed that it reach
 of a page costs more than copying it. So every buffer is one mapping, advised to use huge pages and touched at once.
 """
 
+import contextlib
 import mmap
 import os
 from dataclasses import dataclass, field
@@ -83,10 +84,8 @@ class HostBuffer:
         else:
             self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
+            with contextlib.suppress(OSError):  # kernels without transparent huge pages: slower, still right
                 self._map.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:
-                pass  # kernels without transparent huge pages: slower, still right
         #: The bytes, as numpy sees them: ``uint8 [nbytes]``.
         self.array: np.ndarray = np.frombuffer(self._map, dtype=np.uint8)
         # from_numpy holds the array and so the mapping; frombuffer on the mapping itself would not.

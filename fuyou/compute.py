@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from common.data import document_mask
-from common.errors import FinetuneError, UserError
+from common.errors import FinetuneError
 from fuyou.data_plane import DataPlane
 from fuyou.gradients import GradientSum, sum_of_squares
 from fuyou.memory_plan import MemoryPlan
@@ -58,8 +58,6 @@ class StepComputation:
         self._device = plane.device.torch_device
         targets = shifted_labels(batch["labels"])
         self._items = int((targets != -100).sum())
-        if not self._items:
-            raise UserError("No token of this batch has a label (all are -100): there is nothing to learn from it.")
         self.tokens = batch["input_ids"].numel()
         self._micro = self._split(batch, targets)
         self._calls: list[BlockCalls | None] = [None] * len(self._micro)
@@ -197,7 +195,7 @@ class StepComputation:
         """This range of tokens' share of the batch's mean loss."""
         inputs = self._micro[micro]
         whole = columns == slice(0, hidden.shape[1])
-        batch = {name: inputs[name][:, columns] for name in ("input_ids", "position_ids") if name in inputs}
+        batch = {name: value[:, columns] for name, value in inputs.items() if name in ("input_ids", "position_ids")}
         logits = self._stack.head(batch, hidden if whole else hidden[:, columns])
         return summed_loss(logits, inputs["targets"][:, columns]) / self._items
 

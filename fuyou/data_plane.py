@@ -265,9 +265,7 @@ class DataPlane:
     def _update(self, task: Task) -> object:
         with self._lock:
             self._updating[task.record] = task
-        self._link.send(
-            UpdateRecord(task.record, task.source, task.gradient, task.target, self._update_of(task.step))
-        )
+        self._link.send(UpdateRecord(task.record, task.source, task.gradient, task.target, self._update_of(task.step)))
         return ELSEWHERE
 
     def _state_write(self, task: Task) -> object | None:

@@ -4,7 +4,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from fuyou.adam import AdamConfig, Update
 from fuyou.compute import NonFiniteLoss, StepComputation
 from fuyou.data_plane import DataPlane
 from fuyou.devices import CpuDevice, CudaDevice, Device
-from fuyou.memory_plan import Batch, MemoryPlan, MemoryPlanner
+from fuyou.memory_plan import Batch, MemoryPlanner
 from fuyou.model_records import fingerprint, model_records
 from fuyou.optimizer_link import OptimizerLink
 from fuyou.records import Precision, allocate_extents, weights_file
@@ -207,9 +207,7 @@ class Engine:
         self.parameters = sum(record.parameter_count for record in self._shape.records)
         self.trainable_parameters = self.parameters
 
-    def _open_store(
-        self, run_name: str, resume: bool, overwrite: bool, batch_shape: tuple[int, int] | None
-    ) -> None:
+    def _open_store(self, run_name: str, resume: bool, overwrite: bool, batch_shape: tuple[int, int] | None) -> None:
         options, slots = self._options, 1 if self._options.single_slot else 2
         context = getattr(self.config.get_text_config(), "max_position_embeddings", None) or 2048
         rows, seq_len = batch_shape or (options.micro_batch or 1, min(context, 2048))
@@ -264,8 +262,8 @@ class Engine:
             raise FinetuneError(f"The manifest in {self._store.directories[0]} belongs to another store.")
         if state.torn:
             raise FinetuneError(
-                f"This run keeps a single slot and was interrupted in the middle of step {state.step + 1}: its state is "
-                "a mixture of two steps. Begin again with --overwrite (and without --single-slot)."
+                f"This run keeps a single slot and was interrupted in the middle of step {state.step + 1}: its state "
+                "is a mixture of two steps. Begin again with --overwrite (and without --single-slot)."
             )
         for field_name, option in (
             ("model", "--model"), ("dtype", "--dtype"), ("optimizer_dtype", "--optimizer-dtype"),
@@ -331,8 +329,8 @@ class Engine:
             return EngineOutput(torch.tensor(self.eval_loss(**batch)))
         if self._step is not None:
             raise FinetuneError(
-                "engine() was called again before the last step was ended with loss.backward() and engine.step(). For a "
-                "forward pass alone, use engine.eval_loss(); for larger batches, pass the whole batch at once."
+                "engine() was called again before the last step was ended with loss.backward() and engine.step(). For "
+                "a forward pass alone, use engine.eval_loss(); for larger batches, pass the whole batch at once."
             )
         plane = self._prepare(batch)
         began = time.monotonic()
@@ -439,6 +437,8 @@ class Engine:
         for name in ("input_ids", "labels"):
             if batch.get(name) is None or batch[name].dim() != 2:
                 raise UserError(f"A batch needs {name} of shape [sequences, tokens].")
+        if not bool((batch["labels"][:, 1:] != -100).any()):
+            raise UserError("No token of this batch has a label (all are -100): there is nothing to learn from it.")
         rows, seq_len = batch["input_ids"].shape
         planned = self.memory_plan.batch
         if self._plane is None or rows > planned.rows or seq_len > planned.seq_len:

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from functools import partial
 
 from fuyou.tasks import Op, Task
 
@@ -133,7 +134,7 @@ class Executor:
                 if result is None:
                     self.finish(task)
                 elif isinstance(result, Future):
-                    result.add_done_callback(lambda future, task=task: self._finish_future(task, future))
+                    result.add_done_callback(partial(self._finish_future, task))
             except BaseException as error:
                 self.fail(error)
                 return

@@ -124,7 +124,7 @@ class MemoryPlanner:
             if best is not None and best.counts.device_blocks > 1:
                 break  # smaller micro-batches would only cost speed
         if best is None:
-            raise self._too_small(Batch(rows, seq_len, min(sizes[-1], rows)))
+            raise self._too_small([Batch(rows, seq_len, min(size, rows)) for size in sizes])
         return best
 
     def _fit(self, batch: Batch, device: BufferCounts) -> MemoryPlan | None:
@@ -160,7 +160,8 @@ class MemoryPlanner:
     def _count(self, batch: Batch, counts: BufferCounts, ring_chunks: int) -> MemoryPlan:
         """What ``counts`` take, with the head in one go or in ranges of tokens, whichever takes less."""
         vocabulary = self.config.get_text_config().vocab_size
-        share = max(self._block_workspace(batch), min(256 << 20, self.device_limit // 20))
+        # Not a share of the budget: or a larger budget could need more than it adds.
+        share = max(self._block_workspace(batch), (64 << 20) if self.cpu else (256 << 20))
         columns = max(1, min(batch.seq_len, share // (LOGIT_BYTES * vocabulary * batch.micro_rows)))
         plans = [self._count_with(batch, counts, ring_chunks, width) for width in (batch.seq_len, columns)]
         return min(plans, key=lambda plan: plan.device_bytes)
@@ -206,13 +207,17 @@ class MemoryPlanner:
             counts, batch, ring_chunks, chunk, activation, columns, wide_blocks, wide_outer, workspace, device, host
         )
 
-    def _too_small(self, batch: Batch) -> UserError:
+    def _too_small(self, batches: list[Batch]) -> UserError:
         counts, ring = list(_host_ladder(list(_device_ladder())[-1]))[-1]
-        least = self._count(batch, replace(counts, host_activations=2), ring)
+        plans = [self._count(batch, replace(counts, host_activations=2), ring) for batch in batches]
+        # Not always the smallest micro-batch: a batch that is not split needs no fp32 sums.
+        least = min(plans, key=lambda plan: plan.host_bytes if self.cpu else plan.device_bytes)
+        batch = least.batch
         needs = []
         if least.device_bytes > self.device_limit:
             needs.append(
-                f"--device-memory of at least {_mebibytes(least.device_bytes)} (it is {format_bytes(self.device_limit)})"
+                f"--device-memory of at least {_mebibytes(least.device_bytes)} "
+                f"(it is {format_bytes(self.device_limit)})"
             )
         if least.host_bytes > self.host_limit:
             needs.append(
@@ -220,8 +225,8 @@ class MemoryPlanner:
             )
         smaller = "" if batch.micro_rows == 1 else " A smaller --micro-batch needs less."
         return UserError(
-            f"One block of this model ({self.block:,} parameters; {self.outer:,} outside the blocks) with a micro-batch "
-            f"of {batch.micro_rows} x {batch.seq_len} tokens needs {' and '.join(needs)}.{smaller}"
+            f"One block of this model ({self.block:,} parameters; {self.outer:,} outside the blocks) with a "
+            f"micro-batch of {batch.micro_rows} x {batch.seq_len} tokens needs {' and '.join(needs)}.{smaller}"
         )
 
 

@@ -4,11 +4,14 @@ import hashlib
 import json
 from collections.abc import Sequence
 
-from common.models.structure import fp32_parameters, parameter_names
 from common.errors import UserError
+from common.models.structure import fp32_parameters, parameter_names
 from fuyou.records import Precision, Record, wants_decay
 from fuyou.schedule import StepShape
 from fuyou.stack import StreamedModel
+
+#: Names, shape, and whether weight decay applies.
+Entry = tuple[tuple[str, ...], Sequence[int], bool]
 
 
 def model_records(stack: StreamedModel, precision: Precision) -> StepShape:
@@ -25,8 +28,9 @@ def model_records(stack: StreamedModel, precision: Precision) -> StepShape:
             f"{type(stack.model).__name__} insists on fp32 for {len(kept)} parameters ({kept[0]}, ...): train it with "
             "--dtype fp32."
         )
-    blocks: list[list[tuple[tuple[str, ...], Sequence[int], bool]]] = [[] for _ in stack.blocks]
-    before, after = [], []
+    blocks: list[list[Entry]] = [[] for _ in stack.blocks]
+    before: list[Entry] = []
+    after: list[Entry] = []
     tied = False
     prefix = f"{stack.block_prefix}."
     for names in parameter_names(stack.model):
@@ -45,9 +49,7 @@ def model_records(stack: StreamedModel, precision: Precision) -> StepShape:
     records = outer + [
         Record.build(len(outer) + layer, f"block {layer}", False, entries) for layer, entries in enumerate(blocks)
     ]
-    return StepShape(
-        tuple(records), 0, len(outer) - 1, tuple(range(len(outer), len(records))), precision
-    )
+    return StepShape(tuple(records), 0, len(outer) - 1, tuple(range(len(outer), len(records))), precision)
 
 
 def fingerprint(records: Sequence[Record]) -> str:

@@ -17,9 +17,11 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -97,7 +99,7 @@ class OptimizerProcess:
         self._free: queue.Queue[HostBuffer] = queue.Queue()
         for buffer in self._ring:
             self._free.put(buffer)
-        self._announced: queue.Queue[ReadStates | CreateRecord] = queue.Queue()
+        self._announced: queue.Queue[ReadStates] = queue.Queue()
         self._read: queue.Queue[tuple[Chunk, HostBuffer, Future, list[float]]] = queue.Queue()
         self._updates: collections.deque[UpdateRecord | CreateRecord] = collections.deque()
         self._arrived = threading.Condition()
@@ -143,10 +145,10 @@ class OptimizerProcess:
                 future = self._store.read(
                     extent, buffer.bytes(0, nbytes), chunk.start * self._precision.state_bytes, nbytes
                 )
-                future.add_done_callback(lambda _, times=times: times.append(time.monotonic()))
+                future.add_done_callback(partial(_note_time, times))
                 self._read.put((chunk, buffer, future, times))
 
-    def _guard(self, work) -> None:  # type: ignore[no-untyped-def]
+    def _guard(self, work: Callable[[], None]) -> None:
         try:
             work()
         except BaseException as error:
@@ -198,9 +200,7 @@ class OptimizerProcess:
             states.variance.zero_()
             self._write_chunk(write, message.target, chunk, buffer, parameters)
 
-    def _write_chunk(
-        self, write: Write, target: int, chunk: Chunk, buffer: HostBuffer, parameters: np.ndarray
-    ) -> None:
+    def _write_chunk(self, write: Write, target: int, chunk: Chunk, buffer: HostBuffer, parameters: np.ndarray) -> None:
         """Start writing one chunk's states and parameters; the buffer is free again when both are written."""
         extents = self._extents[write.record]
         width, count = self._precision.parameter_bytes, chunk.stop - chunk.start
@@ -251,6 +251,10 @@ class OptimizerProcess:
     def _fail(self, error: BaseException) -> None:
         report(self._connection, error, self._sending)
         os._exit(1)
+
+
+def _note_time(times: list[float], _: Future) -> None:
+    times.append(time.monotonic())
 
 
 def report(connection: Connection, error: BaseException, lock: AbstractContextManager[Any] | None = None) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from common.store.store import Io
 from fuyou.adam import Update
 
 
@@ -40,7 +41,7 @@ class Setup:
     """First message: everything that the optimizer process needs to know."""
 
     directories: list[str]
-    io: str
+    io: Io
     io_threads: int
     records: list[dict[str, Any]]
     dtype: torch.dtype

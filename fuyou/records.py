@@ -136,9 +136,7 @@ class Record:
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Each parameter by its first name, as a view of the flat buffer ``[numel]``."""
-        return {
-            slot.name: flat[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.parameters
-        }
+        return {slot.name: flat[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.parameters}
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -170,7 +168,9 @@ def weights_file(slot: int) -> str:
     return f"weights.{slot}"
 
 
-def allocate_extents(layout: Layout, records: Sequence[Record], precision: Precision, slots: int) -> list[RecordExtents]:
+def allocate_extents(
+    layout: Layout, records: Sequence[Record], precision: Precision, slots: int
+) -> list[RecordExtents]:
     """Give every record its place in every slot. Deterministic: both processes compute the same places."""
     places: list[tuple[list[Extent], list[Extent]]] = [([], []) for _ in records]
     for slot in range(slots):

@@ -1,7 +1,7 @@
-"""The schedule is data: one training step as a list of tasks (design: records, visits and tiers below).
+"""The schedule is data: one training step as a list of tasks.
 
-A step visits ``embedding, block 1 .. L, head, block L .. 1, embedding``. Each visit runs all M micro-batches through one
-record's modules, so parameters cross the SSDs once per visit however large the batch ("vertical" micro-batches).
+A step visits ``embedding, block 1 .. L, head, block L .. 1, embedding``. Each visit runs all M micro-batches through
+one record's modules, so parameters cross the SSDs once per visit however large the batch ("vertical" micro-batches).
 The scheduler walks the visits in order and writes down what each needs: reads, copies, computation, updates, writes,
 and what each of these waits for. Buffers are assigned here, not while running; prefetching is nothing but a read
 whose buffer becomes free early. The engine runs the list; a simulator can run the same list on a clock.

@@ -11,6 +11,7 @@ what the block is called with (masks, position embeddings: they differ by layer 
 So the head can run on any range of tokens, which bounds the memory of its logits.
 """
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -128,9 +129,7 @@ class StreamedModel:
 
         ``before`` restricts that to modules that run before the blocks (True) or to the others (False).
         """
-        names = [
-            name for name in parameters if before is None or (self._owners[name][0] in self.before) is before
-        ]
+        names = [name for name in parameters if before is None or (self._owners[name][0] in self.before) is before]
         try:
             for name in names:
                 module, attribute, _ = self._owners[name]
@@ -153,18 +152,15 @@ class StreamedModel:
             The first block's input ``[B, S, H]``, and what each block is called with.
         """
         self._calls, self._first_hidden = BlockCalls(), None
-        try:
-            with self._stood_in():
-                self.model(**batch, use_cache=False)
-        except _Reached:
-            pass
-        else:
-            raise FinetuneError(
-                f"{type(self.model).__name__} never called its block {len(self.blocks) - 1}; it cannot be streamed."
-            )
+        with contextlib.suppress(_Reached), self._stood_in():
+            self.model(**batch, use_cache=False)
         calls, hidden = self._calls, self._first_hidden
         self._calls = self._first_hidden = None
-        assert hidden is not None
+        if hidden is None or len(calls.arguments) != len(self.blocks):
+            raise FinetuneError(
+                f"{type(self.model).__name__} called {len(calls.arguments)} of its {len(self.blocks)} blocks; it cannot "
+                "be streamed."
+            )
         return hidden, calls
 
     def block(self, index: int, hidden: torch.Tensor, calls: BlockCalls) -> torch.Tensor:

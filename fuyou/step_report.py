@@ -54,6 +54,5 @@ class BusyTimes:
         self._watched = waiting
         intervals[Resource.SSD] += self._plane.take_ssd_intervals()
         return {
-            resource.value: sum(ended - began for began, ended in merge(found))
-            for resource, found in intervals.items()
+            resource.value: sum(ended - began for began, ended in merge(found)) for resource, found in intervals.items()
         }

@@ -1,0 +1,56 @@
+"""Claim: host memory stays within --host-memory, and SSD traffic is what the plan says, however deep the model is.
+
+Trains Llama-style models (hidden size 1024, 12.8 M parameters a block) of growing depth under one host budget and
+prints states over budget, measured peak over budget, and bytes per parameter against the plan.
+
+    python scripts/measure_bounds.py --ssd DIR --host-memory 400MiB --layers 4 15 52
+"""
+
+import tempfile
+
+import click
+import torch
+from transformers import LlamaConfig, logging
+
+import fuyou
+from common.units import format_bytes, format_count, parse_bytes
+
+
+@click.command()
+@click.option("--ssd", default=tempfile.gettempdir(), type=click.Path(exists=True, file_okay=False))
+@click.option("--host-memory", default="400MiB")
+@click.option("--layers", multiple=True, type=int, default=(4, 15, 52))
+@click.option("--steps", default=3)
+@click.option("--seq-len", default=128)
+def main(ssd: str, host_memory: str, layers: tuple[int, ...], steps: int, seq_len: int) -> None:
+    """Measure memory and traffic at several depths."""
+    logging.set_verbosity_error()
+    limit = parse_bytes(host_memory)
+    print(f"{'layers':>6} {'parameters':>10} {'states':>9} {'/budget':>8} {'peak':>9} {'of budget':>9}"
+          f" {'read':>6} {'plan':>6} {'written':>7} {'plan':>6} {'s/step':>7}")  # fmt: skip
+    for depth in layers:
+        config = LlamaConfig(
+            vocab_size=4096, hidden_size=1024, intermediate_size=2816, num_hidden_layers=depth, num_attention_heads=16,
+            tie_word_embeddings=False,
+        )  # fmt: skip
+        with (
+            tempfile.TemporaryDirectory(dir=ssd) as directory,
+            fuyou.Engine(config, ssd=[directory], host_memory=limit, batch_shape=(1, seq_len)) as engine,
+        ):
+            seconds = []
+            for _ in range(steps):
+                tokens = torch.randint(0, config.vocab_size, (1, seq_len))
+                engine(input_ids=tokens, labels=tokens).loss.backward()
+                seconds.append(engine.step().seconds)
+            engine.flush()
+            states = 12 * engine.parameters
+            used = engine.host_peak_bytes - engine.host_baseline_bytes
+            per = [count / steps / engine.parameters for count in (*engine.io_bytes(), *engine.planned_io_bytes())]
+            print(f"{depth:>6} {format_count(engine.parameters):>10} {format_bytes(states):>9} {states / limit:>7.1f}x"
+                  f" {format_bytes(used):>9} {used / limit:>9.2f}"
+                  f" {per[0]:>6.2f} {per[2]:>6.2f} {per[1]:>7.2f} {per[3]:>6.2f}"
+                  f" {sorted(seconds)[len(seconds) // 2]:>7.1f}", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
