@@ -35,6 +35,8 @@ class BlockCalls:
     """What the model called each block with, for one micro-batch, beside the hidden states."""
 
     arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    first_hidden: torch.Tensor | None = None
+    """The first block's input, until the embedding hands it out."""
 
 
 class _StandIn(nn.Module):
@@ -79,7 +81,6 @@ class StreamedModel:
                 if parameter is not None:
                     self._owners[f"{prefix}.{name}" if prefix else name] = (module, name, parameter)
         self._calls: BlockCalls | None = None
-        self._first_hidden: torch.Tensor | None = None
         self._stack_output: torch.Tensor | None = None
         self._returns_tuple = False
         #: Modules with parameters that run before the blocks.
@@ -151,15 +152,17 @@ class StreamedModel:
         Returns:
             The first block's input ``[B, S, H]``, and what each block is called with.
         """
-        self._calls, self._first_hidden = BlockCalls(), None
-        with contextlib.suppress(_Reached), self._stood_in():
-            self.model(**batch, use_cache=False)
-        calls, hidden = self._calls, self._first_hidden
-        self._calls = self._first_hidden = None
+        self._calls = calls = BlockCalls()
+        try:
+            with contextlib.suppress(_Reached), self._stood_in():
+                self.model(**batch, use_cache=False)
+        finally:
+            self._calls = None
+        hidden, calls.first_hidden = calls.first_hidden, None
         if hidden is None or len(calls.arguments) != len(self.blocks):
             raise FinetuneError(
-                f"{type(self.model).__name__} called {len(calls.arguments)} of its {len(self.blocks)} blocks; it cannot "
-                "be streamed."
+                f"{type(self.model).__name__} called {len(calls.arguments)} of its {len(self.blocks)} blocks; it "
+                "cannot be streamed."
             )
         return hidden, calls
 
@@ -184,12 +187,12 @@ class StreamedModel:
     def _called(self, index: int, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         last = index == len(self.blocks) - 1
         if self._calls is not None:
-            if self._first_hidden is None:
-                self._first_hidden = hidden
+            if self._calls.first_hidden is None:
+                self._calls.first_hidden = hidden
             self._calls.arguments.append((args, kwargs))
             if last:
                 raise _Reached
-            return self._first_hidden
+            return self._calls.first_hidden
         result = self._stack_output if last else hidden
         return (result,) if self._returns_tuple else result
 
