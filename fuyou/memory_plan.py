@@ -223,7 +223,7 @@ class MemoryPlanner:
             needs.append(
                 f"--host-memory of at least {_mebibytes(least.host_bytes)} (it is {format_bytes(self.host_limit)})"
             )
-        smaller = "" if batch.micro_rows == 1 else " A smaller --micro-batch needs less."
+        smaller = "" if batch.micro_rows == 1 or len(batches) > 1 else " A smaller --micro-batch needs less."
         return UserError(
             f"One block of this model ({self.block:,} parameters; {self.outer:,} outside the blocks) with a "
             f"micro-batch of {batch.micro_rows} x {batch.seq_len} tokens needs {' and '.join(needs)}.{smaller}"
