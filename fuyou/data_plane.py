@@ -202,12 +202,9 @@ class DataPlane:
         return self._host_activations.bytes(index * self.plan.activation_bytes, nbytes)
 
     def io_bytes(self) -> tuple[int, int]:
-        """Bytes read from and written to the SSDs so far, by both processes."""
-        stores = [store for store in (self.store, self._scratch) if store is not None]
-        return (
-            sum(store.bytes_read for store in stores) + self.optimizer_read_bytes,
-            sum(store.bytes_written for store in stores) + self.optimizer_written_bytes,
-        )
+        """Bytes read and written so far by the optimizer process and in the scratch store; ends with this object."""
+        scratch = (self._scratch.bytes_read, self._scratch.bytes_written) if self._scratch is not None else (0, 0)
+        return self.optimizer_read_bytes + scratch[0], self.optimizer_written_bytes + scratch[1]
 
     def create(self, record: Record, target: int) -> None:
         """Write a record's first state, of which ``hi`` and ``lo`` are in host buffers 0; blocks until written."""

@@ -4,6 +4,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,8 @@ class Engine:
         self._store: Store | None = None
         self._link: OptimizerLink | None = None
         self._step: StepComputation | None = None
+        self._in_flight = False
+        self._io_closed = self._io_other = self._planned_bytes = (0, 0)  # bytes read, bytes written
         self._meter = PeakMeter(self._pids)
         try:
             self._ssd = [Path(path) for path in ssd]
@@ -240,14 +243,12 @@ class Engine:
         self._open_plane()
         if not resume:
             assert self._plane is not None
-            fill_store(self._plane, self._source, 0)
+            with self._not_counted():
+                fill_store(self._plane, self._source, 0)
             self._store.sync([weights_file(0)])
             self._state.random = random_states(self._device.torch_device)
             self._commit_manifest(self._state)
-            self.created_bytes = self._plane.io_bytes()[1]
-        assert self._plane is not None
-        self._io_before = self._plane.io_bytes()
-        self._planned_bytes = (0, 0)
+            self.created_bytes = self._io_other[1]
 
     def _load_state(self, wanted: TrainingState) -> TrainingState:
         assert self._store is not None
@@ -299,13 +300,8 @@ class Engine:
     def _close_plane(self) -> None:
         """Give all buffers back. What is pending must have been flushed; what is not is lost."""
         if self._plane is not None:
-            self._io_before = tuple(  # type: ignore[assignment]
-                before - now for before, now in zip(self._io_before, self._plane.io_bytes(), strict=True)
-            )
-            own = (self._store.bytes_read, self._store.bytes_written) if self._store else (0, 0)
-            # The training store's own counters go on; the rest is folded into what came before.
-            self._io_before = (self._io_before[0] + own[0], self._io_before[1] + own[1])
             self._plane.close()
+            self._io_closed = _plus(self._io_closed, self._plane.io_bytes())
             self._plane = None
         if self._link is not None:
             self._link.close()
@@ -337,6 +333,7 @@ class Engine:
         step = self.step_count + 1
         self._updates[step] = Update(step, replace(self._options.adam, lr=self.lr), 1.0, self._options.seed)
         shape = self._batch_shape(batch)
+        self._in_flight = True  # before the schedule changes: an interrupt may come at any point
         tasks = self._scheduler.training_step(step, shape, commit=step % self._options.commit_every == 0)
         self._step = StepComputation(self._stack, plane, tasks, batch, self.memory_plan, began)
         self._submit(tasks)
@@ -380,6 +377,7 @@ class Engine:
         self._updates.pop(step - 2, None)
         plane.executor.finish(current.tasks.end)
         self._step = None
+        self._in_flight = False
         seconds = time.monotonic() - current.began
         return StepReport(
             step=step,
@@ -498,7 +496,8 @@ class Engine:
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter's name and fp32 master weight, read from the store one at a time."""
         self.flush()
-        yield from self._reader().masters()
+        with self._not_counted():
+            yield from self._reader().masters()
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Export a Hugging Face checkpoint (compute dtype), record by record; training can go on afterwards.
@@ -511,21 +510,12 @@ class Engine:
         target = Path(directory)
         writer = CheckpointWriter(target, self._stack.model, self.config, self._options.precision.dtype, shard)
         reader = self._reader()
-        before = self._store_bytes()
-        for record in self._shape.records:
-            writer.add(reader.compute_weights(record))
+        with self._not_counted():
+            for record in self._shape.records:
+                writer.add(reader.compute_weights(record))
         writer.finish()
         if self._checkpoint is not None:
             copy_tokenizer_files(self._checkpoint, target)
-        after = self._store_bytes()
-        # What the export reads is not training's.
-        self._io_before = tuple(  # type: ignore[assignment]
-            start + new - old for start, new, old in zip(self._io_before, after, before, strict=True)
-        )
-
-    def _store_bytes(self) -> tuple[int, int]:
-        assert self._store is not None
-        return self._store.bytes_read, self._store.bytes_written
 
     # -- figures --------------------------------------------------------------------------------------------------
 
@@ -538,9 +528,22 @@ class Engine:
         return hardware_flops_per_token(self._stack.model, seq_len)
 
     def io_bytes(self) -> tuple[int, int]:
-        """Bytes read from and written to the SSDs by all our processes since training began."""
-        now = self._plane.io_bytes() if self._plane is not None else self._store_bytes()
-        return now[0] - self._io_before[0], now[1] - self._io_before[1]
+        """Bytes that training has read from and written to the SSDs, in all our processes."""
+        return _minus(self._all_io_bytes(), self._io_other)
+
+    def _all_io_bytes(self) -> tuple[int, int]:
+        assert self._store is not None
+        total = _plus(self._io_closed, (self._store.bytes_read, self._store.bytes_written))
+        return _plus(total, self._plane.io_bytes()) if self._plane is not None else total
+
+    @contextmanager
+    def _not_counted(self) -> Iterator[None]:
+        """What is read and written meanwhile is not training's: filling the store, exporting, looking."""
+        before = self._all_io_bytes()
+        try:
+            yield
+        finally:
+            self._io_other = _plus(self._io_other, _minus(self._all_io_bytes(), before))
 
     def planned_io_bytes(self) -> tuple[int, int]:
         """What the schedule says that :meth:`io_bytes` comes to, once everything submitted is done."""
@@ -570,12 +573,19 @@ class Engine:
     # -- closing --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop. A step in flight is discarded, a finished one is committed; ``resume`` continues from there."""
+        """Stop. A step in flight is discarded, a finished one is committed; ``resume`` continues from there.
+
+        (With deferred updates, the finished step before one in flight is discarded as well: its updates are part of the
+        forward pass that is given up.)
+        """
         if self._closed:
             return
         try:
-            if self._plane is not None and self._step is None and self._plane.executor.failure is None:
-                self.flush()
+            if self._plane is not None and self._plane.executor.failure is None:
+                if not self._in_flight:
+                    self.flush()
+                elif not self._scheduler.defer:  # deferred updates wait for the forward pass that is given up
+                    self._finish_earlier_commit()
         finally:
             self._closed = True
             self._step = None
@@ -589,6 +599,14 @@ class Engine:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close()
+
+
+def _plus(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    return one[0] + other[0], one[1] + other[1]
+
+
+def _minus(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    return one[0] - other[0], one[1] - other[1]
 
 
 class _StreamedLoss(torch.autograd.Function):

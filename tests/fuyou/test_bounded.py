@@ -1,0 +1,41 @@
+"""Host memory stays within the budget whatever the depth, and the SSDs carry what the plan says."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+import fuyou
+from common.units import parse_bytes
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize(("layers", "budget"), [(6, "280MiB"), (28, "280MiB")])
+def test_memory_and_bytes(layers: int, budget: str, clip: float | None, tmp_path: Path) -> None:
+    """Models whose states are up to 4 times the budget (scripts/measure_bounds.py goes to 20 times)."""
+    config = LlamaConfig(
+        vocab_size=2048, hidden_size=512, intermediate_size=1408, num_hidden_layers=layers, num_attention_heads=8
+    )
+    steps = 3
+    with fuyou.Engine(
+        config, ssd=[tmp_path], host_memory=budget, batch_shape=(2, 64), micro_batch=1, max_grad_norm=clip
+    ) as engine:
+        for _ in range(steps):
+            tokens = torch.randint(0, 2048, (2, 64))
+            engine(input_ids=tokens, labels=tokens).loss.backward()
+            engine.step()
+        engine.flush()
+        read, written = (count / steps / engine.parameters for count in engine.io_bytes())
+        assert engine.io_bytes() == engine.planned_io_bytes()
+        if clip is None:
+            assert read <= 14 * 1.01
+            assert written == pytest.approx(12, rel=0.01)
+        else:  # gradients that wait for the norm are written once and read once: 2 bytes each
+            assert read <= 16 * 1.01
+            assert written <= 14 * 1.01
+        for _ in engine.named_parameters():
+            pass
+        engine.save_pretrained(tmp_path / "out")
+        assert engine.io_bytes() == engine.planned_io_bytes(), "looking and exporting do not count"
+        assert engine.host_peak_bytes - engine.host_baseline_bytes <= parse_bytes(budget)
