@@ -23,7 +23,7 @@ class DemoSize:
     hidden: int = 320
     layers: int = 24
     vocab: int = 4096
-    host_memory: int = 184 << 20
+    host_memory: int = 208 << 20
     """The cap, bytes. Nearly 120 MiB of it are a fixed allowance for what no program can plan."""
     steps: int = 32
     batch_size: int = 4
