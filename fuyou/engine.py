@@ -342,7 +342,8 @@ class Engine:
             self._finish_earlier_commit()
             raise NonFiniteLoss(f"The loss of step {step} is {float(loss)}.", step, self._committed_step)
         anchor = torch.ones((), requires_grad=True)
-        return EngineOutput(_StreamedLoss.apply(anchor, loss, self))
+        # On the CPU, so that the streamed backward runs in the caller's thread whatever the device.
+        return EngineOutput(_StreamedLoss.apply(anchor, loss.cpu(), self))
 
     def _backward(self) -> None:
         assert self._step is not None
