@@ -3,7 +3,7 @@
 Trains Llama-style models (hidden size 1024, 12.8 M parameters a block) of growing depth under one host budget and
 prints states over budget, measured peak over budget, and bytes per parameter against the plan.
 
-    python scripts/measure_bounds.py --ssd DIR --host-memory 400MiB --layers 4 15 52
+    python scripts/measure_bounds.py --ssd DIR --host-memory 400MiB --layers 5 --layers 21 --layers 54
 """
 
 import tempfile
@@ -19,7 +19,7 @@ from common.units import format_bytes, format_count, parse_bytes
 @click.command()
 @click.option("--ssd", default=tempfile.gettempdir(), type=click.Path(exists=True, file_okay=False))
 @click.option("--host-memory", default="400MiB")
-@click.option("--layers", multiple=True, type=int, default=(4, 15, 52))
+@click.option("--layers", multiple=True, type=int, default=(5, 21, 54))
 @click.option("--steps", default=3)
 @click.option("--seq-len", default=128)
 def main(ssd: str, host_memory: str, layers: tuple[int, ...], steps: int, seq_len: int) -> None:
