@@ -7,12 +7,11 @@ of a page costs more than copying it. So every buffer is one mapping, advised to
 import contextlib
 import mmap
 import os
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from common.errors import FinetuneError, UserError
+from common.errors import FinetuneError
 from common.units import format_bytes
 
 PAGE = 4096
@@ -23,41 +22,6 @@ _REGISTER_PIECE_BYTES = 64 << 30
 def round_up(value: int, unit: int) -> int:
     """The smallest multiple of ``unit`` that is not below ``value``."""
     return -(-value // unit) * unit
-
-
-@dataclass
-class Budget:
-    """What one tier may hold, and who asked for how much of it.
-
-    Raises:
-        UserError: on the reservation that would exceed the limit, naming the asker and everybody before it.
-    """
-
-    tier: str
-    """Name of the tier as the user knows it: ``host`` or ``device``."""
-    limit_bytes: int
-    """Most bytes that may be reserved."""
-    reserved: dict[str, int] = field(default_factory=dict)
-    """Bytes by asker, in the order of asking."""
-
-    @property
-    def used_bytes(self) -> int:
-        return sum(self.reserved.values())
-
-    @property
-    def free_bytes(self) -> int:
-        return self.limit_bytes - self.used_bytes
-
-    def reserve(self, asker: str, nbytes: int) -> int:
-        """Account ``nbytes`` to ``asker`` and return them."""
-        if nbytes > self.free_bytes:
-            held = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.reserved.items()) or "nothing yet"
-            raise UserError(
-                f"{asker} needs {format_bytes(nbytes)} of {self.tier} memory, but only {format_bytes(self.free_bytes)} "
-                f"of {format_bytes(self.limit_bytes)} is left (reserved: {held}). Raise --{self.tier}-memory."
-            )
-        self.reserved[asker] = self.reserved.get(asker, 0) + nbytes
-        return nbytes
 
 
 class HostBuffer:

@@ -1,5 +1,6 @@
 """Runs the compute tasks of one step, in the caller's thread: embedding, blocks, head, and back."""
 
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -9,6 +10,7 @@ from common.errors import FinetuneError
 from fuyou.data_plane import DataPlane
 from fuyou.gradients import GradientSum, sum_of_squares
 from fuyou.memory_plan import MemoryPlan
+from fuyou.records import Record
 from fuyou.stack import BlockCalls, StreamedModel, shifted_labels, summed_loss
 from fuyou.tasks import Op, Phase, StepList, Task
 
@@ -136,7 +138,7 @@ class StepComputation:
 
     @torch.no_grad()
     def _embed_forward(self, task: Task) -> None:
-        self._random[-1, task.micro] = self._random_state()
+        self._random[-1, task.micro] = _random_state(self._device)
         with self._stack.bound(self._parameters(task), before=True):
             hidden, calls = self._stack.embed(self._model_inputs(task.micro))
         if hidden.dtype != self._dtype:
@@ -146,7 +148,7 @@ class StepComputation:
 
     @torch.no_grad()
     def _block_forward(self, task: Task, layer: int) -> None:
-        self._random[layer, task.micro] = self._random_state()
+        self._random[layer, task.micro] = _random_state(self._device)
         hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro))
         with self._stack.bound(self._parameters(task)):
             result = self._stack.block(layer, hidden, self._call(task.micro))
@@ -222,26 +224,26 @@ class StepComputation:
         return rows, length, self._stack.hidden_size
 
     def _activation(self, index: int, shape: tuple[int, ...]) -> torch.Tensor:
-        count = 1
-        for size in shape:
-            count *= size
-        return self._plane.activations.values(index, count, self._dtype).view(shape)
+        return self._plane.activations.values(index, math.prod(shape), self._dtype).view(shape)
 
     def _parameters(self, task: Task) -> dict[str, torch.Tensor]:
         """The record's parameters on the device, under all of their names."""
-        record = self._plane.shape.records[task.record]
-        views = record.views(self._plane.parameters[record.outer].values(task.source, record.numel, self._dtype))
+        record, views = self._record_views(task)
         return {name: views[slot.name] for slot in record.parameters for name in slot.names}
 
     def _leaves(self, task: Task) -> dict[str, torch.Tensor]:
         """The same as leaves whose gradients go to the record's sum. Tied names share one leaf."""
-        record = self._plane.shape.records[task.record]
-        views = record.views(self._plane.parameters[record.outer].values(task.source, record.numel, self._dtype))
+        record, views = self._record_views(task)
         leaves = {name: torch.nn.Parameter(view) for name, view in views.items()}
         if task.first and task.record not in self._sums:
             self._sums[task.record] = GradientSum(record, self._sum_buffer(task))
         self._sums[task.record].attach(leaves)
         return {name: leaves[slot.name] for slot in record.parameters for name in slot.names}
+
+    def _record_views(self, task: Task) -> tuple[Record, dict[str, torch.Tensor]]:
+        """The task's record, and its parameters in the device buffer by their first names."""
+        record = self._plane.shape.records[task.record]
+        return record, record.views(self._plane.parameters[record.outer].values(task.source, record.numel, self._dtype))
 
     def _sum_buffer(self, task: Task) -> torch.Tensor:
         record = self._plane.shape.records[task.record]
@@ -264,9 +266,6 @@ class StepComputation:
             rounded.copy_(total.flat)
         self._squares.append(sum_of_squares(rounded))
 
-    def _random_state(self) -> torch.Tensor:
-        return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else torch.get_rng_state()
-
     def _replayed(self, layer: int, micro: int) -> "_Replay":
         return _Replay(self._random.pop((layer, micro)), self._device)
 
@@ -278,15 +277,20 @@ class _Replay:
         self._state, self._device = state, device
 
     def __enter__(self) -> None:
-        if self._device.type == "cuda":
-            self._outer = torch.cuda.get_rng_state(self._device)
-            torch.cuda.set_rng_state(self._state, self._device)
-        else:
-            self._outer = torch.get_rng_state()
-            torch.set_rng_state(self._state)
+        self._outer = _random_state(self._device)
+        _set_random_state(self._state, self._device)
 
     def __exit__(self, *_: object) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_rng_state(self._outer, self._device)
-        else:
-            torch.set_rng_state(self._outer)
+        _set_random_state(self._outer, self._device)
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    """State of the generator that computation on ``device`` draws from."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_random_state(state: torch.Tensor, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)

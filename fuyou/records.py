@@ -4,6 +4,7 @@ In memory a record is one flat buffer of parameters; on SSD it is that buffer an
 chunks of ``[lo | mean | variance]``, so that one chunk is one contiguous range to read, update and write back.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,10 +69,7 @@ class ParameterSlot:
 
     @property
     def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
