@@ -4,12 +4,14 @@ from common.store.directories import remove
 from common.store.errors import StoreError
 from common.store.layout import ALIGNMENT, Extent, Layout
 from common.store.manifest import commit_manifest, load_manifest
+from common.store.pacing import Pace
 from common.store.store import Store
 
 __all__ = [
     "ALIGNMENT",
     "Extent",
     "Layout",
+    "Pace",
     "Store",
     "StoreError",
     "commit_manifest",

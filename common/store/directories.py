@@ -15,6 +15,7 @@ from common.errors import FinetuneError, UserError
 from common.store.errors import StoreError, describe_os_error
 from common.store.layout import ALIGNMENT, Layout
 from common.store.manifest import MANIFEST_FILE
+from common.store.pacing import CLOCK_FILE
 from common.store.sealed import read_sealed, sync_directory, write_sealed
 from common.units import format_bytes
 
@@ -152,7 +153,7 @@ def remove(directories: Iterable[Path]) -> None:
         identity = Identity.read(directory)
         if identity is None:
             continue
-        names = [MANIFEST_FILE, MANIFEST_FILE + ".tmp", *identity.layout.file_bytes()]
+        names = [MANIFEST_FILE, MANIFEST_FILE + ".tmp", CLOCK_FILE, *identity.layout.file_bytes()]
         try:
             for name in [*names, IDENTITY_FILE + ".tmp", IDENTITY_FILE]:
                 (directory / name).unlink(missing_ok=True)

@@ -11,9 +11,10 @@ import numpy as np
 from common.errors import UserError, did_you_mean
 from common.store import directories as placement
 from common.store import kvikio_backend
-from common.store.errors import StoreError
+from common.store.errors import StoreError, describe_os_error
 from common.store.kvikio_backend import KvikioFile
 from common.store.layout import ALIGNMENT, Extent, Layout, pieces, whole_pages
+from common.store.pacing import CLOCK_FILE, DriveClock, Pace
 from common.store.posix import PosixFile
 from common.store.transfers import Transfer
 
@@ -31,7 +32,15 @@ class Store:
 
     @classmethod
     def create(
-        cls, directories: Sequence[Path], layout: Layout, *, io: Io = "auto", threads: int = 4, overwrite: bool = False
+        cls,
+        directories: Sequence[Path],
+        layout: Layout,
+        *,
+        io: Io = "auto",
+        threads: int = 4,
+        overwrite: bool = False,
+        pace: Pace | None = None,
+        clocks: Sequence[Path] | None = None,
     ) -> "Store":
         """Make a store in existing directories, with room for the whole of ``layout``.
 
@@ -41,6 +50,9 @@ class Store:
                 needs CUDA in this process: one that must stay without CUDA says ``posix``.
             threads: I/O threads per directory; four keep a drive busy.
             overwrite: replace stores that the directories hold.
+            pace: make every drive look this slow. Other stores on it must be opened with the same pace.
+            clocks: with ``pace``, the directories of another store, one for each of these on the same drive: the two
+                stores share the drives' time.
 
         Raises:
             UserError: a directory is missing, not writable, given twice or in use, or there is too little space; in
@@ -48,20 +60,30 @@ class Store:
             StoreError: a file system refused; what was made is removed again.
         """
         _check_io(io)
-        return cls(*placement.prepare(directories, layout, overwrite), io, threads)
+        return cls(*placement.prepare(directories, layout, overwrite), io, threads, pace, clocks)
 
     @classmethod
-    def open(cls, directories: Sequence[Path], *, io: Io = "auto", threads: int = 4) -> "Store":
-        """Open the store that ``directories`` hold, given in any order.
+    def open(
+        cls, directories: Sequence[Path], *, io: Io = "auto", threads: int = 4, pace: Pace | None = None
+    ) -> "Store":
+        """Open the store that ``directories`` hold, given in any order; the rest as in ``create``.
 
         Raises:
             UserError: they are not all directories of one store, each once.
             StoreError: an identity or a file is damaged.
         """
         _check_io(io)
-        return cls(*placement.find(directories), io, threads)
+        return cls(*placement.find(directories), io, threads, pace)
 
-    def __init__(self, directories: list[Path], identity: placement.Identity, io: Io, threads: int) -> None:
+    def __init__(
+        self,
+        directories: list[Path],
+        identity: placement.Identity,
+        io: Io,
+        threads: int,
+        pace: Pace | None = None,
+        clocks: Sequence[Path] | None = None,
+    ) -> None:
         """Use ``Store.create`` or ``Store.open``."""
         self.id = identity.store
         """Random name of the store: a manifest that names it cannot be taken for another run's."""
@@ -76,6 +98,8 @@ class Store:
         self._file_bytes = self.layout.file_bytes()
         self._files: dict[str, list[PosixFile]] = {}
         self._device_files: dict[str, list[KvikioFile]] = {}
+        self._pace = pace
+        self._clocks: list[DriveClock] = []
         self._pools: list[ThreadPoolExecutor] = []
         # Their own threads: a sync takes as long as the drive likes, and reads must not queue behind it.
         self._syncing = ThreadPoolExecutor(len(directories), "store-sync")
@@ -89,6 +113,9 @@ class Store:
             if self.device_reads or self.device_writes:
                 for name, files in self._files.items():
                     self._device_files[name] = [KvikioFile(file.path, file) for file in files]
+            if pace is not None:
+                for path in directories if clocks is None else clocks:
+                    self._clocks.append(_join_clock(path))
             # A pool for each drive, so that a slow one does not collect the threads of the others.
             self._pools = [ThreadPoolExecutor(threads, f"store-{index}") for index in range(len(directories))]
         except BaseException:
@@ -165,6 +192,8 @@ class Store:
         for files in self._files.values():
             for file in files:
                 file.close()
+        for clock in self._clocks:
+            clock.close()
 
     def __enter__(self) -> "Store":
         return self
@@ -197,8 +226,12 @@ class Store:
                 self.bytes_written += page_bytes
         transfer = Transfer(len(calls))
         for directory, at, start, length in calls:
-            work = getattr(files[directory], direction)
-            transfer.submit(self._pools[directory], work, at, flat[start : start + length])
+            work, part = getattr(files[directory], direction), flat[start : start + length]
+            if self._pace is None:
+                transfer.submit(self._pools[directory], work, at, part)
+            else:
+                seconds = self._pace.seconds(direction, whole_pages(at % ALIGNMENT + length))
+                transfer.submit(self._pools[directory], self._clocks[directory].during, seconds, work, at, part)
         return transfer.future
 
     def _check_open(self) -> None:
@@ -250,6 +283,13 @@ def _flat_bytes(direction: str, buffer: Any) -> Any:
 def _sync_all(files: Iterable[PosixFile]) -> None:
     for file in files:
         file.sync()
+
+
+def _join_clock(directory: Path) -> DriveClock:
+    try:
+        return DriveClock(directory)
+    except OSError as error:
+        raise describe_os_error("opening", directory / CLOCK_FILE, error) from error
 
 
 def _check_io(io: str) -> None:

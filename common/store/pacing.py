@@ -1,0 +1,106 @@
+"""Drives made to look slower, so that a machine can stand in for one with other drives.
+
+Each drive has one clock, shared by everybody who uses the drive in any process: the moment until which the drive is
+spoken for. An I/O call of n bytes takes the next n / rate seconds on that clock, does its real I/O, and sleeps until
+its own share has passed. Reads and writes share the clock, so r bytes read and w written take r / R + w / W together,
+whoever moves them. The moments are absolute: a sleep that ends late delays its caller, but not the drive.
+"""
+
+import contextlib
+import fcntl
+import math
+import mmap
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from common.errors import UserError
+
+CLOCK_FILE = "drive-clock.tmp"
+"""The clock's name in its directory. No file of a store can have it: theirs do not end in ``.tmp``."""
+
+_NANOSECONDS = struct.Struct("=q")
+_STALE = 60 * 10**9
+"""Nanoseconds. A clock further ahead than any queue of I/O calls reaches was left behind before the machine started."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a drive is to look. It can only be slowed down: rates above the real ones change nothing."""
+
+    read_bytes_per_second: float
+    """Rate of a drive that does nothing but read; ``math.inf`` leaves reads as they are."""
+    write_bytes_per_second: float
+    """Rate of a drive that does nothing but write."""
+
+    def __post_init__(self) -> None:
+        for rate in (self.read_bytes_per_second, self.write_bytes_per_second):
+            if not rate > 0 or math.isnan(rate):
+                raise UserError(f"A drive's rate must be positive, in bytes per second, and {rate} is not.")
+
+    def seconds(self, direction: Literal["read", "write"], nbytes: int) -> float:
+        """How long the drive is busy with ``nbytes`` bytes."""
+        return nbytes / (self.read_bytes_per_second if direction == "read" else self.write_bytes_per_second)
+
+
+class DriveClock:
+    """The clock of one drive: eight bytes of a file that every user maps, in nanoseconds of ``time.monotonic_ns``.
+
+    Any number of threads and processes may use it, each process (or store) with an object of its own.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Join the clock in ``directory``, or make it there.
+
+        Raises:
+            OSError: the file cannot be made.
+        """
+        self._path = directory / CLOCK_FILE
+        try:
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            self._made_here = True
+        except FileExistsError:
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+            self._made_here = False
+        try:
+            os.ftruncate(self._descriptor, _NANOSECONDS.size)  # again if the maker has: that changes nothing
+            self._time = mmap.mmap(self._descriptor, _NANOSECONDS.size)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self._lock = threading.Lock()  # flock is the descriptor's, and so does not part threads
+
+    def during(self, seconds: float, work: Callable[..., None], *arguments: Any) -> None:
+        """Take the drive's next ``seconds``, run ``work(*arguments)``, and return when both have ended."""
+        end = self._reserve(round(seconds * 1e9))
+        work(*arguments)
+        while (left := end - time.monotonic_ns()) > 0:
+            time.sleep(left * 1e-9)
+
+    def _reserve(self, nanoseconds: int) -> int:
+        """The moment at which the drive has done this as well."""
+        with self._lock:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            try:
+                now = time.monotonic_ns()
+                (busy_until,) = _NANOSECONDS.unpack_from(self._time)
+                if not now <= busy_until <= now + _STALE:
+                    busy_until = now  # idle time is lost, not saved up
+                end: int = busy_until + nanoseconds
+                _NANOSECONDS.pack_into(self._time, 0, end)
+            finally:
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        return end
+
+    def close(self) -> None:
+        """Leave the clock, and remove it if it was made here: others who have it go on with it."""
+        if self._made_here:
+            with contextlib.suppress(OSError):
+                self._path.unlink(missing_ok=True)
+        self._time.close()
+        os.close(self._descriptor)

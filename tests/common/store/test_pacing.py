@@ -1,0 +1,168 @@
+"""Paced drives: their rates are those asked for, whoever shares them."""
+
+import multiprocessing
+import pickle
+import threading
+import time
+from concurrent.futures import wait
+
+import pytest
+
+from common.errors import UserError
+from common.store import Layout, Pace, Store, pacing, remove
+from common.store.pacing import CLOCK_FILE, DriveClock
+from tests.common.store.conftest import memory, noise
+
+MIB = 1 << 20
+PACE = Pace(200e6, 100e6)
+"""Far below what any drive does, so that nothing but the pace is measured."""
+LATE = 0.03
+"""Seconds that the last sleep of a measurement may end late on a busy machine."""
+
+
+def do_nothing(*arguments):
+    pass
+
+
+def use(clock, seconds, calls):
+    for _ in range(calls):
+        clock.during(seconds, do_nothing)
+
+
+def test_pace_is_a_value():
+    assert pickle.loads(pickle.dumps(PACE)) == PACE
+    assert (PACE.seconds("read", 10**8), PACE.seconds("write", 10**8)) == (0.5, 1.0)
+    for rates in [(0, 1), (1, -1), (float("nan"), 1)]:
+        with pytest.raises(UserError, match="positive"):
+            Pace(*rates)
+
+
+@pytest.mark.parametrize("threads", [2, 4, 7])
+def test_the_rate_is_kept_within_a_percent(tmp_path, threads):
+    clock = DriveClock(tmp_path)
+    workers = [threading.Thread(target=use, args=(clock, 0.0021, 500 // threads)) for _ in range(threads)]
+    begin = time.monotonic()
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    expected = 0.0021 * (500 // threads) * threads
+    assert expected <= time.monotonic() - begin <= expected * 1.01 + LATE
+    clock.close()
+
+
+def test_idle_time_is_lost_and_a_stale_clock_is_reset(tmp_path, monkeypatch):
+    clock = DriveClock(tmp_path)
+    use(clock, 0.01, 1)
+    time.sleep(0.1)
+    begin = time.monotonic()
+    use(clock, 0.02, 2)
+    assert time.monotonic() - begin >= 0.04
+    monkeypatch.setattr(pacing, "_STALE", 0.5e9)
+    clock._reserve(10**12)
+    begin = time.monotonic()
+    use(clock, 0.01, 1)
+    assert 0.01 <= time.monotonic() - begin < 0.5
+    clock.close()
+
+
+def test_failed_work_raises_at_once(tmp_path):
+    clock = DriveClock(tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        clock.during(20, lambda: 1 / 0)
+    clock.close()
+
+
+def test_the_clock_is_removed_by_its_maker_only(tmp_path):
+    first, second = DriveClock(tmp_path), DriveClock(tmp_path)
+    second.close()
+    assert (tmp_path / CLOCK_FILE).exists()
+    first.close()
+    assert not list(tmp_path.iterdir())
+
+
+def make(paths, nbytes, **options):
+    """A store with two extents of ``nbytes`` bytes, and these."""
+    layout = Layout(len(paths))
+    extents = [layout.allocate("weights.0", nbytes) for _ in range(2)]
+    return Store.create(paths, layout, io="posix", **options), extents
+
+
+@pytest.mark.parametrize("directories", [1, 3])
+@pytest.mark.parametrize("what", ["read", "write", "mixed"])
+def test_a_paced_store_moves_its_bytes_at_the_pace(make_directories, directories, what):
+    nbytes = 40 * MIB * directories + 13
+    store, (one, other) = make(make_directories(directories), nbytes, pace=PACE)
+    data, got = memory(nbytes), memory(nbytes)
+    with store:
+        data[:] = noise(nbytes)
+        store.write_now(one, data)
+        begin = time.monotonic()
+        futures = []
+        if what != "write":
+            futures.append(store.read(one, got))
+        if what != "read":
+            futures.append(store.write(other, data))
+        wait(futures)
+        seconds = time.monotonic() - begin
+        per_directory = nbytes / directories
+        expected = (what != "write") * per_directory / 200e6 + (what != "read") * per_directory / 100e6
+        assert expected <= seconds <= expected * 1.01 + LATE
+        if what != "write":
+            assert (got == data).all()
+
+
+def write_elsewhere(paths, ready, go, seconds):
+    with Store.open(paths, io="posix", pace=PACE) as store:
+        extent = store.layout.extents("weights.0")[1]
+        data = memory(extent.nbytes)
+        ready.set()
+        go.wait()
+        begin = time.monotonic()
+        store.write_now(extent, data)
+        seconds.value = time.monotonic() - begin
+
+
+def test_two_processes_share_a_drive(make_directories):
+    paths, nbytes = make_directories(1), 32 * MIB
+    context = multiprocessing.get_context("spawn")
+    ready, go, seconds = context.Event(), context.Event(), context.Value("d", 0.0)
+    store, (one, _) = make(paths, nbytes, pace=PACE)
+    with store:
+        child = context.Process(target=write_elsewhere, args=(paths, ready, go, seconds))
+        child.start()
+        assert ready.wait(30)
+        got = memory(nbytes)
+        begin = time.monotonic()
+        go.set()
+        store.read_now(one, got)
+        mine = time.monotonic() - begin
+        child.join()
+        assert child.exitcode == 0
+        expected = nbytes / 200e6 + nbytes / 100e6
+        assert expected - LATE <= max(mine, seconds.value) <= expected * 1.01 + LATE
+        assert mine > nbytes / 200e6 * 1.4  # the other took its share at the same time
+        assert (paths[0] / CLOCK_FILE).exists()
+    assert not (paths[0] / CLOCK_FILE).exists()
+
+
+def test_a_second_store_can_share_the_drives_of_the_first(make_directories, tmp_path):
+    paths, nbytes = make_directories(1), 20 * MIB
+    (tmp_path / "scratch").mkdir()
+    store, (one, _) = make(paths, nbytes, pace=PACE)
+    scratch, (there, _) = make([tmp_path / "scratch"], nbytes, pace=PACE, clocks=store.directories)
+    with store, scratch:
+        begin = time.monotonic()
+        wait([store.read(one, memory(nbytes)), scratch.write(there, memory(nbytes))])
+        expected = nbytes / 200e6 + nbytes / 100e6
+        assert expected <= time.monotonic() - begin <= expected * 1.01 + LATE
+
+
+def test_a_clock_left_by_a_crash_goes_with_the_store(make_directories):
+    paths = make_directories(1)
+    make(paths, 1)[0].close()
+    (paths[0] / CLOCK_FILE).write_bytes(b"\x00" * 8)
+    with Store.open(paths, io="posix", pace=PACE) as store:
+        store.read_now(store.layout.extents("weights.0")[0], memory(1))
+    remove(paths)
+    assert not list(paths[0].iterdir())
