@@ -37,7 +37,7 @@ def test_pace_is_a_value():
             Pace(*rates)
 
 
-@pytest.mark.parametrize("threads", [2, 4, 7])
+@pytest.mark.parametrize("threads", [1, 2, 4, 7])
 def test_the_rate_is_kept_within_a_percent(tmp_path, threads):
     clock = DriveClock(tmp_path)
     workers = [threading.Thread(target=use, args=(clock, 0.0021, 500 // threads)) for _ in range(threads)]
