@@ -28,8 +28,8 @@ _NANOSECONDS = struct.Struct("=q")
 _STALE = 60 * 10**9
 """Nanoseconds. A clock further ahead than any queue of I/O calls reaches was left behind before the machine started."""
 _WAKE_UP = 200_000
-"""Nanoseconds by which a caller may come back late from its sleep and find that the drive did not stand still meanwhile.
-A single caller would otherwise see 5% less than the rate with calls of 2 ms."""
+"""Nanoseconds by which a caller may wake up late and find that the drive did not stand still meanwhile. A single caller
+would otherwise see 5% less than the rate with calls of 2 ms."""
 
 
 @dataclass(frozen=True)
