@@ -9,8 +9,8 @@ if getattr(common, "PROJECT", None) != "fuyou":
         f"in {_found}: rename that one, take its folder off the module search path, or run from another folder."
     )
 
+from fuyou.accounting import StepReport
 from fuyou.compute import NonFiniteLoss
 from fuyou.engine import Engine, EngineOutput
-from fuyou.step_report import StepReport
 
 __all__ = ["Engine", "EngineOutput", "NonFiniteLoss", "StepReport"]

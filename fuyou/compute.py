@@ -12,9 +12,9 @@ from fuyou.gradients import GradientSum, sum_of_squares
 from fuyou.memory_plan import MemoryPlan
 from fuyou.records import Record
 from fuyou.stack import BlockCalls, StreamedModel, shifted_labels, summed_loss
-from fuyou.tasks import Op, Phase, StepList, Task
+from fuyou.tasks import FORWARD_PHASES, Op, Phase, StepList, Task
 
-_FORWARD = (Phase.EMBED_FORWARD, Phase.BLOCK_FORWARD, Phase.HEAD, Phase.HEAD_EVAL)
+_BEFORE_HEAD = (Phase.EMBED_FORWARD, Phase.BLOCK_FORWARD)
 
 
 class NonFiniteLoss(FinetuneError):
@@ -59,7 +59,9 @@ class StepComputation:
         self._dtype = plane.shape.precision.dtype
         self._device = plane.device.torch_device
         targets = shifted_labels(batch["labels"])
-        self._items = int((targets != -100).sum())
+        # On the device: CUDA divides by a number of the host's as multiplication by its reciprocal, which is not what
+        # an ordinary loop (transformers' loss divides by such a tensor) gives.
+        self._items = (targets != -100).sum().to(self._device, non_blocking=True)
         self.tokens = batch["input_ids"].numel()
         self._micro = self._split(batch, targets)
         self._calls: list[BlockCalls | None] = [None] * len(self._micro)
@@ -88,7 +90,7 @@ class StepComputation:
 
     def forward(self) -> torch.Tensor:
         """Run everything up to the head; returns the batch's mean loss, an fp32 scalar."""
-        while self._next is not None and self._next.visit is not None and self._next.visit.phase in _FORWARD:
+        while self._next is not None and self._next.visit is not None and self._next.visit.phase in FORWARD_PHASES:
             self._run(self._next)
             self._next = next(self._todo, None)
         total = self._losses[0]
@@ -101,6 +103,13 @@ class StepComputation:
         """Run the rest."""
         while self._next is not None:
             self._run(self._next)
+            self._next = next(self._todo, None)
+
+    def abandon(self) -> None:
+        """Give the pass up before its head, but let what waits for it go on: the updates that a forward pass carries
+        along belong to the step before, which is to be committed all the same."""
+        while self._next is not None and self._next.visit is not None and self._next.visit.phase in _BEFORE_HEAD:
+            self._plane.executor.finish(self._next)
             self._next = next(self._todo, None)
 
     @property
@@ -224,7 +233,7 @@ class StepComputation:
         return rows, length, self._stack.hidden_size
 
     def _activation(self, index: int, shape: tuple[int, ...]) -> torch.Tensor:
-        return self._plane.activations.values(index, math.prod(shape), self._dtype).view(shape)
+        return _apart(self._plane.activations.values(index, math.prod(shape), self._dtype)).view(shape)
 
     def _parameters(self, task: Task) -> dict[str, torch.Tensor]:
         """The record's parameters on the device, under all of their names."""
@@ -243,7 +252,8 @@ class StepComputation:
     def _record_views(self, task: Task) -> tuple[Record, dict[str, torch.Tensor]]:
         """The task's record, and its parameters in the device buffer by their first names."""
         record = self._plane.shape.records[task.record]
-        return record, record.views(self._plane.parameters[record.outer].values(task.source, record.numel, self._dtype))
+        flat = self._plane.parameters[record.outer].values(task.source, record.numel, self._dtype)
+        return record, record.views(_apart(flat))
 
     def _sum_buffer(self, task: Task) -> torch.Tensor:
         record = self._plane.shape.records[task.record]
@@ -268,6 +278,16 @@ class StepComputation:
 
     def _replayed(self, layer: int, micro: int) -> "_Replay":
         return _Replay(self._random.pop((layer, micro)), self._device)
+
+
+def _apart(buffer: torch.Tensor) -> torch.Tensor:
+    """The same memory with a version counter of its own.
+
+    All buffers of a ring are views of one allocation and would share its counter: copies into *other* buffers, which
+    lanes make while a block computes, would look to autograd as if what it has saved had been overwritten. That nothing
+    is overwritten too early is the schedule's business.
+    """
+    return buffer.data
 
 
 class _Replay:

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 
 from common.buffers import HostBuffer
-from common.store import Extent, Layout, Store, remove
+from common.store import Extent, Layout, Pace, Store, remove
 from fuyou.adam import Update
-from fuyou.devices import CpuDevice, Device
+from fuyou.devices import Device
 from fuyou.executor import ELSEWHERE, Executor
+from fuyou.intervals import Interval
 from fuyou.memory_plan import MemoryPlan
 from fuyou.optimizer_link import OptimizerLink
 from fuyou.optimizer_protocol import (
@@ -67,6 +68,7 @@ class DataPlane:
         commit: called with a COMMIT task when everything of its step is written.
         update_of: what the update of a step is, asked for when it starts.
         spill_gradients: whether gradients may have to wait on SSD.
+        pace: makes the drives look slower.
     """
 
     def __init__(
@@ -82,10 +84,11 @@ class DataPlane:
         commit: Callable[[Task], None],
         update_of: Callable[[int], Update],
         spill_gradients: bool,
+        pace: Pace | None = None,
     ):
         self.shape, self.plan, self.device, self.store = shape, plan, device, store
         self._extents, self._link, self._update_of = extents, link, update_of
-        self._scratch_directories = list(scratch)
+        self._scratch_directories, self._pace = list(scratch), pace
         width, counts = shape.precision.parameter_bytes, plan.counts
         largest = {
             outer: max(record.numel for record in shape.records if record.outer is outer) for outer in (False, True)
@@ -110,7 +113,7 @@ class DataPlane:
         os.ftruncate(link.shared_fd, self.shared.nbytes)
         self.host = HostBuffer(self.shared.nbytes, fd=os.dup(link.shared_fd)).touch()
         self._host_activations = HostBuffer(plan.activation_bytes * counts.host_activations).touch()
-        if not isinstance(device, CpuDevice):
+        if device.page_locks:
             self.host.page_lock()
             self._host_activations.page_lock()
         self._scratch, self._activation_extents, self._gradient_extents = self._make_scratch(spill_gradients)
@@ -120,7 +123,8 @@ class DataPlane:
         self._early: dict[int, Written] = {}
         self._created: dict[int, threading.Event] = {}
         self.optimizer_read_bytes = self.optimizer_written_bytes = 0
-        self.ssd_intervals: list[tuple[float, float]] = []
+        self._ssd_intervals: list[Interval] = []
+        self._adam_intervals: list[Interval] = []
         self.executor = Executor(
             {
                 Op.PARAMETER_READ: self._parameter_read,
@@ -139,7 +143,6 @@ class DataPlane:
             },
             device.wait_event,
         )
-        cpu = isinstance(device, CpuDevice)
         link.set_up(
             Setup(
                 directories=[str(path) for path in store.directories],
@@ -152,8 +155,9 @@ class DataPlane:
                 chunk_elements=plan.chunk_elements,
                 ring_chunks=plan.ring_chunks,
                 shared=self.shared,
+                pace=pace,
                 # Beside a GPU, all cores are the optimizer's; on a CPU device most belong to the computation.
-                threads=1 if cpu else max(1, (os.cpu_count() or 2) - 2),
+                threads=1 if device.shares_host_memory else max(1, (os.cpu_count() or 2) - 2),
             ),
             self._heard,
             self.executor.fail,
@@ -188,7 +192,15 @@ class DataPlane:
             return None, [], []
         for path in self._scratch_directories:
             path.mkdir(exist_ok=True)
-        return Store.create(self._scratch_directories, layout, io="posix", overwrite=True), activations, gradients
+        scratch = Store.create(
+            self._scratch_directories,
+            layout,
+            io="posix",
+            overwrite=True,
+            pace=self._pace,
+            clocks=self.store.directories,
+        )
+        return scratch, activations, gradients
 
     def host_parameters(self, outer: bool, index: int, nbytes: int) -> np.ndarray:
         """``uint8 [nbytes]`` of a host parameter buffer."""
@@ -297,6 +309,7 @@ class DataPlane:
         if isinstance(message, Updated):
             with self._lock:
                 task = self._updating.pop(message.record)
+                self._adam_intervals.extend(message.adam_intervals)
             self.executor.finish(task, message.began)
         elif isinstance(message, Written):
             self.optimizer_read_bytes, self.optimizer_written_bytes = message.read_bytes, message.written_bytes
@@ -305,15 +318,21 @@ class DataPlane:
                 created.set()
                 return
             with self._lock:
-                self.ssd_intervals.extend(message.ssd_intervals)
+                self._ssd_intervals.extend(message.ssd_intervals)
                 write = self._writing.pop(message.record, None)
                 if write is None:
                     self._early[message.record] = message
             if write is not None:
                 self.executor.finish(write)
 
-    def take_ssd_intervals(self) -> list[tuple[float, float]]:
+    def take_ssd_intervals(self) -> list[Interval]:
         """When the optimizer process had I/O under way, since the last call."""
         with self._lock:
-            taken, self.ssd_intervals = self.ssd_intervals, []
+            taken, self._ssd_intervals = self._ssd_intervals, []
+        return taken
+
+    def take_adam_intervals(self) -> list[Interval]:
+        """When it was computing, since the last call."""
+        with self._lock:
+            taken, self._adam_intervals = self._adam_intervals, []
         return taken

@@ -10,6 +10,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from common.buffers import HostBuffer
+from common.errors import UserError
+from fuyou.emulated import PREFIX, EmulatedDevice, EmulatedSpec
 from fuyou.tasks import Op, Task
 
 _COPIES = (Op.PARAMETER_UPLOAD, Op.GRADIENT_DOWNLOAD, Op.ACTIVATION_UPLOAD, Op.ACTIVATION_DOWNLOAD)
@@ -20,6 +23,10 @@ class Device(Protocol):
 
     name: str
     torch_device: torch.device
+    shares_host_memory: bool
+    """Whether its memory is a part of the host's."""
+    page_locks: bool
+    """Whether host buffers must be page-locked."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """``uint8 [nbytes]`` of device memory, allocated once."""
@@ -47,6 +54,10 @@ class Device(Protocol):
 
     def synchronize(self) -> None: ...
 
+    def memory_limit(self) -> int | None:
+        """Bytes of device memory that may be used, or None where the host's budget says it."""
+        ...
+
     def peak_bytes(self) -> int | None:
         """Most device memory in use since the start, or None where the device cannot tell."""
         ...
@@ -57,15 +68,14 @@ class CpuDevice:
 
     name = "cpu"
     torch_device = torch.device("cpu")
+    shares_host_memory = True
+    page_locks = False
 
     def __init__(self) -> None:
-        from common.buffers import HostBuffer
-
-        self._make = HostBuffer
         self._buffers: list[HostBuffer] = []
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        buffer = self._make(nbytes).touch()
+        buffer = HostBuffer(nbytes).touch()
         self._buffers.append(buffer)
         return buffer.tensor(torch.uint8, 0, nbytes)
 
@@ -88,6 +98,9 @@ class CpuDevice:
     def synchronize(self) -> None:
         pass
 
+    def memory_limit(self) -> int | None:
+        return None
+
     def peak_bytes(self) -> int | None:
         return None
 
@@ -98,6 +111,9 @@ class CudaDevice:
     All buffers are rings that are allocated once, so PyTorch's caching allocator and its rules about streams stay out
     of play. Host sides of copies must be page-locked. Not run on a GPU yet.
     """
+
+    shares_host_memory = False
+    page_locks = True
 
     def __init__(self, index: int):
         self.torch_device = torch.device("cuda", index)
@@ -147,6 +163,10 @@ class CudaDevice:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
+    def memory_limit(self) -> int | None:
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        return free * 19 // 20
+
     def peak_bytes(self) -> int | None:
         return torch.cuda.max_memory_reserved(self.torch_device)
 
@@ -159,3 +179,22 @@ class CudaDevice:
     def _finish(task: Task, stream: torch.cuda.Stream) -> None:
         task.event = torch.cuda.Event(enable_timing=True)
         task.event.record(stream)
+
+
+def open_device(name: str | torch.device) -> Device:
+    """The device called ``"cpu"``, ``"cuda:0"`` or ``"emulated:..."``.
+
+    Raises:
+        UserError: there is no such device.
+    """
+    if isinstance(name, str) and name.startswith(PREFIX):
+        return EmulatedDevice(EmulatedSpec.parse(name))
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"{name!r} is not a device. It is cpu, cuda:0 or {PREFIX}...") from None
+    if device.type == "cpu":
+        return CpuDevice()
+    if device.type != "cuda" or not torch.cuda.is_available():
+        raise UserError(f"There is no device {device} here. device='cpu' works everywhere.")
+    return CudaDevice(device.index or 0)

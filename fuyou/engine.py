@@ -20,22 +20,25 @@ from common.models.flops import hardware_flops_per_token, model_flops_per_token
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from common.models.sources import CheckpointSource, RandomSource, WeightSource
-from common.store import Layout, Store, commit_manifest, load_manifest
+from common.store import Layout, Store
 from common.store.directories import usable
 from common.units import parse_bytes
+from fuyou.accounting import Accounting, StepReport
 from fuyou.adam import AdamConfig, Update
+from fuyou.commits import Commits, load_state
 from fuyou.compute import NonFiniteLoss, StepComputation
 from fuyou.data_plane import DataPlane
-from fuyou.devices import CpuDevice, CudaDevice, Device
+from fuyou.deferral import interleaved
+from fuyou.devices import open_device
+from fuyou.emulated import EmulatedDevice, TimedComputation
 from fuyou.memory_plan import Batch, MemoryPlanner
 from fuyou.model_records import fingerprint, model_records
 from fuyou.optimizer_link import OptimizerLink
 from fuyou.records import Precision, allocate_extents, weights_file
 from fuyou.schedule import BatchShape, Scheduler
 from fuyou.stack import StreamedModel
-from fuyou.step_report import BusyTimes, StepReport
 from fuyou.store_access import StoreReader, fill_store
-from fuyou.tasks import StepList, Task
+from fuyou.tasks import StepList
 from fuyou.training_state import TrainingState, random_states, restore_random_states
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -58,6 +61,8 @@ class EngineConfig:
     precision: Precision
     adam: AdamConfig
     max_grad_norm: float | None
+    deferred_fraction: float
+    """Of the blocks whose updates wait for the next forward pass; 1 with clipping by the global norm."""
     micro_batch: int | None
     commit_every: int
     single_slot: bool
@@ -69,6 +74,7 @@ class EngineConfig:
             "micro_batch": self.micro_batch is None or self.micro_batch > 0,
             "commit_every": self.commit_every > 0,
             "max_grad_norm": self.max_grad_norm is None or self.max_grad_norm > 0,
+            "deferred_fraction": 0 <= self.deferred_fraction <= 1,
             "lr": self.adam.lr >= 0,
             "weight_decay": self.adam.weight_decay >= 0,
         }
@@ -93,11 +99,15 @@ class Engine:
         model: checkpoint directory, preset name, or transformers configuration (the last two: random weights).
         ssd: existing directories, one per drive; the store takes 24 bytes per parameter in ``<ssd>/<run_name>``
             (12 with ``single_slot``), striped over them.
-        device: ``"cpu"`` or a CUDA device. CUDA has not been run yet.
+        device: ``"cpu"``, a CUDA device (which has not been run yet), or an accelerator that is only timed, to measure
+            overlap: ``"emulated:tflops=165,memory=24GiB,link=25GB/s"``, see :mod:`fuyou.emulated`.
         dtype: ``"bf16"`` computes in bf16 with exact fp32 masters; ``"fp32"`` computes in fp32.
         lr, betas, eps, weight_decay: AdamW's. ``engine.lr`` may be set before each step. Biases and norms do not decay.
         max_grad_norm: clip by the global norm, exactly: updates are deferred into the next forward pass, which
             costs 4 more bytes of SSD traffic per parameter where gradients find no room in host memory.
+        deferred_fraction: part of the blocks, spread over the stack, that are updated during the next forward pass: the
+            same numbers, and a shorter step where computing and the SSDs take about as long. Costs host memory for
+            their gradients.
         micro_batch: sequences that are computed at once; None takes the largest number that fits.
         host_memory, device_memory: budgets, in bytes or as ``"64GiB"``; None takes what the machine has. On a CPU the
             device's memory is a part of the host's.
@@ -130,6 +140,7 @@ class Engine:
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         max_grad_norm: float | None = None,
+        deferred_fraction: float = 0.0,
         micro_batch: int | None = None,
         host_memory: int | str | None = None,
         device_memory: int | str | None = None,
@@ -145,16 +156,17 @@ class Engine:
         for name, value in (("dtype", dtype), ("optimizer_dtype", optimizer_dtype)):
             if value not in _DTYPES:
                 raise UserError(f"{name} must be bf16 or fp32, not {value!r}.")
+        deferred_fraction = 1.0 if max_grad_norm else deferred_fraction  # nothing is updated before the norm is known
         self._options = EngineConfig(
             Precision(_DTYPES[dtype], _DTYPES[optimizer_dtype]), AdamConfig(lr, betas, eps, weight_decay),
-            max_grad_norm, micro_batch, commit_every, single_slot, io, seed,
+            max_grad_norm, deferred_fraction, micro_batch, commit_every, single_slot, io, seed,
         )  # fmt: skip
         self.lr = lr
         self._closed = False
         self._plane: DataPlane | None = None
         self._store: Store | None = None
         self._link: OptimizerLink | None = None
-        self._step: StepComputation | None = None
+        self._step: StepComputation | TimedComputation | None = None
         self._in_flight = False
         self._io_closed = self._io_other = self._planned_bytes = (0, 0)  # bytes read, bytes written
         self._meter = PeakMeter(self._pids)
@@ -162,7 +174,9 @@ class Engine:
             self._ssd = [Path(path) for path in ssd]
             usable(self._ssd)
             self.config, self._checkpoint = load_config(model)
-            self._device = self._make_device(torch.device(device))
+            self._device = open_device(device)
+            self.emulated = isinstance(self._device, EmulatedDevice)
+            self._pace = self._device.spec.pace if isinstance(self._device, EmulatedDevice) else None
             self._host_limit, self._device_limit = self._limits(host_memory, device_memory)
             self._link = OptimizerLink()  # imports PyTorch while the model is built
             self._link.wait_until_up()
@@ -175,23 +189,12 @@ class Engine:
 
     # -- opening --------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _make_device(device: torch.device) -> Device:
-        if device.type == "cpu":
-            return CpuDevice()
-        if device.type != "cuda" or not torch.cuda.is_available():
-            raise UserError(f"There is no device {device} here. device='cpu' works everywhere.")
-        return CudaDevice(device.index or 0)
-
     def _limits(self, host: int | str | None, device: int | str | None) -> tuple[int, int]:
         """Budgets in bytes: as given, or four fifths of what the machine has to give."""
         host_limit = memory_available_bytes() * 4 // 5 if host is None else parse_bytes(host)
-        if device is not None:
-            return host_limit, parse_bytes(device)
-        if isinstance(self._device, CpuDevice):
-            return host_limit, host_limit  # a part of the host's budget: the planner counts it there as well
-        free, _ = torch.cuda.mem_get_info(self._device.torch_device)
-        return host_limit, free * 19 // 20
+        device_limit = self._device.memory_limit() if device is None else parse_bytes(device)
+        # What shares the host's memory is a part of its budget: the planner counts it there as well.
+        return host_limit, host_limit if device_limit is None else device_limit
 
     def _open_model(self) -> None:
         torch.manual_seed(self._options.seed)
@@ -205,7 +208,12 @@ class Engine:
         self._stack = StreamedModel(meta, self._device.torch_device)
         self._shape = model_records(self._stack, self._options.precision)
         self._planner = MemoryPlanner(
-            self._shape, self.config, self._device_limit, self._host_limit, isinstance(self._device, CpuDevice)
+            self._shape,
+            self.config,
+            self._device_limit,
+            self._host_limit,
+            self._device.shares_host_memory,
+            len(interleaved(self._shape, self._options.deferred_fraction)),
         )
         self.parameters = sum(record.parameter_count for record in self._shape.records)
         self.trainable_parameters = self.parameters
@@ -220,62 +228,37 @@ class Engine:
         folders = [path / run_name for path in self._ssd]
         wanted = TrainingState(
             0, 0, "", fingerprint(self._shape.records), str(options.precision.dtype),
-            str(options.precision.optimizer_dtype), slots,
+            str(options.precision.optimizer_dtype), slots, emulated=self.emulated,
         )  # fmt: skip
         self.created_bytes = 0
+        io: dict[str, Any] = {"io": options.io, "pace": self._pace}
         if resume:
-            self._store = Store.open(folders, io=options.io)  # type: ignore[arg-type]
-            self._state = self._load_state(wanted)
-            restore_random_states(self._state.random, self._device.torch_device)
+            self._store = Store.open(folders, **io)
+            state = load_state(self._store, wanted)
+            restore_random_states(state.random, self._device.torch_device)
         else:
             made = [folder for folder in folders if not folder.exists()]
             for folder in made:
                 folder.mkdir()
             try:
-                self._store = Store.create(folders, layout, io=options.io, overwrite=overwrite)  # type: ignore[arg-type]
+                self._store = Store.create(folders, layout, overwrite=overwrite, **io)
             except BaseException:
                 for folder in made:
                     folder.rmdir()
                 raise
-            self._state = replace(wanted, store=self._store.id)
-        self.step_count = self._committed_step = self._state.step
-        self.user_state: dict[str, Any] = dict(self._state.user)
+            state = replace(wanted, store=self._store.id)
+        self._commits = Commits(self._store, state, options.single_slot)
+        self.step_count = state.step
+        self.user_state: dict[str, Any] = dict(state.user)
         self._open_plane()
         if not resume:
             assert self._plane is not None
             with self._not_counted():
                 fill_store(self._plane, self._source, 0)
             self._store.sync([weights_file(0)])
-            self._state.random = random_states(self._device.torch_device)
-            self._commit_manifest(self._state)
+            state.random = random_states(self._device.torch_device)
+            self._commits.write_manifest()
             self.created_bytes = self._io_other[1]
-
-    def _load_state(self, wanted: TrainingState) -> TrainingState:
-        assert self._store is not None
-        content = load_manifest(self._store.directories[0])
-        if content is None:
-            raise UserError(
-                f"The run in {self._store.directories[0]} was ended before its weights were written. Begin it again "
-                "with --overwrite."
-            )
-        state = TrainingState.from_dict(content)
-        if state.store != self._store.id:
-            raise FinetuneError(f"The manifest in {self._store.directories[0]} belongs to another store.")
-        if state.torn:
-            raise FinetuneError(
-                f"This run keeps a single slot and was interrupted in the middle of step {state.step + 1}: its state "
-                "is a mixture of two steps. Begin again with --overwrite (and without --single-slot)."
-            )
-        for field_name, option in (
-            ("model", "--model"), ("dtype", "--dtype"), ("optimizer_dtype", "--optimizer-dtype"),
-            ("slots", "--single-slot"),
-        ):  # fmt: skip
-            if getattr(state, field_name) != getattr(wanted, field_name):
-                raise UserError(
-                    f"The run to continue was made with another {option} ({getattr(state, field_name)}, now "
-                    f"{getattr(wanted, field_name)}). Give what it was made with, or --overwrite it."
-                )
-        return state
 
     def _open_plane(self) -> None:
         """Allocate everything and start the workers, by the memory plan."""
@@ -284,18 +267,18 @@ class Engine:
         if self._link is None:
             self._link = OptimizerLink()
             self._link.wait_until_up()
-        defer = options.max_grad_norm is not None
+        deferred = interleaved(self._shape, options.deferred_fraction)
+        held = self.memory_plan.held_gradients
         self._plane = DataPlane(
-            self._shape, self.memory_plan, self._device, self._store, self._extents, self._state.slots, self._link,
-            [folder / "scratch" for folder in self._store.directories], self._commit, self._update_of, defer,
+            self._shape, self.memory_plan, self._device, self._store, self._extents, self._commits.state.slots,
+            self._link, [folder / "scratch" for folder in self._store.directories], self._commits.commit,
+            self._commits.update_of, spill_gradients=held < len(deferred), pace=self._pace,
         )  # fmt: skip
         self._scheduler = Scheduler(
-            self._shape, self.memory_plan.counts, single_slot=options.single_slot, slot=self._state.slot, defer=defer
-        )
-        self._updates: dict[int, Update] = {}
-        self._states: dict[int, TrainingState] = {}
-        self._busy = BusyTimes(self._plane)
-        self._last_commit: Task | None = None
+            self._shape, self.memory_plan.counts, single_slot=options.single_slot, slot=self._commits.state.slot,
+            deferred=deferred, hold=options.max_grad_norm is not None,
+        )  # fmt: skip
+        self._accounting = Accounting(self._plane)
 
     def _close_plane(self) -> None:
         """Give all buffers back. What is pending must have been flushed; what is not is lost."""
@@ -331,16 +314,16 @@ class Engine:
         plane = self._prepare(batch)
         began = time.monotonic()
         step = self.step_count + 1
-        self._updates[step] = Update(step, replace(self._options.adam, lr=self.lr), 1.0, self._options.seed)
+        self._commits.begin(Update(step, replace(self._options.adam, lr=self.lr), 1.0, self._options.seed))
         shape = self._batch_shape(batch)
         self._in_flight = True  # before the schedule changes: an interrupt may come at any point
         tasks = self._scheduler.training_step(step, shape, commit=step % self._options.commit_every == 0)
-        self._step = StepComputation(self._stack, plane, tasks, batch, self.memory_plan, began)
+        self._step = self._computation(plane, tasks, batch, began)
         self._submit(tasks)
         loss = self._step.forward()
         if not torch.isfinite(loss):
             self._finish_earlier_commit()
-            raise NonFiniteLoss(f"The loss of step {step} is {float(loss)}.", step, self._committed_step)
+            raise NonFiniteLoss(f"The loss of step {step} is {float(loss)}.", step, self.committed_step)
         anchor = torch.ones((), requires_grad=True)
         # On the CPU, so that the streamed backward runs in the caller's thread whatever the device.
         return EngineOutput(_StreamedLoss.apply(anchor, loss.cpu(), self))
@@ -363,30 +346,26 @@ class Engine:
         norm = current.gradient_norm()
         if not math.isfinite(norm):
             self._finish_earlier_commit()
-            raise NonFiniteLoss(f"The gradient norm of step {step} is {norm}.", step, self._committed_step)
+            raise NonFiniteLoss(f"The gradient norm of step {step} is {norm}.", step, self.committed_step)
         limit = self._options.max_grad_norm
         if limit is not None and norm > limit:
             # As torch.nn.utils.clip_grad_norm_ does it.
-            self._updates[step] = replace(self._updates[step], gradient_scale=limit / (norm + 1e-6))
+            self._commits.scale_gradients(step, limit / (norm + 1e-6))
         self.step_count = step
-        self._states[step] = replace(
-            self._state, step=step, random=random_states(self._device.torch_device), user=dict(self.user_state),
-            torn=False,
-        )  # fmt: skip
-        for old in [number for number in self._states if number < step - 2 * self._options.commit_every]:
-            del self._states[old]
-        self._updates.pop(step - 2, None)
+        self._commits.end(step, self._device.torch_device, self.user_state)
         plane.executor.finish(current.tasks.end)
         self._step = None
         self._in_flight = False
         seconds = time.monotonic() - current.began
+        times = self._accounting.take()
         return StepReport(
             step=step,
             loss=current.loss,
             grad_norm=norm,
             seconds=seconds,
             tokens=current.tokens,
-            bound_seconds=self._busy.take(),
+            bound_seconds=times.busy,
+            idle_seconds=times.idle,
             planned_read_bytes=current.tasks.ssd_read_bytes(),
             planned_written_bytes=current.tasks.ssd_written_bytes(),
         )
@@ -397,12 +376,13 @@ class Engine:
         self.flush()
         plane = self._prepare(batch)
         tasks = self._scheduler.evaluation(self.step_count, self._batch_shape(batch))
-        computation = StepComputation(self._stack, plane, tasks, batch, self.memory_plan, time.monotonic())
+        computation = self._computation(plane, tasks, batch, time.monotonic())
         self._stack.model.eval()
         try:
             self._submit(tasks)
             return float(computation.forward())
         finally:
+            self._accounting.take()
             self._stack.model.train()
 
     def flush(self) -> None:
@@ -423,11 +403,19 @@ class Engine:
             self._planned_bytes[0] + tasks.ssd_read_bytes(), self._planned_bytes[1] + tasks.ssd_written_bytes()
         )  # fmt: skip
         self._plane.executor.submit(tasks.tasks)
-        self._busy.watch(tasks)
+        self._commits.submitted(tasks.tasks)
+        self._accounting.watch(tasks)
+
+    def _computation(
+        self, plane: DataPlane, tasks: StepList, batch: dict[str, torch.Tensor], began: float
+    ) -> StepComputation | TimedComputation:
+        if isinstance(self._device, EmulatedDevice):
+            return TimedComputation(self._device, plane.executor, tasks, batch["input_ids"].numel(), began)
+        return StepComputation(self._stack, plane, tasks, batch, self.memory_plan, began)
 
     def _commit_requested(self) -> int:
         """The newest step whose commit is done or among the submitted tasks."""
-        return self._scheduler.commit_step if self._scheduler.commit_step is not None else self._committed_step
+        return self._scheduler.commit_step if self._scheduler.commit_step is not None else self.committed_step
 
     def _prepare(self, batch: dict[str, torch.Tensor]) -> DataPlane:
         """Check the batch; make buffers anew if it does not fit those there are."""
@@ -457,41 +445,21 @@ class Engine:
 
     # -- committing -----------------------------------------------------------------------------------------------
 
-    def _update_of(self, step: int) -> Update:
-        """What step ``step`` does to a record; asked for right before it is done, after all earlier commits."""
-        if self._options.single_slot and not self._state.torn:
-            self._state.torn = True  # from here on the only copy is a mixture, until the step is committed
-            self._commit_manifest(self._state)
-        return self._updates[step]
-
-    def _commit(self, task: Task) -> None:
-        """Everything of the step is written: make it durable, then make it count."""
-        assert self._store is not None
-        self._store.sync([weights_file(task.target)])
-        state = replace(self._states[task.step], slot=task.target)
-        self._commit_manifest(state)
-        self._state = state
-        self._committed_step = task.step
-
-    def _commit_manifest(self, state: TrainingState) -> None:
-        assert self._store is not None
-        commit_manifest(self._store.directories[0], state.to_dict())
-
     def _finish_earlier_commit(self) -> None:
         """Let the previous step's commit, which runs beside this one, come to its end."""
-        if self._plane is not None and self._scheduler.earlier_commit is not None:
-            self._plane.executor.wait([self._scheduler.earlier_commit])
+        if self._plane is not None:
+            self._plane.executor.wait(self._commits.under_way(self.step_count + 1))
 
     @property
     def committed_step(self) -> int:
         """The step that ``resume`` would continue from."""
-        return self._committed_step
+        return self._commits.committed_step
 
     # -- reading --------------------------------------------------------------------------------------------------
 
     def _reader(self) -> StoreReader:
         assert self._store is not None
-        slots = [self._state.slot] * len(self._shape.records)
+        slots = [self._commits.state.slot] * len(self._shape.records)
         return StoreReader(self._store, self._shape, self._extents, self.memory_plan.chunk_elements, slots)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -504,7 +472,12 @@ class Engine:
         """Export a Hugging Face checkpoint (compute dtype), record by record; training can go on afterwards.
 
         Buffers are given back while exporting, so that it stays within the host budget.
+
+        Raises:
+            UserError: the run is emulated: its weights mean nothing.
         """
+        if self.emulated:
+            raise UserError("A run on an emulated device has no weights worth keeping: nothing is exported.")
         self.flush()
         self._close_plane()
         shard = max(32 << 20, min(_SHARD_BYTES, self._host_limit // 3))
@@ -574,18 +547,15 @@ class Engine:
     # -- closing --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop. A step in flight is discarded, a finished one is committed; ``resume`` continues from there.
-
-        (With deferred updates, the finished step before one in flight is discarded as well: its updates are part of the
-        forward pass that is given up.)
-        """
+        """Stop. A step in flight is discarded, a finished one is committed; ``resume`` continues from there."""
         if self._closed:
             return
         try:
             if self._plane is not None and self._plane.executor.failure is None:
                 if not self._in_flight:
                     self.flush()
-                elif not self._scheduler.defer:  # deferred updates wait for the forward pass that is given up
+                elif self._step is not None:
+                    self._step.abandon()
                     self._finish_earlier_commit()
         finally:
             self._closed = True

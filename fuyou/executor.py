@@ -86,7 +86,6 @@ class Executor:
                 task.began = began
             task.ended = time.monotonic()
             task.done = True
-            task.after = []  # or every task would keep all of its ancestors alive
             if task.op in self._queues:
                 self._unfinished -= 1
             self._changed.notify_all()

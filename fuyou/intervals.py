@@ -12,3 +12,8 @@ def merge(intervals: list[Interval]) -> list[Interval]:
         else:
             result.append((began, ended))
     return result
+
+
+def total(intervals: list[Interval]) -> float:
+    """Seconds in ``(began, ended)`` intervals that do not overlap."""
+    return sum(ended - began for began, ended in intervals)

@@ -65,6 +65,11 @@ class MemoryPlan:
     device_bytes: int
     host_bytes: int
 
+    @property
+    def held_gradients(self) -> int:
+        """Blocks' gradients that can wait on the host while two others pass through."""
+        return max(0, self.counts.host_block_gradients - 2)
+
 
 def activation_elements_per_token(config: PreTrainedConfig) -> float:
     """Elements that one block's forward pass saves for its backward pass, per token: an estimate from above.
@@ -91,14 +96,24 @@ class MemoryPlanner:
         device_limit: bytes of device memory for everything.
         host_limit: bytes of host memory for everything; on a CPU this includes the device's.
         cpu: whether the device is the CPU.
+        deferred: records whose gradients wait on the host for the next forward pass, as far as there is room.
     """
 
-    def __init__(self, shape: StepShape, config: PreTrainedConfig, device_limit: int, host_limit: int, cpu: bool):
+    def __init__(
+        self,
+        shape: StepShape,
+        config: PreTrainedConfig,
+        device_limit: int,
+        host_limit: int,
+        cpu: bool,
+        deferred: int = 0,
+    ):
         self.shape = shape
         self.config = config
         self.device_limit = device_limit
         self.host_limit = host_limit
         self.cpu = cpu
+        self.deferred = deferred
         self.block = max(shape.records[index].numel for index in shape.blocks)
         outer = [record for record in shape.records if record.outer]
         self.outer = max(record.numel for record in outer)
@@ -152,6 +167,9 @@ class MemoryPlanner:
                     counts = replace(counts, ssd_activations=activations)
             block_bytes = self.block * self.shape.precision.parameter_bytes
             room = (self.host_limit - self._count(batch, counts, ring).host_bytes) // block_bytes
+            held = max(0, min(room, self.deferred, len(self.shape.blocks)))
+            counts = replace(counts, host_block_gradients=counts.host_block_gradients + held)
+            room -= held
             more = max(0, min(room, len(self.shape.blocks) - counts.host_blocks))
             counts = replace(counts, host_blocks=counts.host_blocks + more)
             return self._count(batch, counts, ring)

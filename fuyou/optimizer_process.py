@@ -88,7 +88,8 @@ class OptimizerProcess:
         self._precision = Precision(setup.dtype, setup.optimizer_dtype)
         self._records = [Record.from_dict(index, content) for index, content in enumerate(setup.records)]
         self._shared = HostBuffer(setup.shared.nbytes, fd=shared_fd).touch()
-        self._store = Store.open([Path(path) for path in setup.directories], io=setup.io, threads=setup.io_threads)
+        directories = [Path(path) for path in setup.directories]
+        self._store = Store.open(directories, io=setup.io, threads=setup.io_threads, pace=setup.pace)
         # The training files' places follow from the records alone; the store's layout holds just these, in this order.
         self._extents: list[RecordExtents] = allocate_extents(
             Layout(len(setup.directories)), self._records, self._precision, setup.slots
@@ -167,7 +168,7 @@ class OptimizerProcess:
         values = torch.from_numpy(parameters).view(self._precision.dtype)
         chunks = record.chunks(self._setup.chunk_elements)
         write = Write(message.record, len(chunks))
-        began = 0.0
+        began, computing = 0.0, []
         for number, _ in enumerate(chunks):
             chunk, buffer, future, times = self._read.get()
             future.result()
@@ -175,12 +176,14 @@ class OptimizerProcess:
             began = began or time.monotonic()
             states = StateChunks(buffer, chunk, self._precision)
             part = slice(chunk.start, chunk.stop)
+            started = time.monotonic()
             self._adam.update(
                 values[part], states.lo, states.mean, states.variance, gradients[part], message.update,
                 decay=chunk.decay, stream=message.record << 32 | number,
             )  # fmt: skip
+            computing.append((started, time.monotonic()))
             self._write_chunk(write, message.target, chunk, buffer, parameters)
-        self._send(Updated(message.record, began, time.monotonic()))
+        self._send(Updated(message.record, began, time.monotonic(), computing))
 
     def _create(self, message: CreateRecord) -> None:
         record = self._records[message.record]

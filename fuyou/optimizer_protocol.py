@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from common.store import Pace
 from common.store.store import Io
 from fuyou.adam import Update
 
@@ -52,6 +53,8 @@ class Setup:
     """State buffers: one is read into, one is updated, one is written from; more smooth the flow."""
     shared: SharedRegions
     threads: int
+    pace: Pace | None = None
+    """Makes the drives look slower."""
     cores: list[int] = field(default_factory=list)
     """Cores to stay on; empty for any."""
 
@@ -97,6 +100,8 @@ class Updated:
     record: int
     began: float
     ended: float
+    adam_intervals: list[tuple[float, float]]
+    """When it was computing, not waiting for states, on :func:`time.monotonic`'s clock."""
 
 
 @dataclass(frozen=True)

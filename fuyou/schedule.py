@@ -8,7 +8,7 @@ whose buffer becomes free early. The engine runs the list; a simulator can run t
 """
 
 import bisect
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 
 from fuyou.pool import NEVER, Pool
@@ -82,25 +82,34 @@ class Scheduler:
         counts: buffers.
         single_slot: each record has one place on SSD instead of two.
         slot: the slot that holds the last committed state.
-        defer: keep every gradient until the caller has ended the step, and update during the next forward pass.
+        deferred: indices of the records whose gradients are kept, and updated during the next forward pass just
+            before they are needed: the SSDs then work in a phase that leaves them idle otherwise.
+        hold: whether deferred updates wait for the caller to have ended the step (who then knows the gradient's norm).
     """
 
     def __init__(
-        self, shape: StepShape, counts: BufferCounts, *, single_slot: bool = False, slot: int = 0, defer: bool = False
+        self,
+        shape: StepShape,
+        counts: BufferCounts,
+        *,
+        single_slot: bool = False,
+        slot: int = 0,
+        deferred: Collection[int] = (),
+        hold: bool = False,
     ):
         self.shape = shape
         self.counts = counts
-        self.defer = defer
+        self._deferred = frozenset(deferred)
+        self._hold = hold
         self._single_slot = single_slot
         self._committed_slot = slot
         self._slot_of = [slot] * len(shape.records)  # where the newest state of each record is
         self._written: list[Task | None] = [None] * len(shape.records)
         self._commit: Task | None = None
-        self._commit_before: Task | None = None
         self._pending: dict[int, int] = {}  # record -> step of the gradient that waits for its update
         self._spilled: dict[int, Task] = {}  # record -> the task that wrote its gradient to SSD
         self._ended: Task | None = None  # the STEP task of the newest step
-        self._commit_due = False  # whether that step is to be committed once its deferred updates are done
+        self._commit_due = False  # whether that step is to be committed, once its deferred updates are done
         self._visits = shape.visits(train=True)
         self._position = 0
         self._uses: dict[int, list[int]] = {}
@@ -134,21 +143,17 @@ class Scheduler:
         ``commit`` says whether the step is committed at its end; with deferred updates that is during the next step.
         """
         self._list, self._batch = StepList(step), batch
-        commits = self._commit_due
         self._activations.begin(self._list, self._visits, batch)
         for position, visit in enumerate(self._visits):
             self._position = position
             if visit.phase in (Phase.EMBED_FORWARD, Phase.BLOCK_FORWARD, Phase.HEAD):
-                waiting = len(self._pending)
                 self._update_pending(visit.record)
-                if waiting and not self._pending and commits:
-                    self._emit_commit(step - 1)
+                self._commit_when_complete(step - 1)
             self._visit(visit)
         self._position = len(self._visits)
         self._ended = self._list.end = self._emit(Op.STEP, [])
-        if commit and not self.defer:
-            self._emit_commit(step)
         self._commit_due = commit
+        self._commit_when_complete(step)
         return self._list
 
     def evaluation(self, step: int, batch: BatchShape) -> StepList:
@@ -181,14 +186,6 @@ class Scheduler:
     def commit_step(self) -> int | None:
         """The newest step whose commit is among the tasks given out."""
         return None if self._commit is None else self._commit.step
-
-    @property
-    def earlier_commit(self) -> Task | None:
-        """The commit of a step before the one in flight, if it is among the tasks given out."""
-        for commit in (self._commit, self._commit_before):
-            if commit is not None and commit.step < self._list.step:
-                return commit
-        return None
 
     # -- visits ---------------------------------------------------------------------------------------------------
 
@@ -280,7 +277,7 @@ class Scheduler:
         device.drop(record.index)
         device.use(source, download)
         self._device[record.outer].drop(record.index)  # the update makes the device's copy stale
-        if self.defer:
+        if record.index in self._deferred:
             self._pending[record.index] = self._list.step
         else:
             self._update(record, target, download, self._list.step)
@@ -331,7 +328,7 @@ class Scheduler:
             Op.STATE_READ, [written] if written else [], record=record.index, source=source, nbytes=states
         )
         waits = [ready, loaded, read, *parameters.slots[host].users]
-        waits += [task for task in (self._commit, self._ended if self.defer else None) if task is not None]
+        waits += [task for task in (self._commit, self._ended if self._hold else None) if task is not None]
         update = self._emit(
             Op.UPDATE, waits, record=record.index, source=host, target=target, gradient=gradient,
             nbytes=record.numel,
@@ -350,11 +347,16 @@ class Scheduler:
         self._written[record.index] = write
         self._slot_of[record.index] = target
 
+    def _commit_when_complete(self, step: int) -> None:
+        """Commit ``step`` if that was asked for and no update of it is pending any more."""
+        if self._commit_due and not self._pending:
+            self._emit_commit(step)
+
     def _emit_commit(self, step: int) -> None:
+        self._commit_due = False
         after = [task for task in self._written if task is not None]
         after += [task for task in (self._ended, self._commit) if task is not None]
         self._committed_slot = self._slot_of[0]
-        self._commit_before = self._commit
         self._commit = self._emit(Op.COMMIT, after, target=self._committed_slot)
         self._commit.step = step
 

@@ -56,6 +56,10 @@ class Phase(Enum):
     EMBED_BACKWARD = "embedding backward"
 
 
+#: What comes before the loss is known; a head's forward and backward pass are one.
+FORWARD_PHASES = frozenset({Phase.EMBED_FORWARD, Phase.BLOCK_FORWARD, Phase.HEAD, Phase.HEAD_EVAL})
+
+
 @dataclass(frozen=True)
 class Visit:
     """One pass of all micro-batches through one record's modules."""

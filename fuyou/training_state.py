@@ -31,6 +31,8 @@ class TrainingState:
     """States of the random generators, base64, by device."""
     user: dict[str, Any] = field(default_factory=dict)
     """Whatever the caller keeps with it."""
+    emulated: bool = False
+    """Made on an emulated device: there is nothing to continue."""
     torn: bool = False
     """Only with one slot: a step was begun over this state and has not been committed."""
     format: int = FORMAT

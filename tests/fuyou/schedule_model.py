@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fuyou.deferral import interleaved
 from fuyou.records import Precision, Record
 from fuyou.schedule import BatchShape, BufferCounts, Scheduler, StepShape
 from fuyou.tasks import Op, Phase, StepList, Task
@@ -354,14 +355,22 @@ def build(
     counts: BufferCounts,
     script: list[tuple[str, int, bool]],
     *,
-    defer: bool = False,
+    defer: float = 0.0,
+    hold: bool | None = None,
     single_slot: bool = False,
     slot: int = 0,
     precision: Precision = BF16,
 ) -> Program:
-    """Ask a scheduler for ``script``: (``train`` | ``eval`` | ``flush``, micro-batches, commit), as an engine does."""
+    """Ask a scheduler for ``script``: (``train`` | ``eval`` | ``flush``, micro-batches, commit), as an engine does.
+
+    ``defer`` is the deferred fraction of the blocks; 1 defers all records, and then (unless said otherwise by ``hold``)
+    until the step has ended.
+    """
     shape = step_shape(layers, tied, precision)
-    scheduler = Scheduler(shape, counts, single_slot=single_slot, slot=slot, defer=defer)
+    scheduler = Scheduler(
+        shape, counts, single_slot=single_slot, slot=slot, deferred=interleaved(shape, defer),
+        hold=defer >= 1 if hold is None else hold,
+    )  # fmt: skip
     program = Program(shape, single_slot, slot)
     step = 0
 

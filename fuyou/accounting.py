@@ -1,0 +1,88 @@
+"""Where a step's time went: how long each resource was busy, and what the device waited for when it was not."""
+
+from dataclasses import dataclass, field
+
+from fuyou.data_plane import DataPlane
+from fuyou.intervals import Interval, merge, total
+from fuyou.tasks import Op, Resource, StepList, Task
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One finished step."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    """Norm of the whole gradient before clipping."""
+    seconds: float
+    """From the call of the engine to the end of :meth:`Engine.step`; write-back may go on into the next step."""
+    tokens: int
+    bound_seconds: dict[str, float]
+    """Time that each resource was busy since the last report: the largest bounds the step."""
+    idle_seconds: dict[str, float]
+    """Time that the device stood idle since the last report, by the kind of task that it waited for."""
+    planned_read_bytes: int
+    """Bytes that the schedule had the SSDs read."""
+    planned_written_bytes: int
+
+
+@dataclass
+class Times:
+    """Seconds since the last look."""
+
+    busy: dict[str, float] = field(default_factory=dict)
+    """By resource; tasks of one resource that overlap count once."""
+    idle: dict[str, float] = field(default_factory=dict)
+    """Of the device, by the kind of task that kept it waiting; what the caller did between steps is ``caller``."""
+
+
+class Accounting:
+    """Adds up tasks' times."""
+
+    def __init__(self, plane: DataPlane):
+        self._plane = plane
+        self._watched: list[Task] = []
+        self._computed_until = 0.0
+
+    def watch(self, tasks: StepList) -> None:
+        """Count these tasks once they are finished."""
+        self._watched += tasks.tasks
+
+    def take(self) -> Times:
+        """What has finished since the last call."""
+        done = [task for task in self._watched if task.done]
+        self._watched = [task for task in self._watched if not task.done]
+        busy: dict[Resource, list[Interval]] = {resource: [] for resource in Resource if resource is not Resource.NONE}
+        for task in done:
+            task.began, task.ended = self._plane.device.interval(task)
+            # The optimizer process reports when it read, computed and wrote: its tasks contain all three.
+            if task.op.resource is not Resource.NONE and task.op not in (Op.STATE_READ, Op.UPDATE, Op.STATE_WRITE):
+                busy[task.op.resource].append((task.began, task.ended))
+        busy[Resource.SSD] += self._plane.take_ssd_intervals()
+        busy[Resource.ADAM] += self._plane.take_adam_intervals()
+        idle: dict[str, float] = {}
+        for task in done:
+            if task.op is Op.COMPUTE:
+                if self._computed_until:
+                    self._explain(self._computed_until, task, idle)
+                self._computed_until = max(self._computed_until, task.ended)
+        for task in done:
+            task.after = []  # or every task would keep all of its ancestors alive
+        return Times({resource.value: total(merge(found)) for resource, found in busy.items()}, idle)
+
+    @staticmethod
+    def _explain(since: float, task: Task, idle: dict[str, float]) -> None:
+        """Say what filled the gap from ``since`` to the begin of ``task``: the last of what it waited for, what that
+        had waited for, and so on."""
+        until = task.began
+        while until > since:
+            last = max((earlier for earlier in task.after if earlier.done), key=lambda one: one.ended, default=None)
+            if last is None or last.ended <= since:
+                idle["caller"] = idle.get("caller", 0.0) + until - since
+                return
+            label = last.op.label
+            if last.ended < until:  # free to go, and not gone: launching, waking up, the caller's own code
+                idle["caller"] = idle.get("caller", 0.0) + until - last.ended
+            idle[label] = idle.get(label, 0.0) + min(until, last.ended) - max(since, min(until, last.began))
+            until, task = max(since, min(until, last.began)), last

@@ -1,0 +1,115 @@
+"""Which step counts: what each update is, when a step has become durable, what ``resume`` starts from."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from common.errors import FinetuneError, UserError
+from common.store import Store, commit_manifest, load_manifest
+from fuyou.adam import Update
+from fuyou.records import weights_file
+from fuyou.tasks import Op, Task
+from fuyou.training_state import TrainingState, random_states
+
+
+class Commits:
+    """The committed state of a store, and the steps on their way to it.
+
+    Args:
+        store: the training store, open.
+        state: what the store holds (or will hold when it is filled).
+        single_slot: whether updates overwrite the only copy.
+    """
+
+    def __init__(self, store: Store, state: TrainingState, single_slot: bool):
+        self.state = state
+        self.committed_step = state.step
+        self._store = store
+        self._single_slot = single_slot
+        self._updates: dict[int, Update] = {}
+        self._states: dict[int, TrainingState] = {}
+        self._submitted: list[Task] = []
+
+    def begin(self, update: Update) -> None:
+        """A step starts; its update is known but for the clipping coefficient."""
+        self._updates[update.step] = update
+
+    def scale_gradients(self, step: int, factor: float) -> None:
+        """The updates of ``step``, all of them still to come, multiply gradients by ``factor``."""
+        self._updates[step] = replace(self._updates[step], gradient_scale=factor)
+
+    def end(self, step: int, device: torch.device, user: dict[str, Any]) -> None:
+        """The caller has ended ``step``: note what its commit will say."""
+        self._states[step] = replace(
+            self.state, step=step, random=random_states(device), user=dict(user), torn=False
+        )  # fmt: skip
+        self._updates.pop(step - 2, None)
+
+    def update_of(self, step: int) -> Update:
+        """What ``step`` does to a record; asked for right before it is done, after all earlier commits."""
+        if self._single_slot and not self.state.torn:
+            self.state.torn = True  # from here on the only copy is a mixture, until the step is committed
+            self.write_manifest()
+        return self._updates[step]
+
+    def commit(self, task: Task) -> None:
+        """Everything of the step is written: make it durable, then make it count."""
+        self._store.sync([weights_file(task.target)])
+        self.state = replace(self._states[task.step], slot=task.target)
+        self.write_manifest()
+        self.committed_step = task.step
+        for old in [step for step in self._states if step <= task.step]:
+            del self._states[old]
+
+    def write_manifest(self) -> None:
+        """Make the state durable; atomic."""
+        commit_manifest(self._store.directories[0], self.state.to_dict())
+
+    def submitted(self, tasks: Sequence[Task]) -> None:
+        """Note the commits among tasks that the executor has been given."""
+        self._submitted = [task for task in self._submitted if not task.done]
+        self._submitted += [task for task in tasks if task.op is Op.COMMIT]
+
+    def under_way(self, before: int) -> list[Task]:
+        """Commits of steps before ``before`` that the executor has been given and has not finished."""
+        return [task for task in self._submitted if task.step < before and not task.done]
+
+
+def load_state(store: Store, wanted: TrainingState) -> TrainingState:
+    """The committed state of an existing store.
+
+    Raises:
+        UserError: the store holds nothing that could be continued as ``wanted``.
+        FinetuneError: its state is damaged.
+    """
+    place = store.directories[0]
+    content = load_manifest(place)
+    if content is None:
+        raise UserError(
+            f"The run in {place} was ended before its weights were written. Begin it again with --overwrite."
+        )
+    state = TrainingState.from_dict(content)
+    if state.store != store.id:
+        raise FinetuneError(f"The manifest in {place} belongs to another store.")
+    if state.emulated:
+        raise UserError(
+            f"The run in {place} was made on an emulated device: its weights are meaningless. Begin again with "
+            "--overwrite."
+        )
+    if state.torn:
+        raise FinetuneError(
+            f"This run keeps a single slot and was interrupted in the middle of step {state.step + 1}: its state "
+            "is a mixture of two steps. Begin again with --overwrite (and without --single-slot)."
+        )
+    for field_name, option in (
+        ("model", "--model"), ("dtype", "--dtype"), ("optimizer_dtype", "--optimizer-dtype"),
+        ("slots", "--single-slot"),
+    ):  # fmt: skip
+        if getattr(state, field_name) != getattr(wanted, field_name):
+            raise UserError(
+                f"The run to continue was made with another {option} ({getattr(state, field_name)}, now "
+                f"{getattr(wanted, field_name)}). Give what it was made with, or --overwrite it."
+            )
+    return state
