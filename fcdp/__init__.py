@@ -1,7 +1,4 @@
-"""Many nodes: sharding strategies, host-cached parameters, collectives and their planner.
-
-Nothing is here yet: single-node out-of-core training (``fuyou``) comes first.
-"""
+"""Many nodes on an ordinary network: FSDP2 models whose parameters are cached in host memory (FCDP)."""
 
 import common
 
@@ -11,3 +8,9 @@ if getattr(common, "PROJECT", None) != "fuyou":
         f"fcdp needs the package 'common' that it was installed with, but Python found another 'common' first, "
         f"in {_found}: rename that one, take its folder off the module search path, or run from another folder."
     )
+
+from fcdp.shard import Sharding, Strategy, fully_shard, sharding
+from fcdp.staleness import StaleCacheError
+from fcdp.topology import Topology
+
+__all__ = ["Sharding", "StaleCacheError", "Strategy", "Topology", "fully_shard", "sharding"]

@@ -1,0 +1,211 @@
+"""Which parameters travel together: the units of a model, and in each of them the frozen apart from the trainable.
+
+FSDP2 gathers and reduces group by group, a group being what one ``fully_shard`` call finds unclaimed. One trainable
+parameter makes its whole group dirty after each step, so frozen and trainable ones never share a group if they do not
+share a module. Adapters are many and small: those of a block form one group, or those of the whole model.
+
+Groups follow modules, because FSDP2's hooks do. A module that owns frozen *and* trainable parameters itself (a frozen
+weight with a trainable bias) is trainable as a whole: correct, but its frozen part travels every step.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import nn
+
+AdapterGroups = Literal["block", "model"]
+"""``block``: the adapters of a block are gathered and reduced together, overlapping with other blocks' computing.
+``model``: those of all blocks together: fewest messages, but they start and end the step."""
+
+
+@dataclass(eq=False)
+class ParameterGroup:
+    """Parameters that one ``fully_shard`` call takes."""
+
+    name: str
+    """For messages and counts."""
+    modules: list[nn.Module]
+    """What ``fully_shard`` is called with."""
+    places: list[tuple[nn.Module, str]]
+    """Owning module and attribute of each parameter; tied ones once."""
+    unit: int
+    """Which unit of the model's forward pass it belongs to: the first that uses it."""
+    dirty: bool = True
+    """Whether the cache is older than the parameters. The same on every rank, always."""
+    fingerprint: torch.Tensor | None = field(default=None, repr=False)
+    """Of this rank's part when the cache was filled (CUDA)."""
+    had_trainable: bool = False
+    """Whether any parameter required a gradient when FSDP2 last looked."""
+
+    def registered(self) -> Iterator[nn.Parameter]:
+        """The parameters as they are registered now: sharded, or unsharded between gather and release."""
+        for owner, name in self.places:
+            parameter = owner._parameters.get(name)
+            if parameter is not None:
+                yield parameter
+
+    def owners(self) -> list[nn.Module]:
+        """Modules that own parameters of the group."""
+        return list({id(owner): owner for owner, _ in self.places}.values())
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any parameter requires a gradient now."""
+        return any(parameter.requires_grad for parameter in self.registered())
+
+
+@dataclass
+class Unit:
+    """A part of the model whose parameters are there while it computes: an embedding, a block, a head, the rest."""
+
+    name: str
+    module: nn.Module
+    keep_after_forward: bool = False
+    """Whether the backward needs it at once, so that FSDP2 should not release it."""
+
+
+def find_units(model: nn.Module, blocks: list[nn.Module] | None = None) -> list[Unit]:
+    """The units in the order of the forward pass; the model itself, for what no other unit holds, is the last.
+
+    Args:
+        blocks: None: the elements of every outermost ``nn.ModuleList``.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    if blocks is None:
+        blocks = list(_outermost_list_elements(model))
+    blocks = [block for block in blocks if any(True for _ in block.parameters())]
+    units = [Unit(names[id(block)], block) for block in blocks]
+    in_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
+    embedding, head = _embedding_and_head(model)
+    outer = [module for module in (embedding, head) if module is not None]
+    owned = [{id(parameter) for parameter in module.parameters()} for module in outer]
+    shared = set.intersection(*owned) if len(owned) == 2 else set()
+    for module, parameters in zip(outer, owned, strict=True):
+        # A tied head needs its weight at both ends of the model: it stays with the root, which is always there.
+        if not parameters or parameters & (shared | in_blocks) or module is model:
+            continue
+        unit = Unit(names[id(module)], module, keep_after_forward=module is head)
+        units.insert(0, unit) if module is embedding else units.append(unit)
+    return [*units, Unit("", model, keep_after_forward=True)]
+
+
+def split_units(units: list[Unit], adapters: AdapterGroups) -> list[ParameterGroup]:
+    """Groups in the order in which ``fully_shard`` must be applied: inner before outer, adapters before the rest."""
+    claimed: set[int] = set()
+    groups: list[ParameterGroup] = []
+    in_blocks = units[:-1]
+
+    if adapters == "model":
+        mixed = [unit for unit in in_blocks if _is_mixed(unit.module)]
+        owners = [owner for unit in mixed for owner in _trainable_owners(unit.module)]
+        if owners:
+            first = min(units.index(unit) for unit in mixed)
+            groups += _mixed_groups("model", owners, claimed, first)
+    for index, unit in enumerate(units):
+        owners = [owner for owner in _trainable_owners(unit.module) if _unclaimed([owner], claimed, deep=False)]
+        frozen_left = any(not p.requires_grad and id(p) not in claimed for p in unit.module.parameters())
+        if owners and frozen_left:
+            groups += _mixed_groups(unit.name or "root", owners, claimed, index)
+        places = _unclaimed([unit.module], claimed)
+        if places:
+            groups.append(_claim(ParameterGroup(unit.name or "root", [unit.module], places, index), claimed))
+    return groups
+
+
+def whole_units(units: list[Unit]) -> list[ParameterGroup]:
+    """One group per unit, frozen and trainable together: plain FSDP2."""
+    claimed: set[int] = set()
+    groups = []
+    for index, unit in enumerate(units):
+        places = _unclaimed([unit.module], claimed)
+        if places:
+            groups.append(_claim(ParameterGroup(unit.name or "root", [unit.module], places, index), claimed))
+    return groups
+
+
+def _mixed_groups(name: str, owners: list[nn.Module], claimed: set[int], unit: int) -> list[ParameterGroup]:
+    """A group of what ``owners`` hold, after one of the frozen modules below them, which it would swallow."""
+    groups = []
+    below = [
+        module
+        for owner in owners
+        for module in owner.modules()
+        if module is not owner and _own(module) and not any(p.requires_grad for p in _own(module).values())
+    ]
+    below = [module for module in below if _unclaimed([module], claimed)]
+    if below:
+        places = _unclaimed(below, claimed)
+        groups.append(_claim(ParameterGroup(f"{name}/frozen", _outermost(below), places, unit), claimed))
+    if places := _unclaimed(owners, claimed):
+        groups.append(_claim(ParameterGroup(f"{name}/trainable", _outermost(owners), places, unit), claimed))
+    return groups
+
+
+def _trainable_owners(module: nn.Module) -> list[nn.Module]:
+    """Modules at or below ``module`` with trainable parameters of their own, as far as hooks on them can fire.
+
+    A ``ParameterList`` or ``ParameterDict`` is never called, so the module that holds it stands for it.
+    """
+    owners: dict[int, nn.Module] = {}
+    parents = {id(child): parent for parent in module.modules() for child in parent.children()}
+    for candidate in module.modules():
+        if any(p.requires_grad for p in _own(candidate).values()):
+            while isinstance(candidate, nn.ParameterList | nn.ParameterDict) and id(candidate) in parents:
+                candidate = parents[id(candidate)]
+            owners[id(candidate)] = candidate
+    return list(owners.values())
+
+
+def _is_mixed(module: nn.Module) -> bool:
+    return len({parameter.requires_grad for parameter in module.parameters()}) == 2
+
+
+def _own(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in module._parameters.items() if p is not None}
+
+
+def _unclaimed(modules: list[nn.Module], claimed: set[int], *, deep: bool = True) -> list[tuple[nn.Module, str]]:
+    """Places of the parameters that no group has yet, each parameter once; ``deep`` looks below ``modules``, too."""
+    seen = set(claimed)
+    places = []
+    for top in modules:
+        for module in top.modules() if deep else [top]:
+            for name, parameter in _own(module).items():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    places.append((module, name))
+    return places
+
+
+def _claim(group: ParameterGroup, claimed: set[int]) -> ParameterGroup:
+    claimed.update(id(parameter) for parameter in group.registered())
+    group.had_trainable = group.trainable
+    return group
+
+
+def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
+    """Those that are not below another of them, each once, in order."""
+    below = {id(inner) for module in modules for inner in module.modules() if inner is not module}
+    return list({id(module): module for module in modules if id(module) not in below}.values())
+
+
+def _outermost_list_elements(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from _outermost_list_elements(child)
+
+
+def _embedding_and_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    """As a Hugging Face model names them; None where there is none, or the model has no such names."""
+    found: list[nn.Module | None] = []
+    for method in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            module = getattr(model, method)()
+        except (AttributeError, NotImplementedError):
+            module = None
+        found.append(module if isinstance(module, nn.Module) else None)
+    return found[0], found[1]

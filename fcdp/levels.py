@@ -1,0 +1,169 @@
+"""Gather and reduce-scatter inside one level of the cluster, straight from and into the places where data lies.
+
+Data is seen as *rows* ``[R, K, c]``: K cells of c elements for the K ranks of the level, R times over. Rows may be
+strided, cells are contiguous. So neither collective needs a copy to bring ranks of one node, or of one place in every
+node, next to each other in memory:
+
+* NCCL: one collective per contiguous row, in place; grouped point-to-point where a row is strided.
+* gloo: point-to-point on every cell. Sends what theory says, which its own reduce-scatter does not (that one is an
+  all-reduce: twice the bytes), needs no flattened copies, and is under way while the caller computes.
+* gloo with CUDA tensors: by way of host memory. For tests of stream order, not for speed.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from fcdp.topology import LevelGroups
+from fcdp.traffic import Level as LevelName
+from fcdp.traffic import Traffic
+
+Wait = Callable[[], None]
+
+
+def _nothing() -> None:
+    """Already complete, or ordered on the current stream."""
+
+
+class RankLevel:
+    """The ranks that one process group connects, and what this rank sends them.
+
+    Args:
+        groups: gives this rank's groups of both levels for as long as they may be used: whoever closes the topology
+            ends them for everyone.
+        name, purpose, traffic: under what heading sent bytes are counted, and where.
+    """
+
+    def __init__(
+        self,
+        groups: Callable[[], LevelGroups],
+        name: LevelName,
+        purpose: Literal["gather", "reduce"],
+        traffic: Traffic,
+    ):
+        self._groups = groups
+        self._name: LevelName = name
+        self._purpose: Literal["gather", "reduce"] = purpose
+        self._traffic = traffic
+        group = self._group
+        self.size = group.size() if group is not None else 1
+        self.index = group.rank() if group is not None else 0
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        """None for a level of one rank, where there is nothing to do."""
+        groups = self._groups()
+        return groups.inside if self._name == "inside" else groups.across
+
+    def gather(self, rows: torch.Tensor) -> Wait:
+        """Fill every cell of ``rows`` ``[R, K, c]`` from the rank it belongs to; this rank's cells hold its data.
+
+        Returns:
+            What to call before reading. NCCL: nothing to wait for on the host, the current stream is in order.
+        """
+        if self._group is None or not rows.numel():
+            return _nothing
+        self._count(rows)
+        if _uses_gloo(self._group, rows.device):
+            return self._exchange(rows, rows) if rows.device.type == "cpu" else self._gather_staged(rows)
+        for row in rows:
+            if row.is_contiguous():
+                _all_gather(row.view(-1), row[self.index], self._group)
+            else:
+                self._exchange_grouped(row)
+        return _nothing
+
+    def reduce_scatter(self, rows: torch.Tensor, output: torch.Tensor) -> None:
+        """``output[r]`` = sum over ranks of their ``rows[r, <this rank>]``, added in rank order.
+
+        Args:
+            rows: ``[R, K, c]``, left as they are.
+            output: ``[R, c]``; may not share memory with ``rows``.
+        """
+        if self._group is None:
+            output.copy_(rows[:, 0])
+            return
+        self._count(rows)
+        if not _uses_gloo(self._group, rows.device):
+            for row, result in zip(rows, output, strict=True):
+                _reduce_scatter(result, row.contiguous().view(-1), self._group)
+            return
+        # Sent as they are, received into a place for each sender, then added in the order of ranks on every rank.
+        on_host = rows if rows.device.type == "cpu" else rows.cpu()
+        received = torch.empty((on_host.size(0), self.size - 1, on_host.size(2)), dtype=rows.dtype)
+        self._exchange(on_host, received, skip_own=True)()
+        places = list(received.unbind(1))
+        places.insert(self.index, on_host[:, self.index])
+        if rows.device.type == "cpu":
+            torch.add(places[0], places[1], out=output)
+            for place in places[2:]:
+                output.add_(place)
+        else:
+            output.copy_(sum(places[1:], start=places[0]))
+
+    def _exchange(self, send: torch.Tensor, receive: torch.Tensor, *, skip_own: bool = False) -> Wait:
+        """Point-to-point on host memory. Gather (``send`` is ``receive``): this rank's cell goes to every peer.
+        With ``skip_own``: cell k goes to rank k, and ``receive`` has no place for this rank."""
+        works = []
+        for row_out, row_in in zip(send, receive, strict=True):
+            for step in range(1, self.size):
+                # Everyone starts with its neighbour, so that not all send to rank 0 first.
+                to, source = (self.index + step) % self.size, (self.index - step) % self.size
+                cell = row_out[to] if skip_own else row_out[self.index]
+                place = source - (source > self.index) if skip_own else source
+                works.append(dist.irecv(row_in[place], group=self._group, group_src=source))
+                works.append(dist.isend(cell, group=self._group, group_dst=to))
+
+        def wait() -> None:
+            for work in works:
+                if work is not None:
+                    work.wait()
+
+        return wait
+
+    def _exchange_grouped(self, row: torch.Tensor) -> None:
+        """NCCL: all sends and receives of one strided row ``[K, c]`` as one operation on the current stream."""
+        operations = []
+        for step in range(1, self.size):
+            to, source = (self.index + step) % self.size, (self.index - step) % self.size
+            operations.append(dist.P2POp(dist.isend, row[self.index], group=self._group, group_peer=to))
+            operations.append(dist.P2POp(dist.irecv, row[source], group=self._group, group_peer=source))
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()  # orders the current stream; the host goes on
+
+    def _gather_staged(self, rows: torch.Tensor) -> Wait:
+        """gloo has no point-to-point for CUDA tensors: there and back over the host, synchronously."""
+        on_host = rows.cpu()
+        self._exchange(on_host, on_host)()
+        for index in range(self.size):
+            if index != self.index:
+                rows[:, index].copy_(on_host[:, index])
+        return _nothing
+
+    def _count(self, rows: torch.Tensor) -> None:
+        nbytes = rows.numel() // self.size * (self.size - 1) * rows.element_size()
+        self._traffic.sent(self._purpose, self._name, nbytes)
+
+
+def _uses_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether tensors on ``device`` go through gloo in this group, which may have a backend per device type."""
+    configuration = dist.get_backend_config(group)
+    for part in configuration.split(","):
+        kind, _, backend = part.rpartition(":")
+        if kind in ("", device.type):
+            return backend == "gloo"
+    return False
+
+
+def _all_gather(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """The flat all-gather under the name that this PyTorch does not deprecate."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, own, group=group)
+
+
+def _reduce_scatter(output: torch.Tensor, data: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """The flat reduce-scatter (sum) under the name that this PyTorch does not deprecate."""
+    reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    reduce(output, data, group=group)

@@ -1,0 +1,82 @@
+"""Which shares stay on the device: the device-memory threshold of FCDP-Cache (section IV-D of the paper).
+
+A share on the device saves two trips over PCIe per step. It must never cost a batch size: with all shares in host
+memory the device holds what ZeRO-3 holds. The paper looks at memory in use when a block's forward is done; but what a
+step needs most comes later, in the backward, when activations have piled up. So a share is let in only if the *peak* of
+the last whole step leaves room for it below the threshold, and is sent back to the host if memory in use ever passes
+it. Until one step has been seen, everything goes to the host.
+
+Which tier holds a share is each rank's own decision: either way it is a hit, and no collective depends on it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """How much device memory there is and how much is in use, both in bytes."""
+
+    total: int
+    in_use: Callable[[], int]
+
+    @classmethod
+    def of(cls, device: torch.device) -> "DeviceMemory | None":
+        """Of a CUDA device, what PyTorch has cached but not handed out counting as free. None for the CPU, whose
+        memory is the host's."""
+        if device.type != "cuda":
+            return None
+        free, total = torch.cuda.mem_get_info(device)
+        others = total - free - torch.cuda.memory_reserved(device)  # contexts, NCCL, other processes
+        return cls(total, lambda: others + torch.cuda.memory_allocated(device))
+
+
+class Placement:
+    """The shares on one device, and the rule for who may join or must leave.
+
+    Args:
+        memory: of the device; None: every share stays in host memory.
+        threshold: part of device memory, 0 to 1, that may be in use with shares on the device. 0: none ever is.
+    """
+
+    def __init__(self, memory: DeviceMemory | None, threshold: float):
+        self._memory = memory
+        self._limit = int(threshold * memory.total) if memory and threshold > 0 else 0
+        self.held_bytes = 0
+        """Bytes of shares on the device now."""
+        self._peak = 0
+        """Most in use by everything but shares, this step."""
+        self._last_peak: int | None = None
+        """The same for the last whole step."""
+
+    def admit(self, nbytes: int) -> bool:
+        """Whether a share of ``nbytes`` may go to the device; if so it is counted as held."""
+        if not self._look():
+            return False
+        if self._last_peak is None or max(self._last_peak, self._peak) + self.held_bytes + nbytes > self._limit:
+            return False
+        self.held_bytes += nbytes
+        return True
+
+    def may_stay(self) -> bool:
+        """Whether a share that is on the device may remain: memory in use is below the threshold."""
+        return self._look() <= self._limit and self._limit > 0
+
+    def leave(self, nbytes: int) -> None:
+        """A share of ``nbytes`` is no longer on the device."""
+        self.held_bytes -= nbytes
+
+    def end_step(self) -> None:
+        """The optimizer has stepped: what was seen since the last time was a whole step."""
+        if self._limit:
+            self._last_peak, self._peak = self._peak, 0
+
+    def _look(self) -> int:
+        """Bytes in use now, noted for the peak. 0 if nothing may be on the device."""
+        if not self._memory or not self._limit:
+            return 0
+        in_use = self._memory.in_use()
+        self._peak = max(self._peak, in_use - self.held_bytes)
+        return max(in_use, 1)
