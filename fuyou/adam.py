@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from fuyou.halves import join, split
+from common.buffers import HostBuffer
+from fuyou.halves import join, split_in_place
 
-#: Elements per pass: 1 Mi fp32 values each of master, gradient and moments fit a core's share of the cache.
-PASS_ELEMENTS = 1 << 20
+#: Elements per pass and thread. Master and gradient in fp32 take 512 KiB, and what a pass reads and writes about 1 MiB:
+#: together they stay in the second-level cache of a core (1 to 2 MiB).
+PASS_ELEMENTS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,18 @@ class Update:
 
 
 class ChunkAdam:
-    """Updates flat ranges in place, with scratch memory that is allocated once."""
+    """Updates flat ranges in place, with scratch memory that is allocated once.
+
+    Uses as many threads as PyTorch is set to when this is made. Results do not depend on their number.
+    """
 
     def __init__(self) -> None:
-        self._master = torch.empty(PASS_ELEMENTS, dtype=torch.float32)
-        self._gradient = torch.empty(PASS_ELEMENTS, dtype=torch.float32)
-        self._scratch = torch.empty(PASS_ELEMENTS, dtype=torch.int32)
-        self._moments = (torch.empty(0), torch.empty(0))
+        self._elements = PASS_ELEMENTS * torch.get_num_threads()
+        self._memory = HostBuffer(8 * self._elements).touch()
+        self._master = self._memory.tensor(torch.float32, 0, self._elements)
+        #: For one thing after the other: low halves, the gradient in fp32, random bits.
+        self._scratch = self._memory.tensor(torch.int32, 4 * self._elements, self._elements)
+        self._moments: tuple[torch.Tensor, torch.Tensor] | None = None
         self._step = torch.zeros((), dtype=torch.float32)
 
     def update(
@@ -64,7 +71,7 @@ class ChunkAdam:
         decay: bool,
         stream: int = 0,
     ) -> None:
-        """One AdamW step over ``n`` parameters, all arguments flat ``[n]`` and updated in place.
+        """One AdamW step over ``n`` parameters, all arguments flat ``[n]``; all but the gradient are updated in place.
 
         Args:
             parameter: ``hi`` in bf16, or the fp32 master itself if ``lo`` is None.
@@ -75,14 +82,16 @@ class ChunkAdam:
             decay: whether weight decay applies to this range.
             stream: tells this range from others of the same step, so that their stochastic rounding differs.
         """
-        generator = None
+        generators = None
         if mean.dtype == torch.bfloat16:
-            generator = torch.Generator().manual_seed(hash((update.seed, update.step, stream)) & (2**63 - 1))
-        for start in range(0, parameter.numel(), PASS_ELEMENTS):
-            part = slice(start, min(start + PASS_ELEMENTS, parameter.numel()))
+            # One each: a shared one would make the numbers depend on where a pass ends.
+            generators = (_generator(update, stream, 0), _generator(update, stream, 1))
+        self._step.fill_(update.step)
+        for start in range(0, parameter.numel(), self._elements):
+            part = slice(start, start + self._elements)
             self._pass(
                 parameter[part], None if lo is None else lo[part], mean[part], variance[part], gradient[part],
-                update, decay, generator,
+                update, decay, generators,
             )  # fmt: skip
 
     def _pass(
@@ -94,39 +103,46 @@ class ChunkAdam:
         gradient: torch.Tensor,
         update: Update,
         decay: bool,
-        generator: torch.Generator | None,
+        generators: tuple[torch.Generator, torch.Generator] | None,
     ) -> None:
         count = parameter.numel()
-        if lo is None:
-            master = parameter
-        else:
+        scratch = self._scratch[:count]
+        master = parameter
+        if lo is not None:
             master = self._master[:count]
-            join(parameter, lo, master)
+            join(parameter, lo, master, scratch)
         if gradient.dtype != torch.float32 or update.gradient_scale != 1.0:
-            wide = self._gradient[:count]
+            wide = scratch.view(torch.float32)
             wide.copy_(gradient)
             if update.gradient_scale != 1.0:
                 wide.mul_(update.gradient_scale)
             gradient = wide
         first, second = mean, variance
-        if generator is not None:
-            if not self._moments[0].numel():
-                self._moments = (torch.empty(PASS_ELEMENTS), torch.empty(PASS_ELEMENTS))
-            first, second = self._moments[0][:count], self._moments[1][:count]
-            first.copy_(mean)
-            second.copy_(variance)
+        if generators is not None:
+            first, second = self._wide_moments(mean, variance)
         adam = update.adam
-        self._step.fill_(update.step)
         torch._fused_adamw_(
             [master], [gradient], [first], [second], [], [self._step],
             amsgrad=False, lr=adam.lr, beta1=adam.betas[0], beta2=adam.betas[1],
             weight_decay=adam.weight_decay if decay else 0.0, eps=adam.eps, maximize=False,
         )  # fmt: skip
-        if generator is not None:
-            stochastic_round(first, mean, self._scratch[:count], generator)
-            stochastic_round(second, variance, self._scratch[:count], generator)
+        if generators is not None:
+            stochastic_round(first, mean, scratch, generators[0])
+            stochastic_round(second, variance, scratch, generators[1])
         if lo is not None:
-            split(master, parameter, lo, self._scratch[:count])
+            split_in_place(master, parameter, lo)
+
+    def _wide_moments(self, mean: torch.Tensor, variance: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """fp32 copies of bf16 moments."""
+        if self._moments is None:
+            self._moments = torch.empty(self._elements), torch.empty(self._elements)
+        first, second = (wide[: mean.numel()] for wide in self._moments)
+        return first.copy_(mean), second.copy_(variance)
+
+
+def _generator(update: Update, stream: int, moment: int) -> torch.Generator:
+    """The random numbers that round one moment of one range in one step; the same whenever that is repeated."""
+    return torch.Generator().manual_seed(hash((update.seed, update.step, stream, moment)) & (2**63 - 1))
 
 
 def stochastic_round(

@@ -8,49 +8,56 @@ Storing both takes 4 bytes instead of the 6 of an fp32 master beside its bf16 co
 import torch
 
 
-def split(master: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor, scratch: torch.Tensor | None = None) -> None:
+def split(master: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor) -> None:
     """Write ``master`` as two halves; :func:`join` gives back the same bits.
 
     Finite values that round beyond the largest bf16 get an infinite ``hi`` (as ``master.bfloat16()`` would) and are
     still rebuilt exactly. A NaN stays a NaN in ``hi`` and after :func:`join`; its payload is not kept.
 
     Args:
-        master: fp32 ``[n]``, not changed unless it holds NaNs, which become the canonical one.
+        master: fp32 ``[n]``, not changed.
         hi: bf16 ``[n]``, written.
         lo: int16 ``[n]``, written.
-        scratch: int32 ``[n]`` to work in; made if not given.
     """
-    if scratch is None:
-        scratch = torch.empty(master.numel(), dtype=torch.int32)
-    bits = master.view(torch.int32)
+    master = master.clone()
     # A NaN with a small payload would round to infinity, one with a large payload to -0.
-    if not bool(torch.isfinite(master.sum())) and bool(master.isnan().any()):
-        master[master.isnan()] = float("nan")
-    torch.add(bits, 0x8000, out=scratch)
-    scratch.bitwise_right_shift_(16)
-    hi.view(torch.int16).copy_(scratch)
-    scratch.bitwise_left_shift_(16)
-    torch.sub(bits, scratch, out=scratch)
-    lo.copy_(scratch)
+    master[master.isnan()] = float("nan")
+    split_in_place(master, hi, lo)
 
 
-def join(hi: torch.Tensor, lo: torch.Tensor, master: torch.Tensor) -> None:
+def split_in_place(master: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor) -> None:
+    """As :func:`split`, in half the time: ``master`` is used up, and a NaN in it must be one that arithmetic made.
+
+    NaNs that arithmetic makes, or passes on from bf16, are quiet and have nothing in their lower 16 bits, so they need
+    no rounding and stay what they are. Only NaNs from elsewhere (a weight file) can have other payloads.
+    """
+    bits = master.view(torch.int32)
+    # Casts to int16 keep the lower half. That of the difference is the lower half of ``bits``: ``hi << 16`` has none.
+    lo.copy_(bits)
+    bits.add_(0x8000).bitwise_right_shift_(16)
+    hi.view(torch.int16).copy_(bits)
+
+
+def join(hi: torch.Tensor, lo: torch.Tensor, master: torch.Tensor, scratch: torch.Tensor | None = None) -> None:
     """Rebuild the fp32 master: ``bits = (hi << 16) + lo``.
 
     Args:
         hi: bf16 ``[n]``.
         lo: int16 ``[n]``.
         master: fp32 ``[n]``, written.
+        scratch: int32 ``[n]`` to work in; made if not given.
     """
-    bits = master.view(torch.int32)
-    bits.copy_(hi.view(torch.int16))
-    bits.bitwise_left_shift_(16)
-    bits.add_(lo)
+    if scratch is None:
+        scratch = torch.empty(master.numel(), dtype=torch.int32)
+    master.copy_(hi)  # widening appends 16 zero bits
+    # Not ``add_(lo)``: operands of different widths take a slow path.
+    scratch.copy_(lo)
+    master.view(torch.int32).add_(scratch)
 
 
 def round_half_away(master: torch.Tensor) -> torch.Tensor:
     """``hi`` alone: the bf16 weights that compute with ``master`` (fp32, any shape)."""
-    flat = master.detach().reshape(-1).clone()
+    flat = master.detach().reshape(-1)
     hi = torch.empty(flat.numel(), dtype=torch.bfloat16)
     split(flat, hi, torch.empty(flat.numel(), dtype=torch.int16))
     return hi.view(master.shape)

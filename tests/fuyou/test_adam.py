@@ -175,6 +175,38 @@ def test_a_nan_gradient_leaves_a_nan() -> None:
     assert ours.master.isnan().nonzero().flatten().tolist() == [17] and bool(ours.hi[17].isnan())
 
 
+def test_any_bf16_gradient_at_all() -> None:
+    """NaNs of every payload, infinities and what overflows stay what they are in fp32, step after step."""
+    gradient = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    master = randn(gradient.numel(), 7)
+    ours, mean, variance = Halves(master), torch.zeros_like(master), torch.zeros_like(master)
+    for step in (1, 2, 3):
+        ours.step(gradient, Update(step, CONFIG))
+        twin_step(master, mean, variance, gradient.float(), Update(step, CONFIG), True)
+        assert torch.equal(ours.hi.isnan(), master.isnan())
+        torch.testing.assert_close(ours.master, master, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(ours.mean, mean, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(ours.variance, variance, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_results_do_not_depend_on_threads_or_pass_size(moments: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, results = torch.get_num_threads(), []
+    count = 50_048
+    try:
+        for elements, number in ((128, 1), (1024, 3), (1 << 15, 1), (1 << 16, 2)):
+            torch.set_num_threads(number)
+            monkeypatch.setattr(adam_module, "PASS_ELEMENTS", elements)
+            ours = Halves(randn(count, 9), moments)
+            for step in (1, 2):
+                ours.step(randn(count, 90 + step).bfloat16(), Update(step, CONFIG, gradient_scale=0.7), stream=3)
+            results.append((ours.hi, ours.lo, ours.mean, ours.variance))
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(results[0], other, strict=True))
+
+
 # -- moments in bf16 --------------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou.halves import join, round_half_away, split
+from fuyou.halves import join, round_half_away, split, split_in_place
 
 INFINITY = 0x7F80_0000
 
@@ -49,6 +49,17 @@ def check(bits: np.ndarray) -> None:
     assert bool(hi[torch.from_numpy(is_nan)].isnan().all()) and bool(joined[torch.from_numpy(is_nan)].isnan().all())
     high = hi.view(torch.int16).numpy().view(np.uint16)
     assert np.array_equal(high[~is_nan], nearest(bits[~is_nan]))
+    check_in_place(bits[~is_nan], hi[torch.from_numpy(~is_nan)])
+
+
+def check_in_place(bits: np.ndarray, expected: torch.Tensor) -> None:
+    master = torch.from_numpy(bits.view(np.float32).copy())
+    hi, lo = torch.empty(len(bits), dtype=torch.bfloat16), torch.empty(len(bits), dtype=torch.int16)
+    split_in_place(master, hi, lo)
+    joined = torch.empty(len(bits))
+    join(hi, lo, joined)
+    assert np.array_equal(joined.numpy().view(np.uint32), bits)
+    assert torch.equal(hi.view(torch.int16), expected.view(torch.int16))
 
 
 AWKWARD = [
@@ -84,6 +95,27 @@ def test_all_low_halves(high: int) -> None:
     check((high << 16) + np.arange(1 << 16))
 
 
+def test_every_high_half_with_random_low_halves() -> None:
+    """Subnormals included: nothing may flush them to zero."""
+    high = np.arange(1 << 16, dtype=np.uint32) << 16
+    generator = np.random.default_rng(1)
+    for _ in range(4):
+        check(high | generator.integers(0, 1 << 16, 1 << 16, dtype=np.uint32))
+
+
+def test_nans_of_arithmetic_survive_in_place() -> None:
+    """What a bf16 NaN of any payload becomes in fp32 arithmetic, and what 0 * inf makes."""
+    patterns = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    nans = patterns[patterns.isnan()].float()
+    infinite = torch.tensor([float("inf"), float("-inf")])
+    master = torch.cat([nans * 1.5, nans - 2.0, nans.sqrt(), 1.0 / nans, infinite * 0, infinite - infinite])
+    hi, lo = torch.empty(len(master), dtype=torch.bfloat16), torch.empty(len(master), dtype=torch.int16)
+    split_in_place(master.clone(), hi, lo)
+    joined = torch.empty(len(master))
+    join(hi, lo, joined)
+    assert bool(hi.isnan().all()) and bool(joined.isnan().all())
+
+
 def test_all_nans_of_small_payload() -> None:
     check((0x7F80 << 16) + np.arange(1 << 16))
     check((0xFFFF << 16) + np.arange(1 << 16))
@@ -112,10 +144,10 @@ def test_sizes_and_scratch(count: int, given_scratch: bool) -> None:
     master = torch.randn(count, generator=torch.Generator().manual_seed(count))
     before = master.clone()
     hi, lo = torch.empty(count, dtype=torch.bfloat16), torch.empty(count, dtype=torch.int16)
-    split(master, hi, lo, torch.full((count,), 7, dtype=torch.int32) if given_scratch else None)
+    split(master, hi, lo)
     assert torch.equal(master, before)
     joined = torch.empty(count)
-    join(hi, lo, joined)
+    join(hi, lo, joined, torch.full((count,), 7, dtype=torch.int32) if given_scratch else None)
     assert torch.equal(joined.view(torch.int32), before.view(torch.int32))
     assert torch.allclose(hi.float(), before, rtol=2**-8, atol=0)
 
