@@ -5,6 +5,7 @@ of a page costs more than copying it. So every buffer is one mapping, advised to
 """
 
 import contextlib
+import ctypes
 import mmap
 import os
 
@@ -15,6 +16,10 @@ from common.errors import FinetuneError
 from common.units import format_bytes
 
 PAGE = 4096
+HUGE_PAGE = 2 << 20
+_MAP_FIXED = 0x10
+#: Since Linux 6.1: make huge pages now, of shared memory too, whatever the system's default for it is.
+_MADV_COLLAPSE = 25
 #: Some drivers refuse one registration of 512 GiB or more; pieces of this size always work.
 _REGISTER_PIECE_BYTES = 64 << 30
 
@@ -36,27 +41,24 @@ class HostBuffer:
 
     def __init__(self, nbytes: int, *, shared: bool = False, fd: int | None = None):
         self.nbytes = round_up(max(nbytes, 1), PAGE)
-        self.fd: int | None = None
+        self.fd = fd
         self._locked: list[int] = []
-        if fd is not None:
-            self.fd = fd
-            self._map = mmap.mmap(fd, self.nbytes)
-        elif shared:
+        if shared and fd is None:
             self.fd = os.memfd_create("fuyou", os.MFD_CLOEXEC)
             os.ftruncate(self.fd, self.nbytes)
-            self._map = mmap.mmap(self.fd, self.nbytes)
+        if self.fd is None:
+            self._map, self._start = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), 0
         else:
-            self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._map, self._start = _map_aligned(self.fd, self.nbytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # kernels without transparent huge pages: slower, still right
-                self._map.madvise(mmap.MADV_HUGEPAGE)
+            self._advise(mmap.MADV_HUGEPAGE)
         #: The bytes, as numpy sees them: ``uint8 [nbytes]``.
-        self.array: np.ndarray = np.frombuffer(self._map, dtype=np.uint8)
+        self.array: np.ndarray = np.frombuffer(self._map, np.uint8, self.nbytes, self._start)
         # from_numpy holds the array and so the mapping; frombuffer on the mapping itself would not.
         self._tensor: torch.Tensor = torch.from_numpy(self.array)
 
     def touch(self) -> "HostBuffer":
-        """Write one byte in every page, so that no page fault and no shortage strikes in the training loop."""
+        """Write a zero in every page, so that no page fault and no shortage strikes in the training loop."""
         try:
             if self.fd is not None:
                 os.posix_fallocate(self.fd, 0, self.nbytes)  # a shortage is an error here, SIGBUS later
@@ -65,7 +67,13 @@ class HostBuffer:
                 f"The system has no {format_bytes(self.nbytes)} of shared memory left ({error.strerror})."
             ) from error
         self.array[::PAGE] = 0
+        if self.fd is not None:  # only now that it has its small pages can it be given huge ones
+            self._advise(_MADV_COLLAPSE)
         return self
+
+    def _advise(self, advice: int) -> None:
+        with contextlib.suppress(OSError):  # kernels without such huge pages: slower, still right
+            self._map.madvise(advice, self._start, self.nbytes)
 
     def tensor(self, dtype: torch.dtype, offset: int, count: int) -> torch.Tensor:
         """``dtype [count]`` over the bytes from ``offset``."""
@@ -106,3 +114,24 @@ class HostBuffer:
             os.close(self.fd)
             self.fd = None
         del self.array, self._tensor, self._map
+
+
+def _map_aligned(fd: int, nbytes: int) -> tuple[mmap.mmap, int]:
+    """A mapping that holds ``nbytes`` bytes of the memory file ``fd``, and the offset at which it holds them.
+
+    Shared memory gets huge pages only at an address that is a multiple of ``HUGE_PAGE``, and Python cannot ask for one.
+    So this maps private memory with room to spare, and the file over the aligned part of it; both go together.
+    """
+    room = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    start = -address % HUGE_PAGE
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    mapped = libc.mmap(
+        ctypes.c_void_p(address + start), ctypes.c_size_t(nbytes), mmap.PROT_READ | mmap.PROT_WRITE,
+        mmap.MAP_SHARED | _MAP_FIXED, fd, ctypes.c_long(0),
+    )  # fmt: skip
+    if mapped != address + start:
+        error = ctypes.get_errno()
+        raise OSError(error, f"mapping {format_bytes(nbytes)} of shared memory: {os.strerror(error)}")
+    return room, start

@@ -1,0 +1,83 @@
+"""Host buffers: aligned, shared, on huge pages where the kernel gives them, and gone when the last user is."""
+
+import gc
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.buffers import HUGE_PAGE, PAGE, HostBuffer, round_up
+
+KINDS = pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
+MIB = 1 << 20
+
+
+def mapped_bytes(address: int) -> dict[str, int]:
+    """What the kernel says about the mapping at ``address``; empty if there is none."""
+    here = False
+    fields = {}
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if head := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            here = int(head[1], 16) <= address < int(head[2], 16)
+        elif here and (field := re.match(r"(\w+): +(\d+) kB", line)):
+            fields[field[1]] = int(field[2]) * 1024
+    return fields
+
+
+@KINDS
+@pytest.mark.parametrize("nbytes", [1, PAGE, PAGE + 1, 2 * MIB, 5 * MIB + 3])
+def test_holds_what_was_asked_in_whole_pages(shared: bool, nbytes: int) -> None:
+    buffer = HostBuffer(nbytes, shared=shared).touch()
+    assert buffer.nbytes == round_up(nbytes, PAGE) == buffer.array.nbytes
+    assert buffer.array.ctypes.data % (HUGE_PAGE if shared else PAGE) == 0
+    assert not buffer.array.any()
+    buffer.array[:] = 7
+    assert int(buffer.tensor(torch.int32, 0, buffer.nbytes // 4).double().mean()) == 0x07070707
+    buffer.close()
+
+
+@pytest.mark.parametrize("nbytes", [PAGE, 3 * MIB])
+def test_two_mappings_of_one_memory_file(nbytes: int) -> None:
+    first = HostBuffer(nbytes, shared=True).touch()
+    assert first.fd is not None
+    assert os.fstat(first.fd).st_size == nbytes
+    second = HostBuffer(nbytes, fd=os.dup(first.fd)).touch()
+    first.bytes(nbytes - 100, 100)[:] = 3
+    assert second.tensor(torch.uint8, nbytes - 101, 101).tolist() == [0] + [3] * 100
+    first.close()
+    assert second.array[-1] == 3
+    second.close()
+
+
+@KINDS
+def test_the_memory_goes_with_its_last_view(shared: bool) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    buffer = HostBuffer(4 * MIB, shared=shared).touch()
+    address = buffer.array.ctypes.data
+    view = buffer.tensor(torch.float32, 4096, 10)
+    buffer.close()
+    del buffer
+    gc.collect()
+    view += 1  # still there
+    assert mapped_bytes(address)["Rss"] >= 4 * MIB
+    del view
+    gc.collect()
+    assert mapped_bytes(address).get("Rss", 0) < 4 * MIB
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_shared_memory_has_huge_pages() -> None:
+    release = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
+    if release < (6, 1) or not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("this kernel cannot make huge pages of shared memory on request (Linux 6.1)")
+    first = HostBuffer(16 * MIB, shared=True).touch()
+    assert first.fd is not None
+    second = HostBuffer(16 * MIB, fd=os.dup(first.fd)).touch()
+    for buffer in (first, second):
+        huge = mapped_bytes(buffer.array.ctypes.data)["ShmemPmdMapped"]
+        if not huge:
+            pytest.skip("the kernel gave no huge pages: memory is fragmented, or it denies them")
+        assert huge >= 8 * MIB
+        buffer.close()
