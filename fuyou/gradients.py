@@ -12,6 +12,8 @@ from fuyou.records import Record
 
 #: Elements per pass when the squares of a gradient are summed on a CPU: stays in the cache as float64.
 _NORM_ELEMENTS = 1 << 17
+#: The same on a GPU, where CUDA makes a float64 copy of what is summed: 64 MiB of it.
+_CUDA_NORM_ELEMENTS = 1 << 23
 
 
 class GradientSum:
@@ -61,7 +63,8 @@ class GradientSum:
 def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
     """Sum of the squares of a flat gradient, in float64: exact enough that its order does not matter."""
     if flat.is_cuda:
-        return torch.linalg.vector_norm(flat, dtype=torch.float64).square()
+        parts = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in flat.split(_CUDA_NORM_ELEMENTS)]
+        return torch.stack(parts).square().sum()  # stays on the device: nothing waits for it here
     total = 0.0
     wide = torch.empty(min(_NORM_ELEMENTS, flat.numel()), dtype=torch.float64)
     for start in range(0, flat.numel(), _NORM_ELEMENTS):

@@ -4,6 +4,8 @@ It shares with the engine only what exactness needs (any two programs would have
 order, compute weights rounded the same way, ``_fused_adamw_`` without scalar tails, tied weights whose head and
 embedding gradients are summed one after the other, and gradients summed in fp32 before they are rounded to bf16.
 It knows nothing of records, chunks, tiers or schedules.
+
+On a GPU the model computes there; masters, moments and the update stay on the CPU, as they do in the engine.
 """
 
 import torch
@@ -24,12 +26,16 @@ def round_half_away(master: torch.Tensor) -> torch.Tensor:
 class Twin:
     """Plain AdamW training of a model in memory."""
 
-    def __init__(self, checkpoint: str, *, bf16: bool, lr: float, weight_decay: float, max_grad_norm: float | None):
+    def __init__(
+        self, checkpoint: str, *, bf16: bool, lr: float, weight_decay: float, max_grad_norm: float | None,
+        device: str = "cpu",
+    ):  # fmt: skip
+        self.device = torch.device(device)
         self.bf16, self.lr, self.weight_decay, self.max_grad_norm = bf16, lr, weight_decay, max_grad_norm
         dtype = torch.bfloat16 if bf16 else torch.float32
         masters = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         self.masters = {name: p.detach().clone() for name, p in masters.named_parameters()}
-        self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).train()
+        self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).to(self.device).train()
         self.model.config.use_cache = False
         self._untie()
         self.moments = {name: (self._padded(p), self._padded(p)) for name, p in self.masters.items()}
@@ -70,7 +76,7 @@ class Twin:
         targets = nn.functional.pad(batch["labels"], (0, 1), value=-100)[..., 1:]
         items = (targets != -100).sum()
         parts = [
-            {name: value[start : start + micro_batch] for name, value in batch.items()}
+            {name: value[start : start + micro_batch].to(self.device) for name, value in batch.items()}
             for start in range(0, len(batch["labels"]), micro_batch)
         ]
         sums: dict[str, list[torch.Tensor]] = {}
@@ -107,6 +113,7 @@ class Twin:
             scale = self.max_grad_norm / (self.grad_norm + 1e-6)
         self.steps += 1
         for name, gradient in gradients.items():
+            gradient = gradient.cpu()
             master, wide = self._padded(self.masters[name]), self._padded(gradient)
             if scale != 1.0:
                 wide.mul_(scale)

@@ -1,0 +1,245 @@
+"""The engine on the device against a plain in-memory loop on the same device: losses, gradient norms, masters.
+
+The aim is equality to the bit, with PyTorch's deterministic algorithms. Where a case falls short, the largest
+difference is kept, beside that between two runs of the plain loop itself.
+"""
+
+import dataclasses
+import importlib
+import multiprocessing
+import shutil
+import tempfile
+import time
+import traceback
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig, logging
+
+import fuyou
+from fuyou.memory_plan import MemoryPlanner
+from gpu.journal import DATA_PREFIX, Check, describe
+
+twin: Any = importlib.import_module("tests.fuyou.twin")  # so that type checks do not follow into the tests
+OPTIONS: dict[str, float] = {"lr": 1e-3, "weight_decay": 0.1}
+#: Largest relative difference of a loss that still counts as rounding, where a case is not equal to the bit.
+TOLERANCE = {"bf16": 1e-2, "fp32": 1e-4}
+WORKERS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run to compare."""
+
+    name: str
+    family: str
+    dtype: str = "bf16"
+    micro_batch: int = 1
+    clip: float | None = None
+    packed: bool = True
+    """Two documents a row."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Buffer counts to force: where activations live, how deep prefetching goes."""
+    break_after: int | None = None
+    """Close and resume after this step."""
+    rows: int = 4
+    tokens: int = 32
+    steps: int = 5
+
+
+SCARCE = {"device_activations": 4, "host_activations": 2, "ssd_activations": 40}
+ONE_OF_EACH = {"device_blocks": 1, "device_block_gradients": 1, "host_blocks": 1, "host_block_gradients": 1}
+
+
+def cases(quick: bool) -> list[Case]:
+    """What matters most first: the time may run out."""
+    if quick:
+        return [Case("gpt2 micro-batch 3", "gpt2", micro_batch=3, clip=0.5, steps=2)]
+    larger: dict[str, Any] = {"rows": 4, "tokens": 256, "packed": False}
+    first = [
+        Case("llama", "llama"),
+        Case("gpt2 (tied), micro-batch 3", "gpt2", micro_batch=3),
+        Case("llama, hidden 512, micro-batch 2", "llama-512", micro_batch=2, **larger),
+        Case("gpt2, hidden 512, clipped", "gpt2-512", micro_batch=3, clip=0.5, **larger),
+        Case("activations on the device", "llama-tied", counts={"device_activations": 30, "host_activations": 0}),
+        Case("activations on the host", "llama-tied", counts={"device_activations": 4, "host_activations": 30}),
+        Case("activations on SSD", "llama-tied", counts=SCARCE),
+        Case("one buffer of each kind", "llama-tied", counts={**SCARCE, **ONE_OF_EACH}, clip=0.5),
+        Case("deep prefetch", "llama-tied", counts={**SCARCE, "device_blocks": 3, "host_activations": 5}),
+        Case("resumed", "gpt2", micro_batch=3, break_after=3),
+        Case("clipped, resumed", "llama", micro_batch=3, clip=0.5, break_after=3),
+        Case("hidden 512, resumed", "llama-512", micro_batch=3, break_after=3, **larger),
+    ]
+    families = [
+        # OPT's own mask does not keep packed documents apart, so the plain loop gets rows of one document.
+        Case(f"{family} {dtype}", family, dtype=dtype, micro_batch=micro, packed=family != "opt")
+        for dtype, micro in (("fp32", 3), ("bf16", 1))
+        for family in twin.tiny_configs()
+        if (family, dtype) != ("llama", "bf16")
+    ]
+    return first + families
+
+
+def run(check: Check) -> None:
+    todo = cases(check.settings.quick)
+    check.note(
+        options="torch.use_deterministic_algorithms(True), CUBLAS_WORKSPACE_CONFIG=:4096:8",
+        tolerance=TOLERANCE, planned=len(todo),
+    )  # fmt: skip
+    arguments = (check.settings.device, check.settings.ssd)
+    if check.settings.quick:
+        for case in todo:
+            check.add("cases", **compare(case, *arguments))
+        return
+    with ProcessPoolExecutor(WORKERS, mp_context=multiprocessing.get_context("spawn")) as pool:
+        begun = [pool.submit(compare, case, *arguments, check.settings.deadline) for case in todo]
+        for case, future in ((todo[begun.index(future)], future) for future in as_completed(begun)):
+            try:
+                check.add("cases", **future.result())
+            except Exception as error:  # a worker that died takes the pool with it
+                check.add("cases", name=case.name, verdict="failed", why=describe(error))
+
+
+def compare(case: Case, device: str, ssd: str, deadline: float = float("inf")) -> dict[str, Any]:
+    """Run one case; a row of the table, whatever happens."""
+    row: dict[str, Any] = {"name": case.name, "dtype": case.dtype, "micro_batch": case.micro_batch}
+    if time.time() > deadline - 15:
+        return {**row, "verdict": "not run", "why": "out of time"}
+    logging.set_verbosity_error()
+    root = Path(tempfile.mkdtemp(prefix=f"{DATA_PREFIX}exact-", dir=ssd))
+    began = time.monotonic()
+    try:
+        for strict in (True, False):
+            torch.use_deterministic_algorithms(True, warn_only=not strict)
+            shutil.rmtree(root)
+            root.mkdir()
+            try:
+                return {**row, "strict": strict, **_run(case, device, root), "seconds": time.monotonic() - began}
+            except RuntimeError as error:
+                if not strict or "determinis" not in str(error):
+                    raise
+                row["why"] = describe(error)  # an operation without a deterministic form
+        raise AssertionError
+    except Exception as error:
+        print(case.name, traceback.format_exc(), flush=True)
+        return {**row, "verdict": "failed", "why": describe(error), "seconds": time.monotonic() - began}
+    finally:
+        torch.use_deterministic_algorithms(False)
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def _run(case: Case, device: str, root: Path) -> dict[str, Any]:
+    torch.manual_seed(1)
+    model = root / "model"
+    AutoModelForCausalLM.from_config(_config(case.family)).save_pretrained(model)
+    feed = batches(case)
+    plain = _plain(case, device, model, feed)
+    trained = _engine(case, device, model, root, feed)
+    result = _differences(trained, plain)
+    result["verdict"] = "equal" if result["equal"] else "wrong"
+    if not result["equal"]:
+        if result["loss"] <= TOLERANCE[case.dtype]:
+            result["verdict"] = "close"
+        again = _differences(_plain(case, device, model, feed), plain)
+        result["plain_against_itself"] = "equal" if again["equal"] else f"{again['loss']:.1e}, {again['master']:.1e}"
+    return result
+
+
+@dataclass
+class Outcome:
+    """What a run came to."""
+
+    losses: list[float]
+    norms: list[float]
+    masters: dict[str, torch.Tensor]
+
+
+def _plain(case: Case, device: str, model: Path, feed: list[dict[str, torch.Tensor]]) -> Outcome:
+    plain = twin.Twin(
+        str(model), bf16=case.dtype == "bf16", lr=OPTIONS["lr"], weight_decay=OPTIONS["weight_decay"],
+        max_grad_norm=case.clip, device=device,
+    )  # fmt: skip
+    losses, norms = [], []
+    for batch in feed:
+        losses.append(plain.step(batch, case.micro_batch))
+        norms.append(plain.grad_norm)
+    return Outcome(losses, norms, plain.masters)
+
+
+def _engine(case: Case, device: str, model: Path, root: Path, feed: list[dict[str, torch.Tensor]]) -> Outcome:
+    outcome = Outcome([], [], {})
+    ssd = root / "ssd"
+    ssd.mkdir()
+    original = MemoryPlanner.plan
+
+    def plan(planner: MemoryPlanner, *arguments: Any, **keywords: Any) -> Any:
+        made = original(planner, *arguments, **keywords)
+        return dataclasses.replace(made, counts=dataclasses.replace(made.counts, **case.counts))
+
+    parts = [feed] if case.break_after is None else [feed[: case.break_after], feed[case.break_after :]]
+    MemoryPlanner.plan = plan  # type: ignore[assignment, method-assign]
+    try:
+        for number, part in enumerate(parts):
+            with fuyou.Engine(
+                model, ssd=[ssd], device=device, dtype=case.dtype, host_memory="1GiB",
+                device_memory="3GiB" if device.startswith("cuda") else None, micro_batch=case.micro_batch,
+                max_grad_norm=case.clip, batch_shape=(case.rows, case.tokens), resume=number > 0, io="posix",
+                lr=OPTIONS["lr"], weight_decay=OPTIONS["weight_decay"],
+            ) as engine:  # fmt: skip
+                for batch in part:
+                    out = engine(**batch)
+                    out.loss.backward()
+                    outcome.norms.append(engine.step().grad_norm)
+                    outcome.losses.append(out.loss.item())
+                outcome.masters = {name: value.clone() for name, value in engine.named_parameters()}
+    finally:
+        MemoryPlanner.plan = original  # type: ignore[method-assign]
+    return outcome
+
+
+def _differences(one: Outcome, other: Outcome) -> dict[str, Any]:
+    """Losses and norms relative, masters absolute."""
+    masters = [float((one.masters[name] - other.masters[name]).abs().max()) for name in other.masters]
+    return {
+        "equal": one.losses == other.losses and not any(masters) and one.masters.keys() == other.masters.keys(),
+        "losses_equal": sum(a == b for a, b in zip(one.losses, other.losses, strict=True)),
+        "steps": len(other.losses),
+        "loss": max(abs(a - b) / abs(b) for a, b in zip(one.losses, other.losses, strict=True)),
+        "norm": max(abs(a - b) / abs(b) for a, b in zip(one.norms, other.norms, strict=True)),
+        "master": max(masters),
+        "last_loss": one.losses[-1],
+    }
+
+
+def batches(case: Case) -> list[dict[str, torch.Tensor]]:
+    """Random tokens, some without a label."""
+    generator = torch.Generator().manual_seed(3)
+    result = []
+    for _ in range(case.steps):
+        tokens = torch.randint(0, 211, (case.rows, case.tokens), generator=generator)
+        labels = tokens.clone()
+        labels[:, :3] = -100
+        batch = {"input_ids": tokens, "labels": labels}
+        if case.packed:
+            positions = torch.arange(case.tokens).remainder(case.tokens * 5 // 8)
+            batch["position_ids"] = positions.expand(case.rows, -1).contiguous()
+        result.append(batch)
+    return result
+
+
+def _config(family: str) -> PreTrainedConfig:
+    """A tiny model, or one large enough for a GPU's real kernels."""
+    if family == "llama-512":
+        return LlamaConfig(
+            vocab_size=4096, hidden_size=512, intermediate_size=1376, num_hidden_layers=4, num_attention_heads=8,
+            num_key_value_heads=4, max_position_embeddings=512,
+        )  # fmt: skip
+    if family == "gpt2-512":
+        return GPT2Config(
+            vocab_size=4096, n_embd=512, n_layer=4, n_head=8, n_positions=512, resid_pdrop=0.0, embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )  # fmt: skip
+    return twin.tiny_configs()[family]

@@ -1,0 +1,190 @@
+"""Training speed of one preset at several batch sizes, and which resource bounds each."""
+
+import gc
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, PreTrainedConfig, logging
+
+import fuyou
+from common.errors import UserError
+from common.models.meta import build_meta_model
+from common.models.presets import load_config
+from common.units import format_bytes, parse_bytes
+from gpu.journal import DATA_PREFIX, Check, Settings, Skip, describe
+from gpu.profiling import profile_step
+
+RUN_NAME = f"{DATA_PREFIX}store"
+#: Left free on the drive, for block inputs and for everything else.
+RESERVE_BYTES = 6 << 30
+MEASURED_STEPS = 3
+
+
+def run(check: Check) -> None:
+    logging.set_verbosity_error()
+    preset = check.name.partition(":")[2]
+    config = model_config(preset)
+    parameters = sum(p.numel() for p in build_meta_model(config).parameters())
+    clear_stores(check.ssd)
+    free = shutil.disk_usage(check.ssd).free - (0 if check.settings.quick else RESERVE_BYTES)
+    single = free < 24.1 * parameters
+    if free < 12.1 * parameters:
+        raise Skip(f"{preset} needs {format_bytes(12 * parameters)} on the drive even with a single slot")
+    check.note(
+        preset=preset, parameters=parameters, single_slot=single, seq_len=check.settings.seq_len,
+        device_memory=check.settings.device_memory or "all", host_memory=check.settings.host_memory or "available",
+    )  # fmt: skip
+    measured = Measured(check, config, single)
+    try:
+        measured.sweep()
+    finally:
+        measured.close()
+
+
+def model_config(preset: str) -> PreTrainedConfig:
+    """A preset's configuration; ``tiny`` is one of our own."""
+    if preset == "tiny":
+        return LlamaConfig(
+            vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+            max_position_embeddings=128,
+        )  # fmt: skip
+    return load_config(preset)[0]
+
+
+def clear_stores(ssd: Path) -> None:
+    """Remove what an earlier section, or an earlier call that was killed, has left on the drive."""
+    for path in ssd.glob(f"{DATA_PREFIX}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def open_engine(settings: Settings, config: PreTrainedConfig, **options: Any) -> fuyou.Engine:
+    return fuyou.Engine(
+        config, ssd=[settings.ssd], run_name=RUN_NAME, device=settings.device, host_memory=settings.host_memory,
+        device_memory=settings.device_memory, io="posix", **options,
+    )  # fmt: skip
+
+
+def cap_device_memory(settings: Settings) -> None:
+    """Let PyTorch's allocator have what the engine is told that there is: what does not fit has to fail."""
+    if settings.device.startswith("cuda") and settings.device_memory is not None:
+        total = torch.cuda.mem_get_info(settings.device)[1]
+        fraction = min(1.0, parse_bytes(settings.device_memory) / total)
+        torch.cuda.set_per_process_memory_fraction(fraction, torch.device(settings.device))
+
+
+def random_batch(config: PreTrainedConfig, rows: int, seq_len: int) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(0, config.get_text_config().vocab_size, (rows, seq_len))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def train_step(engine: fuyou.Engine, batch: dict[str, torch.Tensor]) -> fuyou.StepReport:
+    engine(**batch).loss.backward()
+    return engine.step()
+
+
+class Measured:
+    """One preset's engine, and what is measured with it."""
+
+    def __init__(self, check: Check, config: PreTrainedConfig, single: bool):
+        self.check, self.config, self.single = check, config, single
+        cap_device_memory(check.settings)
+        began = time.monotonic()
+        self.engine: fuyou.Engine | None = open_engine(
+            check.settings, config, single_slot=single, overwrite=True, micro_batch=None,
+            batch_shape=(check.settings.batches[0], check.settings.seq_len),
+        )  # fmt: skip
+        seconds = time.monotonic() - began
+        check.note(fill={"seconds": seconds, "bytes": self.engine.created_bytes})
+        limits = check.earlier("limits")
+        matmul = limits.get("matmul")
+        self._matmul = matmul["best_flops_per_second"] if isinstance(matmul, dict) else None
+
+    def sweep(self) -> None:
+        """Every batch size that there is time for, then a profile of the largest."""
+        seconds_per_token = seconds = 0.0
+        reached = 0
+        for rows in self.check.settings.batches:
+            tokens = rows * self.check.settings.seq_len
+            expected = 2 * max(seconds, seconds_per_token * tokens * 0.7) + 5  # a warm-up and one measured step
+            if reached and expected > self.check.left():
+                self.check.add("rows", batch=rows, why=f"not run: {self.check.left():.0f} s left")
+                continue
+            try:
+                seconds = self._measure(rows)
+            except Exception as error:
+                self.check.add("rows", batch=rows, why=f"failed: {describe(error)}")
+                if isinstance(error, UserError):  # the budgets do not hold this batch; the engine is as it was
+                    continue
+                if not isinstance(error, torch.OutOfMemoryError):
+                    raise
+                self._reopen()
+                continue
+            seconds_per_token, reached = seconds / tokens, rows
+        if reached and self.check.left() > 2 * seconds + 15:
+            batch = random_batch(self.config, reached, self.check.settings.seq_len)
+            name = self.check.name.replace(":", "-")
+            self.check.attempt("timeline", lambda: profile_step(self._open, batch, self.check.settings, name))
+
+    @property
+    def _open(self) -> fuyou.Engine:
+        assert self.engine is not None
+        return self.engine
+
+    def _measure(self, rows: int) -> float:
+        """Seconds per step at this batch size; adds a row."""
+        engine, check, seq_len = self._open, self.check, self.check.settings.seq_len
+        batch = random_batch(self.config, rows, seq_len)
+        if check.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        began = time.monotonic()
+        train_step(engine, batch)  # plans, allocates, loads kernels; its write-back goes on into the next step
+        warm_up = time.monotonic() - began
+        before, began = engine.io_bytes(), time.monotonic()
+        reports: list[fuyou.StepReport] = []
+        while len(reports) < MEASURED_STEPS:
+            reports.append(train_step(engine, batch))
+            if check.left() < 1.3 * reports[-1].seconds + 20:
+                break
+        seconds = (time.monotonic() - began) / len(reports)
+        after = engine.io_bytes()
+        bounds = {
+            name: sum(report.bound_seconds[name] for report in reports) / len(reports)
+            for name in reports[0].bound_seconds
+        }
+        largest = max(bounds, key=lambda name: bounds[name])
+        plan, per_second = engine.memory_plan, rows * seq_len / seconds
+        hardware = engine.hardware_flops_per_token(seq_len) * per_second
+        check.add(
+            "rows", batch=rows, tokens=rows * seq_len, micro_batch=plan.batch.micro_rows, steps=len(reports),
+            warm_up_seconds=warm_up, seconds=seconds, each_seconds=[report.seconds for report in reports],
+            tokens_per_second=per_second,
+            model_flops_per_second=engine.model_flops_per_token(seq_len) * per_second,
+            hardware_flops_per_second=hardware,
+            matmul_fraction=hardware / self._matmul if self._matmul else None,
+            bounds=bounds, largest_bound=largest, overlap_efficiency=bounds[largest] / seconds,
+            read_bytes=(after[0] - before[0]) / len(reports), written_bytes=(after[1] - before[1]) / len(reports),
+            device_peak_bytes=engine.device_peak_bytes, device_plan_bytes=plan.device_bytes,
+            host_peak_bytes=engine.host_peak_bytes - engine.host_baseline_bytes, host_plan_bytes=plan.host_bytes,
+            counts=vars(plan.counts), losses=[report.loss for report in reports],
+        )  # fmt: skip
+        return seconds
+
+    def _reopen(self) -> None:
+        """After running out of device memory: without the allocator's cap, from the last committed step."""
+        self.close()
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(1.0, torch.device(self.check.settings.device))
+        self.check.note(uncapped="after running out of memory, the allocator's cap was lifted for the batches below")
+        self.engine = open_engine(
+            self.check.settings, self.config, single_slot=self.single, resume=True,
+            batch_shape=(self.check.settings.batches[0], self.check.settings.seq_len),
+        )  # fmt: skip
+
+    def close(self) -> None:
+        engine, self.engine = self.engine, None
+        if engine is not None:
+            engine.close()

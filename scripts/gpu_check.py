@@ -1,0 +1,178 @@
+"""Check and measure everything on a machine with one NVIDIA GPU, in one call.
+
+    python scripts/gpu_check.py --ssd DIR --output DIR --device-memory 24GiB --minutes 9
+
+Sections: ``machine`` (what it is), ``limits`` (matrix products, copies, drive, Adam), ``exactness`` (the engine
+against a plain in-memory loop on the GPU), ``engine:PRESET`` (training speed at several batch sizes, what bounds it,
+and the GPU's timeline), ``in-memory:PRESET`` (plain PyTorch where that fits), and on request ``timeline:PRESET`` (the
+timeline alone). Each runs in a process of its own and gets its share of the time that is left, so that neither a crash
+nor a slow section costs the others their figures. results.json and results.md in the output directory grow as figures
+come in.
+
+``--device cpu --quick`` runs everything that needs no GPU on tiny models: it tests this script, and measures nothing.
+"""
+
+import contextlib
+import importlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+
+import click
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(1, str(ROOT))  # not installed: run from a checkout
+
+from gpu.journal import DATA_PREFIX, Check, Journal, Settings, Skip, describe  # noqa: E402
+
+#: Shares of the time. What a section leaves goes to those after it.
+SHARES = {"machine": 1.0, "limits": 3.0, "exactness": 5.0, "engine": 7.0, "timeline": 2.0, "in-memory": 2.0}
+#: How long after its time a section is stopped by force.
+GRACE_S = 20.0
+#: Kept back at the end for the last section's grace.
+RESERVE_S = 25.0
+
+
+@click.command(help=__doc__)
+@click.option("--ssd", required=True, type=click.Path(exists=True, file_okay=False), help="On the drive to measure.")
+@click.option("--output", required=True, type=click.Path(file_okay=False), help="For results.json, results.md, traces.")
+@click.option("--device", default="cuda:0", show_default=True)
+@click.option("--device-memory", default="24GiB", show_default=True, help="The engine's; 'all' for the card's.")
+@click.option("--host-memory", help="What the engine may use. [default: four fifths of what is available]")
+@click.option("--preset", "presets", multiple=True, help="Repeatable. [default: gpt3-1.3b, gpt3-2.7b]")
+@click.option("--batch", "batches", multiple=True, type=int, help="Sequences; repeatable. [default: 16, 64, 256]")
+@click.option("--seq-len", default=1024, show_default=True)
+@click.option("--minutes", default=9.0, show_default=True, help="For everything together.")
+@click.option("--sections", help="Only these, by comma: names as above; 'engine' stands for that of every preset.")
+@click.option("--quick", is_flag=True, help="Tiny sizes: test the script.")
+@click.option("--run-section", hidden=True)
+@click.option("--settings", "settings_text", hidden=True)
+def main(
+    ssd: str,
+    output: str,
+    device: str,
+    device_memory: str,
+    host_memory: str | None,
+    presets: tuple[str, ...],
+    batches: tuple[int, ...],
+    seq_len: int,
+    minutes: float,
+    sections: str | None,
+    quick: bool,
+    run_section: str | None,
+    settings_text: str | None,
+) -> None:
+    if run_section is not None and settings_text is not None:
+        sys.exit(section(run_section, Settings.from_json(settings_text)))
+    settings = Settings(
+        output=str(Path(output).resolve()), ssd=str(Path(ssd).resolve()), device=device, quick=quick,
+        device_memory=None if device_memory == "all" or device == "cpu" else device_memory, host_memory=host_memory,
+        presets=presets or ("gpt3-1.3b", "gpt3-2.7b"), batches=tuple(sorted(batches or (16, 64, 256))), seq_len=seq_len,
+        command="python " + shlex.join(sys.argv),
+    )  # fmt: skip
+    if quick:
+        settings = replace(settings, presets=("tiny",), batches=(2,), seq_len=32, host_memory=host_memory or "600MiB")
+    Path(output).mkdir(parents=True, exist_ok=True)
+    sys.exit(everything(settings, time.time() + 60 * minutes, sections.split(",") if sections else None))
+
+
+def planned(settings: Settings, wanted: list[str] | None) -> list[str]:
+    """Names of the sections to run, in order."""
+    names = ["machine", "limits", "exactness"]
+    for preset in settings.presets:
+        names += [f"engine:{preset}", f"timeline:{preset}", f"in-memory:{preset}"]
+    if wanted is None:  # the engine's section looks at the timeline as well
+        return [name for name in names if not name.startswith("timeline:")]
+    unknown = [name for name in wanted if name not in names and name not in SHARES]
+    if unknown:
+        raise click.UsageError(f"--sections: {', '.join(unknown)} is none of {', '.join(names)}.")
+    return [name for name in names if name in wanted or name.partition(":")[0] in wanted]
+
+
+def everything(settings: Settings, end: float, wanted: list[str] | None) -> int:
+    """Run the sections one after the other; the exit status says whether any failed."""
+    names = planned(settings, wanted)
+    journal = Journal(Path(settings.output))
+    results = journal.read() if wanted is not None else {"sections": {}}  # chosen sections join earlier results
+    for name in names:
+        results["sections"].pop(name, None)
+    journal.write({**results, "command": settings.command, "date": date.today().isoformat()})
+    failed = 0
+    for position, name in enumerate(names):
+        shares = [SHARES[other.partition(":")[0]] for other in names[position:]]
+        left = end - RESERVE_S - time.time()
+        if left < 10:
+            journal.update(name, status="skipped", why="out of time")
+            continue
+        now = time.time()
+        status = supervised(name, settings.until(now + left * shares[0] / sum(shares)), end, journal)
+        print(f"[{time.time() - now:6.1f} s] {name}: {status}", flush=True)
+        failed += status not in ("done", "skipped")
+    remove_data(Path(settings.ssd))
+    print("\n" + (Path(settings.output) / "results.md").read_text(), flush=True)
+    return 1 if failed else 0
+
+
+def supervised(name: str, settings: Settings, end: float, journal: Journal) -> str:
+    """Run one section in a process of its own, and stop that when its time is over; returns how it ended."""
+    print(f"[        ] {name}: {settings.deadline - time.time():.0f} s at most", flush=True)
+    journal.update(name, status="running", data={})
+    environment = dict(os.environ, HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", PYTHONUNBUFFERED="1")
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    if name == "exactness":
+        environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # has to be there before CUDA starts
+    began = time.time()
+    process = subprocess.Popen(
+        [sys.executable, __file__, "--ssd", settings.ssd, "--output", settings.output, "--run-section", name,
+         "--settings", settings.to_json()],
+        env=environment, process_group=0,
+    )  # fmt: skip
+    try:
+        process.wait(timeout=max(1.0, min(settings.deadline + GRACE_S, end - 3) - time.time()))
+        why = f"its process ended with status {process.returncode}" if process.returncode else None
+    except subprocess.TimeoutExpired:
+        why = "stopped: its time was over"
+    finally:
+        # Also what the section has started itself: workers, optimizer processes.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    entry = journal.read()["sections"][name]
+    if entry["status"] == "running":  # it could not say how it ended
+        journal.update(name, status="failed", why=why or "its process ended without a word")
+    journal.update(name, seconds=time.time() - began)
+    return str(journal.read()["sections"][name]["status"])
+
+
+def section(name: str, settings: Settings) -> int:
+    """Run one section in this process, and write down how it ended."""
+    modules = {"engine": "presets", "in-memory": "in_memory"}
+    kind = name.partition(":")[0]
+    check, journal = Check(name, settings), Journal(Path(settings.output))
+    try:
+        importlib.import_module(f"gpu.{modules.get(kind, kind)}").run(check)
+    except Skip as skip:
+        journal.update(name, status="skipped", why=str(skip))
+    except BaseException as error:
+        journal.update(name, status="failed", why=describe(error))
+        raise
+    else:
+        journal.update(name, status="done")
+    return 0
+
+
+def remove_data(ssd: Path) -> None:
+    """Remove what sections have left on the drive."""
+    for path in ssd.glob(f"{DATA_PREFIX}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

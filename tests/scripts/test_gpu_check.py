@@ -1,0 +1,99 @@
+"""``scripts/gpu_check.py``: the whole of it on tiny models without a GPU, and what it makes of a GPU's trace."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+def check(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
+    """Exit status, results.json and results.md of one call."""
+    ssd, output = tmp_path / "ssd", tmp_path / "out"
+    ssd.mkdir(exist_ok=True)
+    command = [sys.executable, SCRIPTS / "gpu_check.py", "--device", "cpu", "--quick", "--ssd", ssd]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [*command, "--output", output, *arguments], capture_output=True, text=True, timeout=280, env=environment
+    )
+    assert list(ssd.iterdir()) == [], done.stdout + done.stderr
+    results = json.loads((output / "results.json").read_text())
+    return done.returncode, results["sections"], (output / "results.md").read_text()
+
+
+def test_everything_runs_without_a_gpu(tmp_path: Path) -> None:
+    status, sections, report = check(tmp_path, "--minutes", "4")
+    assert status == 0, sections
+    assert {name: entry["status"] for name, entry in sections.items()} == {
+        "machine": "done", "limits": "done", "exactness": "done", "engine:tiny": "done", "in-memory:tiny": "done",
+    }  # fmt: skip
+    assert sections["engine:tiny"]["data"]["timeline"] == "skipped: no CUDA"
+    assert [case["verdict"] for case in sections["exactness"]["data"]["cases"]] == ["equal"]
+    limits = sections["limits"]["data"]
+    assert limits["copies"] == "skipped: no CUDA"
+    assert min(limits["store"]["read"], limits["store"]["write"], limits["adam"]["bf16"]) > 0
+    row = sections["engine:tiny"]["data"]["rows"][0]
+    assert row["tokens_per_second"] == pytest.approx(64 / row["seconds"])
+    assert 0 < row["overlap_efficiency"] <= 1.5
+    assert row["written_bytes"] >= 12 * sections["engine:tiny"]["data"]["parameters"]
+    assert sections["in-memory:tiny"]["data"]["rows"][0]["engine_over_in_memory"] > 0
+    assert "not drawn" not in report
+    assert "could not be drawn" not in report
+
+
+def test_a_section_that_fails_says_why(tmp_path: Path) -> None:
+    """And the next one runs; a later call with chosen sections joins their results to what is there."""
+    (tmp_path / "out").mkdir()
+    earlier = {"sections": {"machine": {"status": "done", "data": {}}, "timeline:tiny": {"status": "done"}}}
+    (tmp_path / "out" / "results.json").write_text(json.dumps(earlier))
+    status, sections, report = check(tmp_path, "--sections", "engine,timeline", "--host-memory", "1MiB")
+    assert status == 1
+    assert sections["engine:tiny"]["status"] == "failed"
+    assert "--host-memory of at least" in sections["engine:tiny"]["why"]
+    assert sections["engine:tiny"]["why"] in report
+    assert sections["timeline:tiny"]["status"] == "skipped"
+    assert sections["timeline:tiny"]["why"] == "no CUDA"
+    assert sections["machine"]["status"] == "done"  # of the earlier call, kept
+
+
+def event(category: str, stream: int, begin: float, duration: float, name: str = "kernel") -> dict[str, Any]:
+    return {
+        "ph": "X", "cat": category, "ts": begin, "dur": duration, "name": name, "args": {"stream": stream}, "pid": 0,
+    }  # fmt: skip
+
+
+def test_gaps_of_the_compute_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    from gpu.trace import analyse, slim
+
+    events = [
+        event("kernel", 7, 100, 50, "first"),
+        event("kernel", 7, 155, 45, "second"),  # after a launch gap of 5
+        event("kernel", 7, 500, 100, "third"),  # after 300, in which the host waits and a copy runs for 150
+        event("gpu_memset", 7, 520, 10),  # inside it
+        event("kernel", 20, 90, 20, "of another stream"),
+        event("gpu_memcpy", 20, 200, 100),
+        event("gpu_memcpy", 21, 250, 100),
+        {"ph": "X", "cat": "cuda_runtime", "ts": 190, "dur": 250, "name": "cudaStreamSynchronize", "args": {}},
+        {"ph": "X", "cat": "cpu_op", "ts": 0, "dur": 600, "name": "aten::mm", "args": {}},
+        {"ph": "M", "name": "process_name", "args": {}},
+    ]
+    kept = slim(events)
+    assert [e["name"] for e in events if e not in kept] == ["aten::mm"]
+    found = analyse(kept, largest=1)
+    assert (found["stream"], found["kernels"], found["gaps"]) == (7, 3, 2)
+    assert (found["span_us"], found["busy_us"], found["idle_us"]) == (500, 195, 305)
+    assert found["idle_in_launches_us"] == 5
+    assert found["copying_us"] == 150
+    assert found["largest"] == [
+        {"at_us": 100, "length_us": 300, "after": "second", "before": "third", "copying": 0.5,
+         "host": "cudaStreamSynchronize (80%)"},
+    ]  # fmt: skip
+    assert found["longest_kernels"][0] == {"name": "third", "calls": 1, "us": 100}
+    with pytest.raises(ValueError, match="no kernels"):
+        analyse(event for event in kept if event.get("cat") != "kernel")
