@@ -4,6 +4,7 @@ What must be there comes first (one buffer of each kind makes the engine work, s
 computation overlap, then activations in the fastest tier that has room, then parameters that need not be read twice.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -15,8 +16,12 @@ from common.units import format_bytes
 from fuyou.records import PAGE_ELEMENTS, Record
 from fuyou.schedule import BufferCounts, StepShape
 
-#: Optimizer states move and are updated in pieces of this many parameters: 40 MB of lo, mean and variance.
-CHUNK_ELEMENTS = 4 << 20
+#: Optimizer states move and are updated in chunks of this many parameters. Small ones (10 MB of lo, mean and variance)
+#: keep reads, arithmetic and writes of one block going at the same time; large ones cost less Python per byte, which
+#: counts where blocks are large and drives many.
+SMALLEST_CHUNK, LARGEST_CHUNK = 1 << 20, 8 << 20
+#: A block is cut into about this many chunks, if they come out between the two.
+CHUNKS_PER_BLOCK = 32
 #: Taken off the host budget for what is not ours to plan: allocator slack, thread stacks, library caches.
 HOST_OVERHEAD_BYTES = 96 << 20
 #: Adam's scratch memory in the optimizer process: three arrays of 1 Mi elements, five with bf16 moments.
@@ -114,9 +119,14 @@ class MemoryPlanner:
         self.host_limit = host_limit
         self.cpu = cpu
         self.deferred = deferred
-        self.block = max(shape.records[index].numel for index in shape.blocks)
+        largest = max((shape.records[index] for index in shape.blocks), key=lambda record: record.numel)
+        self.block = largest.numel
         outer = [record for record in shape.records if record.outer]
         self.outer = max(record.numel for record in outer)
+        # By the model alone: states lie on SSD chunk by chunk.
+        wanted = min(LARGEST_CHUNK, max(SMALLEST_CHUNK, self.block // CHUNKS_PER_BLOCK))
+        self.chunk_elements = round_up(min(wanted, max(self.block, self.outer)), PAGE_ELEMENTS)
+        self.block_chunks = len(largest.chunks(self.chunk_elements))
         self.largest_block_parameter = _largest(shape.records[index] for index in shape.blocks)
         self.largest_outer_parameter = _largest(outer)
 
@@ -175,20 +185,20 @@ class MemoryPlanner:
             return self._count(batch, counts, ring)
         return None
 
-    def _count(self, batch: Batch, counts: BufferCounts, ring_chunks: int) -> MemoryPlan:
+    def _count(self, batch: Batch, counts: BufferCounts, ring_blocks: float) -> MemoryPlan:
         """What ``counts`` take, with the head in one go or in ranges of tokens, whichever takes less."""
         vocabulary = self.config.get_text_config().vocab_size
         # Not a share of the budget: or a larger budget could need more than it adds.
         share = max(self._block_workspace(batch), (64 << 20) if self.cpu else (256 << 20))
         columns = max(1, min(batch.seq_len, share // (LOGIT_BYTES * vocabulary * batch.micro_rows)))
-        plans = [self._count_with(batch, counts, ring_chunks, width) for width in (batch.seq_len, columns)]
+        plans = [self._count_with(batch, counts, ring_blocks, width) for width in (batch.seq_len, columns)]
         return min(plans, key=lambda plan: plan.device_bytes)
 
     def _block_workspace(self, batch: Batch) -> int:
         per_token = activation_elements_per_token(self.config) * self.shape.precision.parameter_bytes
         return int(batch.micro_tokens * per_token)
 
-    def _count_with(self, batch: Batch, counts: BufferCounts, ring_chunks: int, columns: int) -> MemoryPlan:
+    def _count_with(self, batch: Batch, counts: BufferCounts, ring_blocks: float, columns: int) -> MemoryPlan:
         precision, several = self.shape.precision, batch.micro_batches > 1
         width = precision.parameter_bytes
         text = self.config.get_text_config()
@@ -203,7 +213,8 @@ class MemoryPlanner:
         wide_blocks = precision.split and several
         # Two contributions (head and tied embedding) need no more: their sum is rounded once either way.
         wide_outer = precision.split and (several or columns < batch.seq_len)
-        chunk = min(CHUNK_ELEMENTS, round_up(max(self.block, self.outer), PAGE_ELEMENTS))
+        chunk = self.chunk_elements
+        ring_chunks = max(2, math.ceil(ring_blocks * self.block_chunks))
         device = (
             (counts.device_blocks + counts.device_block_gradients) * self.block * width
             + (counts.device_outer + counts.device_outer_gradients) * self.outer * width
@@ -271,7 +282,10 @@ def _device_ladder() -> Iterator[BufferCounts]:
     yield BufferCounts(device_blocks=1, device_block_gradients=1, device_activations=4)
 
 
-def _host_ladder(device: BufferCounts) -> Iterator[tuple[BufferCounts, int]]:
-    """The same for the host, with the number of state chunks in the optimizer's ring."""
-    for blocks, gradients, ring in ((4, 2, 6), (3, 2, 4), (3, 1, 3), (2, 1, 2), (1, 1, 2)):
+def _host_ladder(device: BufferCounts) -> Iterator[tuple[BufferCounts, float]]:
+    """The same for the host, with the size of the optimizer's ring in blocks' states.
+
+    A ring of three blocks lets the SSDs read states while a forward pass leaves them idle; less than two chunks is none.
+    """
+    for blocks, gradients, ring in ((4, 2, 3.0), (4, 2, 2.0), (3, 2, 1.0), (3, 1, 0.5), (2, 1, 0.25), (1, 1, 0.0)):
         yield replace(device, host_blocks=blocks, host_block_gradients=gradients), ring

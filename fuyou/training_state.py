@@ -9,7 +9,7 @@ import torch
 from common.errors import UserError
 
 #: Raised whenever the meaning of files in a store changes.
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass

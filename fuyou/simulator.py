@@ -1,0 +1,314 @@
+"""Runs a list of tasks on a clock instead of on a machine.
+
+The same lists that the engine runs, by the same rules: one lane per kind of task, first in, first out, each task when
+what it waits for is done; two pools of I/O threads that share the drives; an optimizer that reads ahead into a ring of
+chunk buffers, updates chunk by chunk in order, and writes each back. Only how long a piece of work takes comes from
+rates instead of from doing it.
+"""
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from fuyou.records import Precision, Record
+from fuyou.tasks import SSD_READS, Op, Resource, StepList, Task
+
+#: I/O moves in pieces of at most this size: the stripe of the store.
+_PIECE_BYTES = 4 << 20
+#: Coarser for large records: a simulation needs no more pieces than this of one transfer.
+_MOST_PIECES = 16
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a machine can do, in the units of tasks' costs."""
+
+    flops_per_second: float
+    """Of the device, on blocks of the model."""
+    upload_bytes_per_second: float
+    """Host to device."""
+    download_bytes_per_second: float
+    """Device to host, at the same time."""
+    read_bytes_per_second: float
+    """All SSDs together, reading only."""
+    write_bytes_per_second: float
+    """All SSDs together, writing only; mixed traffic takes the sum of both times."""
+    adam_parameters_per_second: float
+    commit_seconds: float = 0.005
+    """``fdatasync`` and manifest."""
+
+
+@dataclass
+class Simulation:
+    """When everything happened, in seconds since the start."""
+
+    step_ends: list[float] = field(default_factory=list)
+    """When the caller ended each step."""
+    busy: dict[Resource, float] = field(default_factory=dict)
+    """Seconds of work that each resource did in all."""
+
+    def step_seconds(self) -> float:
+        """Of the last step, from the end of the one before: what a run settles to."""
+        return self.step_ends[-1] - self.step_ends[-2]
+
+
+@dataclass
+class _Chunk:
+    task: int
+    """Index of the record."""
+    elements: int
+    last: bool
+
+
+class _Drives:
+    """All SSDs as one server: two pools of threads queue at it, and it takes a piece of each in turn."""
+
+    def __init__(self, simulator: "Simulator"):
+        self._simulator = simulator
+        self._queues: tuple[deque, deque] = (deque(), deque())
+        self._turn = 0
+        self._busy = False
+
+    def submit(self, pool: int, read: bool, nbytes: int, done: Callable[[], None]) -> None:
+        """Move ``nbytes``, then call ``done``."""
+        pieces = max(1, min(_MOST_PIECES, -(-nbytes // _PIECE_BYTES)))
+        rates = self._simulator.rates
+        seconds = nbytes / (rates.read_bytes_per_second if read else rates.write_bytes_per_second) / pieces
+        for number in range(pieces):
+            self._queues[pool].append((seconds, done if number == pieces - 1 else None))
+        self._serve()
+
+    def _serve(self) -> None:
+        if self._busy:
+            return
+        queue = self._queues[self._turn] or self._queues[1 - self._turn]
+        if not queue:
+            return
+        self._turn = 1 - self._turn if queue is self._queues[self._turn] else self._turn
+        seconds, done = queue.popleft()
+        self._busy = True
+
+        def finished() -> None:
+            self._busy = False
+            if done is not None:
+                done()
+            self._serve()
+
+        self._simulator.count(Resource.SSD, seconds)
+        self._simulator.later(seconds, finished)
+
+
+class _Optimizer:
+    """The optimizer process: announced records are read ahead, updates come in the same order."""
+
+    def __init__(self, simulator: "Simulator", ring_chunks: int):
+        self._simulator = simulator
+        self._free = ring_chunks
+        self._to_read: deque[_Chunk] = deque()
+        self._in_order: deque[tuple[_Chunk, list[bool]]] = deque()
+        self._updates: deque[Task] = deque()
+        self._unwritten: dict[int, int] = {}
+        self._writing: dict[int, Task] = {}
+        self._computing = False
+
+    def announce(self, record: Record) -> None:
+        chunks = self._simulator.chunks(record)
+        self._to_read.extend(chunks)
+        self._read()
+
+    def update(self, task: Task) -> None:
+        self._updates.append(task)
+        self._unwritten[task.record] = len(self._simulator.chunks(self._simulator.records[task.record]))
+        self._compute()
+
+    def written(self, task: Task) -> None:
+        """``task`` is done when everything of its record is written, which may have happened already."""
+        if self._unwritten.get(task.record):
+            self._writing[task.record] = task
+        else:
+            self._simulator.finish(task)
+
+    def _read(self) -> None:
+        while self._free and self._to_read:
+            self._free -= 1
+            chunk, ready = self._to_read.popleft(), [False]
+            self._in_order.append((chunk, ready))
+
+            def arrived(ready: list[bool] = ready) -> None:
+                ready[0] = True
+                self._compute()
+
+            self._simulator.drives.submit(1, True, chunk.elements * self._simulator.state_bytes, arrived)
+
+    def _compute(self) -> None:
+        if self._computing or not self._updates or not self._in_order or not self._in_order[0][1][0]:
+            return
+        chunk, _ = self._in_order.popleft()
+        task = self._updates[0]
+        self._computing = True
+        seconds = chunk.elements / self._simulator.rates.adam_parameters_per_second
+        self._simulator.count(Resource.ADAM, seconds)
+
+        def updated() -> None:
+            self._computing = False
+            nbytes = chunk.elements * (self._simulator.state_bytes + self._simulator.parameter_bytes)
+            self._simulator.drives.submit(1, False, nbytes, lambda: self._wrote(chunk))
+            if chunk.last:
+                self._updates.popleft()
+                self._simulator.finish(task)
+            self._compute()
+
+        self._simulator.later(seconds, updated)
+
+    def _wrote(self, chunk: _Chunk) -> None:
+        self._free += 1
+        self._unwritten[chunk.task] -= 1
+        if not self._unwritten[chunk.task]:
+            task = self._writing.pop(chunk.task, None)
+            if task is not None:
+                self._simulator.finish(task)
+        self._read()
+
+
+class Simulator:
+    """Simulates consecutive steps.
+
+    Args:
+        records: of the model.
+        precision: how wide parameters and states are.
+        rates: of the machine.
+        ring_chunks, chunk_elements: the optimizer's state buffers.
+    """
+
+    def __init__(
+        self, records: Sequence[Record], precision: Precision, rates: Rates, ring_chunks: int, chunk_elements: int
+    ):
+        self.records, self.rates = records, rates
+        self.state_bytes, self.parameter_bytes = precision.state_bytes, precision.parameter_bytes
+        largest = max(record.numel for record in records)
+        scale = max(1, -(-largest // (chunk_elements * _MOST_PIECES)))
+        self._chunk_elements = chunk_elements * scale
+        self.drives = _Drives(self)
+        self._optimizer = _Optimizer(self, max(2, -(-ring_chunks // scale)))
+        self._now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = itertools.count()
+        self._lanes: dict[Op, deque[Task]] = {op: deque() for op in Op}
+        self._running: set[Op] = set()
+        self._remaining: dict[Task, int] = {}
+        self._after: dict[Task, list[Task]] = {}
+        self._finished: set[Task] = set()
+        self._link_free: dict[Resource, float] = {}
+        self._result = Simulation()
+
+    def run(self, steps: Sequence[StepList]) -> Simulation:
+        """Simulate ``steps`` one after the other, each handed over when the caller has ended the one before.
+
+        Tasks' ``began`` and ``ended`` are set.
+        """
+        self._coming = deque(steps)
+        self._hand_over()
+        while self._events:
+            self._now, _, action = heapq.heappop(self._events)
+            action()
+        assert not self._coming and not self._remaining, "some task waits for one that never comes"
+        return self._result
+
+    # -- for the parts --------------------------------------------------------------------------------------------
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Call ``action`` when ``seconds`` have passed."""
+        heapq.heappush(self._events, (self._now + seconds, next(self._number), action))
+
+    def count(self, resource: Resource, seconds: float) -> None:
+        """``resource`` works for ``seconds``."""
+        self._result.busy[resource] = self._result.busy.get(resource, 0.0) + seconds
+
+    def finish(self, task: Task) -> None:
+        """``task`` is done: start what waited for it."""
+        task.ended = self._now
+        self._finished.add(task)
+        del self._remaining[task]
+        for later in self._after.pop(task, []):
+            self._remaining[later] -= 1
+            self._advance(later.op)
+        if task.op is Op.STEP:
+            self._result.step_ends.append(self._now)
+            self._hand_over()
+
+    def chunks(self, record: Record) -> list[_Chunk]:
+        """The pieces in which the optimizer works on ``record``."""
+        sizes = [chunk.stop - chunk.start for chunk in record.chunks(self._chunk_elements)]
+        return [_Chunk(record.index, size, number == len(sizes) - 1) for number, size in enumerate(sizes)]
+
+    # -- lanes ----------------------------------------------------------------------------------------------------
+
+    def _hand_over(self) -> None:
+        if not self._coming:
+            return
+        for task in self._coming.popleft().tasks:
+            waits = {earlier for earlier in task.after if earlier not in self._finished}
+            self._remaining[task] = len(waits)
+            for earlier in waits:
+                self._after.setdefault(earlier, []).append(task)
+            self._lanes[self._lane(task.op)].append(task)
+        for op in Op:
+            self._advance(op)
+
+    @staticmethod
+    def _lane(op: Op) -> Op:
+        return Op.COMPUTE if op is Op.STEP else op  # the caller ends the step after its last computation
+
+    def _advance(self, op: Op) -> None:
+        lane = self._lane(op)
+        queue = self._lanes[lane]
+        while queue and lane not in self._running and not self._remaining[queue[0]]:
+            task = queue.popleft()
+            task.began = self._now
+            self._start(task, lane)
+
+    def _start(self, task: Task, lane: Op) -> None:
+        rates = self.rates
+        match task.op:
+            case Op.COMPUTE:
+                self._occupy(lane, task, Resource.GPU, task.flops / rates.flops_per_second)
+            case Op.STEP:
+                self.later(0.0, lambda: self.finish(task))
+            case Op.COMMIT:
+                self._occupy(lane, task, Resource.NONE, rates.commit_seconds)
+            case Op.STATE_READ:
+                self._optimizer.announce(self.records[task.record])
+                self.later(0.0, lambda: self.finish(task))
+            case Op.UPDATE:
+                self._optimizer.update(task)
+            case Op.STATE_WRITE:
+                self._optimizer.written(task)
+            case _ if task.op.resource is Resource.HOST_TO_DEVICE:
+                self._copy(lane, task, rates.upload_bytes_per_second)
+            case _ if task.op.resource is Resource.DEVICE_TO_HOST:
+                self._copy(lane, task, rates.download_bytes_per_second)
+            case _:
+                self.drives.submit(0, task.op in SSD_READS, task.nbytes, lambda: self.finish(task))
+
+    def _copy(self, lane: Op, task: Task, bytes_per_second: float) -> None:
+        """Lanes of one direction share its link."""
+        resource = task.op.resource
+        wait = max(0.0, self._link_free.get(resource, 0.0) - self._now)
+        seconds = task.nbytes / bytes_per_second
+        self._link_free[resource] = self._now + wait + seconds
+        task.began += wait
+        self._occupy(lane, task, resource, seconds, wait)
+
+    def _occupy(self, lane: Op, task: Task, resource: Resource, seconds: float, wait: float = 0.0) -> None:
+        """``task`` holds its lane until it is done."""
+        self._running.add(lane)
+        self.count(resource, seconds)
+
+        def ended() -> None:
+            self._running.discard(lane)
+            self.finish(task)
+            self._advance(lane)
+
+        self.later(wait + seconds, ended)
