@@ -20,6 +20,7 @@ HUGE_PAGE = 2 << 20
 _MAP_FIXED = 0x10
 #: Since Linux 6.1: make huge pages now, of shared memory too, whatever the system's default for it is.
 _MADV_COLLAPSE = 25
+_ALLOCATE_PIECE_BYTES = 16 << 20
 #: Some drivers refuse one registration of 512 GiB or more; pieces of this size always work.
 _REGISTER_PIECE_BYTES = 64 << 30
 
@@ -51,7 +52,7 @@ class HostBuffer:
         else:
             self._map, self._start = _map_aligned(self.fd, self.nbytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._advise(mmap.MADV_HUGEPAGE)
+            self._advise(mmap.MADV_HUGEPAGE, 0, self.nbytes)
         #: The bytes, as numpy sees them: ``uint8 [nbytes]``.
         self.array: np.ndarray = np.frombuffer(self._map, np.uint8, self.nbytes, self._start)
         # from_numpy holds the array and so the mapping; frombuffer on the mapping itself would not.
@@ -59,21 +60,30 @@ class HostBuffer:
 
     def touch(self) -> "HostBuffer":
         """Write a zero in every page, so that no page fault and no shortage strikes in the training loop."""
-        try:
-            if self.fd is not None:
-                os.posix_fallocate(self.fd, 0, self.nbytes)  # a shortage is an error here, SIGBUS later
-        except OSError as error:
-            raise FinetuneError(
-                f"The system has no {format_bytes(self.nbytes)} of shared memory left ({error.strerror})."
-            ) from error
+        if self.fd is not None:
+            self._allocate(self.fd)
         self.array[::PAGE] = 0
-        if self.fd is not None:  # only now that it has its small pages can it be given huge ones
-            self._advise(_MADV_COLLAPSE)
         return self
 
-    def _advise(self, advice: int) -> None:
+    def _allocate(self, fd: int) -> None:
+        """Give the memory file its pages, huge ones where the kernel can; a shortage is an error here, SIGBUS later.
+
+        It makes huge pages only from small ones. Piece by piece, those freed by one piece serve the next: three times
+        as fast as all at once, and as fast as small pages.
+        """
+        for start in range(0, self.nbytes, _ALLOCATE_PIECE_BYTES):
+            piece = min(_ALLOCATE_PIECE_BYTES, self.nbytes - start)
+            try:
+                os.posix_fallocate(fd, start, piece)
+            except OSError as error:
+                raise FinetuneError(
+                    f"The system has no {format_bytes(self.nbytes)} of shared memory left ({error.strerror})."
+                ) from error
+            self._advise(_MADV_COLLAPSE, start, piece)
+
+    def _advise(self, advice: int, start: int, nbytes: int) -> None:
         with contextlib.suppress(OSError):  # kernels without such huge pages: slower, still right
-            self._map.madvise(advice, self._start, self.nbytes)
+            self._map.madvise(advice, self._start + start, nbytes)
 
     def tensor(self, dtype: torch.dtype, offset: int, count: int) -> torch.Tensor:
         """``dtype [count]`` over the bytes from ``offset``."""
