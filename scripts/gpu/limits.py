@@ -15,7 +15,6 @@ from common.hardware import cpu_count
 from common.store import Layout, Store, remove
 from common.units import format_bytes
 from fuyou.adam import AdamConfig, ChunkAdam, Update
-from fuyou.memory_plan import CHUNK_ELEMENTS
 from gpu.journal import Check
 
 #: Sizes [m, k, n] of matrix products: squares, and a block's feed-forward products over 16 Ki tokens.
@@ -181,7 +180,7 @@ def _adam(check: Check) -> dict[str, Any]:
     """Parameters per second on all cores but two, over chunks as the optimizer process has them, out of the cache."""
     threads = max(1, cpu_count() - 2)
     torch.set_num_threads(threads)
-    count, chunks = (1 << 18, 2) if check.settings.quick else (CHUNK_ELEMENTS, 16)
+    count, chunks = (1 << 18, 2) if check.settings.quick else (4 << 20, 16)
     adam, update = ChunkAdam(), Update(1, AdamConfig())
     result: dict[str, Any] = {"threads": threads, "chunk_elements": count, "chunks": chunks}
     for split in (True, False):

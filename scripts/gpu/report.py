@@ -181,6 +181,11 @@ def _engine(data: Data) -> list[str]:
             format_bytes(row["host_peak_bytes"]), format_bytes(row["read_bytes"]), format_bytes(row["written_bytes"]),
         ])  # fmt: skip
     lines += ["", *_table(header, rows), "", "Bounds are seconds per step; overlap is the largest of them over s/step."]
+    for row in data.get("rows", []):
+        waits = sorted((row.get("idle") or {}).items(), key=lambda item: -item[1])
+        if waits:
+            listed = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in waits)
+            lines.append(f"Batch {row['batch']}: the device waited for {listed} per step.")
     timeline = data.get("timeline")
     if isinstance(timeline, dict):
         lines += ["", *_timeline(timeline)]
