@@ -7,6 +7,7 @@ without one, by a processor that plays the device and copies late.
 import dataclasses
 import math
 import random
+import threading
 import time
 from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM
 import fuyou
 import fuyou.engine
 from common.buffers import HostBuffer
-from fuyou.devices import CpuDevice
+from fuyou.devices import CpuDevice, open_device
 from fuyou.gradients import sum_of_squares
 from fuyou.memory_plan import MemoryPlanner
 from fuyou.tasks import Op, Task
@@ -150,6 +151,40 @@ def test_equals_the_plain_loop_on_a_gpu(
         checkpoints / family, tmp_path, monkeypatch, device="cuda:0", dtype=dtype, micro_batch=micro_batch, clip=clip,
         counts=counts,
     )  # fmt: skip
+
+
+@pytest.mark.cuda
+def test_lanes_wait_for_each_other_on_the_device() -> None:
+    device = open_device("cuda:0")
+    host = HostBuffer(1 << 20).touch()
+    try:
+        host.page_lock()
+        memory = device.allocate(host.nbytes)
+        compute = Task(Op.COMPUTE, [])
+        device.begin_compute(compute)
+        torch.cuda._sleep(100_000_000)  # clock cycles: a twentieth of a second
+        memory.fill_(7)
+        device.end_compute(compute)
+        download, write = Task(Op.GRADIENT_DOWNLOAD, [compute]), Task(Op.GRADIENT_WRITE, [])
+        seen = []
+
+        def lane() -> None:
+            device.wait_event(download, compute.event)
+            device.copy(download, host.tensor(torch.uint8, 0, host.nbytes), memory)
+            device.wait_event(write, download.event)  # here the host waits
+            seen.append(int(host.array.min()))
+
+        thread = threading.Thread(target=lane)
+        thread.start()
+        thread.join()
+        assert seen == [7]
+        computed, copied = device.interval(compute), device.interval(download)
+        assert computed[1] - computed[0] > 0.01
+        assert copied[0] > computed[1] - 0.001
+        assert abs(time.monotonic() - copied[1]) < 5
+    finally:
+        device.synchronize()
+        host.close()
 
 
 @pytest.mark.cuda
