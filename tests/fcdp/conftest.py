@@ -1,0 +1,15 @@
+"""The ranks that all tests of this folder share."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fcdp.pool import Pool
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Four processes."""
+    ranks = Pool()
+    yield ranks
+    ranks.close()

@@ -1,0 +1,117 @@
+"""Four processes, started once, that run one case after another as the ranks of small clusters on loopback.
+
+Python and the libraries are imported once, in a server from which the ranks are forked.
+"""
+
+import faulthandler
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+RANKS = 4
+DEADLINE_S = 40
+
+
+class RankError(AssertionError):
+    """A rank raised; the message holds every rank's traceback."""
+
+
+class Pool:
+    """``pool.run((nodes, ranks_per_node), function, *args)`` returns what each rank's call returned."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.fcdp.cases"])
+        self._pipes: list[Connection] = []
+        self._processes = []
+        self._layout: tuple[int, int] | None = None
+        self._port = 0
+        for index in range(RANKS):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(index, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, layout: tuple[int, int], function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call ``function(topology, *args, **kwargs)`` on every rank of a cluster of ``layout``."""
+        world = layout[0] * layout[1]
+        if layout != self._layout:
+            # A new process group for everyone in it: a port tells it from the one before.
+            self._layout = layout
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                self._port = free.getsockname()[1]
+        for pipe in self._pipes[:world]:
+            pipe.send((layout, self._port, function, args, kwargs))
+        answers = []
+        for index, pipe in enumerate(self._pipes[:world]):
+            if not pipe.poll(DEADLINE_S):
+                self.close()
+                raise RankError(f"rank {index} of {layout} has not answered in {DEADLINE_S} s")
+            answers.append(pipe.recv())
+        failed = [f"--- rank {rank}\n{text}" for rank, (good, text) in enumerate(answers) if not good]
+        if failed:
+            self._layout = None
+            raise RankError("\n".join(failed))
+        return [value for _, value in answers]
+
+    def close(self) -> None:
+        """End the ranks."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(timeout=10)
+            if process.is_alive():
+                process.kill()
+
+
+def _serve(index: int, pipe: Connection) -> None:
+    """One rank: keeps its process group and topology as long as the layout stays the same."""
+    import torch
+    import torch.distributed as dist
+
+    import fcdp
+
+    torch.set_num_threads(1)
+    topology: fcdp.Topology | None = None
+    current: int | None = None
+    while True:
+        try:
+            layout, port, function, args, kwargs = pipe.recv()
+        except EOFError:
+            break
+        # Before the parent loses patience: where a rank that hangs is.
+        faulthandler.dump_traceback_later(DEADLINE_S - 5)
+        try:
+            if port != current:
+                _leave(topology)
+                topology, current = None, None
+                os.environ.update(RANK=str(index), WORLD_SIZE=str(layout[0] * layout[1]))
+                dist.init_process_group(
+                    "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=index, world_size=layout[0] * layout[1]
+                )
+                topology, current = fcdp.Topology(*layout), port
+            answer = (True, function(topology, *args, **kwargs))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+            # Whatever is still under way belongs to a collective that is no more.
+            _leave(topology)
+            topology, current = None, None
+        faulthandler.cancel_dump_traceback_later()
+        pipe.send(answer)
+    _leave(topology)
+
+
+def _leave(topology: Any) -> None:
+    import torch.distributed as dist
+
+    if topology is not None:
+        topology.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()

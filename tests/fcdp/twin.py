@@ -1,0 +1,49 @@
+"""Plain FSDP2 with the one thing changed that bit equality needs: the order in which gradients are added.
+
+gloo's reduce-scatter is a ring all-reduce: every piece of the buffer starts its sum at another rank, so what is added
+first depends on where a gradient lies. NCCL has orders of its own. Two-level reduction adds inside the node first, on
+purpose. Floating-point sums differ between these orders, so no two-level reduction can equal gloo's ring bit for bit.
+This twin gathers the gradients of all ranks and adds them in plain sight, node by node.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class InOrder:
+    """FSDP2's reduce-scatter, from an all-gather: average in each node, sum over micro-batches, average over nodes."""
+
+    def __init__(self, nodes: int, ranks: int):
+        self.nodes, self.ranks = nodes, ranks
+        self.is_last = True
+        self.sums: list[torch.Tensor] | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        assert op == dist.ReduceOp.AVG
+        everyone = [torch.empty_like(input_tensor) for _ in range(group.size())]
+        dist.all_gather(everyone, input_tensor, group=group)
+        mine = [gradient.chunk(group.size())[group.rank()] for gradient in everyone]
+        in_nodes = []
+        for node in range(self.nodes):
+            total = mine[node * self.ranks].clone()
+            for place in range(1, self.ranks):
+                total = total + mine[node * self.ranks + place]
+            in_nodes.append(total / self.ranks)
+        if self.sums is not None:
+            in_nodes = [before + now for before, now in zip(self.sums, in_nodes, strict=True)]
+        self.sums = None if self.is_last else in_nodes
+        total = torch.zeros_like(output_tensor)
+        if self.is_last:
+            total = in_nodes[0]
+            for other in in_nodes[1:]:
+                total = total + other
+            total = total / self.nodes
+        output_tensor.copy_(total)
