@@ -131,14 +131,13 @@ class Measured:
                 continue
             try:
                 seconds = self._measure(rows)
-            except Exception as error:
+            except UserError as error:  # the budgets do not hold this batch; the engine is as it was
                 self.check.add("rows", batch=rows, why=f"failed: {describe(error)}")
-                if isinstance(error, UserError):  # the budgets do not hold this batch; the engine is as it was
-                    continue
-                if not isinstance(error, torch.OutOfMemoryError):
-                    raise
-                self._reopen()
                 continue
+            except torch.OutOfMemoryError as error:
+                self.check.add("rows", batch=rows, why=f"failed: {describe(error)}")
+                self._reopen()
+                seconds = self._measure(rows)
             seconds_per_token, reached = seconds / tokens, rows
         if reached and self.check.left() > 2 * seconds + 15:
             batch = random_batch(self.config, reached, self.check.settings.seq_len)
@@ -192,14 +191,15 @@ class Measured:
         return seconds
 
     def _reopen(self) -> None:
-        """After running out of device memory: without the allocator's cap, from the last committed step."""
+        """After running out of device memory: without the allocator's cap, from the last committed step (a single slot has none)."""
         self.close()
         gc.collect()
         torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction(1.0, torch.device(self.check.settings.device))
-        self.check.note(uncapped="after running out of memory, the allocator's cap was lifted for the batches below")
+        if self.check.cuda:
+            torch.cuda.set_per_process_memory_fraction(1.0, torch.device(self.check.settings.device))
+        self.check.note(uncapped="After running out of memory, the allocator's cap was lifted for what follows")
         self.engine = open_engine(
-            self.check.settings, self.config, single_slot=self.single, resume=True,
+            self.check.settings, self.config, single_slot=self.single, resume=not self.single, overwrite=self.single,
             batch_shape=(self.check.settings.batches[0], self.check.settings.seq_len),
         )  # fmt: skip
 
