@@ -191,7 +191,10 @@ class Measured:
         return seconds
 
     def _reopen(self) -> None:
-        """After running out of device memory: without the allocator's cap, from the last committed step (a single slot has none)."""
+        """After running out of device memory: without the allocator's cap, from the last committed step.
+
+        A single slot has no such step to go back to, and is filled again.
+        """
         self.close()
         gc.collect()
         torch.cuda.empty_cache()
