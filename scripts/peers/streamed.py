@@ -1,0 +1,79 @@
+"""Contender: this engine.
+
+Settings: ``host_memory`` in bytes, or "streamed" for the least with which transfers and computation overlap fully, so
+that next to nothing is cached; ``single_slot``.
+"""
+
+import bisect
+
+import torch
+from transformers import PreTrainedConfig
+
+from common.errors import UserError
+from common.models.meta import build_meta_model
+from fuyou import Engine
+from fuyou.memory_plan import MemoryPlan, MemoryPlanner
+from fuyou.model_records import model_records
+from fuyou.records import Precision
+from fuyou.stack import StreamedModel
+from peers import contender
+
+PRECISION = Precision(torch.bfloat16, torch.float32)
+GRAIN = 16 << 20
+"""Budgets are looked for in steps of this many bytes."""
+
+
+def streaming_budget(config: PreTrainedConfig, rows: int, seq_len: int) -> int:
+    """The least host memory in bytes with which the engine overlaps as much as with any amount."""
+    stack = StreamedModel(build_meta_model(config, dtype=PRECISION.dtype), torch.device("cpu"))
+    shape = model_records(stack, PRECISION)
+
+    def plan(limit: int) -> MemoryPlan | None:
+        try:
+            return MemoryPlanner(shape, config, limit, limit, cpu=True).plan(rows, seq_len, None)
+        except UserError:
+            return None
+
+    def buffers(plan: MemoryPlan | None) -> tuple[int, ...]:
+        if plan is None:
+            return ()
+        counts = plan.counts
+        return (
+            plan.batch.micro_rows, plan.ring_chunks, counts.device_blocks, counts.device_block_gradients,
+            counts.host_block_gradients,
+        )  # fmt: skip
+
+    most = buffers(plan(1 << 42))
+    return GRAIN * bisect.bisect_left(range(1 << 16), True, key=lambda grains: buffers(plan(GRAIN * grains)) == most)
+
+
+def main() -> None:
+    """Serve the benchmark."""
+    task = contender.prepare()
+    budget = task.settings.get("host_memory")
+    if budget == "streamed":
+        budget = streaming_budget(task.config(), task.rows, task.seq_len)
+    with Engine(
+        task.config(), ssd=[task.directory], dtype="bf16", lr=task.lr, host_memory=budget,
+        single_slot=task.settings.get("single_slot", False), batch_shape=(task.rows, task.seq_len),
+    ) as engine:  # fmt: skip
+
+        def train_step(tokens: torch.Tensor) -> float:
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            engine.step()
+            return loss.item()
+
+        plan = engine.memory_plan
+        facts = {
+            "parameters": engine.parameters,
+            "host_memory": budget,
+            "micro_rows": plan.batch.micro_rows,
+            "baseline_bytes": engine.host_baseline_bytes,
+            "host_blocks": plan.counts.host_blocks,
+        }
+        contender.serve(task, train_step, facts)
+
+
+if __name__ == "__main__":
+    main()
