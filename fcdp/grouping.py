@@ -36,6 +36,12 @@ class ParameterGroup:
     """Whether the cache is older than the parameters. The same on every rank, always."""
     fingerprint: torch.Tensor | None = field(default=None, repr=False)
     """Of this rank's part when the cache was filled (CUDA)."""
+    kept_after_forward: bool = False
+    """Whether FSDP2 keeps the parameters from forward to backward, so that each micro-batch gathers them once."""
+    cell_bytes: int = 0
+    """Bytes of one rank's part in compute precision, padded as FSDP2 does."""
+    reduced_cell_bytes: int = 0
+    """Bytes of one rank's part of the gradients in reduce precision."""
     had_trainable: bool = False
     """Whether any parameter required a gradient when FSDP2 last looked."""
 

@@ -34,7 +34,7 @@ from fcdp.placement import DeviceMemory, Placement
 from fcdp.reduce_scatter import MicroBatches, TwoLevelReduceScatter
 from fcdp.staleness import Net, Watch, mark_all
 from fcdp.topology import Topology
-from fcdp.traffic import Traffic
+from fcdp.traffic import Traffic, fcdp_bytes, hybrid_bytes, zero3_bytes
 
 Strategy = Literal["fcdp", "zero3", "hybrid"]
 """``fcdp``: fully sharded, parameters cached in host memory, two-level reduction. ``zero3``: plain FSDP2 over all
@@ -90,18 +90,18 @@ def fully_shard(
     units = find_units(model, blocks)
     groups = split_units(units, adapter_groups) if strategy == "fcdp" else whole_units(units)
     policy = _explicit(mp_policy or MixedPrecisionPolicy(), model)
-    cell_bytes = [_cell_bytes(group, topology.world_size, policy.param_dtype) for group in groups]
     mesh = topology.hybrid_mesh() if strategy == "hybrid" else topology.mesh
     for group in groups:
         unit = units[group.unit]
-        keep = unit.keep_after_forward and group.modules == [unit.module]
+        _measure(group, mesh.size(mesh.ndim - 1), policy)
+        keep = group.kept_after_forward = unit.keep_after_forward and group.modules == [unit.module]
         target = group.modules if len(group.modules) > 1 else group.modules[0]
         fsdp2_fully_shard(cast(Any, target), mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
     if not isinstance(model, FSDPModule):  # every parameter is in some unit, and the root holds none itself
         fsdp2_fully_shard(model, mesh=mesh, mp_policy=policy)
     result = Sharding(model, topology, strategy, groups)
     if strategy == "fcdp" and topology.world_size > 1:
-        result._install(cell_bytes, device_cache_threshold, host_cache_bytes, two_level_reduction, device_memory)
+        result._install(device_cache_threshold, host_cache_bytes, two_level_reduction, device_memory)
         if topology.device.type == "cpu":
             _prefetch_forward(units, groups)
     _shardings[model] = result
@@ -168,20 +168,40 @@ class Sharding:
         if self._cache is not None:
             self._cache.close()
 
+    def bytes_across_nodes(self, micro_batches: int, *, first_step: bool = False, gloo: bool = False) -> float:
+        """What one node should send to others in a step, in bytes of payload, by the formulas of ``traffic.py``.
+
+        Args:
+            micro_batches: of the step; each runs every group forward and backward once, without recomputation.
+            first_step: nothing is cached yet (fcdp).
+            gloo: FSDP2's own reduce-scatter runs on gloo, where it is an all-reduce.
+        """
+        topology = self.topology
+        in_mesh = topology.ranks_per_node if self.strategy == "hybrid" else topology.world_size
+        reduced = in_mesh * sum(group.reduced_cell_bytes for group in self.groups)
+        if self.strategy == "hybrid":
+            return hybrid_bytes(topology.nodes, reduced=reduced)
+        if self.strategy == "zero3":
+            uses = sum(group.cell_bytes * (1 if group.kept_after_forward else 2) for group in self.groups)
+            return zero3_bytes(
+                in_mesh, gathered=in_mesh * uses * micro_batches, reduced=reduced * micro_batches, all_reduce=gloo
+            )
+        dirty = in_mesh * sum(group.cell_bytes for group in self.groups if first_step or group.trainable)
+        return fcdp_bytes(topology.nodes, gathered=dirty, reduced=reduced)
+
     def on_device(self) -> list[str]:
         """Names of the groups whose share is on the device now."""
         return [gather.group.name for gather in self._gathers if gather.share is not None and gather.share.on_device]
 
     def _install(
         self,
-        cell_bytes: list[int],
         threshold: float,
         host_cache_bytes: int | None,
         two_level_reduction: bool,
         device_memory: DeviceMemory | None,
     ) -> None:
         topology = self.topology
-        sizes = [topology.nodes * cell for cell in cell_bytes]
+        sizes = [topology.nodes * group.cell_bytes for group in self.groups]
         cached = self._choose_cached(sizes, _smallest(host_cache_bytes))
         self._cache = HostCache([sizes[index] for index in cached], topology.device)
         self.host_cache_bytes = self._cache.nbytes
@@ -271,15 +291,15 @@ def _explicit(policy: MixedPrecisionPolicy, model: nn.Module) -> MixedPrecisionP
     return dataclasses.replace(policy, reduce_dtype=dtype)
 
 
-def _cell_bytes(group: ParameterGroup, world_size: int, param_dtype: torch.dtype | None) -> int:
-    """Bytes of one rank's cell: FSDP2 cuts every parameter along its first dimension and pads to equal parts."""
-    total = 0
+def _measure(group: ParameterGroup, shards: int, policy: MixedPrecisionPolicy) -> None:
+    """Note the bytes of one rank's part: FSDP2 cuts every parameter along its first dimension, into equal parts."""
     for parameter in group.registered():
-        shape = parameter.shape if parameter.dim() else torch.Size([1])
-        rows = -(-shape[0] // world_size)
-        itemsize = (param_dtype or parameter.dtype).itemsize if parameter.is_floating_point() else parameter.itemsize
-        total += rows * (parameter.numel() // max(shape[0], 1)) * itemsize
-    return total
+        rows = parameter.shape[0] if parameter.dim() else 1
+        elements = -(-rows // shards) * (parameter.numel() // max(rows, 1))
+        floating = parameter.is_floating_point()
+        group.cell_bytes += elements * ((floating and policy.param_dtype) or parameter.dtype).itemsize
+        if parameter.requires_grad:
+            group.reduced_cell_bytes += elements * (policy.reduce_dtype or parameter.dtype).itemsize
 
 
 def _smallest(budget: int | None) -> int | None:

@@ -59,7 +59,7 @@ def fcdp_bytes(nodes: int, *, gathered: int, reduced: int) -> float:
     Args:
         nodes: N.
         gathered: bytes of dirty parameters in compute precision: all on the first step, then the trainable ones.
-        reduced: bytes of gradients in reduce precision, times micro-batches if each is reduced across nodes.
+        reduced: bytes of gradients in reduce precision.
     """
     return ring_share(nodes) * (gathered + reduced)
 
@@ -81,6 +81,6 @@ def hybrid_bytes(nodes: int, *, reduced: int) -> float:
 
     Args:
         nodes: N.
-        reduced: bytes of gradients in reduce precision, times micro-batches if each is reduced across nodes.
+        reduced: bytes of gradients in reduce precision.
     """
     return 2 * ring_share(nodes) * reduced

@@ -147,7 +147,7 @@ def digest(model: nn.Module) -> str:
 
 
 def _memory(kind: str) -> DeviceMemory:
-    """``some``: room for about half of the shares. ``all``: for all. ``waves``: for all, but pressure comes and goes."""
+    """``some``: room for part of the shares. ``all``: for all. ``waves``: for all, but pressure comes and goes."""
     if kind == "some":
         return DeviceMemory(40_000, lambda: 8_000)
     if kind == "all":

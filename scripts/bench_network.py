@@ -1,0 +1,267 @@
+"""Inter-node bytes and step times of FCDP, plain FSDP2 and hybrid sharding on an emulated cluster.
+
+    python scripts/bench_network.py --nodes 2 --ranks 2 --rates 1gbit,2.5gbit,10gbit,unlimited --out bench.json
+
+For every case (model, full or LoRA, micro-batches) and strategy the same processes train at one rate after the other;
+rates change under them. Bytes are those of the nodes' network devices, as counted and less headers, next to what the
+formulas of `fcdp/traffic.py` say. *Exposed* is a step's time less that of the same step with the network unlimited:
+what communication costs that computing does not hide. Times are medians. Needs root (see netcluster.py).
+"""
+
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import IO, Any
+
+import click
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fcdp
+from common.errors import FinetuneError
+from netcluster import Cluster, network_bytes, rank_environments
+
+REPORT = "REPORT "
+SET_RATE = "SET_RATE "
+STRATEGIES = ("zero3", "hybrid", "fcdp")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained."""
+
+    name: str
+    hidden: int
+    layers: int
+    lora: bool = False
+    micro_batches: int = 1
+    tokens: int = 128
+    """In each micro-batch of each rank."""
+
+
+CASES = [
+    Case("full, 28 M parameters, 1 micro-batch", 512, 8),
+    Case("full, 28 M parameters, 4 micro-batches", 512, 8, micro_batches=4),
+    Case("LoRA, 320 M parameters, 1 micro-batch", 1024, 24, lora=True, tokens=256),
+]
+
+
+@dataclass
+class Measured:
+    """One case with one strategy at one rate."""
+
+    case: str
+    strategy: str
+    rate: str
+    seconds: list[float]
+    """Of each step, on the slowest rank."""
+    sent_bytes: float
+    """By the busiest node per step: its network device's counter."""
+    sent_payload: float
+    """The same less packet headers."""
+    first_step_payload: float
+    formula_bytes: float
+    formula_first_bytes: float
+    exposed_seconds: float | None = None
+    """Median step less the median with the network unlimited."""
+
+    @property
+    def median(self) -> float:
+        """Of the steps' seconds."""
+        return statistics.median(self.seconds)
+
+
+def make_model(case: Case) -> nn.Module:
+    """A Llama; with LoRA on all linear layers its base is stored in bf16."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=2048,
+        hidden_size=case.hidden,
+        intermediate_size=case.hidden * 11 // 4,
+        num_hidden_layers=case.layers,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        use_cache=False,
+    )
+    dtype = torch.bfloat16 if case.lora else torch.float32
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if case.lora:
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
+    return model.train()
+
+
+class Worker:
+    """One rank: trains what the parent asks for, and has it change the rate in between."""
+
+    def __init__(self, cases: list[Case], strategies: list[str], rates: list[str], steps: int, adapters: str):
+        dist.init_process_group("gloo")
+        self.topology = fcdp.Topology.from_environment(device="cpu")
+        self.cases, self.strategies, self.rates, self.steps = cases, strategies, rates, steps
+        self.adapters: Any = adapters
+
+    def run(self) -> None:
+        """All cases with all strategies."""
+        for case in self.cases:
+            for strategy in self.strategies:
+                self._measure(case, strategy)
+        self.topology.close()
+        dist.destroy_process_group()
+
+    def _measure(self, case: Case, strategy: Any) -> None:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+        model: Any = fcdp.fully_shard(
+            make_model(case), self.topology, strategy, mp_policy=policy, adapter_groups=self.adapters
+        )
+        sharding = fcdp.sharding(model)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+        generator = torch.Generator().manual_seed(self.topology.rank)
+
+        def step() -> list[float]:
+            """Seconds on the slowest rank, bytes and payload that the busiest node sent."""
+            batches = torch.randint(0, 2048, (case.micro_batches, 1, case.tokens), generator=generator)
+            dist.barrier()
+            before, started = network_bytes(), time.perf_counter()
+            for index, ids in enumerate(batches):
+                sharding.set_is_last_micro_batch(index == case.micro_batches - 1)
+                (model(input_ids=ids, labels=ids).loss / case.micro_batches).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            dist.barrier()
+            seconds, moved = time.perf_counter() - started, network_bytes() - before
+            told = torch.tensor([seconds, moved.sent, moved.sent_payload], dtype=torch.float64)
+            dist.all_reduce(told, op=dist.ReduceOp.MAX)
+            return told.tolist()
+
+        self._set_rate("unlimited")
+        first = step()[2]
+        step()
+        for rate in self.rates:
+            self._set_rate(rate)
+            steps = [step() for _ in range(self.steps)]
+            formula = sharding.bytes_across_nodes(case.micro_batches, gloo=True)
+            formula_first = sharding.bytes_across_nodes(case.micro_batches, first_step=True, gloo=True)
+            seconds, sent, payload = zip(*steps, strict=True)
+            sent, payload = statistics.median(sent), statistics.median(payload)
+            result = Measured(case.name, strategy, rate, list(seconds), sent, payload, first, formula, formula_first)
+            if self.topology.rank == 0:
+                print(REPORT + json.dumps(dataclasses.asdict(result)), flush=True)
+        sharding.close()
+
+    def _set_rate(self, rate: str) -> None:
+        if self.topology.rank == 0:
+            print(SET_RATE + rate, flush=True)
+            sys.stdin.readline()
+        dist.barrier()
+
+
+def measure(cluster: Cluster, ranks: int, arguments: list[str]) -> list[Measured]:
+    """Run the workers on ``cluster`` and collect what they report.
+
+    Raises:
+        FinetuneError: a worker failed.
+    """
+    results: list[Measured] = []
+    leader: subprocess.Popen[str] | None = None
+    for node, environment in rank_environments(cluster, ranks):
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE} if leader is None else {}
+        threads = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        process = cluster.start(node, [sys.executable, __file__, *arguments], environment | threads, **pipes)
+        leader = leader or process
+    assert leader is not None and leader.stdout is not None and leader.stdin is not None
+    answers: IO[str] = leader.stdin
+    for line in leader.stdout:
+        if line.startswith(SET_RATE):
+            cluster.set_rate(line.removeprefix(SET_RATE).strip())
+            answers.write("done\n")
+            answers.flush()
+        elif line.startswith(REPORT):
+            results.append(Measured(**json.loads(line.removeprefix(REPORT))))
+            last = results[-1]
+            click.echo(f"{last.case}, {last.strategy}, {last.rate}: {last.median:.2f} s", err=True)
+    if cluster.wait():
+        raise FinetuneError("A worker failed; what it said is above.")
+    return results
+
+
+def add_exposed(results: list[Measured]) -> None:
+    """Fill in what communication costs, where there is an unlimited run to compare with."""
+    unlimited = {(r.case, r.strategy): r.median for r in results if r.rate == "unlimited"}
+    for result in results:
+        free = unlimited.get((result.case, result.strategy))
+        result.exposed_seconds = None if free is None else result.median - free
+
+
+def table(results: list[Measured]) -> str:
+    """The results as Markdown."""
+    lines = [
+        "| case | strategy | MB sent per node and step | less headers | formula | off by | of FSDP2's "
+        "| rate | step, s | exposed, s |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    plain = {(r.case, r.rate): r.sent_bytes for r in results if r.strategy == "zero3"}
+    for r in results:
+        off = r.sent_payload / r.formula_bytes - 1 if r.formula_bytes else 0.0
+        part = r.sent_bytes / plain[r.case, r.rate] if (r.case, r.rate) in plain else float("nan")
+        exposed = "" if r.exposed_seconds is None else f"{r.exposed_seconds:.2f}"
+        megabytes = " | ".join(f"{count / 1e6:.2f}" for count in (r.sent_bytes, r.sent_payload, r.formula_bytes))
+        lines.append(
+            f"| {r.case} | {r.strategy} | {megabytes} | {off:+.1%} | {part:.4f} "
+            f"| {r.rate} | {r.median:.3f} | {exposed} |"
+        )
+    return "\n".join(lines)
+
+
+@click.command(help=__doc__)
+@click.option("--nodes", default=2, show_default=True, type=int)
+@click.option("--ranks", default=2, show_default=True, type=int, help="Per node.")
+@click.option("--rates", default="1gbit,2.5gbit,10gbit,unlimited", show_default=True)
+@click.option("--strategies", default=",".join(STRATEGIES), show_default=True)
+@click.option("--cases", default=",".join(map(str, range(len(CASES)))), show_default=True, help="By number.")
+@click.option("--steps", default=3, show_default=True, type=int, help="Timed steps at each rate.")
+@click.option("--adapters", default="block", show_default=True, type=click.Choice(["block", "model"]))
+@click.option("--out", default=None, type=click.Path(dir_okay=False), help="Write all figures here, as JSON.")
+def main(
+    nodes: int, ranks: int, rates: str, strategies: str, cases: str, steps: int, adapters: str, out: str | None
+) -> None:
+    """The command: the parent, and with RANK in the environment a worker."""
+    chosen = [CASES[int(number)] for number in cases.split(",")]
+    if "RANK" in os.environ:
+        Worker(chosen, strategies.split(","), rates.split(","), steps, adapters).run()
+        return
+    try:
+        with Cluster(nodes) as cluster:
+            results = measure(cluster, ranks, sys.argv[1:])
+    except FinetuneError as error:
+        click.echo(f"bench_network: {error}", err=True)
+        sys.exit(error.exit_status)
+    add_exposed(results)
+    click.echo(table(results))
+    if out:
+        record = {
+            "nodes": nodes,
+            "ranks_per_node": ranks,
+            "date": time.strftime("%Y-%m-%d"),
+            "torch": torch.__version__,
+            "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+            "cases": [dataclasses.asdict(case) for case in chosen],
+            "results": [dataclasses.asdict(result) for result in results],
+        }
+        with open(out, "w") as file:
+            json.dump(record, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
