@@ -85,6 +85,8 @@ class Options:
     environment: dict[str, str]
     host_memory: int | None
     streamed_memory: int | None
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+    """Merged into ZeRO-Infinity's settings."""
 
 
 class ModelBenchmark:
@@ -98,6 +100,9 @@ class ModelBenchmark:
         sizes = [parameter.numel() for parameter in meta.parameters()]
         self.parameters = sum(sizes)
         every = entries(max(sizes))
+        for key, entry in every.items():
+            if key.startswith("zero-infinity"):
+                every[key] = replace(entry, settings=merged(entry.settings, options.deepspeed))
         self.results = {key: Result(every[key]) for key in every if key in contenders}
 
     def run(self) -> None:
@@ -228,6 +233,13 @@ def print_table(title: str, rows: list[dict[str, Any]], parameters: int) -> None
             print(f"  {row['contender']}: {row['problem']}")
 
 
+def merged(settings: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """``settings`` with what ``overrides`` says differently, sections one level down merged too."""
+    return settings | {
+        key: settings.get(key, {}) | value if isinstance(value, dict) else value for key, value in overrides.items()
+    }
+
+
 def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -285,10 +297,17 @@ def ended_by_signals() -> Iterator[None]:
 )
 @click.option("--host-memory", help="Of fuyou-cached; without it, as much as ZeRO-Infinity took.")
 @click.option("--streamed-memory", help="Of fuyou; without it, the least that overlaps everything.")
+@click.option(
+    "--deepspeed",
+    "overrides",
+    default="{}",
+    metavar="JSON",
+    help='Merged into ZeRO-Infinity\'s settings, for trying others: \'{"zero": {"sub_group_size": 1e8}}\'.',
+)
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write all figures here.")
 def main(
     ssd: Path, work: Path, models: str, contenders: str, rounds: int, warmup: int, steps: int, threads: int,
-    malloc: str, host_memory: str | None, streamed_memory: str | None, json_path: Path | None,
+    malloc: str, host_memory: str | None, streamed_memory: str | None, overrides: str, json_path: Path | None,
 ) -> None:  # fmt: skip
     try:
         with ended_by_signals():
@@ -302,6 +321,7 @@ def main(
                 ssd.resolve(), rounds, warmup, steps, threads, environment,
                 parse_bytes(host_memory) if host_memory else None,
                 parse_bytes(streamed_memory) if streamed_memory else None,
+                json.loads(overrides),
             )  # fmt: skip
             torch.set_num_threads(1)
             run(names, wanted, options, work.expanduser().resolve(), json_path)

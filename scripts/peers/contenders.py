@@ -32,9 +32,10 @@ class Entry:
 def zero_infinity(largest_parameter: int, *, pipeline: bool, low_memory: bool = False) -> dict[str, Any]:
     """DeepSpeed's settings with parameters and optimizer on SSD, as found by trying; see docs/benchmarks.md.
 
-    * Parameter buffers must hold the largest parameter, and each small one takes a whole buffer: 16 are the fewest
-      multiple of eight with which a GPT block's forward and backward pass run while the next parameters are fetched.
-      That needs ``stage3_param_persistence_threshold`` 0 as well: persistent parameters never give their buffers back.
+    * Each parameter buffer must hold the largest parameter; parameters below 1 MiB never leave memory.
+      With the defaults of ``stage3_max_reuse_distance``, ``stage3_prefetch_bucket_size`` and
+      ``stage3_param_persistence_threshold``, parameters hold on to their buffers and a step ends with "Not enough
+      buffers 0 for swapping 1".
     * Optimizer buffers hold a sub-group each; a larger sub-group costs memory, a smaller one throughput.
     """
     sub_group = 20_000_000 if low_memory else 50_000_000

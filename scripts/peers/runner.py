@@ -93,6 +93,10 @@ class Contender:
             self.close()
             raise
 
+    def limit_to(self, deadline: float) -> None:
+        """From now on, wait until ``deadline`` (monotonic clock) at most."""
+        self._timeout = max(1.0, deadline - time.monotonic())
+
     def step(self) -> Step:
         """Have it take one training step."""
         before = self.io_bytes()

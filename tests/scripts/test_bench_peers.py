@@ -1,0 +1,181 @@
+"""``scripts/bench_peers.py`` and its runner: contenders that obey, die, hang and stay; the tables; the drive."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import bench_max_model  # noqa: E402
+import bench_peers  # noqa: E402
+from peers.contender import Task  # noqa: E402
+from peers.contenders import Entry  # noqa: E402
+from peers.drive import DriveRates, measure_drive  # noqa: E402
+from peers.runner import Contender, ContenderFailedError  # noqa: E402
+
+TINY: dict[str, Any] = {
+    "model_type": "gpt2", "vocab_size": 97, "n_positions": 32, "n_layer": 3, "n_embd": 64, "n_head": 2,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+}  # fmt: skip
+
+
+def tiny(directory: Path, **settings: Any) -> Task:
+    return Task(TINY, 2, 24, 2, str(directory), settings, lr=1e-3)
+
+
+def start(module: str, task: Task, **options: Any) -> Contender:
+    return Contender(Path(sys.executable), module, task, {"OMP_NUM_THREADS": "2"}, timeout_s=60, **options)
+
+
+@pytest.mark.parametrize(
+    ("module", "settings"),
+    [
+        ("peers.in_memory", {}),
+        ("peers.in_memory", {"step_in_backward": True}),
+        ("peers.fsdp2_offload", {}),
+        ("peers.streamed", {"host_memory": "streamed"}),
+    ],
+)
+def test_contenders_train(tmp_path: Path, module: str, settings: dict[str, Any]) -> None:
+    """Each takes steps on the same tokens, starting from a loss of about ln(97) = 4.57."""
+    with start(module, tiny(tmp_path, **settings)) as contender:
+        steps = [contender.step() for _ in range(2)]
+        assert contender.facts["parameters"] == 158_336
+        assert contender.peak_bytes > 100 << 20
+        if module == "peers.streamed":
+            # Two steps of at least 12 bytes per parameter, less what is still on its way.
+            assert sum(step.written_bytes for step in steps) > 12 * 158_336
+    assert all(4.3 < step.loss < 4.9 for step in steps)
+    assert all(step.seconds > 0 for step in steps)
+
+
+def test_updates_in_the_backward_pass_are_the_same_updates(tmp_path: Path) -> None:
+    losses = []
+    for in_backward in (False, True):
+        with start("peers.in_memory", tiny(tmp_path, step_in_backward=in_backward), watch=False) as contender:
+            losses.append([contender.step().loss for _ in range(4)])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+
+
+def test_one_that_dies_is_told_with_its_last_words(tmp_path: Path) -> None:
+    task = Task({**TINY, "n_head": 7}, 2, 24, 2, str(tmp_path))
+    with pytest.raises(ContenderFailedError, match=r"exit status 1: .*divisible"):
+        start("peers.in_memory", task, watch=False)
+
+
+def test_one_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
+    script = tmp_path / "hangs.py"
+    script.write_text("import subprocess, time\nsubprocess.Popen(['sleep', '97531'])\ntime.sleep(97531)\n")
+    with pytest.raises(ContenderFailedError, match="time limit: no ready within 2 s"):
+        Contender(Path(sys.executable), "hangs", tiny(tmp_path), {"PYTHONPATH": str(tmp_path)}, timeout_s=2)
+    assert not [one for one in psutil.process_iter(["cmdline"]) if "97531" in (one.info["cmdline"] or [])]
+
+
+def test_tokens_are_the_same_for_all_and_differ_by_step(tmp_path: Path) -> None:
+    task = tiny(tmp_path)
+    assert torch.equal(task.tokens(1), tiny(tmp_path, host_memory=1).tokens(1))
+    assert not torch.equal(task.tokens(1), task.tokens(2))
+    assert task.tokens(1).shape == (2, 24)
+
+
+def test_bounds() -> None:
+    rates = DriveRates(read=2e9, write=1e9)
+    assert rates.seconds_together(4e9, 1e9) == 2.0
+    assert rates.seconds_apart(4e9, 1e9) == 3.0
+
+
+def test_the_drive_is_measured_and_left_clean(tmp_path: Path) -> None:
+    rates = measure_drive(tmp_path, 256 << 20)
+    assert rates.read > 1e6 and rates.write > 1e6
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_too_large_for_memory_is_skipped_or_trained_with_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = bench_peers.Options(tmp_path, 1, 1, 1, 2, {}, None, None)
+    benchmark = bench_peers.ModelBenchmark("125m", ["in-memory", "fsdp2", "fuyou-cached"], options, None)
+    assert benchmark.parameters == 124_439_808
+    room = int(15 * benchmark.parameters) + bench_peers.INTERPRETER_BYTES + bench_peers.SPARE_BYTES
+    monkeypatch.setattr(bench_peers, "memory_available_bytes", lambda: room)
+    assert benchmark._too_large(benchmark.results["in-memory"]) == ""
+    assert benchmark.results["in-memory"].entry.settings == {"step_in_backward": True}
+    assert benchmark._too_large(benchmark.results["fsdp2"]).startswith("skipped: needs about")
+    with pytest.raises(bench_peers.UserError, match="give --host-memory"):
+        benchmark._settings(benchmark.results["fuyou-cached"].entry)
+
+
+def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = bench_peers.Options(tmp_path, 1, 1, 3, 2, {}, None, None)
+    benchmark = bench_peers.ModelBenchmark("125m", ["in-memory", "fuyou"], options, None)
+    memory, ours = benchmark.results.values()
+    memory.seconds, memory.read, memory.written = [2.0, 1.0, 3.0], [0] * 3, [0] * 3
+    ours.seconds, ours.read, ours.written = [3.0, 3.3], [4 * 10**9] * 2, [10**9] * 2
+    rows = benchmark.table(DriveRates(2e9, 1e9))
+    assert rows[0]["ratio"] == 1.0 and rows[0]["bound_s"] == 2.0
+    assert rows[1]["ratio"] == pytest.approx(1.575) and rows[1]["bound_apart_s"] == 3.0
+    json.dumps(rows)
+    bench_peers.print_table(
+        "title", [*rows, {"contender": "x", "problem": "skipped", "steps": 0}], benchmark.parameters
+    )
+    assert "1.57x" in (printed := capsys.readouterr().out) and "x: skipped" in printed
+
+
+def test_ctrl_c_leaves_no_process_and_no_file(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "bench_peers.py"), "--ssd", str(tmp_path), "--models", "125m"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [*command, "--contenders", "fuyou", "--threads", "2"], env=environment,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("bench-peers-*/fuyou")) and time.monotonic() < deadline:
+        assert process.poll() is None
+        time.sleep(0.05)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children
+    process.terminate()  # the same way as Ctrl-C, and it works under any test runner
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130, output
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ladder_counts_parameters_as_the_model_does() -> None:
+    rung = bench_max_model.Rung(12, 768)
+    assert rung.parameters == 124_439_808
+    sizes = [bench_max_model.Rung(*shape).parameters for shape in bench_max_model.SHAPES]
+    assert sizes == sorted(sizes)
+
+
+def test_the_climb_goes_on_above_what_a_smaller_cap_allowed() -> None:
+    ladder = [bench_max_model.Rung(layers, 64) for layers in (1, 2, 3, 4)]
+    tried: list[int] = []
+
+    def attempt(rung: bench_max_model.Rung, cap: int) -> bench_max_model.Try:
+        tried.append(rung.layers)
+        return bench_max_model.Try(rung, [1.0], problem="" if rung.layers <= cap else "killed by the cap")
+
+    small = bench_max_model.climb(ladder, 2, attempt, None)
+    large = bench_max_model.climb(ladder, 9, attempt, small.largest)
+    assert tried == [1, 2, 3, 3, 4]
+    assert small.largest is not None and small.largest.rung.layers == 2
+    assert small.stopped is not None and small.stopped.problem == "killed by the cap"
+    assert large.largest is not None and large.largest.rung.layers == 4
+    assert large.stopped is None
+
+
+def test_entries_have_distinct_names_and_modules_that_exist() -> None:
+    for name, entry in bench_peers.entries(1000).items():
+        assert isinstance(entry, Entry)
+        assert name == entry.name
+        assert (ROOT / "scripts" / Path(*entry.module.split("."))).with_suffix(".py").exists()
