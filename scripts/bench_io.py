@@ -23,9 +23,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Literal
 
 import click
@@ -110,16 +110,19 @@ class Bench:
 
     def ours(self, direction: Direction) -> float:
         """Move every record once, and return bytes per second; ``mixed`` reads and writes transfers in turns."""
-        pending: list[Future[None] | None] = [None] * len(self._buffers)
+        free: SimpleQueue[HostBuffer] = SimpleQueue()
+        for buffer in self._buffers:
+            free.put(buffer)
+        futures = []
         begin = time.perf_counter()
         for number, (record, start, nbytes) in enumerate(self._transfers):
-            place = number % len(pending)
-            if before := pending[place]:
-                before.result()
+            buffer = free.get()
             writes = direction == "write" or (direction == "mixed" and number % 2 == 1)
             move = self._store.write if writes else self._store.read
-            pending[place] = move(record, self._buffers[place].array, start, nbytes)
-        for future in filter(None, pending):
+            future = move(record, buffer.array, start, nbytes)
+            future.add_done_callback(lambda _, done=buffer: free.put(done))  # type: ignore[misc]
+            futures.append(future)
+        for future in futures:
             future.result()
         return sum(nbytes for *_, nbytes in self._transfers) / (time.perf_counter() - begin)
 
