@@ -110,7 +110,7 @@ def split_units(units: list[Unit], adapters: AdapterGroups) -> list[ParameterGro
             first = min(units.index(unit) for unit in mixed)
             groups += _mixed_groups("model", owners, claimed, first)
     for index, unit in enumerate(units):
-        owners = [owner for owner in _trainable_owners(unit.module) if _unclaimed([owner], claimed, deep=False)]
+        owners = [owner for owner in _trainable_owners(unit.module) if _has_trainable(owner, claimed)]
         frozen_left = any(not p.requires_grad and id(p) not in claimed for p in unit.module.parameters())
         if owners and frozen_left:
             groups += _mixed_groups(unit.name or "root", owners, claimed, index)
@@ -164,6 +164,10 @@ def _trainable_owners(module: nn.Module) -> list[nn.Module]:
     return list(owners.values())
 
 
+def _has_trainable(module: nn.Module, claimed: set[int]) -> bool:
+    return any(parameter.requires_grad and id(parameter) not in claimed for parameter in module.parameters())
+
+
 def _is_mixed(module: nn.Module) -> bool:
     return len({parameter.requires_grad for parameter in module.parameters()}) == 2
 
@@ -172,12 +176,12 @@ def _own(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module._parameters.items() if p is not None}
 
 
-def _unclaimed(modules: list[nn.Module], claimed: set[int], *, deep: bool = True) -> list[tuple[nn.Module, str]]:
-    """Places of the parameters that no group has yet, each parameter once; ``deep`` looks below ``modules``, too."""
+def _unclaimed(modules: list[nn.Module], claimed: set[int]) -> list[tuple[nn.Module, str]]:
+    """Places of the parameters in ``modules`` that no group has yet, each parameter once."""
     seen = set(claimed)
     places = []
     for top in modules:
-        for module in top.modules() if deep else [top]:
+        for module in top.modules():
             for name, parameter in _own(module).items():
                 if id(parameter) not in seen:
                     seen.add(id(parameter))

@@ -40,6 +40,9 @@ Strategy = Literal["fcdp", "zero3", "hybrid"]
 """``fcdp``: fully sharded, parameters cached in host memory, two-level reduction. ``zero3``: plain FSDP2 over all
 ranks. ``hybrid``: FSDP2 sharded inside each node and replicated across nodes (HSDP, MiCS)."""
 
+_ATTRIBUTE = "_fcdp_sharding"
+"""Of the model: its :class:`Sharding` lives as long as it does."""
+
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -104,7 +107,7 @@ def fully_shard(
         result._install(device_cache_threshold, host_cache_bytes, two_level_reduction, device_memory)
         if topology.device.type == "cpu":
             _prefetch_forward(units, groups)
-    _shardings[model] = result
+    setattr(model, _ATTRIBUTE, result)
     return model
 
 
@@ -158,7 +161,10 @@ class Sharding:
             reduction.partial = None
 
     def close(self) -> None:
-        """Stop watching optimizers and let go of host memory. The model can no longer be used."""
+        """Stop watching optimizers and let go of host memory: from now on every gather goes across nodes.
+
+        Call it on every rank, before ``Topology.close()`` and ``destroy_process_group()``.
+        """
         if self._watch is not None:
             self._watch.close()
         if self.topology.device.type == "cuda":
@@ -273,13 +279,10 @@ def sharding(model: nn.Module) -> Sharding:
     Raises:
         UserError: it has not.
     """
-    found = _shardings.get(model)
-    if found is None:
+    found = getattr(model, _ATTRIBUTE, None)
+    if not isinstance(found, Sharding):
         raise UserError(f"This {type(model).__name__} was not sharded with fcdp.fully_shard.")
     return found
-
-
-_shardings: "weakref.WeakKeyDictionary[nn.Module, Sharding]" = weakref.WeakKeyDictionary()
 
 
 def _explicit(policy: MixedPrecisionPolicy, model: nn.Module) -> MixedPrecisionPolicy:

@@ -22,12 +22,12 @@ from typing import IO, Any
 import click
 import torch
 import torch.distributed as dist
+from netcluster import Cluster, network_bytes, rank_environments
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fcdp
 from common.errors import FinetuneError
-from netcluster import Cluster, network_bytes, rank_environments
 
 REPORT = "REPORT "
 SET_RATE = "SET_RATE "

@@ -31,6 +31,8 @@ class Case:
 
     bf16: bool = False
     lora: bool = False
+    targets: tuple[str, ...] = ("q_proj", "v_proj", "down_proj")
+    """Of LoRA."""
     tied: bool = False
     micro_batches: int = 1
     checkpointing: bool = False
@@ -65,10 +67,8 @@ def make_model(case: Case) -> nn.Module:
     )
     model: Any = transformers.LlamaForCausalLM(config)
     if case.lora:
-        targets = ["q_proj", "v_proj", "down_proj"]
-        model = peft.get_peft_model(
-            model, peft.LoraConfig(r=3, target_modules=targets, init_lora_weights=False, lora_dropout=0.0)
-        )
+        lora = peft.LoraConfig(r=3, target_modules=list(case.targets), init_lora_weights=False)
+        model = peft.get_peft_model(model, lora)
     if case.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
@@ -100,6 +100,11 @@ def train(
         options["device_memory"] = _memory(memory)
     model = fcdp.fully_shard(model, topology, strategy, mp_policy=policy(case), **options)
     sharding = fcdp.sharding(model)
+    if case.event == "compile":
+        torch.compiler.reset()  # what is compiled depends on what was before
+        for block in sharding.groups:
+            if block.name.split(".")[-1].isdigit():
+                block.modules[0].compile(backend="aot_eager")
     twins = []
     if in_order:
         for module in model.modules():

@@ -33,8 +33,11 @@ EVENTS = [
     Case(event="thaw", lora=True),
     Case(event="thaw", lora=True, bf16=True),
     Case(event="evaluate", lora=True),
+    # Not with LoRA: hooks on adapters cut a block's graph where plain FSDP2 has none, and graphs round differently.
+    Case(event="compile"),
     Case(tied=True),
     Case(tied=True, lora=True, bf16=True),
+    Case(lora=True, targets=("embed_tokens", "o_proj")),
     Case(optimizer="foreach"),
     Case(optimizer="sgd", bf16=True),
 ]
@@ -63,6 +66,7 @@ def _name(case: Any) -> str:
     if not isinstance(case, Case):
         return "x".join(map(str, case)) if isinstance(case, tuple) else str(case)
     words = ["bf16" if case.bf16 else "fp32", "lora" if case.lora else "full", f"{case.micro_batches}mb"]
+    words += ["embedding"] * ("embed_tokens" in case.targets)
     words += ["checkpointing"] * case.checkpointing + ["tied"] * case.tied
     return "-".join([*words, *([case.event] if case.event else []), *([case.optimizer] * (case.optimizer != "fused"))])
 
@@ -84,7 +88,7 @@ def test_equals_plain_fsdp2(runs: Runs, layout: tuple[int, int], case: Case) -> 
     assert whole.losses == pytest.approx(plain.losses, rel=3e-2 if case.bf16 else 1e-4)
     assert len(set(whole.losses)) > 5
     # With other groups, gradients lie elsewhere in gloo's buffers, and its ring adds them in another order.
-    if not (case.lora and case.event == "thaw"):
+    if not (case.lora and case.event == "thaw") and (case.checkpointing or case.event):
         assert runs.run(layout, case, "fcdp", two_level_reduction=False) == plain
 
 
@@ -92,12 +96,15 @@ def test_equals_plain_fsdp2(runs: Runs, layout: tuple[int, int], case: Case) -> 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_equals_hybrid_sharding(runs: Runs, lora: bool, bf16: bool) -> None:
     # The fused optimizer treats the ends of a shard differently from its middle, and shards are larger here.
-    case = Case(bf16=bf16, lora=lora, micro_batches=3, checkpointing=bf16, optimizer="foreach")
+    case = Case(bf16=bf16, lora=lora, micro_batches=2, checkpointing=bf16, optimizer="foreach")
     assert runs.run((2, 2), case, "fcdp") == runs.run((2, 2), case, "hybrid")
 
 
-@pytest.mark.parametrize("layout", [(2, 2), (3, 1)], ids=_name)
-@pytest.mark.parametrize("case", [Case(), Case(lora=True, bf16=True, checkpointing=True)], ids=_name)
+@pytest.mark.parametrize(
+    ("layout", "case"),
+    [((2, 2), Case(lora=True, bf16=True, checkpointing=True)), ((3, 1), Case()), ((2, 2), Case(micro_batches=4))],
+    ids=_name,
+)
 @pytest.mark.parametrize(("memory", "threshold"), [("some", 0.5), ("all", 1.0), ("all", 0.0), ("waves", 0.9)])
 def test_placement_changes_nothing(
     runs: Runs, pool: Pool, layout: tuple[int, int], case: Case, memory: str, threshold: float

@@ -1,0 +1,78 @@
+"""Bytes between nodes: counted where messages are sent, and equal to the formulas."""
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import fcdp
+from tests.fcdp.cases import Case, train
+from tests.fcdp.pool import Pool
+
+
+def _count(topology: fcdp.Topology, case: Case, **options: Any) -> dict[str, float]:
+    """Train with every point-to-point message counted by whether it leaves the node; our own count beside it."""
+    sent = {"inside": 0, "across": 0}
+    send = dist.isend
+
+    def counting(tensor: Any, dst: Any = None, group: Any = None, tag: int = 0, group_dst: Any = None) -> Any:
+        to = dist.get_process_group_ranks(group)[group_dst]
+        level = "inside" if to // topology.ranks_per_node == topology.node else "across"
+        sent[level] += tensor.numel() * tensor.element_size()
+        return send(tensor, dst, group, tag, group_dst)
+
+    dist.isend = counting  # type: ignore[assignment]
+    try:
+        _, seen = train(topology, case, "fcdp", inspect=lambda sharding: _look(sharding, case), **options)
+    finally:
+        dist.isend = send  # type: ignore[assignment]
+    return {**seen, "sent_inside": sent["inside"], "sent_across": sent["across"]}
+
+
+def _look(sharding: fcdp.Sharding, case: Case) -> dict[str, float]:
+    traffic = sharding.traffic
+    return {
+        "across": traffic.across,
+        "inside": traffic.gather_inside + traffic.reduce_inside,
+        "first": sharding.bytes_across_nodes(case.micro_batches, first_step=True),
+        "later": sharding.bytes_across_nodes(case.micro_batches),
+        "misses": traffic.misses,
+        "groups": len(sharding.groups),
+        "trainable": sum(group.trainable for group in sharding.groups),
+        "cache": sharding.host_cache_bytes,
+        "model": sum(group.cell_bytes for group in sharding.groups) * sharding.topology.world_size,
+    }
+
+
+@pytest.mark.parametrize("layout", [(2, 2), (3, 1), (4, 1)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(),
+        Case(bf16=True, micro_batches=3, checkpointing=True),
+        Case(lora=True),
+        Case(lora=True, bf16=True, micro_batches=3, checkpointing=True),
+    ],
+    ids=lambda case: f"{'lora' if case.lora else 'full'}-{case.micro_batches}",
+)
+def test_bytes_across_nodes_are_the_formulas(pool: Pool, layout: tuple[int, int], case: Case) -> None:
+    ranks = pool.run(layout, _count, case)
+    nodes, per_node = layout
+    for node in range(nodes):
+        on_node = ranks[node * per_node : (node + 1) * per_node]
+        assert sum(rank["sent_across"] for rank in on_node) == on_node[0]["first"] + 4 * on_node[0]["later"]
+        assert sum(rank["cache"] for rank in on_node) == on_node[0]["model"], "one copy of the model in every node"
+    for rank in ranks:
+        assert (rank["across"], rank["inside"]) == (rank["sent_across"], rank["sent_inside"])
+        # All groups in the first step, then the trainable ones, however many micro-batches and recomputations.
+        assert rank["misses"] == rank["groups"] + 4 * rank["trainable"]
+
+
+def test_formulas_of_the_comparison() -> None:
+    """fsdp2-style numbers for a model of 1000 bytes on 2 x 2 ranks: 3 S on gloo, S, and S."""
+    from fcdp.traffic import fcdp_bytes, hybrid_bytes, zero3_bytes
+
+    assert zero3_bytes(4, gathered=2000, reduced=1000, all_reduce=True) == 3000
+    assert zero3_bytes(4, gathered=2000, reduced=1000, all_reduce=False) == 2250
+    assert fcdp_bytes(2, gathered=1000, reduced=1000) == 1000
+    assert hybrid_bytes(2, reduced=1000) == 1000

@@ -1,0 +1,145 @@
+"""What goes wrong says so: on every rank, before harm is done, and at the end of the process, too."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fcdp
+from common.errors import FinetuneError, UserError
+from tests.fcdp.cases import VOCABULARY, Case, make_model, make_optimizer
+from tests.fcdp.pool import Pool
+
+
+def _sharded(topology: fcdp.Topology, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    model = fcdp.fully_shard(make_model(Case(lora=True)), topology, **options)
+    return model, make_optimizer(model, "fused")
+
+
+def _step(model: Any, *, last: bool = True) -> None:
+    ids = torch.arange(12).view(1, 12) % VOCABULARY
+    fcdp.sharding(model).set_is_last_micro_batch(last)
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+def _overwrite_in_place(topology: fcdp.Topology) -> tuple[str, bool]:
+    """As an in-place checkpoint load does: local tensors are written, no hook fires."""
+    model, _ = _sharded(topology)
+    _step(model)
+    state = model.state_dict()
+    with torch.no_grad():
+        for value in state.values():
+            value.to_local().mul_(1.5)
+    message = ""
+    try:
+        model(input_ids=torch.arange(8).view(1, 8))
+    except fcdp.StaleCacheError as error:
+        message = str(error)
+    dist.barrier()
+    return message, True
+
+
+def test_a_stale_cache_is_found_on_every_rank(pool: Pool) -> None:
+    for message, _ in pool.run((2, 2), _overwrite_in_place):
+        assert "have changed since they were cached" in message
+        assert "invalidate()" in message
+
+
+def _step_half_way(topology: fcdp.Topology) -> str:
+    model, optimizer = _sharded(topology)
+    _step(model, last=False)
+    try:
+        optimizer.step()
+    except FinetuneError as error:
+        message = str(error)
+    fcdp.sharding(model).discard_gradients()
+    optimizer.zero_grad()
+    _step(model)
+    optimizer.step()
+    return message
+
+
+def test_an_optimizer_step_before_the_last_micro_batch_is_refused(pool: Pool) -> None:
+    assert all("set_is_last_micro_batch(True)" in message for message in pool.run((2, 2), _step_half_way))
+
+
+def _other_optimizer(topology: fcdp.Topology) -> tuple[int, int]:
+    """An optimizer of another model makes nothing dirty; ours makes the adapters so."""
+    model, optimizer = _sharded(topology)
+    _step(model)
+    stranger = torch.nn.Parameter(torch.ones(3))
+    stranger.grad = torch.ones(3)
+    torch.optim.SGD([stranger], lr=0.1).step()
+    before = sum(group.dirty for group in fcdp.sharding(model).groups)
+    optimizer.step()
+    return before, sum(group.dirty for group in fcdp.sharding(model).groups)
+
+
+def test_only_groups_that_an_optimizer_changes_become_dirty(pool: Pool) -> None:
+    assert set(pool.run((2, 2), _other_optimizer)) == {(0, 2)}
+
+
+def _bad_numbers(topology: fcdp.Topology) -> list[str]:
+    messages = []
+    for local_world, call in [
+        ("2" if topology.rank < 2 else "1", fcdp.Topology.from_environment),
+        ("", fcdp.Topology.from_environment),
+        ("", lambda: fcdp.Topology(2, 2)),
+        ("", lambda: fcdp.fully_shard(make_model(Case()), topology, "fdcp")),  # type: ignore[arg-type]
+        ("", lambda: fcdp.fully_shard(make_model(Case()), topology, device_cache_threshold=90)),
+        ("", lambda: fcdp.sharding(make_model(Case()))),
+    ]:
+        os.environ.pop("LOCAL_WORLD_SIZE", None)
+        if local_world:
+            os.environ["LOCAL_WORLD_SIZE"] = local_world
+        try:
+            call()
+            messages.append("nothing was raised")
+        except UserError as error:
+            messages.append(str(error))
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
+    return messages
+
+
+def test_what_cannot_be_is_refused_on_every_rank(pool: Pool) -> None:
+    words = ["same number of ranks", "LOCAL_WORLD_SIZE is not set", "runs 3", "'fcdp'", "0 to 1, not 90", "not sharded"]
+    for messages in pool.run((3, 1), _bad_numbers):
+        for message, part in zip(messages, words, strict=True):
+            assert part in message
+
+
+@pytest.mark.parametrize("tidy", [True, False])
+def test_processes_end_cleanly(tidy: bool) -> None:
+    """A process group that outlives destroy_process_group can abort the interpreter at exit."""
+    program = textwrap.dedent(f"""
+        import os, sys, torch, torch.distributed as dist, fcdp
+        from torch import nn
+        rank = int(sys.argv[1])
+        dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+        topology = fcdp.Topology(2, 1, device="cpu")
+        model = fcdp.fully_shard(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3)), topology)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        for _ in range(2):
+            model(torch.ones(2, 5)).sum().backward()
+            optimizer.step()
+        if {tidy}:
+            fcdp.sharding(model).close()
+            topology.close()
+        dist.destroy_process_group()
+    """)
+    store = f"/tmp/fcdp-exit-{os.getpid()}-{tidy}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", program, str(rank), store], stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 0, said
+        assert "terminate" not in said

@@ -1,0 +1,211 @@
+"""``scripts/netcluster.py`` with real network namespaces where we may make them."""
+
+import contextlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from common.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "netcluster.py"
+
+SEND = """
+import os, socket, sys, time
+sys.path.insert(0, sys.argv[2])
+import netcluster
+node, nbytes = int(os.environ["GROUP_RANK"]), int(sys.argv[1])
+before = netcluster.network_bytes()
+if node == 0:
+    with socket.create_server(("", 5001)) as server:
+        connection, _ = server.accept()
+        got = 0
+        while data := connection.recv(1 << 20):
+            got += len(data)
+    print("got", got)
+else:
+    for _ in range(100):
+        try:
+            connection = socket.create_connection((os.environ["MASTER_ADDR"], 5001))
+            break
+        except OSError:
+            time.sleep(0.05)
+    started = time.perf_counter()
+    connection.sendall(bytes(nbytes))
+    connection.shutdown(socket.SHUT_WR)
+    connection.recv(1)
+    print("seconds", time.perf_counter() - started)
+    moved = netcluster.network_bytes() - before
+    print("payload", moved.sent_payload)
+"""
+
+
+def _load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("netcluster", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["netcluster"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+netcluster = _load()
+
+
+def _why_not() -> str:
+    """Why no cluster can be made here, or nothing."""
+    try:
+        with netcluster.Cluster(1, "1gbit"):
+            return ""
+    except (UserError, netcluster.ClusterError) as error:
+        return str(error)
+
+
+WHY_NOT = _why_not()
+needs_namespaces = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "can be made here")
+
+
+def _up(*options: str, command: list[str], timeout: float = 30) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), "up", *options, "--", *command],
+        capture_output=True, text=True, timeout=timeout, check=False, cwd="/",
+    )  # fmt: skip
+
+
+def _namespaces() -> set[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
+    return {line.split()[0] for line in listed.splitlines() if line.strip()}
+
+
+@pytest.mark.parametrize(
+    ("rate", "bits"), [("1gbit", 1e9), ("2.5gbit", 2.5e9), ("100mbit", 1e8), ("8kbit", 8e3), ("unlimited", None)]
+)
+def test_rates(rate: str, bits: float | None) -> None:
+    assert netcluster.rate_bits(rate) == bits
+
+
+@pytest.mark.parametrize("rate", ["", "1", "fast", "1gb", "-1gbit", "0gbit", "1 gbit"])
+def test_what_is_no_rate(rate: str) -> None:
+    with pytest.raises(UserError, match="is not a rate"):
+        netcluster.rate_bits(rate)
+
+
+def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(UserError, match="needs root"):
+        netcluster.Cluster(2).__enter__()
+
+
+def test_counters_need_a_node() -> None:
+    with pytest.raises(netcluster.ClusterError, match="does not run on a node"):
+        netcluster.network_bytes("no-such-device")
+
+
+@needs_namespaces
+def test_links_are_as_slow_as_asked_and_counted() -> None:
+    before = _namespaces()
+    nbytes = 4_000_000
+    done = _up("--rate", "40mbit", command=[sys.executable, "-c", SEND, str(nbytes), str(SCRIPT.parent)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = {line.split()[-2]: float(line.split()[-1]) for line in done.stdout.splitlines() if "rank" in line}
+    assert said["got"] == nbytes
+    assert said["payload"] == pytest.approx(nbytes, rel=0.01)
+    assert 0.9 * nbytes * 8 / 40e6 < said["seconds"] < 2.5 * nbytes * 8 / 40e6
+    assert "node 1: sent 3.8" in done.stdout
+    assert _namespaces() == before
+
+
+@needs_namespaces
+def test_environment_is_that_of_torchrun() -> None:
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR GLOO_SOCKET_IFNAME"
+    show = "echo " + " ".join(f"${name}" for name in names.split())
+    done = _up("--ranks", "2", command=["sh", "-c", show])
+    lines = sorted(line.partition("] ")[2] for line in done.stdout.splitlines() if line.startswith("["))
+    assert lines == [f"{rank} 4 {rank % 2} 2 {rank // 2} 10.77.0.1 eth0" for rank in range(4)]
+    done = _up("--per-node", "--nodes", "3", command=["sh", "-c", "echo $NNODES $NODE_RANK $RANK."])
+    assert sorted(line for line in done.stdout.splitlines() if "]" in line) == [
+        f"[node {node}] 3 {node} ." for node in range(3)
+    ]
+
+
+@needs_namespaces
+def test_one_failure_ends_all_and_gives_its_status() -> None:
+    before = _namespaces()
+    started = time.monotonic()
+    done = _up("--nodes", "2", command=["sh", "-c", "if [ $RANK = 1 ]; then exit 7; fi; sleep 60"])
+    assert done.returncode == 7
+    assert time.monotonic() - started < 20
+    assert _namespaces() == before
+
+
+@needs_namespaces
+def test_terminated_it_cleans_up_and_killed_the_next_one_does() -> None:
+    before = _namespaces()
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), "up", "--", "sleep", "61"], stdout=subprocess.DEVNULL, text=True
+        )
+        deadline = time.monotonic() + 20
+        while not _running_in(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        inside = _running_in(process.pid)
+        assert len(inside) == 2
+        process.send_signal(number)
+        process.wait(timeout=20)
+        if number == signal.SIGKILL:
+            assert f"netcluster-{process.pid}-0" in _namespaces()
+            subprocess.run([sys.executable, str(SCRIPT), "down"], check=True, stdout=subprocess.DEVNULL)
+        assert _namespaces() == before
+        deadline = time.monotonic() + 5
+        while any(_alive(pid) for pid in inside) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(_alive(pid) for pid in inside)
+
+
+def _running_in(cluster: int) -> list[int]:
+    """Processes on the nodes of the netcluster with this process id, once all nodes have one."""
+    found = []
+    for node in range(2):
+        command = ["ip", "netns", "pids", f"netcluster-{cluster}-{node}"]
+        listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+        found += [int(pid) for pid in listed if "sleep" in _command(int(pid))]
+    return found if len(found) == 2 else []
+
+
+def _command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    return ""
+
+
+def _alive(pid: int) -> bool:
+    return "sleep" in _command(pid)
+
+
+@needs_namespaces
+def test_a_cut_link_and_a_changed_rate() -> None:
+    with netcluster.Cluster(2) as cluster:
+        carrier = ["ip", "netns", "exec", cluster.namespace(1), "cat", "/sys/class/net/eth0/carrier"]
+
+        def plugged() -> bool:
+            return subprocess.run(carrier, capture_output=True, text=True, check=True).stdout.strip() == "1"
+
+        assert plugged()
+        cluster.set_link(1, False)
+        assert not plugged()
+        cluster.set_link(1, True)
+        assert plugged()
+        show = ["tc", "-n", cluster.namespace(0), "qdisc", "show", "dev", "eth0"]
+        assert "tbf" not in subprocess.run(show, capture_output=True, text=True, check=True).stdout
+        cluster.set_rate("2.5gbit")
+        assert "rate 2500Mbit" in subprocess.run(show, capture_output=True, text=True, check=True).stdout
+        cluster.set_rate("unlimited", node=0)
+        assert "tbf" not in subprocess.run(show, capture_output=True, text=True, check=True).stdout
