@@ -36,9 +36,10 @@ def zero_infinity(largest_parameter: int, *, pipeline: bool, low_memory: bool = 
       With the defaults of ``stage3_max_reuse_distance``, ``stage3_prefetch_bucket_size`` and
       ``stage3_param_persistence_threshold``, parameters hold on to their buffers and a step ends with "Not enough
       buffers 0 for swapping 1".
-    * Optimizer buffers hold a sub-group each; a larger sub-group costs memory, a smaller one throughput.
+    * A sub-group of the optimizer must fit into a parameter buffer ("numel of fp16 buffers ... is too small"), and is
+      closed by the parameter that reaches ``sub_group_size``: half of the largest parameter leaves room for that one.
+      Four buffers do, eight with pipelining (four: ``assert new_alloc_buffers is not None``).
     """
-    sub_group = 20_000_000 if low_memory else 50_000_000
     return {
         "device": "nvme",
         "initialise_on": "nvme",
@@ -47,15 +48,15 @@ def zero_infinity(largest_parameter: int, *, pipeline: bool, low_memory: bool = 
             "overlap_events": True,
         },
         "offload_optimizer": {
-            "pipeline_read": pipeline, "pipeline_write": pipeline, "buffer_count": 4, "pin_memory": not low_memory,
-            "fast_init": True,
+            "pipeline_read": pipeline, "pipeline_write": pipeline, "buffer_count": 8 if pipeline else 4,
+            "pin_memory": not low_memory, "fast_init": True,
         },
         "offload_param": {
             "buffer_count": 12 if low_memory else 16, "buffer_size": largest_parameter + 4096, "max_in_cpu": 0,
             "pin_memory": not low_memory,
         },
         "zero": {
-            "sub_group_size": sub_group,
+            "sub_group_size": largest_parameter // 2,
             "stage3_param_persistence_threshold": 0,
             "stage3_max_reuse_distance": 0,
             "stage3_prefetch_bucket_size": 0 if low_memory else 10_000_000,
