@@ -103,7 +103,7 @@ def fully_shard(
     if not isinstance(model, FSDPModule):  # every parameter is in some unit, and the root holds none itself
         fsdp2_fully_shard(model, mesh=mesh, mp_policy=policy)
     result = Sharding(model, topology, strategy, groups)
-    if strategy == "fcdp" and topology.world_size > 1:
+    if strategy == "fcdp" and topology.nodes > 1:  # one node has no network to spare: plain FSDP2
         result._install(device_cache_threshold, host_cache_bytes, two_level_reduction, device_memory)
         if topology.device.type == "cpu":
             _prefetch_forward(units, groups)

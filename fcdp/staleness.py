@@ -49,6 +49,7 @@ class Watch:
         self._before_step = before_step
         self._after_step = after_step
         self._known: dict[int, ParameterGroup] = {}
+        self._learn()
         # Hooks for all optimizers are kept by PyTorch for ever: they must not keep the model alive.
         this = weakref.ref(self)
 
@@ -74,11 +75,16 @@ class Watch:
             handle.remove()
         self._handles.clear()
 
-    def _touched(self, optimizer: Optimizer) -> list[ParameterGroup]:
-        """Groups with a parameter that a step of ``optimizer`` may change. Too many does no harm, too few does."""
-        for group in self._groups:  # the objects may change: to_empty() and loading may put new ones in place
+    def _learn(self) -> None:
+        """Whose parameters are which. Asked again at every step, because objects change: ``to_empty()`` and loading
+        may put new ones in place. Not forgotten, because a group that is unsharded now shows others."""
+        for group in self._groups:
             for parameter in group.registered():
                 self._known[id(parameter)] = group
+
+    def _touched(self, optimizer: Optimizer) -> list[ParameterGroup]:
+        """Groups with a parameter that a step of ``optimizer`` may change. Too many does no harm, too few does."""
+        self._learn()
         touched = {}
         for options in optimizer.param_groups:
             for parameter in options["params"]:

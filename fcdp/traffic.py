@@ -12,7 +12,7 @@ Level = Literal["inside", "across"]
 
 @dataclass
 class Traffic:
-    """What one rank has sent and copied since it began, or since :meth:`reset`. Counted at the call, not when done."""
+    """What one rank has sent and copied so far. Counted at the call, not when done."""
 
     gather_across: int = 0
     """Parameter bytes sent to other nodes."""
@@ -42,10 +42,6 @@ class Traffic:
         """Count ``nbytes`` sent by this rank."""
         name = f"{purpose}_{level}"
         setattr(self, name, getattr(self, name) + nbytes)
-
-    def reset(self) -> None:
-        """Start counting anew."""
-        self.__init__()  # type: ignore[misc]
 
 
 def ring_share(ranks: int) -> float:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -131,6 +132,9 @@ def train(
     seen = inspect(sharding) if inspect else None
     outcome = Outcome(tuple(losses), digest(model))
     sharding.close()
+    dist.barrier()
+    if "path" in saved and topology.rank == 0:
+        shutil.rmtree(saved["path"])
     return outcome, seen
 
 
@@ -166,19 +170,19 @@ def _happen(event: str, step: int, model: Any, sharding: fcdp.Sharding, saved: d
     if event == "load_in_place":
         if step == 1:
             saved["path"] = _shared_directory()
-            dcp.save(model.state_dict(), checkpoint_id=saved["path"])
+            dcp.save(_other(model), checkpoint_id=saved["path"])
         if step == 3:
             dcp.load(model.state_dict(), checkpoint_id=saved["path"])
             sharding.invalidate()
     if event == "load_state_dict":
         if step == 1:
-            saved["state"] = {name: value.clone() for name, value in model.state_dict().items()}
+            saved["state"] = _other(model)
         if step == 3:
             model.load_state_dict(saved["state"])
     if event == "load_part":
         part = next(module for name, module in model.named_modules() if name.endswith("layers.1.mlp"))
         if step == 1:
-            saved["state"] = {name: value.clone() for name, value in part.state_dict().items()}
+            saved["state"] = _other(part)
         if step == 3:
             part.load_state_dict(saved["state"])
     if event == "freeze_and_thaw":
@@ -195,6 +199,11 @@ def _happen(event: str, step: int, model: Any, sharding: fcdp.Sharding, saved: d
             ids = torch.arange(8).view(1, 8)
             model(input_ids=ids)
         model.train()
+
+
+def _other(module: nn.Module) -> dict[str, Any]:
+    """A state that differs from the present one in every parameter, frozen ones too."""
+    return {name: value.detach() * 1.0625 for name, value in module.state_dict().items()}
 
 
 def _shared_directory() -> str:

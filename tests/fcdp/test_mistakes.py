@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,7 +115,7 @@ def test_what_cannot_be_is_refused_on_every_rank(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("tidy", [True, False])
-def test_processes_end_cleanly(tidy: bool) -> None:
+def test_processes_end_cleanly(tidy: bool, tmp_path: Path) -> None:
     """A process group that outlives destroy_process_group can abort the interpreter at exit."""
     program = textwrap.dedent(f"""
         import os, sys, torch, torch.distributed as dist, fcdp
@@ -132,7 +133,7 @@ def test_processes_end_cleanly(tidy: bool) -> None:
             topology.close()
         dist.destroy_process_group()
     """)
-    store = f"/tmp/fcdp-exit-{os.getpid()}-{tidy}"
+    store = str(tmp_path / "store")
     processes = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", program, str(rank), store], stderr=subprocess.PIPE, text=True
