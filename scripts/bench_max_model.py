@@ -48,6 +48,8 @@ DEPTHS = (24, 48, 96, 160, 256, 384, 512, 768)
 """Layers of the ladder at one width."""
 SHARES = (0.95, 0.85, 0.7)
 """Parts of the cap beyond its processes' own needs that the engine is given, tried in turn if the kernel kills."""
+PARAMETER_BUFFERS = (12, 8, 6, 4)
+"""ZeRO-Infinity's, tried in turn if the kernel kills."""
 TWO_SLOTS, ONE_SLOT, ZERO_INFINITY = 24.2, 12.2, 18.2
 """Bytes of disk per parameter. ZeRO-Infinity: bf16 and fp32 parameters, two moments, fp32 gradients."""
 
@@ -212,9 +214,20 @@ class ZeroInfinity(System):
     def attempt(self, rung: Rung, cap: int) -> Try:
         if not self._room(ZERO_INFINITY, rung):
             return self._no_room(ZERO_INFINITY, rung)
-        settings = zero_infinity(VOCABULARY * rung.width, pipeline=False, low_memory=True)
-        variables = self._environment.variables
-        return self._run(rung, cap, self._environment.python, "peers.deepspeed_offload", settings, variables)
+        python, variables = self._environment.python, self._environment.variables
+        first: Try | None = None
+        for buffers in PARAMETER_BUFFERS:
+            settings = zero_infinity(VOCABULARY * rung.width, pipeline=False, low_memory=True)
+            settings["offload_param"]["buffer_count"] = buffers
+            result = self._run(rung, cap, python, "peers.deepspeed_offload", settings, variables)
+            result.note = f"{buffers} parameter buffers"
+            if not result.problem:
+                return result
+            first = first or result
+            if not result.problem.startswith("killed by the cap"):
+                break  # too few buffers to run with: what stopped the most of them is what counts
+        assert first is not None
+        return first
 
 
 def climb(ladder: list[Rung], cap: int, attempt: Callable[[Rung, int], Try], known: Try | None) -> Row:

@@ -38,7 +38,7 @@ def zero_infinity(largest_parameter: int, *, pipeline: bool, low_memory: bool = 
       buffers 0 for swapping 1".
     * A sub-group of the optimizer must fit into a parameter buffer ("numel of fp16 buffers ... is too small"), and is
       closed by the parameter that reaches ``sub_group_size``: half of the largest parameter leaves room for that one.
-      Four buffers do, eight with pipelining (four: ``assert new_alloc_buffers is not None``).
+      Four buffers do; with pipelining four and eight end in ``assert allocated_buffers is not None``, twelve do.
     """
     return {
         "device": "nvme",
@@ -48,7 +48,7 @@ def zero_infinity(largest_parameter: int, *, pipeline: bool, low_memory: bool = 
             "overlap_events": True,
         },
         "offload_optimizer": {
-            "pipeline_read": pipeline, "pipeline_write": pipeline, "buffer_count": 8 if pipeline else 4,
+            "pipeline_read": pipeline, "pipeline_write": pipeline, "buffer_count": 12 if pipeline else 4,
             "pin_memory": not low_memory, "fast_init": True,
         },
         "offload_param": {
