@@ -191,7 +191,13 @@ def build_command(run: Callable[..., None]) -> click.Command:
         words=True,
         help="Directories for parameters and optimizer states, one per drive. Default: inside --output.",
     )
-    add("--gpu", default="auto", show_default=True, metavar="auto|cpu|NAME|INDEX", help="What computes.")
+    add(
+        "--gpu",
+        default="auto",
+        show_default=True,
+        metavar="auto|cpu|NAME|INDEX",
+        help="What computes. (emulated:tflops=165,memory=24GiB,link=25GB/s computes nothing and times the rest.)",
+    )
     add("--device-memory", type=size, metavar="SIZE", help="Device memory to use: 24GiB. Default: what is free.")
     add("--host-memory", type=size, metavar="SIZE", help="Host memory to use: 64GiB. Default: what is free.")
     add("--micro-batch", type=positive, metavar="N", help="Sequences computed at once. Default: as many as fit.")

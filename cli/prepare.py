@@ -55,8 +55,22 @@ class Job:
 
     @property
     def device(self) -> str:
-        """For torch."""
+        """For torch, or for the engine alone if it is emulated."""
+        if self.emulated:
+            return self.settings.gpu
         return "cpu" if self.gpu is None else f"cuda:{torch_index(self.gpu)}"
+
+    @property
+    def emulated(self) -> bool:
+        """Whether what computes is only timed."""
+        return self.settings.gpu.startswith("emulated:")
+
+    @property
+    def computing_on(self) -> str:
+        """For people."""
+        if self.emulated:
+            return f"an {self.settings.gpu} accelerator (times only: nothing is learned)"
+        return self.gpu.name if self.gpu else "the CPU"
 
     @property
     def steps(self) -> int:
@@ -93,8 +107,7 @@ class Job:
         warmup = f" after {rate.warmup:,} of warm-up" if rate.warmup else ""
         lines = {
             "model": f"{settings.model}: {self.architecture}, {format_count(self.parameters)} parameters, {source}",
-            "machine": f"{describe_machine()}; computing on {self.gpu.name if self.gpu else 'the CPU'} "
-            f"in {settings.dtype}",
+            "machine": f"{describe_machine()}; computing on {self.computing_on} in {settings.dtype}",
             "store": f"{store}: {format_bytes(self.store_bytes)}"
             + (" in a single slot: a crash loses the run" if settings.single_slot else ""),
             "data": self.batches.description,
@@ -113,7 +126,10 @@ def prepare(settings: Settings) -> Job:
     """
     config, checkpoint = load_config(settings.model)
     text = config.get_text_config()
-    gpu = pick_gpu(settings.gpu)
+    emulated = settings.gpu.startswith("emulated:")
+    if emulated and settings.save:
+        raise UserError("An emulated accelerator computes nothing, so there is no checkpoint to write: add --no-save.")
+    gpu = None if emulated else pick_gpu(settings.gpu)
     seq_len = _sequence_length(settings, text)
     if settings.data:
         find_files(settings.data)

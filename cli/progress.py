@@ -28,10 +28,13 @@ class StepLine:
     """Host memory in use, all our processes together."""
     bound: str
     """Resource that bounds the step."""
+    emulated: bool = False
+    """Whether nothing was computed: there is no loss."""
 
     def __str__(self) -> str:
+        learned = "emulated" if self.emulated else f"loss {self.loss:.4f}, norm {self.grad_norm:.3g}"
         return (
-            f"loss {self.loss:.4f}, norm {self.grad_norm:.3g}, {format_count(self.tokens_per_second)} tokens/s, "
+            f"{learned}, {format_count(self.tokens_per_second)} tokens/s, "
             f"{self.flops_per_second / 1e12:.3g} TFLOP/s, SSD {self.read_per_second / 1e9:.2f} GB/s read "
             f"{self.written_per_second / 1e9:.2f} written, device {format_bytes(self.device_bytes)}, "
             f"host {format_bytes(self.host_bytes)}, bound by {RESOURCES.get(self.bound, self.bound)}"

@@ -147,18 +147,24 @@ def _train(job: Job, engine: Engine, interrupts: Interrupts) -> Measurements:
             history.append(step, report.loss, report.grad_norm, engine.lr)
             io = _since(engine, io_before)
             io_before = engine.io_bytes()
-            progress.show(_line(report, ended - began, measured, io, engine.device_peak_bytes, memory()))
+            progress.show(_line(report, ended - began, measured, io, engine.device_peak_bytes, memory(), job.emulated))
     return measured
 
 
 def _line(
-    report: StepReport, seconds: float, measured: Measurements, io: tuple[int, int], device: int, host: int
+    report: StepReport,
+    seconds: float,
+    measured: Measurements,
+    io: tuple[int, int],
+    device: int,
+    host: int,
+    emulated: bool,
 ) -> StepLine:
     rate = measured.tokens_per_step / seconds
     bounds = report.bound_seconds
     return StepLine(
         report.step, report.loss, report.grad_norm, rate, rate * measured.model_flops, io[0] / seconds,
-        io[1] / seconds, device, host, max(bounds, key=lambda name: bounds[name], default="nothing"),
+        io[1] / seconds, device, host, max(bounds, key=lambda name: bounds[name], default="nothing"), emulated,
     )  # fmt: skip
 
 

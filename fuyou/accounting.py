@@ -51,8 +51,9 @@ class Accounting:
 
     def take(self) -> Times:
         """What has finished since the last call."""
-        done = [task for task in self._watched if task.done]
-        self._watched = [task for task in self._watched if not task.done]
+        ended = [task.done and self._plane.device.ended(task) for task in self._watched]
+        done = [task for task, over in zip(self._watched, ended, strict=True) if over]
+        self._watched = [task for task, over in zip(self._watched, ended, strict=True) if not over]
         busy: dict[Resource, list[Interval]] = {resource: [] for resource in Resource if resource is not Resource.NONE}
         for task in done:
             task.began, task.ended = self._plane.device.interval(task)

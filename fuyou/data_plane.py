@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from common.buffers import HostBuffer
+from common.hardware import cpu_count
 from common.store import Extent, Layout, Pace, Store, remove
 from fuyou.adam import Update
 from fuyou.devices import Device
@@ -157,7 +158,7 @@ class DataPlane:
                 shared=self.shared,
                 pace=pace,
                 # Beside a GPU, all cores are the optimizer's; on a CPU device most belong to the computation.
-                threads=1 if device.shares_host_memory else max(1, (os.cpu_count() or 2) - 2),
+                threads=1 if device.shares_host_memory else max(1, cpu_count() - 2),
             ),
             self._heard,
             self.executor.fail,
@@ -235,11 +236,14 @@ class DataPlane:
             remove(self._scratch_directories)
             for path in self._scratch_directories:
                 path.rmdir()
-        self.device.synchronize()
-        self.host.close()
-        self._host_activations.close()
-        self.parameters = self.gradients = self.wide = {}
-        del self.activations
+        try:
+            self.device.synchronize()
+        finally:  # a device that failed must not keep host memory registered
+            self.host.close()
+            self._host_activations.close()
+            self.parameters = self.gradients = self.wide = {}
+            del self.activations
+            self.device.release()
 
     # -- what each kind of task does ------------------------------------------------------------------------------
 

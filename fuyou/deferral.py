@@ -8,6 +8,7 @@ quarter loses it all).
 """
 
 import math
+from collections.abc import Callable
 
 from fuyou.schedule import StepShape
 
@@ -24,22 +25,21 @@ def interleaved(shape: StepShape, fraction: float) -> frozenset[int]:
     return frozenset(shape.blocks[math.ceil((number + 1) * layers / count) - 1] for number in range(count))
 
 
-def balancing_fraction(compute: tuple[float, float], traffic: tuple[float, float], updates: float) -> float:
-    """The fraction to defer for the shortest step, if each half of it takes what its slower resource takes.
-
-    A step takes ``max(Cf, Sf + x U) + max(Cb, Sb - x U)`` seconds. Its minimum is at one of the points where a maximum
-    changes sides, or at an end of 0 to 1; of equal points the smallest, since deferring costs memory.
+def best_fraction(seconds: Callable[[float], float], layers: int) -> float:
+    """The fraction of the blocks to defer for the shortest step, found by trying; of equal ones the smallest.
 
     Args:
-        compute: seconds of computation in the forward and in the backward pass, ``(Cf, Cb)``.
-        traffic: seconds of SSD traffic (or Adam, if that is slower) in each, with nothing deferred, ``(Sf, Sb)``.
-        updates: seconds that the updates of all blocks keep it busy, ``U``.
+        seconds: length of a step with this fraction deferred, simulated.
+        layers: number of blocks.
     """
+    tried: dict[int, float] = {}
 
-    def seconds(x: float) -> float:
-        return max(compute[0], traffic[0] + x * updates) + max(compute[1], traffic[1] - x * updates)
+    def step(count: int) -> float:
+        if count not in tried:
+            tried[count] = seconds(count / layers)
+        return tried[count]
 
-    points = [0.0, 1.0]
-    if updates > 0:
-        points += [(compute[0] - traffic[0]) / updates, (traffic[1] - compute[1]) / updates]
-    return min(sorted(min(1.0, max(0.0, x)) for x in points), key=lambda x: round(seconds(x), 9))
+    stride = max(1, layers // 16)  # sixteenths first, then single blocks around the best of them
+    best = min(range(0, layers // 2 + 1, stride), key=lambda count: (round(step(count), 6), count))
+    around = range(max(0, best - stride + 1), best + stride)
+    return min(around, key=lambda count: (round(step(count), 6), count)) / layers

@@ -18,6 +18,12 @@ from fuyou.tasks import Op, Task
 _COPIES = (Op.PARAMETER_UPLOAD, Op.GRADIENT_DOWNLOAD, Op.ACTIVATION_UPLOAD, Op.ACTIVATION_DOWNLOAD)
 
 
+#: Device memory that cuBLAS takes for its workspaces, one per thread that computes.
+_LIBRARY_BYTES = 256 << 20
+#: Seconds for which times on the device count from one event.
+_ORIGIN_SECONDS = 60.0
+
+
 class Device(Protocol):
     """What the engine needs of a device."""
 
@@ -48,11 +54,19 @@ class Device(Protocol):
         """Called right after."""
         ...
 
+    def ended(self, task: Task) -> bool:
+        """Whether a task that is done (perhaps only queued) has really ended."""
+        ...
+
     def interval(self, task: Task) -> tuple[float, float]:
-        """When a finished task really ran, in seconds on :func:`time.monotonic`'s clock."""
+        """When an ended task really ran, in seconds on :func:`time.monotonic`'s clock."""
         ...
 
     def synchronize(self) -> None: ...
+
+    def release(self) -> None:
+        """All buffers have been dropped: give their memory back."""
+        ...
 
     def memory_limit(self) -> int | None:
         """Bytes of device memory that may be used, or None where the host's budget says it."""
@@ -92,11 +106,17 @@ class CpuDevice:
     def end_compute(self, task: Task) -> None:
         pass
 
+    def ended(self, task: Task) -> bool:
+        return True
+
     def interval(self, task: Task) -> tuple[float, float]:
         return task.began, task.ended
 
     def synchronize(self) -> None:
         pass
+
+    def release(self) -> None:
+        self._buffers.clear()
 
     def memory_limit(self) -> int | None:
         return None
@@ -119,6 +139,7 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(self.torch_device)
         self.name = torch.cuda.get_device_name(index)
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
         self._streams = {op: torch.cuda.Stream(self.torch_device) for op in _COPIES}
         self._origin = torch.cuda.Event(enable_timing=True)
         self._origin.record()
@@ -151,24 +172,34 @@ class CudaDevice:
     def end_compute(self, task: Task) -> None:
         self._finish(task, torch.cuda.current_stream(self.torch_device))
 
+    def ended(self, task: Task) -> bool:
+        return task.event is None or task.event.query()
+
     def interval(self, task: Task) -> tuple[float, float]:
         began = self._began.pop(task, None)
         if began is None or task.event is None:
             return task.began, task.ended
-        task.event.synchronize()
-        return tuple(  # type: ignore[return-value]
-            self._origin_seconds + self._origin.elapsed_time(event) / 1000 for event in (began, task.event)
-        )
+        at = self._origin_seconds + self._origin.elapsed_time(began) / 1000
+        self._advance_origin(began, at)
+        return at, at + began.elapsed_time(task.event) / 1000
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
+    def release(self) -> None:
+        torch.cuda.empty_cache()  # or the next, larger buffers would have to fit beside these
+
     def memory_limit(self) -> int | None:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
-        return free * 19 // 20
+        return free * 19 // 20 - _LIBRARY_BYTES
 
     def peak_bytes(self) -> int | None:
         return torch.cuda.max_memory_reserved(self.torch_device)
+
+    def _advance_origin(self, event: torch.cuda.Event, seconds: float) -> None:
+        """Count from a newer event: elapsed times are fp32 milliseconds, too coarse after hours."""
+        if seconds > self._origin_seconds + _ORIGIN_SECONDS:
+            self._origin, self._origin_seconds = event, seconds
 
     def _mark(self, task: Task, stream: torch.cuda.Stream) -> None:
         event = torch.cuda.Event(enable_timing=True)
@@ -177,7 +208,8 @@ class CudaDevice:
 
     @staticmethod
     def _finish(task: Task, stream: torch.cuda.Stream) -> None:
-        task.event = torch.cuda.Event(enable_timing=True)
+        # Blocking: a lane that waits for it sleeps, instead of spinning on a core that Adam needs.
+        task.event = torch.cuda.Event(enable_timing=True, blocking=True)
         task.event.record(stream)
 
 

@@ -114,12 +114,18 @@ class EmulatedDevice:
         else:
             sleep_until(event.ended)  # the CPU, or an SSD, is about to touch the bytes
 
+    def ended(self, task: Task) -> bool:
+        return task.event is None or task.event.ended <= time.monotonic()
+
     def interval(self, task: Task) -> tuple[float, float]:
         return (task.event.began, task.event.ended) if task.event is not None else (task.began, task.ended)
 
     def synchronize(self) -> None:
         """Wait for the compute stream."""
         sleep_until(self._free_at.get(Resource.GPU, 0.0))
+
+    def release(self) -> None:
+        pass
 
     def memory_limit(self) -> int | None:
         return self.spec.memory_bytes

@@ -320,13 +320,14 @@ class Engine:
         tasks = self._scheduler.training_step(step, shape, commit=step % self._options.commit_every == 0)
         self._step = self._computation(plane, tasks, batch, began)
         self._submit(tasks)
-        loss = self._step.forward()
-        if not torch.isfinite(loss):
+        self._step.forward()
+        loss = self._step.loss
+        if not math.isfinite(loss):
             self._finish_earlier_commit()
-            raise NonFiniteLoss(f"The loss of step {step} is {float(loss)}.", step, self.committed_step)
+            raise NonFiniteLoss(f"The loss of step {step} is {loss}.", step, self.committed_step)
         anchor = torch.ones((), requires_grad=True)
         # On the CPU, so that the streamed backward runs in the caller's thread whatever the device.
-        return EngineOutput(_StreamedLoss.apply(anchor, loss.cpu(), self))
+        return EngineOutput(_StreamedLoss.apply(anchor, torch.tensor(loss), self))
 
     def _backward(self) -> None:
         assert self._step is not None

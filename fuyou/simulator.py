@@ -9,10 +9,12 @@ rates instead of from doing it.
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+from fuyou.memory_plan import MemoryPlan
 from fuyou.records import Precision, Record
+from fuyou.schedule import BatchShape, Scheduler, StepShape
 from fuyou.tasks import SSD_READS, Op, Resource, StepList, Task
 
 #: I/O moves in pieces of at most this size: the stripe of the store.
@@ -312,3 +314,14 @@ class Simulator:
             self._advance(lane)
 
         self.later(wait + seconds, ended)
+
+
+def simulate(
+    shape: StepShape, plan: MemoryPlan, rates: Rates, deferred: Collection[int] = (), steps: int = 6
+) -> tuple[Simulation, StepList]:
+    """Steps of this model with these buffers, and the task list of the last one."""
+    scheduler = Scheduler(shape, plan.counts, deferred=deferred)
+    batch = BatchShape(plan.batch.micro_batches, plan.activation_bytes, plan.batch.micro_tokens)
+    lists = [scheduler.training_step(step, batch) for step in range(1, steps + 1)]
+    simulator = Simulator(shape.records, shape.precision, rates, plan.ring_chunks, plan.chunk_elements)
+    return simulator.run(lists), lists[-1]

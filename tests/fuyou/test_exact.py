@@ -55,10 +55,17 @@ def engine(model: Path, ssd: list[Path], dtype: str = "bf16", **options) -> fuyo
 
 
 def check(
-    model: Path, ssd: list[Path], *, dtype: str, micro_batch: int, clip: float | None = None, packed: bool = True
+    model: Path,
+    ssd: list[Path],
+    *,
+    dtype: str,
+    micro_batch: int,
+    clip: float | None = None,
+    packed: bool = True,
+    **options,
 ) -> None:
     twin = Twin(str(model), bf16=dtype == "bf16", max_grad_norm=clip, **OPTIONS)
-    with engine(model, ssd, dtype, micro_batch=micro_batch, max_grad_norm=clip) as trained:
+    with engine(model, ssd, dtype, micro_batch=micro_batch, max_grad_norm=clip, **options) as trained:
         for batch in batches(STEPS, packed):
             out = trained(**batch)
             out.loss.backward()
@@ -92,6 +99,17 @@ def test_drives_micro_batches_and_clipping(
     check(checkpoints / family, directories(tmp_path, drives), dtype=dtype, micro_batch=micro_batch, clip=clip)
 
 
+@pytest.mark.parametrize("fraction", [0.34, 0.67, 1.0])
+@pytest.mark.parametrize("commit_every", [1, 2])
+def test_updates_deferred_into_the_next_forward_pass(
+    fraction: float, commit_every: int, checkpoints: Path, tmp_path: Path
+) -> None:
+    ssd = directories(tmp_path, 1)
+    check(
+        checkpoints / "llama", ssd, dtype="bf16", micro_batch=1, deferred_fraction=fraction, commit_every=commit_every
+    )
+
+
 SCARCE = {"device_activations": 4, "host_activations": 2, "ssd_activations": 40}
 
 
@@ -122,8 +140,9 @@ def test_tiers_and_prefetch_depths(
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"max_grad_norm": 0.5}, {"commit_every": 2}, {"single_slot": True}, {"optimizer_dtype": "bf16"}],
-    ids=["plain", "clipped", "commit every 2", "single slot", "bf16 moments"],
+    [{}, {"max_grad_norm": 0.5}, {"deferred_fraction": 0.5}, {"commit_every": 2}, {"single_slot": True},
+     {"optimizer_dtype": "bf16"}],
+    ids=["plain", "clipped", "half deferred", "commit every 2", "single slot", "bf16 moments"],
 )
 def test_resume_in_the_middle(options: dict, checkpoints: Path, tmp_path: Path) -> None:
     """Five steps without a break equal three, a resume, and two more; the drives may be named in another order."""
