@@ -24,7 +24,7 @@ SMALLEST_CHUNK, LARGEST_CHUNK = 1 << 20, 8 << 20
 CHUNKS_PER_BLOCK = 32
 #: Taken off the host budget for what is not ours to plan: allocator slack, thread stacks, library caches.
 HOST_OVERHEAD_BYTES = 96 << 20
-#: Adam's scratch memory in the optimizer process: three arrays of 1 Mi elements, five with bf16 moments.
+#: Adam's scratch memory in the optimizer process, from above: half a mebibyte per thread, twice that with bf16 moments.
 ADAM_SCRATCH_BYTES = 20 << 20
 #: Bytes that one logit costs on its way to a loss and back: logits, their fp32 copy, log-softmax, two gradients.
 LOGIT_BYTES = 16
@@ -285,7 +285,7 @@ def _device_ladder() -> Iterator[BufferCounts]:
 def _host_ladder(device: BufferCounts) -> Iterator[tuple[BufferCounts, float]]:
     """The same for the host, with the size of the optimizer's ring in blocks' states.
 
-    A ring of three blocks lets the SSDs read states while a forward pass leaves them idle; less than two chunks is none.
+    A ring of three blocks lets the SSDs read states while a forward pass leaves them idle; two chunks are the least.
     """
     for blocks, gradients, ring in ((4, 2, 3.0), (4, 2, 2.0), (3, 2, 1.0), (3, 1, 0.5), (2, 1, 0.25), (1, 1, 0.0)):
         yield replace(device, host_blocks=blocks, host_block_gradients=gradients), ring

@@ -1,4 +1,4 @@
-"""How well storage, links, Adam and computing overlap: step time over the largest bound, from SSD-bound to compute-bound.
+"""How well storage, links, Adam and computing overlap: step time over the largest bound, in every regime.
 
 The accelerator is emulated (its computing is a timed wait) and the drives are paced, so that every bound is known;
 files, buffers, Adam, processes and scheduling are real. Nothing here says how fast anything is: only what is lost

@@ -140,8 +140,14 @@ def test_tiers_and_prefetch_depths(
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"max_grad_norm": 0.5}, {"deferred_fraction": 0.5}, {"commit_every": 2}, {"single_slot": True},
-     {"optimizer_dtype": "bf16"}],
+    [
+        {},
+        {"max_grad_norm": 0.5},
+        {"deferred_fraction": 0.5},
+        {"commit_every": 2},
+        {"single_slot": True},
+        {"optimizer_dtype": "bf16"},
+    ],
     ids=["plain", "clipped", "half deferred", "commit every 2", "single slot", "bf16 moments"],
 )
 def test_resume_in_the_middle(options: dict, checkpoints: Path, tmp_path: Path) -> None:

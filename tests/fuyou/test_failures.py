@@ -14,6 +14,8 @@ import torch
 
 import fuyou
 from common.errors import FinetuneError, UserError
+from fuyou.compute import StepComputation
+from fuyou.tasks import Task
 from tests.fuyou.twin import tiny_configs
 
 BATCH = {"input_ids": torch.arange(64).view(2, 32), "labels": torch.arange(64).view(2, 32)}
@@ -134,3 +136,30 @@ def test_single_slot_refuses_a_torn_state(tmp_path: Path) -> None:
     engine.close()  # updates have begun; the step was never ended
     with pytest.raises(FinetuneError, match="mixture"):
         small_engine(tmp_path, single_slot=True, resume=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"deferred_fraction": 0.5}, {"max_grad_norm": 0.5}], ids=str)
+def test_an_interrupt_in_a_forward_pass_keeps_the_step_before_it(
+    options: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where that step's updates are a part of the forward pass that is given up."""
+    with small_engine(tmp_path, run_name="whole", lr=1e-3, **options) as engine:
+        expected = train(engine, 4)
+    original = StepComputation._block_forward
+
+    def block_forward(self: StepComputation, task: Task, number: int) -> None:
+        if self.tasks.step == 3 and number == 1:
+            raise KeyboardInterrupt
+        original(self, task, number)
+
+    engine = small_engine(tmp_path, run_name="broken", lr=1e-3, **options)
+    assert train(engine, 2) == expected[:2]
+    with monkeypatch.context() as patch:
+        patch.setattr(StepComputation, "_block_forward", block_forward)
+        with pytest.raises(KeyboardInterrupt):
+            engine(**BATCH)
+        engine.close()
+    assert engine.committed_step == 2
+    with small_engine(tmp_path, run_name="broken", lr=1e-3, resume=True, **options) as engine:
+        assert engine.step_count == 2
+        assert train(engine, 2) == expected[2:]

@@ -56,7 +56,8 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
     script = [("train", most, draw(st.booleans())), *draw(st.lists(entry, min_size=1, max_size=4))]
     return {
         "layers": layers, "tied": tied, "counts": counts, "script": script,
-        "defer": draw(st.sampled_from([0, 0.25, 0.5, 1])), "hold": draw(st.booleans()), "single_slot": draw(st.booleans()), "slot": draw(st.integers(0, 1)),
+        "defer": draw(st.sampled_from([0, 0.25, 0.5, 1])), "hold": draw(st.booleans()),
+        "single_slot": draw(st.booleans()), "slot": draw(st.integers(0, 1)),
     }  # fmt: skip
 
 
