@@ -1,0 +1,38 @@
+"""Gaps on the device are explained by what was waited for, and finished tasks let go of their ancestors."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from fuyou.accounting import Accounting
+from fuyou.devices import CpuDevice
+from fuyou.tasks import Op, StepList, Task
+
+
+def done(op: Op, after: list[Task], began: float, ended: float) -> Task:
+    task = Task(op, after)
+    task.done, task.began, task.ended = True, began, ended
+    return task
+
+
+def test_a_gap_is_shared_out_along_what_was_waited_for() -> None:
+    first = done(Op.COMPUTE, [], 10.0, 10.5)
+    read = done(Op.PARAMETER_READ, [], 10.2, 11.0)
+    upload = done(Op.PARAMETER_UPLOAD, [read], 11.0, 11.5)
+    early = done(Op.GRADIENT_DOWNLOAD, [first], 10.5, 10.6)
+    second = done(Op.COMPUTE, [upload, early], 11.6, 12.0)
+    late = Task(Op.COMPUTE, [second])
+    plane = SimpleNamespace(
+        device=CpuDevice(), take_ssd_intervals=lambda: [(10.5, 11.25)], take_adam_intervals=lambda: [(1.0, 3.0)]
+    )
+    accounting = Accounting(plane)  # type: ignore[arg-type]
+    accounting.watch(StepList(1, [first, read, upload, early, second, late]))
+    times = accounting.take()
+    assert times.idle == pytest.approx({"caller": 0.1, "parameter upload": 0.5, "parameter read": 0.5})
+    assert times.busy["gpu"] == pytest.approx(0.9)
+    assert times.busy["ssd"] == pytest.approx(1.05)  # 10.2 to 11.25, counted once
+    assert times.busy["adam"] == 2.0
+    assert not any(task.after for task in (first, read, upload, early, second))
+    assert late.after == [second]
+    late.done, late.began, late.ended = True, 12.0, 13.0
+    assert accounting.take().idle == {}
