@@ -21,6 +21,7 @@ from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from common.store.directories import usable
 from common.units import format_bytes, format_count
+from fuyou.emulated import is_emulated
 
 DEFAULT_SEQ_LEN = 1024
 DEFAULT_STEPS = 10
@@ -63,7 +64,7 @@ class Job:
     @property
     def emulated(self) -> bool:
         """Whether what computes is only timed."""
-        return self.settings.gpu.startswith("emulated:")
+        return is_emulated(self.settings.gpu)
 
     @property
     def computing_on(self) -> str:
@@ -126,7 +127,7 @@ def prepare(settings: Settings) -> Job:
     """
     config, checkpoint = load_config(settings.model)
     text = config.get_text_config()
-    emulated = settings.gpu.startswith("emulated:")
+    emulated = is_emulated(settings.gpu)
     if emulated and settings.save:
         raise UserError("An emulated accelerator computes nothing, so there is no checkpoint to write: add --no-save.")
     gpu = None if emulated else pick_gpu(settings.gpu)

@@ -12,9 +12,7 @@ from fuyou.gradients import GradientSum, sum_of_squares
 from fuyou.memory_plan import MemoryPlan
 from fuyou.records import Record
 from fuyou.stack import BlockCalls, StreamedModel, shifted_labels, summed_loss
-from fuyou.tasks import FORWARD_PHASES, Op, Phase, StepList, Task
-
-_BEFORE_HEAD = (Phase.EMBED_FORWARD, Phase.BLOCK_FORWARD)
+from fuyou.tasks import BEFORE_HEAD_PHASES, FORWARD_PHASES, Op, Phase, StepList, Task
 
 
 class NonFiniteLoss(FinetuneError):
@@ -108,7 +106,7 @@ class StepComputation:
     def abandon(self) -> None:
         """Give the pass up before its head, but let what waits for it go on: the updates that a forward pass carries
         along belong to the step before, which is to be committed all the same."""
-        while self._next is not None and self._next.visit is not None and self._next.visit.phase in _BEFORE_HEAD:
+        while self._next is not None and self._next.visit is not None and self._next.visit.phase in BEFORE_HEAD_PHASES:
             self._plane.executor.finish(self._next)
             self._next = next(self._todo, None)
 

@@ -12,7 +12,7 @@ import torch
 
 from common.buffers import HostBuffer
 from common.errors import UserError
-from fuyou.emulated import PREFIX, EmulatedDevice, EmulatedSpec
+from fuyou.emulated import PREFIX, EmulatedDevice, EmulatedSpec, is_emulated
 from fuyou.tasks import Op, Task
 
 _COPIES = (Op.PARAMETER_UPLOAD, Op.GRADIENT_DOWNLOAD, Op.ACTIVATION_UPLOAD, Op.ACTIVATION_DOWNLOAD)
@@ -219,8 +219,8 @@ def open_device(name: str | torch.device) -> Device:
     Raises:
         UserError: there is no such device.
     """
-    if isinstance(name, str) and name.startswith(PREFIX):
-        return EmulatedDevice(EmulatedSpec.parse(name))
+    if is_emulated(name):
+        return EmulatedDevice(EmulatedSpec.parse(str(name)))
     try:
         device = torch.device(name)
     except RuntimeError:

@@ -10,6 +10,7 @@ Like a GPU it is asynchronous: work is queued on streams in no time, waits for e
 
 import time
 from collections import deque
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,7 @@ from common.errors import UserError
 from common.store import Pace
 from common.units import format_bytes, parse_bytes
 from fuyou.executor import Executor
-from fuyou.tasks import FORWARD_PHASES, Op, Phase, Resource, StepList, Task
+from fuyou.tasks import BEFORE_HEAD_PHASES, FORWARD_PHASES, Op, Phase, Resource, StepList, Task
 
 PREFIX = "emulated:"
 _USAGE = (
@@ -63,6 +64,11 @@ class EmulatedSpec:
         if min(spec.flops_per_second, spec.memory_bytes, spec.link_bytes_per_second) <= 0:
             raise UserError(f"Every part of device {text!r} must be more than nothing.")
         return spec
+
+
+def is_emulated(device: object) -> bool:
+    """Whether ``device`` names an accelerator that is only timed."""
+    return isinstance(device, str) and device.startswith(PREFIX)
 
 
 def _rate(text: str) -> float:
@@ -160,8 +166,8 @@ class TimedComputation:
 
     def forward(self) -> torch.Tensor:
         """Everything up to the head; returns when it is done, as a loss that is brought to the CPU makes a GPU do."""
-        while self._todo and self._todo[0].visit is not None and self._todo[0].visit.phase in FORWARD_PHASES:
-            self._launch(self._todo.popleft())
+        for task in self._take(FORWARD_PHASES):
+            self._launch(task)
         self._device.synchronize()
         return torch.zeros(())
 
@@ -173,17 +179,18 @@ class TimedComputation:
 
     def abandon(self) -> None:
         """Give up before the head, as :meth:`fuyou.compute.StepComputation.abandon` does."""
-        while (
-            self._todo
-            and self._todo[0].visit is not None
-            and self._todo[0].visit.phase in FORWARD_PHASES - {Phase.HEAD}
-        ):
-            self._executor.finish(self._todo.popleft())
+        for task in self._take(BEFORE_HEAD_PHASES):
+            self._executor.finish(task)
 
     def gradient_norm(self) -> float:
         """There is no gradient; but whoever asks waits for it."""
         self._device.synchronize()
         return 0.0
+
+    def _take(self, phases: Collection[Phase]) -> Iterator[Task]:
+        """The tasks that come next, as long as they belong to ``phases``."""
+        while self._todo and self._todo[0].visit is not None and self._todo[0].visit.phase in phases:
+            yield self._todo.popleft()
 
     def _launch(self, task: Task) -> None:
         self._executor.start(task)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from fuyou.pool import NEVER, Pool
 from fuyou.records import Precision, Record
-from fuyou.tasks import Op, Phase, StepList, Task, Visit
+from fuyou.tasks import FORWARD_PHASES, Op, Phase, StepList, Task, Visit
 
 #: ("x", i, m): input of block i (output of block i - 1, or of the embedding if i is 0) for micro-batch m;
 #: ("d", i, m): the gradient of the loss with respect to it.
@@ -146,7 +146,7 @@ class Scheduler:
         self._activations.begin(self._list, self._visits, batch)
         for position, visit in enumerate(self._visits):
             self._position = position
-            if visit.phase in (Phase.EMBED_FORWARD, Phase.BLOCK_FORWARD, Phase.HEAD):
+            if visit.phase in FORWARD_PHASES:
                 self._update_pending(visit.record)
                 self._commit_when_complete(step - 1)
             self._visit(visit)

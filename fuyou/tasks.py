@@ -56,8 +56,10 @@ class Phase(Enum):
     EMBED_BACKWARD = "embedding backward"
 
 
+#: What comes before the head.
+BEFORE_HEAD_PHASES = frozenset({Phase.EMBED_FORWARD, Phase.BLOCK_FORWARD})
 #: What comes before the loss is known; a head's forward and backward pass are one.
-FORWARD_PHASES = frozenset({Phase.EMBED_FORWARD, Phase.BLOCK_FORWARD, Phase.HEAD, Phase.HEAD_EVAL})
+FORWARD_PHASES = BEFORE_HEAD_PHASES | {Phase.HEAD, Phase.HEAD_EVAL}
 
 
 @dataclass(frozen=True)

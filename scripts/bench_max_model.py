@@ -29,7 +29,7 @@ from bench_peers import ended_by_signals, say, versions
 from capped import make_group, remove_group
 from peers.contender import Task
 from peers.contenders import zero_infinity
-from peers.deepspeed_environment import DeepSpeedEnvironment
+from peers.deepspeed_environment import DeepSpeedEnvironment, work_option
 from peers.runner import Contender, ContenderFailedError
 
 from common.cgroups import ControlGroup
@@ -261,13 +261,7 @@ def print_table(rows: list[Row]) -> None:
 
 @click.command(help=__doc__)
 @click.option("--ssd", required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option(
-    "--work",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("~/.cache/bench-peers"),
-    show_default=True,
-    help="Folder of DeepSpeed's environment; it is kept.",
-)
+@work_option
 @click.option("--caps", default="2GiB,4GiB,8GiB", show_default=True)
 @click.option("--systems", default="fuyou,zero-infinity", show_default=True)
 @click.option("--width", type=click.IntRange(min=64), help="One width, growing depth; without it, GPT-3's shapes.")

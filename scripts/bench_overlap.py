@@ -8,6 +8,7 @@ between the parts.
 """
 
 import json
+import shutil
 import statistics
 import time
 from collections.abc import Sequence
@@ -159,16 +160,9 @@ def main(
             )
     finally:
         for path in ssd:
-            _remove(path / "bench-overlap")
+            shutil.rmtree(path / "bench-overlap", ignore_errors=True)
     if json_file is not None:
         json_file.write_text(json.dumps([asdict(row) for row in rows], indent=1))
-
-
-def _remove(folder: Path) -> None:
-    if folder.is_dir():
-        for file in folder.iterdir():
-            file.unlink()
-        folder.rmdir()
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from peers.contender import Task
 from peers.contenders import INTERPRETER_BYTES, TUNED_MALLOC, Entry, entries
-from peers.deepspeed_environment import DeepSpeedEnvironment
+from peers.deepspeed_environment import DeepSpeedEnvironment, work_option
 from peers.drive import DriveRates, measure_drive
 from peers.runner import Contender, ContenderFailedError
 
@@ -275,13 +275,7 @@ def ended_by_signals() -> Iterator[None]:
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Directory on the drive to measure.",
 )
-@click.option(
-    "--work",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("~/.cache/bench-peers"),
-    show_default=True,
-    help="Folder of DeepSpeed's environment; it is kept.",
-)
+@work_option
 @click.option("--models", default="125m,350m", show_default=True, help=f"Of {', '.join(MODELS)}.")
 @click.option("--contenders", default=",".join(entries(1)), show_default=True)
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import click
 import torch
 import transformers
 
@@ -15,6 +16,15 @@ from common.errors import UserError
 
 VERSION = "0.19.8"
 """The release whose settings in :mod:`peers.contenders` were tried."""
+
+work_option = click.option(
+    "--work",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("~/.cache/bench-peers"),
+    show_default=True,
+    help="Folder of DeepSpeed's environment; it is kept.",
+)
+"""The command-line option that says where the environment is."""
 
 _BUILD = """
 from deepspeed.accelerator import get_accelerator
