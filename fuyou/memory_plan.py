@@ -4,6 +4,7 @@ What must be there comes first (one buffer of each kind makes the engine work, s
 computation overlap, then activations in the fastest tier that has room, then parameters that need not be read twice.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from transformers import PreTrainedConfig
 from common.buffers import round_up
 from common.errors import UserError
 from common.units import format_bytes
+from fuyou.loss import pass_bytes
 from fuyou.records import PAGE_ELEMENTS, Record
 from fuyou.schedule import BufferCounts, StepShape
 
@@ -26,8 +28,12 @@ CHUNKS_PER_BLOCK = 32
 HOST_OVERHEAD_BYTES = 96 << 20
 #: Adam's scratch memory in the optimizer process, from above: half a mebibyte per thread, twice that with bf16 moments.
 ADAM_SCRATCH_BYTES = 20 << 20
-#: Bytes that one logit costs on its way to a loss and back: logits, their fp32 copy, log-softmax, two gradients.
-LOGIT_BYTES = 16
+#: How often the logits exist at once, in the compute dtype: themselves, their gradient, and one more in families that
+#: pass them through a function (soft capping). What the loss makes of them in fp32 comes in passes, see fuyou/loss.py.
+LOGIT_COPIES = 3
+#: The head runs over ranges of tokens, each of which makes a whole gradient of its weights: with this many tokens that
+#: hardly counts; with few it costs more than all else. Fewer only where memory is short.
+HEAD_TOKENS, FEWEST_HEAD_TOKENS = 4096, 64
 
 
 @dataclass(frozen=True)
@@ -154,8 +160,9 @@ class MemoryPlanner:
 
     def _fit(self, batch: Batch, device: BufferCounts) -> MemoryPlan | None:
         activations = (len(self.shape.blocks) + 2) * batch.micro_batches + 2
-        for counts, ring in _host_ladder(device):
-            plan = self._count(batch, counts, ring)
+        rungs = itertools.product(_host_ladder(device), _head_ladder(batch))
+        for (counts, ring), columns in rungs:
+            plan = self._count(batch, counts, ring, columns)
             if plan.device_bytes > self.device_limit or plan.host_bytes > self.host_limit:
                 continue
             spare = self.device_limit - plan.device_bytes
@@ -164,10 +171,10 @@ class MemoryPlanner:
             extra = min(activations - counts.device_activations, spare // plan.activation_bytes)
             counts = replace(counts, device_activations=counts.device_activations + max(0, extra))
             if counts.device_activations < activations:
-                staged = self._count(batch, replace(counts, host_activations=2), ring)
+                staged = self._count(batch, replace(counts, host_activations=2), ring, columns)
                 if staged.host_bytes > self.host_limit:
                     counts = replace(counts, device_activations=max(4, counts.device_activations - 2))
-                    staged = self._count(batch, replace(counts, host_activations=2), ring)
+                    staged = self._count(batch, replace(counts, host_activations=2), ring, columns)
                     if staged.host_bytes > self.host_limit:
                         continue
                 missing = activations - counts.device_activations
@@ -176,38 +183,33 @@ class MemoryPlanner:
                 if counts.host_activations < missing + 1:
                     counts = replace(counts, ssd_activations=activations)
             block_bytes = self.block * self.shape.precision.parameter_bytes
-            room = (self.host_limit - self._count(batch, counts, ring).host_bytes) // block_bytes
+            room = (self.host_limit - self._count(batch, counts, ring, columns).host_bytes) // block_bytes
             held = max(0, min(room, self.deferred, len(self.shape.blocks)))
             counts = replace(counts, host_block_gradients=counts.host_block_gradients + held)
             room -= held
             more = max(0, min(room, len(self.shape.blocks) - counts.host_blocks))
             counts = replace(counts, host_blocks=counts.host_blocks + more)
-            return self._count(batch, counts, ring)
+            return self._count(batch, counts, ring, columns)
         return None
-
-    def _count(self, batch: Batch, counts: BufferCounts, ring_blocks: float) -> MemoryPlan:
-        """What ``counts`` take, with the head in one go or in ranges of tokens, whichever takes less."""
-        vocabulary = self.config.get_text_config().vocab_size
-        # Not a share of the budget: or a larger budget could need more than it adds.
-        share = max(self._block_workspace(batch), (64 << 20) if self.cpu else (256 << 20))
-        columns = max(1, min(batch.seq_len, share // (LOGIT_BYTES * vocabulary * batch.micro_rows)))
-        plans = [self._count_with(batch, counts, ring_blocks, width) for width in (batch.seq_len, columns)]
-        return min(plans, key=lambda plan: plan.device_bytes)
 
     def _block_workspace(self, batch: Batch) -> int:
         per_token = activation_elements_per_token(self.config) * self.shape.precision.parameter_bytes
         return int(batch.micro_tokens * per_token)
 
-    def _count_with(self, batch: Batch, counts: BufferCounts, ring_blocks: float, columns: int) -> MemoryPlan:
+    def _count(self, batch: Batch, counts: BufferCounts, ring_blocks: float, columns: int) -> MemoryPlan:
+        """What ``counts`` take, with ``columns`` tokens of each row going through the head at once."""
         precision, several = self.shape.precision, batch.micro_batches > 1
         width = precision.parameter_bytes
         text = self.config.get_text_config()
         activation = round_up(batch.micro_tokens * text.hidden_size * width, 4096)
 
-        logits = columns * batch.micro_rows * text.vocab_size * LOGIT_BYTES
+        tokens, vocabulary = columns * batch.micro_rows, text.vocab_size
+        logits = tokens * vocabulary * LOGIT_COPIES * width + pass_bytes(
+            tokens, vocabulary, "cpu" if self.cpu else "cuda"
+        )
         # An outer gradient is made, transposed or summed on the way, and added to the flat buffer: measured on a CPU,
-        # three times its size at once. What the allocator keeps of freed logits comes on top of the next ones.
-        head = 2 * logits + 3 * self.largest_outer_parameter * width
+        # three times its size at once.
+        head = logits + 3 * self.largest_outer_parameter * width
         workspace = self._block_workspace(batch) + max(2 * self.largest_block_parameter * width, head)
 
         wide_blocks = precision.split and several
@@ -238,7 +240,8 @@ class MemoryPlanner:
 
     def _too_small(self, batches: list[Batch]) -> UserError:
         counts, ring = list(_host_ladder(list(_device_ladder())[-1]))[-1]
-        plans = [self._count(batch, replace(counts, host_activations=2), ring) for batch in batches]
+        counts = replace(counts, host_activations=2)
+        plans = [self._count(batch, counts, ring, columns) for batch in batches for columns in _head_ladder(batch)]
         # Not always the smallest micro-batch: a batch that is not split needs no fp32 sums.
         least = min(plans, key=lambda plan: plan.host_bytes if self.cpu else plan.device_bytes)
         batch = least.batch
@@ -273,6 +276,14 @@ def _halvings(rows: int) -> list[int]:
     while sizes[-1] > 1:
         sizes.append(-(-sizes[-1] // 2))
     return sizes
+
+
+def _head_ladder(batch: Batch) -> list[int]:
+    """Tokens of each row that go through the head at once: what runs well, and each half of it down to the fewest."""
+    most, fewest = (
+        max(1, min(batch.seq_len, tokens // batch.micro_rows)) for tokens in (HEAD_TOKENS, FEWEST_HEAD_TOKENS)
+    )
+    return [width for width in _halvings(most) if width > fewest] + [fewest]
 
 
 def _device_ladder() -> Iterator[BufferCounts]:
