@@ -6,7 +6,7 @@ is one short method each; when it may do it, the schedule has said.
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from fuyou.optimizer_protocol import (
     SharedRegions,
     Updated,
     UpdateRecord,
+    WriteRecord,
     Written,
 )
 from fuyou.records import Record, RecordExtents
@@ -69,6 +70,7 @@ class DataPlane:
         commit: called with a COMMIT task when everything of its step is written.
         update_of: what the update of a step is, asked for when it starts.
         spill_gradients: whether gradients may have to wait on SSD.
+        resident: records whose states stay in host memory.
         pace: makes the drives look slower.
     """
 
@@ -85,6 +87,7 @@ class DataPlane:
         commit: Callable[[Task], None],
         update_of: Callable[[int], Update],
         spill_gradients: bool,
+        resident: Collection[int] = (),
         pace: Pace | None = None,
     ):
         self.shape, self.plan, self.device, self.store = shape, plan, device, store
@@ -136,6 +139,7 @@ class DataPlane:
                 Op.STATE_READ: self._state_read,
                 Op.UPDATE: self._update,
                 Op.STATE_WRITE: self._state_write,
+                Op.RESIDENT_WRITE: self._resident_write,
                 Op.ACTIVATION_DOWNLOAD: self._activation_download,
                 Op.ACTIVATION_WRITE: self._activation_write,
                 Op.ACTIVATION_READ: self._activation_read,
@@ -156,6 +160,7 @@ class DataPlane:
                 chunk_elements=plan.chunk_elements,
                 ring_chunks=plan.ring_chunks,
                 shared=self.shared,
+                resident=sorted(resident),
                 pace=pace,
                 # Beside a GPU, all cores are the optimizer's; on a CPU device most belong to the computation.
                 threads=1 if device.shares_host_memory else max(1, cpu_count() - 2),
@@ -286,6 +291,12 @@ class DataPlane:
             if self._early.pop(task.record, None) is not None:
                 return None
             self._writing[task.record] = task
+        return ELSEWHERE
+
+    def _resident_write(self, task: Task) -> object:
+        with self._lock:
+            self._writing[task.record] = task
+        self._link.send(WriteRecord(task.record, task.source, task.target))
         return ELSEWHERE
 
     def _activation_download(self, task: Task) -> None:

@@ -1,7 +1,8 @@
 """How many buffers of each kind the budgets hold: everything that a run needs is counted before anything is allocated.
 
 What must be there comes first (one buffer of each kind makes the engine work, serially), then what lets transfers and
-computation overlap, then activations in the fastest tier that has room, then parameters that need not be read twice.
+computation overlap, then activations in the fastest tier that has room, then parameters that need not be read twice,
+then optimizer states that need not be read at all.
 """
 
 import itertools
@@ -16,6 +17,7 @@ from common.errors import UserError
 from common.units import format_bytes
 from fuyou.loss import pass_bytes
 from fuyou.records import PAGE_ELEMENTS, Record
+from fuyou.residency import resident_records
 from fuyou.schedule import BufferCounts, StepShape
 
 #: Optimizer states move and are updated in chunks of this many parameters. Small ones (10 MB of lo, mean and variance)
@@ -75,6 +77,8 @@ class MemoryPlan:
     """Estimate of what computing takes beside all buffers."""
     device_bytes: int
     host_bytes: int
+    resident: tuple[int, ...] = ()
+    """Records that live in host memory for the whole run, states included."""
 
     @property
     def held_gradients(self) -> int:
@@ -108,6 +112,8 @@ class MemoryPlanner:
         host_limit: bytes of host memory for everything; on a CPU this includes the device's.
         cpu: whether the device is the CPU.
         deferred: records whose gradients wait on the host for the next forward pass, as far as there is room.
+        host_cache: most bytes of host memory for what is only kept there to save reading and writing it; None: as many
+            as there are left.
     """
 
     def __init__(
@@ -118,6 +124,7 @@ class MemoryPlanner:
         host_limit: int,
         cpu: bool,
         deferred: int = 0,
+        host_cache: int | None = None,
     ):
         self.shape = shape
         self.config = config
@@ -125,6 +132,7 @@ class MemoryPlanner:
         self.host_limit = host_limit
         self.cpu = cpu
         self.deferred = deferred
+        self.host_cache = host_cache
         largest = max((shape.records[index] for index in shape.blocks), key=lambda record: record.numel)
         self.block = largest.numel
         outer = [record for record in shape.records if record.outer]
@@ -183,14 +191,32 @@ class MemoryPlanner:
                 if counts.host_activations < missing + 1:
                     counts = replace(counts, ssd_activations=activations)
             block_bytes = self.block * self.shape.precision.parameter_bytes
-            room = (self.host_limit - self._count(batch, counts, ring, columns).host_bytes) // block_bytes
-            held = max(0, min(room, self.deferred, len(self.shape.blocks)))
+            room = self.host_limit - self._count(batch, counts, ring, columns).host_bytes
+            held = min(room // block_bytes, self.deferred, len(self.shape.blocks))
             counts = replace(counts, host_block_gradients=counts.host_block_gradients + held)
-            room -= held
-            more = max(0, min(room, len(self.shape.blocks) - counts.host_blocks))
-            counts = replace(counts, host_blocks=counts.host_blocks + more)
-            return self._count(batch, counts, ring, columns)
+            return self._cache(self._count(batch, counts, ring, columns), ring)
         return None
+
+    def _cache(self, plan: MemoryPlan, ring: float) -> MemoryPlan:
+        """``plan`` with what is left of the host's memory as a cache: parameters, which save twice their size in
+        every step; and when all of them are there, states, which save it once (twice if not every step is committed).
+        """
+        layers, outer = len(self.shape.blocks), sum(record.outer for record in self.shape.records)
+        width, counts = self.shape.precision.parameter_bytes, plan.counts
+        room = self.host_limit - plan.host_bytes
+        room = room if self.host_cache is None else min(room, self.host_cache)
+        more = max(0, min(room // (self.block * width), layers - counts.host_blocks))
+        counts = replace(counts, host_blocks=counts.host_blocks + more)
+        room -= more * self.block * width
+        missing = max(0, outer - counts.host_outer)
+        resident: tuple[int, ...] = ()
+        if counts.host_blocks >= layers and missing * self.outer * width <= room:
+            counts = replace(counts, host_outer=counts.host_outer + missing)
+            room -= missing * self.outer * width
+            resident = tuple(resident_records(self.shape, room))
+        plan = self._count(plan.batch, counts, ring, plan.head_columns)
+        states = sum(self.shape.records[index].numel for index in resident) * self.shape.precision.state_bytes
+        return replace(plan, resident=resident, host_bytes=plan.host_bytes + states)
 
     def _block_workspace(self, batch: Batch) -> int:
         per_token = activation_elements_per_token(self.config) * self.shape.precision.parameter_bytes

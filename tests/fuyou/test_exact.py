@@ -49,9 +49,9 @@ def directories(root: Path, count: int) -> list[Path]:
 
 
 def engine(model: Path, ssd: list[Path], dtype: str = "bf16", **options) -> fuyou.Engine:
-    return fuyou.Engine(
-        model, ssd=ssd, dtype=dtype, host_memory="600MiB", batch_shape=(ROWS, TOKENS), **{**OPTIONS, **options}
-    )
+    """With everything streamed, unless asked for otherwise."""
+    options = {"host_memory": "600MiB", "host_cache": 0, "batch_shape": (ROWS, TOKENS), **OPTIONS, **options}
+    return fuyou.Engine(model, ssd=ssd, dtype=dtype, **options)
 
 
 def check(
@@ -108,6 +108,43 @@ def test_updates_deferred_into_the_next_forward_pass(
     check(
         checkpoints / "llama", ssd, dtype="bf16", micro_batch=1, deferred_fraction=fraction, commit_every=commit_every
     )
+
+
+@pytest.mark.parametrize(
+    ("family", "cache", "options"),
+    [
+        ("llama", None, {}),
+        ("llama", None, {"commit_every": 3, "deferred_fraction": 0.5}),
+        ("gpt2", None, {"commit_every": 3, "max_grad_norm": 0.5}),
+        ("llama", 250_000, {"commit_every": 2}),
+    ],
+    ids=["all", "all, committed seldom", "all, clipped", "some"],
+)
+def test_states_that_live_in_host_memory(
+    family: str, cache: int | None, options: dict, checkpoints: Path, tmp_path: Path
+) -> None:
+    """Whatever the host keeps, masters (read from SSD) are those of the last step, and reads are saved."""
+    twin = Twin(str(checkpoints / family), bf16=True, max_grad_norm=options.get("max_grad_norm"), **OPTIONS)
+    ssd = directories(tmp_path, 1)
+    with engine(checkpoints / family, ssd, host_cache=cache, micro_batch=2, **options) as trained:
+        resident, records = trained.memory_plan.resident, trained._shape.records
+        assert len(resident) == len(records) if cache is None else 0 < len(resident) < len(records)
+        for batch in batches(STEPS, packed=True):
+            out = trained(**batch)
+            out.loss.backward()
+            report = trained.step()
+            assert out.loss.item() == twin.step(batch, 2)
+        if cache is None:
+            assert report.planned_read_bytes == 0
+        compare(trained, twin)
+        assert trained.io_bytes() == trained.planned_io_bytes()
+        trained(**batch).loss.backward()  # from host memory, after what was on SSD has been read by others
+        trained.step()
+        twin.step(batch, 2)
+        compare(trained, twin)
+    with engine(checkpoints / family, ssd, host_cache=0, micro_batch=2, resume=True, **options) as trained:
+        assert trained.step_count == STEPS + 1
+        compare(trained, twin)
 
 
 SCARCE = {"device_activations": 4, "host_activations": 2, "ssd_activations": 40}
