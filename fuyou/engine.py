@@ -122,7 +122,8 @@ class Engine:
         single_slot: half the space, no protection: a crash in the middle of a step loses the run.
         resume: continue the run that the directories hold.
         overwrite: replace the run that the directories hold.
-        io: ``"auto"``, ``"kvikio"`` or ``"posix"``.
+        io: ``"posix"``, which ``"auto"`` takes: all traffic goes through host memory, which kvikio reaches by the same
+            calls; or ``"kvikio"``, which is checked and not used further.
         batch_shape: (sequences, tokens per sequence) of the batches to come; without it, buffers are planned for one
             micro-batch and made again if the first batch is larger.
 
@@ -184,6 +185,7 @@ class Engine:
             self.emulated = isinstance(self._device, EmulatedDevice)
             self._pace = self._device.spec.pace if isinstance(self._device, EmulatedDevice) else None
             self._host_limit, self._device_limit = self._limits(host_memory, device_memory)
+            self._device.cap_memory(self._device_limit)
             self._link = OptimizerLink()  # imports PyTorch while the model is built
             self._link.wait_until_up()
             self._meter.start()
@@ -238,7 +240,8 @@ class Engine:
             str(options.precision.optimizer_dtype), slots, emulated=self.emulated,
         )  # fmt: skip
         self.created_bytes = 0
-        io: dict[str, Any] = {"io": options.io, "pace": self._pace}
+        # Everything goes through host memory, so there is nothing for "auto" to measure.
+        io: dict[str, Any] = {"io": "posix" if options.io == "auto" else options.io, "pace": self._pace}
         if resume:
             self._store = Store.open(folders, **io)
             state = load_state(self._store, wanted)
