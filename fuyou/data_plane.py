@@ -14,10 +14,9 @@ import numpy as np
 import torch
 
 from common.buffers import HostBuffer
-from common.hardware import cpu_count
 from common.store import Extent, Layout, Pace, Store, remove
 from fuyou.adam import Update
-from fuyou.devices import Device
+from fuyou.devices import Device, optimizer_threads
 from fuyou.executor import ELSEWHERE, Executor
 from fuyou.intervals import Interval
 from fuyou.memory_plan import MemoryPlan
@@ -157,8 +156,7 @@ class DataPlane:
                 ring_chunks=plan.ring_chunks,
                 shared=self.shared,
                 pace=pace,
-                # Beside a GPU, all cores are the optimizer's; on a CPU device most belong to the computation.
-                threads=1 if device.shares_host_memory else max(1, cpu_count() - 2),
+                threads=optimizer_threads(device),
             ),
             self._heard,
             self.executor.fail,

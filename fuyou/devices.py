@@ -12,6 +12,7 @@ import torch
 
 from common.buffers import HostBuffer
 from common.errors import UserError
+from common.hardware import cpu_count
 from fuyou.emulated import PREFIX, EmulatedDevice, EmulatedSpec, is_emulated
 from fuyou.tasks import Op, Task
 
@@ -211,6 +212,14 @@ class CudaDevice:
         # Blocking: a lane that waits for it sleeps, instead of spinning on a core that Adam needs.
         task.event = torch.cuda.Event(enable_timing=True, blocking=True)
         task.event.record(stream)
+
+
+def optimizer_threads(device: Device) -> int:
+    """Threads for the optimizer process beside ``device``.
+
+    Beside a GPU, all cores are the optimizer's; on a CPU device most belong to the computation.
+    """
+    return 1 if device.shares_host_memory else max(1, cpu_count() - 2)
 
 
 def open_device(name: str | torch.device) -> Device:
