@@ -13,7 +13,6 @@ import torch
 from transformers import PreTrainedConfig
 
 from common.errors import FinetuneError, UserError
-from common.hardware import memory_available_bytes
 from common.memory_meter import PeakMeter, proportional_set_bytes
 from common.models.export import CheckpointWriter, copy_tokenizer_files
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
@@ -22,14 +21,13 @@ from common.models.presets import load_config
 from common.models.sources import CheckpointSource, RandomSource, WeightSource
 from common.store import Layout, Store
 from common.store.directories import usable
-from common.units import parse_bytes
 from fuyou.accounting import Accounting, StepReport
 from fuyou.adam import AdamConfig, Update
 from fuyou.commits import Commits, load_state
 from fuyou.compute import NonFiniteLoss, StepComputation
 from fuyou.data_plane import DataPlane
 from fuyou.deferral import interleaved
-from fuyou.devices import open_device
+from fuyou.devices import memory_limits, open_device
 from fuyou.emulated import EmulatedDevice, TimedComputation
 from fuyou.memory_plan import Batch, MemoryPlanner
 from fuyou.model_records import fingerprint, model_records
@@ -177,7 +175,7 @@ class Engine:
             self._device = open_device(device)
             self.emulated = isinstance(self._device, EmulatedDevice)
             self._pace = self._device.spec.pace if isinstance(self._device, EmulatedDevice) else None
-            self._host_limit, self._device_limit = self._limits(host_memory, device_memory)
+            self._host_limit, self._device_limit = memory_limits(self._device, host_memory, device_memory)
             self._link = OptimizerLink()  # imports PyTorch while the model is built
             self._link.wait_until_up()
             self._meter.start()
@@ -188,13 +186,6 @@ class Engine:
             raise
 
     # -- opening --------------------------------------------------------------------------------------------------
-
-    def _limits(self, host: int | str | None, device: int | str | None) -> tuple[int, int]:
-        """Budgets in bytes: as given, or four fifths of what the machine has to give."""
-        host_limit = memory_available_bytes() * 4 // 5 if host is None else parse_bytes(host)
-        device_limit = self._device.memory_limit() if device is None else parse_bytes(device)
-        # What shares the host's memory is a part of its budget: the planner counts it there as well.
-        return host_limit, host_limit if device_limit is None else device_limit
 
     def _open_model(self) -> None:
         torch.manual_seed(self._options.seed)

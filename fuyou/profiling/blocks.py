@@ -6,9 +6,9 @@ One block of the model really runs, with random weights, in the way in which the
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +23,9 @@ from fuyou.schedule import StepShape
 from fuyou.stack import BlockCalls, StreamedModel, summed_loss
 
 #: A pass through the block, forward and backward, that is expected to take longer is measured on fewer tokens.
-LONGEST_PASS_SECONDS = 0.8
+LONGEST_PASS_SECONDS = 0.4
 #: Repetitions of one piece of work end after this many seconds.
-REPEAT_SECONDS = 0.5
+REPEAT_SECONDS = 0.4
 _MOST_REPETITIONS = 7
 _TILE_ELEMENTS = 1 << 20
 
@@ -64,34 +64,47 @@ class BlockBench:
         self._dtype = shape.precision.dtype
         self._record = max((shape.records[index] for index in shape.blocks), key=lambda record: record.numel)
         self._layer = shape.blocks.index(self._record.index)
-        self._wanted_tokens = rows * seq_len
-        self._head_columns = head_columns
-        self.matmul_flops_per_second = self._matmul_rate(self._wanted_tokens)
+        self._wanted = rows, seq_len
+        self._head_columns = min(head_columns, seq_len)
+        self._head_tokens = rows * self._head_columns
+        self.matmul_flops_per_second = self._matmul_rate(rows * seq_len)
         expected = 10.0 * self._record.parameter_count / self.matmul_flops_per_second
         self.rows, self.seq_len = _shortened(rows, seq_len, LONGEST_PASS_SECONDS / expected)
-        self._scale = self._wanted_tokens / (self.rows * self.seq_len)
+        self._scale = rows * seq_len / (self.rows * self.seq_len)
         self._weights = random_values(self._record.numel, self._dtype, device)
         self._gradient = torch.empty_like(self._weights)
 
     def measure(self) -> PartTimes:
-        """Run everything."""
-        embedding, calls, embed_forward, embed_backward = self._embedding()
-        forward, backward = self.block(calls, embedding)
-        operators = self._operators(calls, embedding)
-        block_forward, block_backward = self.seconds(forward), self.seconds(backward)
-        head, head_forward = self._head(embedding)
+        """Run everything: on fewer tokens where a pass takes too long, and then on a quarter of them as well."""
+        sizes = [self.seq_len] if self._scale == 1 else [self.seq_len, max(1, self.seq_len // 4)]
+        samples = [self._sample(seq_len) for seq_len in sizes]
+        calls = -(-self._wanted[1] // self._head_columns)
+        whole, head = self._wanted[0] * self._wanted[1], self._head_tokens
+        hidden, arguments, _ = self._embedding(self.seq_len)
         return PartTimes(
             self.rows * self.seq_len,
             self.matmul_flops_per_second,
-            embed_forward * self._scale,
-            block_forward * self._scale,
-            block_backward * self._scale,
+            _extrapolated([(one.tokens, one.embed_forward) for one in samples], whole),
+            _extrapolated([(one.tokens, one.block_forward) for one in samples], whole),
+            _extrapolated([(one.tokens, one.block_backward) for one in samples], whole),
             self.seconds(lambda: sum_of_squares(self._gradient)),
-            head,
-            head_forward,
-            embed_backward,
-            operators,
+            calls * _extrapolated([(one.head_tokens, one.head) for one in samples], head),
+            calls * _extrapolated([(one.head_tokens, one.head_forward) for one in samples], head),
+            _extrapolated([(one.tokens, one.embed_backward) for one in samples], whole),
+            self._operators(arguments, hidden),
         )
+
+    def _sample(self, seq_len: int) -> "_Sample":
+        """Times on sequences of this many tokens."""
+        hidden, calls, embed = self._embedding(seq_len)
+        embed_forward, embed_backward = (self.seconds(work) for work in embed)
+        forward, backward = (self.seconds(work) for work in self.block(calls, hidden))
+        columns = min(seq_len, self._head_tokens // self.rows)
+        head, head_forward = self._head(hidden[:, :columns].detach())
+        return _Sample(
+            self.rows * seq_len, self.rows * columns, embed_forward, forward, backward, head, head_forward,
+            embed_backward,
+        )  # fmt: skip
 
     def block(self, calls: BlockCalls, hidden: torch.Tensor) -> tuple[Callable[[], None], Callable[[], None]]:
         """The block's forward pass, and its backward pass with recomputation."""
@@ -112,8 +125,8 @@ class BlockBench:
         return forward, backward
 
     def work(self) -> Callable[[], None]:
-        """A pass through the block, forward and backward, to keep the device busy with."""
-        hidden, calls, _, _ = self._embedding(timed=False)
+        """A pass through the block, forward and backward, to keep the device busy with; on :attr:`rows` sequences."""
+        hidden, calls, _ = self._embedding(self.seq_len)
         forward, backward = self.block(calls, hidden)
 
         def both() -> None:
@@ -128,7 +141,7 @@ class BlockBench:
         work()
         self._device.synchronize()
         taken: list[float] = []
-        while len(taken) < 2 or (sum(taken) < REPEAT_SECONDS and len(taken) < _MOST_REPETITIONS):
+        while sum(taken) < REPEAT_SECONDS and len(taken) < _MOST_REPETITIONS:
             began = time.perf_counter()
             work()
             self._device.synchronize()
@@ -146,63 +159,60 @@ class BlockBench:
         ).items():
             source = random_values(rows * inputs, self._dtype, self._device).view(rows, inputs)
             weight = random_values(outputs * inputs, self._dtype, self._device).view(outputs, inputs)
-            seconds = self.seconds(lambda source=source, weight=weight: torch.nn.functional.linear(source, weight))
+            seconds = self.seconds(partial(torch.nn.functional.linear, source, weight))
             flops += times * 2.0 * rows * outputs * inputs
             taken += times * seconds
         return flops / taken
 
-    def _inputs(self) -> dict[str, torch.Tensor]:
+    def _inputs(self, seq_len: int) -> dict[str, torch.Tensor]:
         vocabulary = self._stack.model.config.get_text_config().vocab_size
-        tokens = torch.arange(self.rows * self.seq_len, device=self._device.torch_device) % vocabulary
-        return {"input_ids": tokens.view(self.rows, self.seq_len)}
+        tokens = torch.arange(self.rows * seq_len, device=self._device.torch_device) % vocabulary
+        return {"input_ids": tokens.view(self.rows, seq_len)}
 
-    def _embedding(self, timed: bool = True) -> tuple[torch.Tensor, BlockCalls, float, float]:
-        """The blocks' input and what they are called with; seconds forward and backward."""
+    def _embedding(self, seq_len: int) -> tuple[torch.Tensor, BlockCalls, tuple[Callable[[], object], ...]]:
+        """The blocks' input, what they are called with, and the embedding's forward and backward pass."""
         record = self._shape.records[self._shape.embedding]
-        with self._outer_weights(record) as (weights, gradient):
-            views = record.views(weights)
+        weights = random_values(record.numel, self._dtype, self._device)
+        gradient, views, inputs = torch.empty_like(weights), record.views(weights), self._inputs(seq_len)
 
-            @torch.no_grad()
-            def forward() -> tuple[torch.Tensor, BlockCalls]:
-                with self._stack.bound(_named(record, views), before=True):
-                    return self._stack.embed(self._inputs())
+        @torch.no_grad()
+        def forward() -> tuple[torch.Tensor, BlockCalls]:
+            with self._stack.bound(_named(record, views), before=True):
+                return self._stack.embed(inputs)
 
-            def backward() -> None:
-                with torch.enable_grad(), self._stack.bound(self._leaves(record, views, gradient), before=True):
-                    hidden, _ = self._stack.embed(self._inputs())
-                    if hidden.requires_grad:
-                        torch.autograd.backward(hidden, torch.full_like(hidden, 1e-3))
+        def backward() -> None:
+            with torch.enable_grad(), self._stack.bound(self._leaves(record, views, gradient), before=True):
+                hidden, _ = self._stack.embed(inputs)
+                if hidden.requires_grad:
+                    torch.autograd.backward(hidden, torch.full_like(hidden, 1e-3))
 
-            hidden, calls = forward()
-            times = (self.seconds(forward), self.seconds(backward)) if timed else (0.0, 0.0)
-            return hidden.detach().clone(), calls, *times
+        hidden, calls = forward()
+        return hidden.clone(), calls, (forward, backward)
 
     def _head(self, hidden: torch.Tensor) -> tuple[float, float]:
-        """Seconds of a whole micro-batch through the head: forward and backward, and forward alone."""
+        """Seconds of ``hidden`` through the head: forward and backward, and forward alone."""
         record = self._shape.records[self._shape.head]
-        columns = min(self.seq_len, self._head_columns)
-        inputs = {name: value[:, :columns] for name, value in self._inputs().items()}
-        part, targets = hidden[:, :columns].detach(), inputs["input_ids"]
-        with self._outer_weights(record) as (weights, gradient):
-            views = record.views(weights)
+        weights = random_values(record.numel, self._dtype, self._device)
+        gradient, views = torch.empty_like(weights), record.views(weights)
+        inputs = self._inputs(hidden.shape[1])
+        targets = inputs["input_ids"]
 
-            def both() -> None:
-                leaf = part.clone().requires_grad_()
-                with torch.enable_grad(), self._stack.bound(self._leaves(record, views, gradient), before=False):
-                    (summed_loss(self._stack.head(inputs, leaf), targets) / columns).backward()
+        def both() -> None:
+            leaf = hidden.clone().requires_grad_()
+            with torch.enable_grad(), self._stack.bound(self._leaves(record, views, gradient), before=False):
+                (summed_loss(self._stack.head(inputs, leaf), targets) / targets.numel()).backward()
 
-            def forward() -> None:
-                with torch.no_grad(), self._stack.bound(_named(record, views), before=False):
-                    summed_loss(self._stack.head(inputs, part), targets)
+        def forward() -> None:
+            with torch.no_grad(), self._stack.bound(_named(record, views), before=False):
+                summed_loss(self._stack.head(inputs, hidden), targets)
 
-            scale = self._wanted_tokens / (self.rows * columns)
-            return self.seconds(both) * scale, self.seconds(forward) * scale
+        return self.seconds(both), self.seconds(forward)
 
     def _operators(self, calls: BlockCalls, hidden: torch.Tensor) -> tuple[OperatorTime, ...]:
         """Each operator of the block's forward pass, with gradients enabled as in a recomputation."""
         views = self._record.views(self._weights)
         runs: list[list[OperatorTime]] = []
-        for _ in range(4):
+        for _ in range(3):
             leaf = hidden.detach().requires_grad_()
             with (
                 torch.enable_grad(),
@@ -221,16 +231,25 @@ class BlockBench:
             for one in zip(*runs[1:], strict=True)  # the first one warms up
         )
 
-    @contextmanager
-    def _outer_weights(self, record: Record) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        weights = random_values(record.numel, self._dtype, self._device)
-        yield weights, torch.empty_like(weights)
-
     def _leaves(self, record: Record, views: dict[str, torch.Tensor], sums: torch.Tensor) -> dict[str, torch.Tensor]:
         """Parameters whose gradients are added up as the engine does it, under all of their names."""
-        leaves = {name: torch.nn.Parameter(view) for name, view in views.items()}
+        leaves: dict[str, torch.Tensor] = {name: torch.nn.Parameter(view) for name, view in views.items()}
         GradientSum(record, sums).attach(leaves)
         return _named(record, leaves)
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """Seconds of each part on some tokens; of the head on fewer."""
+
+    tokens: int
+    head_tokens: int
+    embed_forward: float
+    block_forward: float
+    block_backward: float
+    head: float
+    head_forward: float
+    embed_backward: float
 
 
 class OperatorTimer(TorchDispatchMode):
@@ -268,6 +287,17 @@ def random_values(count: int, dtype: torch.dtype, device: Device) -> torch.Tenso
         part = values[start : start + _TILE_ELEMENTS]
         part.copy_(tile[: part.numel()])
     return values
+
+
+def _extrapolated(points: list[tuple[int, float]], tokens: int) -> float:
+    """Seconds for ``tokens``, from one measurement of so many or from two of fewer: what a pass costs however few
+    tokens it has (gradients of all parameters, for one) must not be scaled."""
+    (most, longest), *rest = points
+    if not rest or rest[0][0] == most:
+        return longest * tokens / most
+    fewer, shorter = rest[0]
+    slope = (longest - shorter) / (most - fewer)
+    return longest + max(0.0, min(slope, longest / most)) * (tokens - most)
 
 
 def _shortened(rows: int, seq_len: int, tokens: float) -> tuple[int, int]:

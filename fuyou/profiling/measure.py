@@ -1,6 +1,6 @@
 """Measures everything that a prediction of a step needs.
 
-It takes about 8 s, a third of it to start the optimizer process, and no more than 20 s where drives or processors are
+It takes 6 to 12 s, three of them to start the optimizer process, and no more than 20 s where drives or processors are
 slow; of memory, about what the engine itself needs for one block or the head, and 24 MiB per drive.
 """
 
@@ -85,8 +85,8 @@ def measure(workload: Workload, device: Device) -> Profile:
             threads = optimizer_threads(device)
             bench = OptimizerBench(link, scratch, workload.precision, workload.chunk_elements, threads, pace)
             work = blocks.work() if blocks is not None and device.shares_host_memory else None
-            alone = blocks.seconds(work) if blocks is not None and work is not None else 0.0
-            adam = bench.measure(drives, work, alone)
+            scale = parts.measured_tokens / workload.tokens
+            adam = bench.measure(drives, work, (parts.block_forward + parts.block_backward) * scale)
     finally:
         if bench is not None:
             bench.close()
