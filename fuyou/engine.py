@@ -37,6 +37,7 @@ from fuyou.schedule import BatchShape, Scheduler
 from fuyou.stack import StreamedModel
 from fuyou.store_access import StoreReader, fill_store
 from fuyou.tasks import StepList
+from fuyou.trace import StepTrace
 from fuyou.training_state import TrainingState, random_states, restore_random_states
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -166,6 +167,7 @@ class Engine:
         self._link: OptimizerLink | None = None
         self._step: StepComputation | TimedComputation | None = None
         self._in_flight = False
+        self._trace: StepTrace | None = None
         self._io_closed = self._io_other = self._planned_bytes = (0, 0)  # bytes read, bytes written
         self._meter = PeakMeter(self._pids)
         try:
@@ -269,7 +271,7 @@ class Engine:
             self._shape, self.memory_plan.counts, single_slot=options.single_slot, slot=self._commits.state.slot,
             deferred=deferred, hold=options.max_grad_norm is not None,
         )  # fmt: skip
-        self._accounting = Accounting(self._plane)
+        self._accounting = Accounting(self._plane, self._trace)
 
     def _close_plane(self) -> None:
         """Give all buffers back. What is pending must have been flushed; what is not is lost."""
@@ -535,6 +537,23 @@ class Engine:
 
     def _pids(self) -> list[int]:
         return [os.getpid()] + ([self._link.pid] if self._link is not None else [])
+
+    # -- seeing ---------------------------------------------------------------------------------------------------
+
+    def keep_trace(self) -> None:
+        """From the next step on, keep what happens in the newest step, for :meth:`write_trace`."""
+        self._trace = StepTrace(self._shape.records)
+        self._accounting = Accounting(self._plane, self._trace) if self._plane is not None else self._accounting
+
+    def write_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the newest step's tasks as a Chrome trace; they are brought to their end first.
+
+        Raises:
+            UserError: no step was taken since :meth:`keep_trace`, or the file cannot be written.
+        """
+        self.flush()
+        self._accounting.take()
+        (self._trace or StepTrace([])).write(Path(path))
 
     # -- closing --------------------------------------------------------------------------------------------------
 
