@@ -88,8 +88,12 @@ class Operator:
 
     @property
     def keepable(self) -> bool:
-        """Whether its outputs can be kept and given back as if it had run."""
-        return not self.always and not self.aliases and all(output.dense for output in self.outputs)
+        """Whether its outputs can be kept and given back as if it had run.
+
+        Not those of copies: autograd makes some of its own, which a pass without gradients lacks.
+        """
+        copies = self.function is _aten.clone.default
+        return not (self.always or self.aliases or copies) and all(output.dense for output in self.outputs)
 
 
 class BlockTrace:
@@ -163,7 +167,10 @@ class Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        if func is _aten._grouped_mm.default and args[0].is_meta and args[1].dim() == 3:
+            result = args[0].new_empty(args[0].shape[0], args[1].shape[2])  # the meta kernel insists on bf16
+        else:
+            result = func(*args, **kwargs)
         if makes_views(func):
             return result
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -217,6 +224,8 @@ def _always_runs(function: Any, args: Any, kwargs: Any, outputs: list[torch.Tens
     tags = function.tags
     if torch.Tag.nondeterministic_seeded in tags:
         return argument(function, args, kwargs, "dropout_p") != 0.0  # attention without dropout draws nothing
+    if function is _aten.index.Tensor:  # only masks select a number of elements that depends on values
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     return (
         not outputs
         or torch.Tag.dynamic_output_shape in tags
