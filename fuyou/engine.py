@@ -442,7 +442,7 @@ class Engine:
     def _batch_shape(self, batch: dict[str, torch.Tensor]) -> BatchShape:
         rows, seq_len = batch["input_ids"].shape
         split = Batch(rows, seq_len, min(rows, self.memory_plan.batch.micro_rows))
-        return BatchShape(split.micro_batches, self.memory_plan.activation_bytes, split.micro_tokens)
+        return BatchShape(split.micro_batches, self.memory_plan.activation_bytes, split.mean_tokens)
 
     # -- committing -----------------------------------------------------------------------------------------------
 

@@ -48,6 +48,11 @@ class Batch:
     def micro_tokens(self) -> int:
         return self.micro_rows * self.seq_len
 
+    @property
+    def mean_tokens(self) -> float:
+        """Of a micro-batch, on average."""
+        return self.rows * self.seq_len / self.micro_batches
+
 
 @dataclass(frozen=True)
 class MemoryPlan:

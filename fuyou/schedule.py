@@ -70,8 +70,8 @@ class BatchShape:
     """M, how many micro-batches the batch is split into."""
     activation_bytes: int
     """Size of one micro-batch's block input."""
-    tokens: int
-    """Tokens in one micro-batch."""
+    tokens: float
+    """Tokens in one micro-batch, on average."""
 
 
 class Scheduler:

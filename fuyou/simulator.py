@@ -317,11 +317,19 @@ class Simulator:
 
 
 def simulate(
-    shape: StepShape, plan: MemoryPlan, rates: Rates, deferred: Collection[int] = (), steps: int = 6
+    shape: StepShape,
+    plan: MemoryPlan,
+    rates: Rates,
+    deferred: Collection[int] = (),
+    steps: int = 6,
+    hold: bool = False,
 ) -> tuple[Simulation, StepList]:
-    """Steps of this model with these buffers, and the task list of the last one."""
-    scheduler = Scheduler(shape, plan.counts, deferred=deferred)
-    batch = BatchShape(plan.batch.micro_batches, plan.activation_bytes, plan.batch.micro_tokens)
+    """Steps of this model with these buffers, and the task list of the last one.
+
+    ``deferred`` and ``hold`` are the scheduler's.
+    """
+    scheduler = Scheduler(shape, plan.counts, deferred=deferred, hold=hold)
+    batch = BatchShape(plan.batch.micro_batches, plan.activation_bytes, plan.batch.mean_tokens)
     lists = [scheduler.training_step(step, batch) for step in range(1, steps + 1)]
     simulator = Simulator(shape.records, shape.precision, rates, plan.ring_chunks, plan.chunk_elements)
     return simulator.run(lists), lists[-1]
