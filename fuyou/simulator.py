@@ -193,7 +193,7 @@ class Simulator:
         scale = max(1, -(-largest // (chunk_elements * _MOST_PIECES)))
         self._chunk_elements = chunk_elements * scale
         self.drives = _Drives(self)
-        self._optimizer = _Optimizer(self, max(2, -(-ring_chunks // scale)))
+        self._optimizer = _Optimizer(self, ring_chunks if scale == 1 else max(2, -(-ring_chunks // scale)))
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._number = itertools.count()
