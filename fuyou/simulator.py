@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from fuyou.memory_plan import MemoryPlan
 from fuyou.records import Precision, Record
-from fuyou.schedule import BatchShape, Scheduler, StepShape
+from fuyou.schedule import BatchShape, Recomputation, Scheduler, StepShape
 from fuyou.tasks import SSD_READS, Op, Resource, StepList, Task
 
 #: I/O moves in pieces of at most this size: the stripe of the store.
@@ -317,11 +317,12 @@ class Simulator:
 
 
 def simulate(
-    shape: StepShape, plan: MemoryPlan, rates: Rates, deferred: Collection[int] = (), steps: int = 6
-) -> tuple[Simulation, StepList]:
+    shape: StepShape, plan: MemoryPlan, rates: Rates, deferred: Collection[int] = (), steps: int = 6,
+    recomputation: Recomputation = Recomputation(),
+) -> tuple[Simulation, StepList]:  # fmt: skip
     """Steps of this model with these buffers, and the task list of the last one."""
-    scheduler = Scheduler(shape, plan.counts, deferred=deferred)
-    batch = BatchShape(plan.batch.micro_batches, plan.activation_bytes, plan.batch.micro_tokens)
+    scheduler = Scheduler(shape, plan.counts, deferred=deferred, recomputation=recomputation)
+    batch = BatchShape(plan.batch.micro_batches, plan.activation_bytes, plan.batch.micro_tokens, plan.kept_bytes)
     lists = [scheduler.training_step(step, batch) for step in range(1, steps + 1)]
     simulator = Simulator(shape.records, shape.precision, rates, plan.ring_chunks, plan.chunk_elements)
     return simulator.run(lists), lists[-1]
