@@ -23,6 +23,11 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 ALIGN_BYTES = 256
 
 _aten = torch.ops.aten
+#: Operators that read the shape of their argument and nothing of its values.
+_SHAPE_ONLY = frozenset({
+    _aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.new_empty, _aten.new_empty_strided,
+    _aten.new_zeros, _aten.new_ones, _aten.new_full,
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -181,7 +186,7 @@ class Tracer(TorchDispatchMode):
             return result
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        memory = {_storage(value) for value in inputs}
+        memory = {_storage(value) for value in inputs if func.overloadpacket not in _SHAPE_ONLY}
         index = len(self._operators)
         self._operators.append(
             Operator(
