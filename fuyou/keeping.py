@@ -114,8 +114,8 @@ def roofline(operator: Operator) -> float:
 def keepable(trace: BlockTrace, rows: int = 1, cost: Cost = roofline) -> Keepable:
     """What of a block is worth keeping, best first.
 
-    Greedy: again and again the call that saves the most per byte, given those before it. A call that is worth nothing
-    alone (one of several that share an expensive argument) counts when the others are kept.
+    Greedy: again and again the call that saves the most per byte, given those before it; of equal ones, the one that
+    saves more calls. What several kept outputs save only together is counted with the last of them.
 
     Args:
         trace: of one row.
@@ -129,13 +129,14 @@ def keepable(trace: BlockTrace, rows: int = 1, cost: Cost = roofline) -> Keepabl
     kept: frozenset[int] = frozenset()
     chosen: list[KeepableOutput] = []
     while True:
-        best, best_benefit, best_needed = -1, 0.0, needed
+        best, best_rank, best_needed = -1, (0.0, len(needed)), needed
         total = sum(costs[index] for index in needed)
         for index in sorted(candidates & needed):
             left = trace.required(kept | {index})
             benefit = (total - sum(costs[one] for one in left)) / trace.operators[index].nbytes
-            if benefit > best_benefit:
-                best, best_benefit, best_needed = index, benefit, left
+            rank = (benefit, len(needed) - len(left))
+            if rank > best_rank:
+                best, best_rank, best_needed = index, rank, left
         if best < 0:
             break
         operator = trace.operators[best]
