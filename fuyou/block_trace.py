@@ -23,6 +23,11 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 ALIGN_BYTES = 256
 
 _aten = torch.ops.aten
+#: Operators that read the shape of their argument and nothing of its values.
+_SHAPE_ONLY = frozenset({
+    _aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.new_empty, _aten.new_empty_strided,
+    _aten.new_zeros, _aten.new_ones, _aten.new_full,
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -32,10 +37,16 @@ class TensorSpec:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    device: torch.device
 
     @staticmethod
     def of(value: torch.Tensor) -> "TensorSpec":
-        return TensorSpec(tuple(value.shape), value.stride(), value.dtype)
+        return TensorSpec(tuple(value.shape), value.stride(), value.dtype, value.device)
+
+    @staticmethod
+    def of_all(result: Any) -> Any:
+        """``result`` with a specification in the place of each tensor."""
+        return tree_map(lambda leaf: TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else leaf, result)
 
     @property
     def nbytes(self) -> int:
@@ -175,13 +186,13 @@ class Tracer(TorchDispatchMode):
             return result
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        memory = {_storage(value) for value in inputs}
+        memory = {_storage(value) for value in inputs if func.overloadpacket not in _SHAPE_ONLY}
         index = len(self._operators)
         self._operators.append(
             Operator(
                 func,
                 self._calls[func],
-                tree_map(lambda leaf: TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else leaf, result),
+                TensorSpec.of_all(result),
                 frozenset(call for storage in memory for call in self._writers.get(storage, ())),
                 _flops(func, args, kwargs, result),
                 sum(value.numel() * value.itemsize for value in (*inputs, *outputs)),
@@ -208,12 +219,19 @@ def makes_views(function: torch._ops.OpOverload) -> bool:
     return bool(returns) and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
 
 
-def argument(function: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+@lru_cache(maxsize=None)
+def argument_index(function: torch._ops.OpOverload, name: str) -> int | None:
+    """Position of the argument ``name``, or None if the operator has none of that name."""
+    names = [one.name for one in function._schema.arguments]
+    return names.index(name) if name in names else None
+
+
+def _argument(function: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
     """The argument ``name`` of a call, or its default; None if the operator has no such argument."""
-    for position, one in enumerate(function._schema.arguments):
-        if one.name == name:
-            return args[position] if position < len(args) else kwargs.get(name, one.default_value)
-    return None
+    position = argument_index(function, name)
+    if position is None:
+        return None
+    return args[position] if position < len(args) else kwargs.get(name, function._schema.arguments[position].default_value)
 
 
 def _storage(value: torch.Tensor) -> int:
@@ -223,7 +241,7 @@ def _storage(value: torch.Tensor) -> int:
 def _always_runs(function: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> bool:
     tags = function.tags
     if torch.Tag.nondeterministic_seeded in tags:
-        return argument(function, args, kwargs, "dropout_p") != 0.0  # attention without dropout draws nothing
+        return _argument(function, args, kwargs, "dropout_p") != 0.0  # attention without dropout draws nothing
     if function is _aten.index.Tensor:  # only masks select a number of elements that depends on values
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     return (

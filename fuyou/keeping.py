@@ -6,14 +6,16 @@ over swap time, by a table of a GPT's four linear layers) is taken here from the
 runs, and from what a recomputation needs anyway: a result that the backward pass never reads costs nothing to leave out.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
+from common.errors import UserError
 from fuyou.block_trace import AttentionOf, BlockTrace, Operator, Tracer
+from fuyou.schedule import Recomputation
 from fuyou.stack import StreamedModel
 
 #: FLOPs that a device does while it moves one byte of its memory, for operators that are bound by that: about 160 on an
@@ -112,8 +114,8 @@ def roofline(operator: Operator) -> float:
 def keepable(trace: BlockTrace, rows: int = 1, cost: Cost = roofline) -> Keepable:
     """What of a block is worth keeping, best first.
 
-    Greedy: again and again the call that saves the most per byte, given those before it. A call that is worth nothing
-    alone (one of several that share an expensive argument) counts when the others are kept.
+    Greedy: again and again the call that saves the most per byte, given those before it; of equal ones, the one that
+    saves more calls. What several kept outputs save only together is counted with the last of them.
 
     Args:
         trace: of one row.
@@ -127,13 +129,14 @@ def keepable(trace: BlockTrace, rows: int = 1, cost: Cost = roofline) -> Keepabl
     kept: frozenset[int] = frozenset()
     chosen: list[KeepableOutput] = []
     while True:
-        best, best_benefit, best_needed = -1, 0.0, needed
+        best, best_rank, best_needed = -1, (0.0, len(needed)), needed
         total = sum(costs[index] for index in needed)
         for index in sorted(candidates & needed):
             left = trace.required(kept | {index})
             benefit = (total - sum(costs[one] for one in left)) / trace.operators[index].nbytes
-            if benefit > best_benefit:
-                best, best_benefit, best_needed = index, benefit, left
+            rank = (benefit, len(needed) - len(left))
+            if rank > best_rank:
+                best, best_rank, best_needed = index, rank, left
         if best < 0:
             break
         operator = trace.operators[best]
@@ -184,6 +187,87 @@ def list_keepable(
     return keepable(trace_block(stack, seq_len, device, dtype), micro_rows, cost)
 
 
-def chosen_layers(layers: int, count: int) -> Sequence[int]:
+def keep_of(trace: BlockTrace, operators: Collection[tuple[str, int]], rows: int = 1) -> Keep:
+    """What keeping the outputs of these calls comes to.
+
+    Raises:
+        UserError: the block makes no such call, or its outputs cannot be kept.
+    """
+    indices = []
+    for name, ordinal in operators:
+        index = trace.find(name, ordinal)
+        if index is None or not trace.operators[index].keepable:
+            raise UserError(f"A block of this model has no outputs of {name} (call {ordinal}) that could be kept.")
+        indices.append(index)
+    saved = trace.flops() - trace.flops(trace.required(frozenset(indices)))
+    nbytes = sum(trace.operators[index].nbytes for index in indices)
+    return Keep(tuple(operators), rows * nbytes, rows * saved, rows * trace.flops())
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """What a run keeps beyond block inputs: the outputs of some operators, in some of the blocks."""
+
+    operators: tuple[tuple[str, int], ...]
+    """Name and ordinal of each call, as :class:`KeepableOutput` has them."""
+    layers: int
+    """In how many of the blocks."""
+
+
+class KeepingPlan:
+    """Says for any batch what a run keeps, and what that saves.
+
+    Args:
+        stack: the model.
+        device: ``"cpu"`` or ``"cuda"``.
+        dtype: of the hidden states.
+        wanted: the operators and the number of layers; or the best that fit into so many bytes, of every layer and
+            micro-batch.
+    """
+
+    def __init__(self, stack: StreamedModel, device: str, dtype: torch.dtype, wanted: Keeping | int):
+        self._stack, self._device, self._dtype, self._wanted = stack, device, dtype, wanted
+        layers = len(stack.blocks)
+        count = wanted.layers if isinstance(wanted, Keeping) else layers if wanted else 0
+        if not 0 <= count <= layers:
+            raise UserError(f"Outputs cannot be kept in {count} blocks: this model has {layers}.")
+        #: The blocks that keep outputs.
+        self.layers = chosen_layers(layers, count)
+        self._traces: dict[int, BlockTrace | None] = {}
+
+    def keep(self, rows: int, seq_len: int) -> Keep:
+        """Of one layer and a micro-batch of ``rows`` x ``seq_len`` tokens.
+
+        Raises:
+            UserError: nothing of this model can be kept.
+        """
+        trace = self._trace(seq_len)
+        if trace is None:
+            return Keep((), 0, 0.0, 0.0)
+        if isinstance(self._wanted, Keeping):
+            return keep_of(trace, self._wanted.operators, rows)
+        return keepable(trace, rows).choose(self._wanted)
+
+    def recomputation(self, rows: int, seq_len: int) -> Recomputation:
+        """What the schedule needs to know of it."""
+        trace, keep = self._trace(seq_len), self.keep(rows, seq_len)
+        unneeded = keep_of(trace, ()).saved_fraction if trace is not None else 0.0
+        return Recomputation(frozenset(self.layers if keep.nbytes else ()), keep.saved_fraction, unneeded)
+
+    def _trace(self, seq_len: int) -> BlockTrace | None:
+        if seq_len not in self._traces:
+            try:
+                self._traces[seq_len] = trace_block(self._stack, seq_len, self._device, self._dtype)
+            except Exception as error:  # whatever a family's own code does without values
+                if self._wanted:
+                    raise UserError(
+                        f"Which outputs of {type(self._stack.model).__name__} to keep cannot be planned: its blocks do "
+                        f"not run without values ({type(error).__name__}: {error}). Leave kept_activations out."
+                    ) from error
+                self._traces[seq_len] = None
+        return self._traces[seq_len]
+
+
+def chosen_layers(layers: int, count: int) -> range:
     """Which ``count`` of ``layers`` blocks keep outputs."""
     return range(layers - count, layers)

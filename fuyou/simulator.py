@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from fuyou.memory_plan import MemoryPlan
 from fuyou.records import Precision, Record
-from fuyou.schedule import BatchShape, Scheduler, StepShape
+from fuyou.schedule import BatchShape, Recomputation, Scheduler, StepShape
 from fuyou.tasks import SSD_READS, Op, Resource, StepList, Task
 
 #: I/O moves in pieces of at most this size: the stripe of the store.
@@ -323,13 +323,14 @@ def simulate(
     deferred: Collection[int] = (),
     steps: int = 6,
     hold: bool = False,
+    recomputation: Recomputation = Recomputation(),
 ) -> tuple[Simulation, StepList]:
     """Steps of this model with these buffers, and the task list of the last one.
 
-    ``deferred`` and ``hold`` are the scheduler's.
+    ``deferred``, ``hold`` and ``recomputation`` are the scheduler's.
     """
-    scheduler = Scheduler(shape, plan.counts, deferred=deferred, hold=hold)
-    batch = BatchShape(plan.batch.micro_batches, plan.activation_bytes, plan.batch.mean_tokens)
+    scheduler = Scheduler(shape, plan.counts, deferred=deferred, hold=hold, recomputation=recomputation)
+    batch = BatchShape(plan.batch.micro_batches, plan.activation_bytes, plan.batch.mean_tokens, plan.kept_bytes)
     lists = [scheduler.training_step(step, batch) for step in range(1, steps + 1)]
     simulator = Simulator(shape.records, shape.precision, rates, plan.ring_chunks, plan.chunk_elements)
     return simulator.run(lists), lists[-1]
