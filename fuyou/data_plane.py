@@ -14,12 +14,10 @@ import numpy as np
 import torch
 
 from common.buffers import HostBuffer
-from common.hardware import cpu_count
 from common.store import Extent, Layout, Pace, Store, remove
 from fuyou.adam import Update
-from fuyou.devices import Device
+from fuyou.devices import Device, optimizer_threads
 from fuyou.executor import ELSEWHERE, Executor
-from fuyou.intervals import Interval
 from fuyou.memory_plan import MemoryPlan
 from fuyou.optimizer_link import OptimizerLink
 from fuyou.optimizer_protocol import (
@@ -35,6 +33,7 @@ from fuyou.optimizer_protocol import (
 from fuyou.records import Record, RecordExtents
 from fuyou.schedule import StepShape
 from fuyou.tasks import Activation, Op, Task
+from fuyou.trace import RecordInterval
 
 
 class DeviceBuffers:
@@ -134,8 +133,8 @@ class DataPlane:
         self._early: dict[int, Written] = {}
         self._created: dict[int, threading.Event] = {}
         self.optimizer_read_bytes = self.optimizer_written_bytes = 0
-        self._ssd_intervals: list[Interval] = []
-        self._adam_intervals: list[Interval] = []
+        self._ssd_intervals: list[RecordInterval] = []
+        self._adam_intervals: list[RecordInterval] = []
         self.executor = Executor(
             {
                 Op.PARAMETER_READ: self._parameter_read,
@@ -167,8 +166,7 @@ class DataPlane:
                 ring_chunks=plan.ring_chunks,
                 shared=self.shared,
                 pace=pace,
-                # Beside a GPU, all cores are the optimizer's; on a CPU device most belong to the computation.
-                threads=1 if device.shares_host_memory else max(1, cpu_count() - 2),
+                threads=optimizer_threads(device),
             ),
             self._heard,
             self.executor.fail,
@@ -326,7 +324,7 @@ class DataPlane:
         if isinstance(message, Updated):
             with self._lock:
                 task = self._updating.pop(message.record)
-                self._adam_intervals.extend(message.adam_intervals)
+                self._adam_intervals += [RecordInterval(message.record, *one) for one in message.adam_intervals]
             self.executor.finish(task, message.began)
         elif isinstance(message, Written):
             self.optimizer_read_bytes, self.optimizer_written_bytes = message.read_bytes, message.written_bytes
@@ -335,20 +333,20 @@ class DataPlane:
                 created.set()
                 return
             with self._lock:
-                self._ssd_intervals.extend(message.ssd_intervals)
+                self._ssd_intervals += [RecordInterval(message.record, *one) for one in message.ssd_intervals]
                 write = self._writing.pop(message.record, None)
                 if write is None:
                     self._early[message.record] = message
             if write is not None:
                 self.executor.finish(write)
 
-    def take_ssd_intervals(self) -> list[Interval]:
+    def take_ssd_intervals(self) -> list[RecordInterval]:
         """When the optimizer process had I/O under way, since the last call."""
         with self._lock:
             taken, self._ssd_intervals = self._ssd_intervals, []
         return taken
 
-    def take_adam_intervals(self) -> list[Interval]:
+    def take_adam_intervals(self) -> list[RecordInterval]:
         """When it was computing, since the last call."""
         with self._lock:
             taken, self._adam_intervals = self._adam_intervals, []

@@ -13,7 +13,6 @@ import torch
 from transformers import PreTrainedConfig
 
 from common.errors import FinetuneError, UserError
-from common.hardware import memory_available_bytes
 from common.memory_meter import PeakMeter, proportional_set_bytes
 from common.models.export import CheckpointWriter, copy_tokenizer_files
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
@@ -22,14 +21,13 @@ from common.models.presets import load_config
 from common.models.sources import CheckpointSource, RandomSource, WeightSource
 from common.store import Layout, Store
 from common.store.directories import usable
-from common.units import parse_bytes
 from fuyou.accounting import Accounting, StepReport
 from fuyou.adam import AdamConfig, Update
 from fuyou.commits import Commits, load_state
 from fuyou.compute import NonFiniteLoss, StepComputation
 from fuyou.data_plane import DataPlane
 from fuyou.deferral import interleaved
-from fuyou.devices import open_device
+from fuyou.devices import memory_limits, open_device
 from fuyou.emulated import EmulatedDevice, TimedComputation
 from fuyou.keeping import Keeping, KeepingPlan
 from fuyou.memory_plan import Batch, MemoryPlanner
@@ -41,6 +39,7 @@ from fuyou.schedule import BatchShape, Scheduler
 from fuyou.stack import StreamedModel
 from fuyou.store_access import StoreReader, fill_store
 from fuyou.tasks import StepList
+from fuyou.trace import StepTrace
 from fuyou.training_state import TrainingState, random_states, restore_random_states
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -178,6 +177,7 @@ class Engine:
         self._link: OptimizerLink | None = None
         self._step: StepComputation | TimedComputation | None = None
         self._in_flight = False
+        self._trace: StepTrace | None = None
         self._io_closed = self._io_other = self._planned_bytes = (0, 0)  # bytes read, bytes written
         self._meter = PeakMeter(self._pids)
         try:
@@ -187,7 +187,7 @@ class Engine:
             self._device = open_device(device)
             self.emulated = isinstance(self._device, EmulatedDevice)
             self._pace = self._device.spec.pace if isinstance(self._device, EmulatedDevice) else None
-            self._host_limit, self._device_limit = self._limits(host_memory, device_memory)
+            self._host_limit, self._device_limit = memory_limits(self._device, host_memory, device_memory)
             self._link = OptimizerLink()  # imports PyTorch while the model is built
             self._link.wait_until_up()
             self._meter.start()
@@ -198,13 +198,6 @@ class Engine:
             raise
 
     # -- opening --------------------------------------------------------------------------------------------------
-
-    def _limits(self, host: int | str | None, device: int | str | None) -> tuple[int, int]:
-        """Budgets in bytes: as given, or four fifths of what the machine has to give."""
-        host_limit = memory_available_bytes() * 4 // 5 if host is None else parse_bytes(host)
-        device_limit = self._device.memory_limit() if device is None else parse_bytes(device)
-        # What shares the host's memory is a part of its budget: the planner counts it there as well.
-        return host_limit, host_limit if device_limit is None else device_limit
 
     def _open_model(self) -> None:
         torch.manual_seed(self._options.seed)
@@ -301,7 +294,7 @@ class Engine:
             self._shape, self.memory_plan.counts, single_slot=options.single_slot, slot=self._commits.state.slot,
             deferred=deferred, hold=options.max_grad_norm is not None, recomputation=recomputation,
         )  # fmt: skip
-        self._accounting = Accounting(self._plane)
+        self._accounting = Accounting(self._plane, self._trace)
 
     def _close_plane(self) -> None:
         """Give all buffers back. What is pending must have been flushed; what is not is lost."""
@@ -570,6 +563,23 @@ class Engine:
 
     def _pids(self) -> list[int]:
         return [os.getpid()] + ([self._link.pid] if self._link is not None else [])
+
+    # -- seeing ---------------------------------------------------------------------------------------------------
+
+    def keep_trace(self) -> None:
+        """From the next step on, keep what happens in the newest step, for :meth:`write_trace`."""
+        self._trace = StepTrace(self._shape.records)
+        self._accounting = Accounting(self._plane, self._trace) if self._plane is not None else self._accounting
+
+    def write_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the newest step's tasks as a Chrome trace; they are brought to their end first.
+
+        Raises:
+            UserError: no step was taken since :meth:`keep_trace`, or the file cannot be written.
+        """
+        self.flush()
+        self._accounting.take()
+        (self._trace or StepTrace([])).write(Path(path))
 
     # -- closing --------------------------------------------------------------------------------------------------
 

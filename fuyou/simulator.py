@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+from fuyou.intervals import Interval
 from fuyou.memory_plan import MemoryPlan
 from fuyou.records import Precision, Record
 from fuyou.schedule import BatchShape, Recomputation, Scheduler, StepShape
@@ -50,6 +51,8 @@ class Simulation:
     """When the caller ended each step."""
     busy: dict[Resource, float] = field(default_factory=dict)
     """Seconds of work that each resource did in all."""
+    intervals: dict[Resource, list[Interval]] = field(default_factory=dict)
+    """When each resource worked; spans that touch are one."""
 
     def step_seconds(self) -> float:
         """Of the last step, from the end of the one before: what a run settles to."""
@@ -61,6 +64,7 @@ class _Chunk:
     task: int
     """Index of the record."""
     elements: int
+    first: bool
     last: bool
 
 
@@ -149,6 +153,8 @@ class _Optimizer:
             return
         chunk, _ = self._in_order.popleft()
         task = self._updates[0]
+        if chunk.first:
+            task.began = self._simulator.now
         self._computing = True
         seconds = chunk.elements / self._simulator.rates.adam_parameters_per_second
         self._simulator.count(Resource.ADAM, seconds)
@@ -220,13 +226,23 @@ class Simulator:
 
     # -- for the parts --------------------------------------------------------------------------------------------
 
+    @property
+    def now(self) -> float:
+        """Seconds since the start."""
+        return self._now
+
     def later(self, seconds: float, action: Callable[[], None]) -> None:
         """Call ``action`` when ``seconds`` have passed."""
         heapq.heappush(self._events, (self._now + seconds, next(self._number), action))
 
-    def count(self, resource: Resource, seconds: float) -> None:
-        """``resource`` works for ``seconds``."""
+    def count(self, resource: Resource, seconds: float, wait: float = 0.0) -> None:
+        """``resource`` works for ``seconds``, ``wait`` seconds from now on."""
         self._result.busy[resource] = self._result.busy.get(resource, 0.0) + seconds
+        spans, began = self._result.intervals.setdefault(resource, []), self._now + wait
+        if spans and spans[-1][1] >= began:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], began + seconds))
+        else:
+            spans.append((began, began + seconds))
 
     def finish(self, task: Task) -> None:
         """``task`` is done: start what waited for it."""
@@ -243,7 +259,7 @@ class Simulator:
     def chunks(self, record: Record) -> list[_Chunk]:
         """The pieces in which the optimizer works on ``record``."""
         sizes = [chunk.stop - chunk.start for chunk in record.chunks(self._chunk_elements)]
-        return [_Chunk(record.index, size, number == len(sizes) - 1) for number, size in enumerate(sizes)]
+        return [_Chunk(record.index, size, number == 0, number == len(sizes) - 1) for number, size in enumerate(sizes)]
 
     # -- lanes ----------------------------------------------------------------------------------------------------
 
@@ -306,7 +322,7 @@ class Simulator:
     def _occupy(self, lane: Op, task: Task, resource: Resource, seconds: float, wait: float = 0.0) -> None:
         """``task`` holds its lane until it is done."""
         self._running.add(lane)
-        self.count(resource, seconds)
+        self.count(resource, seconds, wait)
 
         def ended() -> None:
             self._running.discard(lane)
