@@ -2,6 +2,6 @@
 
 from fuyou.planner.machine import Machine, preset_machine
 from fuyou.planner.plan import Plan, plan
-from fuyou.planner.workload import Workload, workload
+from fuyou.planner.training import Training, training
 
-__all__ = ["Machine", "Plan", "Workload", "plan", "preset_machine", "workload"]
+__all__ = ["Machine", "Plan", "Training", "plan", "preset_machine", "training"]

@@ -5,19 +5,23 @@ until few enough are left: the same bytes and FLOPs in fewer tasks, buffers of a
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from common.errors import UserError
+from fuyou.block_trace import BlockTrace
 from fuyou.deferral import interleaved
+from fuyou.keeping import Keeping, KeepingPlan, trace_block
 from fuyou.memory_plan import Batch, MemoryPlan, MemoryPlanner
 from fuyou.planner.machine import Machine
-from fuyou.planner.workload import Workload
-from fuyou.simulator import Rates, simulate
+from fuyou.planner.training import Training
+from fuyou.simulator import Rates, Simulation, simulate
 from fuyou.tasks import Resource, StepList
 
 #: Visits times micro-batches in a step that is only simulated to compare.
 _MOST_TASKS = 640
 #: Steps until one is like the next: two, and with deferred updates one more.
 _STEPS = 3
+NOTHING = Keeping((), 0)
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class Candidate:
     micro_rows: int | None
     """None takes what the memory plan prefers."""
     deferred_fraction: float
-    # Activations to keep beyond block inputs belong here, as one more dimension to search.
+    keeping: Keeping = NOTHING
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,17 @@ class Evaluation:
     busy: dict[Resource, float]
     """Seconds of work in one step."""
     tasks: StepList
-    """Of a step in the steady state, with its times if it was simulated."""
+    """Of a step in the steady state, with the simulator's times."""
+    simulation: Simulation
+    kept_bytes: int
+    """Of one layer and micro-batch, as simulated."""
+    saved_flops: float
+    """Of recomputing all blocks' forward passes, what a step leaves out."""
+
+    @property
+    def bound(self) -> Resource:
+        """What is busy the longest."""
+        return max(self.busy, key=lambda resource: self.busy[resource])
 
     @property
     def bound_seconds(self) -> float:
@@ -49,11 +63,12 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluates candidates for one workload on one machine; each only once."""
+    """Evaluates candidates for one training on one machine; each only once."""
 
-    def __init__(self, workload: Workload, machine: Machine):
-        self.workload = workload
+    def __init__(self, training: Training, machine: Machine):
+        self.training = training
         self.machine = machine
+        self._keeping: dict[Keeping, KeepingPlan] = {}
         self._known: dict[tuple[Candidate, bool], Evaluation | UserError] = {}
 
     def evaluate(self, candidate: Candidate, *, merged: bool = True) -> Evaluation:
@@ -83,7 +98,34 @@ class Evaluator:
 
     def deferred(self, candidate: Candidate) -> frozenset[int]:
         """Records whose updates wait for the next forward pass."""
-        return interleaved(self.workload.shape, 1.0 if self.workload.clips else candidate.deferred_fraction)
+        return interleaved(self.training.shape, 1.0 if self.training.clips else candidate.deferred_fraction)
+
+    def keeping(self, candidate: Candidate) -> KeepingPlan:
+        """What ``candidate`` keeps for the backward pass, for any batch."""
+        wanted = candidate.keeping
+        if wanted not in self._keeping:
+            self._keeping[wanted] = KeepingPlan(
+                self.training.stack, self._kernels, self.training.shape.precision.dtype, wanted
+            )
+        return self._keeping[wanted]
+
+    @cached_property
+    def trace(self) -> BlockTrace | None:
+        """A block's operators; None where its family's code does not run without values."""
+        training = self.training
+        try:
+            return trace_block(training.stack, training.seq_len, self._kernels, training.shape.precision.dtype)
+        except Exception:
+            return None
+
+    @cached_property
+    def rates(self) -> Rates:
+        """The machine's, with the device's in FLOPs as the task list counts them: 2 per parameter and token."""
+        rates, training = self.machine.rates, self.training
+        if not self.machine.all_flops or self.trace is None:
+            return rates
+        listed = 2 * training.block_parameters / len(training.shape.blocks) * training.seq_len
+        return replace(rates, flops_per_second=rates.flops_per_second * listed / self.trace.flops())
 
     def memory(self, candidate: Candidate) -> MemoryPlan:
         """The buffers that ``candidate`` gets.
@@ -91,23 +133,32 @@ class Evaluator:
         Raises:
             UserError: they do not fit; says how much would.
         """
-        workload, machine = self.workload, self.machine
+        training, machine, keeping = self.training, self.machine, self.keeping(candidate)
         planner = MemoryPlanner(
-            workload.shape, workload.config, machine.device_bytes, machine.host_bytes, machine.cpu,
-            len(self.deferred(candidate)),
+            training.shape, training.config, machine.device_bytes, machine.host_bytes, machine.cpu,
+            len(self.deferred(candidate)), len(keeping.layers),
+            lambda batch: keeping.keep(batch.micro_rows, batch.seq_len).nbytes,
         )  # fmt: skip
-        return planner.plan(workload.rows, workload.seq_len, candidate.micro_rows)
+        return planner.plan(training.rows, training.seq_len, candidate.micro_rows)
+
+    @property
+    def _kernels(self) -> str:
+        return "cpu" if self.machine.cpu else "cuda"
 
     def _evaluate(self, candidate: Candidate, merged: bool) -> Evaluation:
-        memory = self.memory(candidate)
-        plan = merge_micro_batches(memory, len(self.workload.shape.blocks)) if merged else memory
+        training, memory = self.training, self.memory(candidate)
+        layers = len(training.shape.blocks)
+        plan = merge_micro_batches(memory, layers) if merged else memory
+        recomputation = self.keeping(candidate).recomputation(memory.batch.micro_rows, training.seq_len)
         simulation, tasks = simulate(
-            self.workload.shape, plan, self.machine.rates, self.deferred(candidate), steps=_STEPS,
-            hold=self.workload.clips,
-        )  # fmt: skip
-        return Evaluation(
-            candidate, memory, simulation.step_seconds(), busy_seconds(tasks, self.machine.rates), tasks
+            training.shape, plan, self.rates, self.deferred(candidate), _STEPS, training.clips, recomputation
         )
+        left_out = 1 - sum(recomputation.fraction(layer) for layer in range(layers)) / layers
+        again = (training.hardware_flops_per_token - training.model_flops_per_token) * training.tokens
+        return Evaluation(
+            candidate, memory, simulation.step_seconds(), busy_seconds(tasks, self.rates), tasks, simulation,
+            plan.kept_bytes, left_out * again,
+        )  # fmt: skip
 
 
 def merge_micro_batches(plan: MemoryPlan, layers: int) -> MemoryPlan:
@@ -125,8 +176,14 @@ def merge_micro_batches(plan: MemoryPlan, layers: int) -> MemoryPlan:
         device_activations=max(4, int(counts.device_activations / factor)) if spills else everything,
         host_activations=max(2, int(counts.host_activations / factor)) if spills else 0,
         ssd_activations=everything if counts.ssd_activations else 0,
+        device_kept=max(2, round(counts.device_kept / factor)) if counts.device_kept else 0,
+        host_kept=max(2, round(counts.host_kept / factor)) if counts.host_kept else 0,
+        ssd_kept=layers * batch.micro_batches if counts.ssd_kept else 0,
     )
-    return replace(plan, batch=batch, counts=merged, activation_bytes=round(plan.activation_bytes * factor))
+    return replace(
+        plan, batch=batch, counts=merged, activation_bytes=round(plan.activation_bytes * factor),
+        kept_bytes=round(plan.kept_bytes * factor),
+    )  # fmt: skip
 
 
 def busy_seconds(tasks: StepList, rates: Rates) -> dict[Resource, float]:

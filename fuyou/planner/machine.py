@@ -43,6 +43,9 @@ class Machine:
     """Most bytes per second that the machine moves to and from all its drives, whatever their number."""
     cpu: bool = False
     """Whether the processor computes."""
+    all_flops: bool = True
+    """Whether the device's rate is in FLOPs that were all counted, attention's included; else only 2 per parameter and
+    token were (what the task list says), for the forward pass."""
     assumptions: tuple[str, ...] = ()
     """What was assumed for want of a measurement, for people."""
 

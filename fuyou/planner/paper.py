@@ -14,10 +14,10 @@ from fuyou.memory_plan import Batch, MemoryPlan
 from fuyou.planner.evaluate import busy_seconds
 from fuyou.planner.machine import Machine
 from fuyou.planner.plan import Plan, missing_space
-from fuyou.planner.workload import Workload
+from fuyou.planner.training import Training
 from fuyou.records import Precision
 from fuyou.schedule import BatchShape, BufferCounts, Scheduler, StepShape
-from fuyou.simulator import Simulator
+from fuyou.simulator import Simulation, Simulator
 from fuyou.tasks import Op, Phase, StepList, Task
 
 #: Buffers of whole blocks that fill device memory: parameters and fp16 gradients, two of each, so that one moves while
@@ -60,9 +60,9 @@ class Swap:
 
 @dataclass(frozen=True)
 class PaperScheme:
-    """One workload on one machine, as the paper runs it."""
+    """One training on one machine, as the paper runs it."""
 
-    workload: Workload
+    training: Training
     machine: Machine
     overlaps: bool = True
     """Whether updates run beside the backward pass (section 4.3); without it, gradients wait on SSD for them."""
@@ -71,13 +71,13 @@ class PaperScheme:
 
     @property
     def shape(self) -> StepShape:
-        precision = self.workload.shape.precision
-        return replace(self.workload.shape, precision=PaperPrecision(precision.dtype, precision.optimizer_dtype))
+        precision = self.training.shape.precision
+        return replace(self.training.shape, precision=PaperPrecision(precision.dtype, precision.optimizer_dtype))
 
     @property
     def elements(self) -> int:
         """All parameters, padding included: the paper's p."""
-        return sum(record.numel for record in self.workload.shape.records)
+        return sum(record.numel for record in self.training.shape.records)
 
     @property
     def ssd_bytes(self) -> int:
@@ -85,16 +85,16 @@ class PaperScheme:
 
     @property
     def layers(self) -> int:
-        return len(self.workload.shape.blocks)
+        return len(self.training.shape.blocks)
 
     @property
     def hidden(self) -> int:
-        return int(self.workload.config.get_text_config().hidden_size)
+        return int(self.training.config.get_text_config().hidden_size)
 
     @property
     def activation_bytes(self) -> int:
         """Of one block's input."""
-        return 2 * self.workload.tokens * self.hidden
+        return 2 * self.training.tokens * self.hidden
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -102,13 +102,13 @@ class PaperScheme:
     def device_bytes(self) -> int:
         """Four buffers of a block, and what one block saves. Embedding and head pass through the same buffers."""
         buffers = DEVICE_BUFFERS.device_blocks + DEVICE_BUFFERS.device_block_gradients
-        block = max(self.workload.shape.records[index].numel for index in self.workload.shape.blocks)
-        return buffers * block * 2 + SAVED_BYTES * self.workload.tokens * self.hidden
+        block = max(self.training.shape.records[index].numel for index in self.training.shape.blocks)
+        return buffers * block * 2 + SAVED_BYTES * self.training.tokens * self.hidden
 
     @property
     def buffer_host_bytes(self) -> int:
         """Page-locked buffers, which PyTorch rounds up to a power of two, and what the processes take."""
-        block = max(self.workload.shape.records[index].numel for index in self.workload.shape.blocks)
+        block = max(self.training.shape.records[index].numel for index in self.training.shape.blocks)
         halves = DEVICE_BUFFERS.host_blocks + DEVICE_BUFFERS.host_block_gradients
         return STATE_BUFFERS * _power_of_two(4 * block) + halves * _power_of_two(2 * block) + HOST_OVERHEAD_BYTES
 
@@ -162,11 +162,11 @@ class PaperScheme:
 
     @property
     def forward_flops(self) -> float:
-        blocks = sum(self.workload.shape.records[index].parameter_count for index in self.workload.shape.blocks)
-        return 2.0 * blocks * self.workload.tokens
+        blocks = sum(self.training.shape.records[index].parameter_count for index in self.training.shape.blocks)
+        return 2.0 * blocks * self.training.tokens
 
     def _swaps(self) -> Iterator[Swap]:
-        tokens, hidden = self.workload.tokens, self.hidden
+        tokens, hidden = self.training.tokens, self.hidden
         everything = self.layers * sum(width for width, _ in LINEAR_LAYERS)
         blocks, units, flops = [0] * len(LINEAR_LAYERS), 0, 0.0
         for number, (width, cost) in enumerate(LINEAR_LAYERS):
@@ -180,24 +180,24 @@ class PaperScheme:
 
     def memory(self) -> MemoryPlan:
         """Buffers as the scheduler counts them: one micro-batch, whole blocks."""
-        workload = self.workload
+        training = self.training
         inputs = self.layers + 3
         counts = replace(
             DEVICE_BUFFERS, device_activations=6, host_activations=inputs if self.activations_on_host else 6,
             ssd_activations=0 if self.activations_on_host else inputs,
         )  # fmt: skip
-        largest = max(record.numel for record in workload.shape.records)
+        largest = max(record.numel for record in training.shape.records)
         host = self.buffer_host_bytes
         if self.activations_on_host:
             host += inputs * self.activation_bytes + self.swap().nbytes
         return MemoryPlan(
-            counts, Batch(workload.rows, workload.seq_len, workload.rows), self.update_buffers, largest,
-            self.activation_bytes, workload.seq_len, False, False,
-            SAVED_BYTES * workload.tokens * self.hidden, self.device_bytes, host,
+            counts, Batch(training.rows, training.seq_len, training.rows), self.update_buffers, largest,
+            self.activation_bytes, 0, training.seq_len, False, False,
+            SAVED_BYTES * training.tokens * self.hidden, self.device_bytes, host,
         )  # fmt: skip
 
-    def simulate(self, swap: Swap | None = None, steps: int = 3) -> tuple[float, StepList]:
-        """Seconds of a step, and its tasks.
+    def simulate(self, swap: Swap | None = None, steps: int = 3) -> tuple[Simulation, StepList]:
+        """Consecutive steps, and the tasks of the last.
 
         Args:
             swap: how much is swapped; None takes what the equations say.
@@ -208,7 +208,7 @@ class PaperScheme:
         scheduler = Scheduler(shape, plan.counts, single_slot=True, deferred=deferred)
         batch = BatchShape(1, plan.activation_bytes, plan.batch.mean_tokens)
         swapping = _Swapping(self, swap)
-        lists, ends = [], []
+        lists = []
         for number in range(1, steps + 1):
             step = scheduler.training_step(number, batch, commit=False)
             swapping.add(step)
@@ -218,20 +218,20 @@ class PaperScheme:
             step.tasks.append(_step_end(step))
             _step_end(step).after = list(step.tasks[:-1])  # the next step begins when this one is over
             lists.append(step)
-            ends.append(_step_end(step))
         simulator = Simulator(shape.records, shape.precision, rates, self.update_buffers, plan.chunk_elements)
-        return simulator.run(lists).step_seconds(), lists[-1]
+        return simulator.run(lists), lists[-1]
 
     def plan(self) -> Plan:
         """As :func:`fuyou.planner.plan` gives it for our scheme."""
         missing = self.missing()
         if missing:
-            return Plan(self.workload, self.machine, "fuyou", missing, ssd_bytes=self.ssd_bytes)
+            return Plan(self.training, self.machine, "fuyou", missing, ssd_bytes=self.ssd_bytes)
         swap, memory = self.swap(), self.memory()
-        seconds, tasks = self.simulate(swap)
+        simulation, tasks = self.simulate(swap)
         return Plan(
-            self.workload, self.machine, "fuyou", memory=memory, kept_activation_bytes=swap.nbytes,
-            step_seconds=seconds, busy=busy_seconds(tasks, self.machine.rates), tasks=tasks, ssd_bytes=self.ssd_bytes,
+            self.training, self.machine, "fuyou", memory=memory, kept_activation_bytes=swap.nbytes,
+            step_seconds=simulation.step_seconds(), busy=busy_seconds(tasks, self.machine.rates), tasks=tasks,
+            simulation=simulation, saved_flops=swap.saved_flops, ssd_bytes=self.ssd_bytes,
             device_peak_bytes=memory.device_bytes, host_peak_bytes=memory.host_bytes,
         )  # fmt: skip
 
@@ -242,7 +242,7 @@ class _Swapping:
     def __init__(self, scheme: PaperScheme, swap: Swap):
         self._swap = swap
         self._to_ssd = not scheme.activations_on_host
-        tokens, hidden = scheme.workload.tokens, scheme.hidden
+        tokens, hidden = scheme.training.tokens, scheme.hidden
         self._bytes = [0] * scheme.layers
         self._flops = [0.0] * scheme.layers
         for (width, cost), blocks in zip(LINEAR_LAYERS, swap.linears, strict=False):

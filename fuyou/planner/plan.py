@@ -1,14 +1,16 @@
 """The plan: how a step is best run on a machine, and what it comes to."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.errors import UserError
 from common.units import format_bytes
+from fuyou.keeping import Keeping, keepable
 from fuyou.memory_plan import MemoryPlan
-from fuyou.planner.evaluate import Candidate, Evaluation, Evaluator
+from fuyou.planner.evaluate import NOTHING, Candidate, Evaluation, Evaluator
 from fuyou.planner.machine import Machine
-from fuyou.planner.workload import Workload
+from fuyou.planner.training import Training
+from fuyou.simulator import Simulation
 from fuyou.tasks import Resource, StepList
 
 #: Fractions of the blocks whose updates may wait for the next forward pass. More than a half never helps: the forward
@@ -24,7 +26,7 @@ WORTH = 0.002
 class Plan:
     """What a run will take and how fast it will be. Of a run that does not fit: what is missing."""
 
-    workload: Workload
+    training: Training
     machine: Machine
     scheme: str = "ours"
     """``ours``, or ``fuyou``: the paper's."""
@@ -39,6 +41,10 @@ class Plan:
     """Seconds of work in one step, by resource."""
     tasks: StepList | None = None
     """Of a step in the steady state, with the simulator's times."""
+    simulation: Simulation | None = None
+    """When what worked."""
+    saved_flops: float = 0.0
+    """Of a step's recomputation of all blocks, what it leaves out."""
     ssd_bytes: int = 0
     device_peak_bytes: int = 0
     host_peak_bytes: int = 0
@@ -54,17 +60,18 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.workload.tokens / self.step_seconds
+        return self.training.tokens / self.step_seconds
 
     @property
     def flops_per_second(self) -> float:
         """Recomputation not counted."""
-        return self.tokens_per_second * self.workload.model_flops_per_token
+        return self.tokens_per_second * self.training.model_flops_per_token
 
     @property
     def hardware_flops_per_second(self) -> float:
-        """Recomputation counted as if all blocks were computed again, which is how papers count."""
-        return self.tokens_per_second * self.workload.hardware_flops_per_token
+        """Recomputation counted, as far as it is done."""
+        done = self.training.tokens * self.training.hardware_flops_per_token - self.saved_flops
+        return done / self.step_seconds
 
     @property
     def read_bytes(self) -> int:
@@ -90,7 +97,7 @@ class Plan:
     @property
     def gpu_bound_tokens(self) -> float:
         """Tokens per step from which the GPU is the bound, T*: all else takes as long however many there are."""
-        return gpu_bound_tokens(self.workload, self.machine)
+        return gpu_bound_tokens(self.training, self.machine)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON has it. What is not known of a run that does not fit is None."""
@@ -101,13 +108,13 @@ class Plan:
             return value if known else None
 
         return {
-            "model": self.workload.name,
+            "model": self.training.name,
             "scheme": self.scheme,
             "fits": self.fits,
             "missing": list(self.missing),
-            "parameters": self.workload.parameters,
-            "batch_size": self.workload.rows,
-            "seq_len": self.workload.seq_len,
+            "parameters": self.training.parameters,
+            "batch_size": self.training.rows,
+            "seq_len": self.training.seq_len,
             "device": self.machine.device,
             "drives": self.machine.drives,
             "drive_count": self.machine.drive_count,
@@ -133,14 +140,14 @@ class Plan:
         }
 
 
-def gpu_bound_tokens(workload: Workload, machine: Machine) -> float:
+def gpu_bound_tokens(training: Training, machine: Machine) -> float:
     """T*: tokens per step from which computing takes longer than everything that does not depend on the batch.
 
     ``T* = peak / 8 x max(14/R + 12/W, 1/adam)`` for states of 10 bytes beside parameters of 2, with R and W the rates
     of all drives together; 8 FLOPs per parameter and token are forward, recomputation and backward. Deferral has to
     spread the traffic evenly over the step for that.
     """
-    precision, rates = workload.shape.precision, machine.rates
+    precision, rates = training.shape.precision, machine.rates
     written = precision.parameter_bytes + precision.state_bytes
     seconds_per_parameter = max(
         (written + precision.parameter_bytes) / rates.read_bytes_per_second + written / rates.write_bytes_per_second,
@@ -149,24 +156,25 @@ def gpu_bound_tokens(workload: Workload, machine: Machine) -> float:
     return rates.flops_per_second / 8 * seconds_per_parameter
 
 
-def plan(workload: Workload, machine: Machine) -> Plan:
-    """The fastest way to run ``workload`` on ``machine`` that fits, by simulation of the task lists that would be run.
+def plan(training: Training, machine: Machine) -> Plan:
+    """The fastest way to run ``training`` on ``machine`` that fits, by simulation of the task lists that would be run.
 
     A run that does not fit gives a plan that says what is missing.
     """
-    evaluator = Evaluator(workload, machine)
+    evaluator = Evaluator(training, machine)
     try:
         best = search(evaluator)
     except UserError as error:
-        return Plan(workload, machine, missing=(str(error),), ssd_bytes=workload.record_bytes)
+        return Plan(training, machine, missing=(str(error),), ssd_bytes=training.record_bytes)
     if best.memory.batch.micro_batches > 1:
         best = evaluator.evaluate(best.candidate, merged=False)
     needed = ssd_bytes(evaluator, best)
     missing = missing_space(needed, machine)
     return Plan(
-        workload, machine, missing=missing, memory=best.memory,
-        deferred_fraction=1.0 if workload.clips else best.candidate.deferred_fraction,
-        step_seconds=best.step_seconds, busy=best.busy, tasks=best.tasks, ssd_bytes=needed,
+        training, machine, missing=missing, memory=best.memory,
+        deferred_fraction=1.0 if training.clips else best.candidate.deferred_fraction,
+        kept_activation_bytes=best.tasks.kept_bytes(best.kept_bytes), step_seconds=best.step_seconds, busy=best.busy,
+        tasks=best.tasks, simulation=best.simulation, saved_flops=best.saved_flops, ssd_bytes=needed,
         device_peak_bytes=best.memory.device_bytes, host_peak_bytes=best.memory.host_bytes,
     )  # fmt: skip
 
@@ -180,23 +188,52 @@ def search(evaluator: Evaluator) -> Evaluation:
     Raises:
         UserError: no candidate fits; says how much would.
     """
-    workload = evaluator.workload
-    fraction = workload.deferred_fraction or 0.0
-    best = evaluator.evaluate(Candidate(workload.micro_batch, fraction))
-    if workload.micro_batch is None:
+    training = evaluator.training
+    fraction, keeping = training.deferred_fraction or 0.0, training.keeping or NOTHING
+    best = evaluator.evaluate(Candidate(training.micro_batch, fraction, keeping))
+    if training.micro_batch is None:
         taken = best.memory.batch.micro_rows
-        for rows in {max(1, -(-taken // 2)), max(1, -(-taken // 4)), min(workload.rows, 2 * taken)} - {taken}:
-            best = _better(evaluator, best, Candidate(rows, fraction))
-    best = evaluator.evaluate(Candidate(best.memory.batch.micro_rows, fraction))
-    if workload.deferred_fraction is None and not workload.clips:
+        for rows in {max(1, -(-taken // 2)), max(1, -(-taken // 4)), min(training.rows, 2 * taken)} - {taken}:
+            best = _better(evaluator, best, Candidate(rows, fraction, keeping))
+    best = evaluator.evaluate(Candidate(best.memory.batch.micro_rows, fraction, keeping))
+    if training.deferred_fraction is None and not training.clips:
         for fraction in FRACTIONS:
-            best = _better(evaluator, best, Candidate(best.candidate.micro_rows, fraction))
+            best = _better(evaluator, best, replace(best.candidate, deferred_fraction=fraction))
+    if training.keeping is None and evaluator.trace is not None:
+        best = _search_keeping(evaluator, best)
+    return best
+
+
+def _search_keeping(evaluator: Evaluator, best: Evaluation) -> Evaluation:
+    """More and more operator outputs, those that save the most computing per byte first, while steps get shorter.
+
+    Outputs of all blocks first; then, around the best, of some of them.
+    """
+    if best.bound is not Resource.GPU or evaluator.trace is None:
+        return best
+    layers, operators = len(evaluator.training.shape.blocks), ()
+    choices = []
+    for output in keepable(evaluator.trace).outputs:
+        operators = (*operators, (output.operator, output.ordinal))
+        if output.saved_flops > 0:
+            choices.append(operators)
+    taken = 0
+    for number, operators in enumerate(choices, 1):
+        better = _better(evaluator, best, replace(best.candidate, keeping=Keeping(operators, layers)))
+        if better is best:
+            break
+        best, taken = better, number
+    for operators in choices[max(0, taken - 1) : taken + 1]:
+        for quarters in (1, 2, 3):
+            keeping = Keeping(operators, max(1, layers * quarters // 4))
+            best = _better(evaluator, best, replace(best.candidate, keeping=keeping))
     return best
 
 
 def _better(evaluator: Evaluator, best: Evaluation, candidate: Candidate) -> Evaluation:
     """``candidate`` if it makes a shorter step, else ``best``. Not tried where nothing is to be gained."""
-    if best.step_seconds <= NEAR * best.bound_seconds or not evaluator.fits(candidate):
+    nothing_to_gain = best.step_seconds <= NEAR * best.bound_seconds and candidate.keeping == best.candidate.keeping
+    if nothing_to_gain or not evaluator.fits(candidate):
         return best
     other = evaluator.evaluate(candidate)
     return other if other.step_seconds < (1 - WORTH) * best.step_seconds else best
@@ -204,10 +241,11 @@ def _better(evaluator: Evaluator, best: Evaluation, candidate: Candidate) -> Eva
 
 def ssd_bytes(evaluator: Evaluator, evaluation: Evaluation) -> int:
     """Room that a run takes on SSD: records in all slots, activations, gradients that wait there."""
-    workload, memory = evaluator.workload, evaluation.memory
-    total = workload.record_bytes + memory.counts.ssd_activations * memory.activation_bytes
+    training, memory = evaluator.training, evaluation.memory
+    total = training.record_bytes + memory.counts.ssd_activations * memory.activation_bytes
+    total += memory.counts.ssd_kept * memory.kept_bytes
     if memory.held_gradients < len(evaluator.deferred(evaluation.candidate)):
-        total += sum(record.numel for record in workload.shape.records) * workload.shape.precision.gradient_bytes
+        total += sum(record.numel for record in training.shape.records) * training.shape.precision.gradient_bytes
     return total
 
 

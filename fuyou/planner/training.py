@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
+from fuyou.keeping import Keeping
 from fuyou.model_records import model_records
 from fuyou.records import Precision
 from fuyou.schedule import StepShape
@@ -18,11 +19,13 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
-class Workload:
+class Training:
     """A model, a batch, and what the user has decided already."""
 
     name: str
     config: PreTrainedConfig
+    stack: StreamedModel
+    """The model, on the meta device."""
     shape: StepShape
     rows: int
     """Sequences per step."""
@@ -38,6 +41,13 @@ class Workload:
     """Sequences that are computed at once; None leaves it to the planner."""
     deferred_fraction: float | None = None
     """None leaves it to the planner."""
+    keeping: Keeping | None = None
+    """Which operator outputs are kept for the backward pass; None leaves it to the planner."""
+
+    @property
+    def block_parameters(self) -> int:
+        """In all blocks together."""
+        return sum(self.shape.records[index].parameter_count for index in self.shape.blocks)
 
     @property
     def parameters(self) -> int:
@@ -48,7 +58,7 @@ class Workload:
         """Of one step."""
         return self.rows * self.seq_len
 
-    def with_batch(self, rows: int) -> "Workload":
+    def with_batch(self, rows: int) -> "Training":
         """The same with another number of sequences per step."""
         return replace(self, rows=rows)
 
@@ -60,7 +70,7 @@ class Workload:
         return elements * (precision.parameter_bytes + precision.state_bytes) * (1 if self.single_slot else 2)
 
 
-def workload(
+def training(
     model: str | os.PathLike[str] | PreTrainedConfig,
     rows: int,
     seq_len: int,
@@ -70,7 +80,7 @@ def workload(
     single_slot: bool = False,
     micro_batch: int | None = None,
     deferred_fraction: float | None = None,
-) -> Workload:
+) -> Training:
     """Look at a model without its weights: half a second for 160 layers.
 
     Args:
@@ -84,9 +94,10 @@ def workload(
     precision = precision or Precision(torch.bfloat16, torch.float32)
     config, _ = load_config(model)
     meta = build_meta_model(config, dtype=precision.dtype)
-    shape = model_records(StreamedModel(meta, torch.device("cpu")), precision)
+    stack = StreamedModel(meta, torch.device("cpu"))
+    shape = model_records(stack, precision)
     name = os.fspath(model) if not isinstance(model, PreTrainedConfig) else type(meta).__name__
-    return Workload(
-        name, config, shape, rows, seq_len, model_flops_per_token(meta, seq_len),
+    return Training(
+        name, config, stack, shape, rows, seq_len, model_flops_per_token(meta, seq_len),
         hardware_flops_per_token(meta, seq_len), clips, single_slot, micro_batch, deferred_fraction,
     )  # fmt: skip
