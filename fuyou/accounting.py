@@ -26,6 +26,10 @@ class StepReport:
     planned_read_bytes: int
     """Bytes that the schedule had the SSDs read."""
     planned_written_bytes: int
+    kept_activation_bytes: int = 0
+    """Bytes of operator outputs that were kept for the backward pass, in whatever tier."""
+    recomputation_saved: float = 0.0
+    """Fraction of the recomputation's FLOPs that was left out: kept, or needed by nothing. 0 in a run's first step."""
 
 
 @dataclass

@@ -29,9 +29,11 @@ from fuyou.data_plane import DataPlane
 from fuyou.deferral import interleaved
 from fuyou.devices import memory_limits, open_device
 from fuyou.emulated import EmulatedDevice, TimedComputation
+from fuyou.keeping import Keeping, KeepingPlan
 from fuyou.memory_plan import Batch, MemoryPlanner
 from fuyou.model_records import fingerprint, model_records
 from fuyou.optimizer_link import OptimizerLink
+from fuyou.recompute import Recomputations
 from fuyou.records import Precision, allocate_extents, weights_file
 from fuyou.schedule import BatchShape, Scheduler
 from fuyou.stack import StreamedModel
@@ -67,6 +69,7 @@ class EngineConfig:
     single_slot: bool
     io: str
     seed: int
+    kept_activations: Keeping | int
 
     def __post_init__(self) -> None:
         checks = {
@@ -74,6 +77,7 @@ class EngineConfig:
             "commit_every": self.commit_every > 0,
             "max_grad_norm": self.max_grad_norm is None or self.max_grad_norm > 0,
             "deferred_fraction": 0 <= self.deferred_fraction <= 1,
+            "kept_activations": isinstance(self.kept_activations, Keeping) or self.kept_activations >= 0,
             "lr": self.adam.lr >= 0,
             "weight_decay": self.adam.weight_decay >= 0,
         }
@@ -107,6 +111,10 @@ class Engine:
         deferred_fraction: part of the blocks, spread over the stack, that are updated during the next forward pass: the
             same numbers, and a shorter step where computing and the SSDs take about as long. Costs host memory for
             their gradients.
+        kept_activations: outputs of operators inside the blocks that are kept for the backward pass instead of computed
+            again, on the device, the host or the SSDs, wherever there is room: so many bytes (or ``"64MiB"``) of each
+            block and micro-batch, those that save the most computing per byte; or a :class:`fuyou.Keeping`. The same
+            numbers, and a shorter step where computing is the bound.
         micro_batch: sequences that are computed at once; None takes the largest number that fits.
         host_memory, device_memory: budgets, in bytes or as ``"64GiB"``; None takes what the machine has. On a CPU the
             device's memory is a part of the host's.
@@ -151,6 +159,7 @@ class Engine:
         overwrite: bool = False,
         io: str = "auto",
         batch_shape: tuple[int, int] | None = None,
+        kept_activations: Keeping | int | str | None = None,
     ):
         for name, value in (("dtype", dtype), ("optimizer_dtype", optimizer_dtype)):
             if value not in _DTYPES:
@@ -159,6 +168,7 @@ class Engine:
         self._options = EngineConfig(
             Precision(_DTYPES[dtype], _DTYPES[optimizer_dtype]), AdamConfig(lr, betas, eps, weight_decay),
             max_grad_norm, deferred_fraction, micro_batch, commit_every, single_slot, io, seed,
+            kept_activations if isinstance(kept_activations, Keeping) else parse_bytes(kept_activations or 0),
         )  # fmt: skip
         self.lr = lr
         self._closed = False
@@ -200,6 +210,10 @@ class Engine:
             meta.get_buffer(name).copy_(value)
         self._stack = StreamedModel(meta, self._device.torch_device)
         self._shape = model_records(self._stack, self._options.precision)
+        self._keeping = KeepingPlan(
+            self._stack, "cpu" if self._device.shares_host_memory else "cuda", self._options.precision.dtype,
+            self._options.kept_activations,
+        )  # fmt: skip
         self._planner = MemoryPlanner(
             self._shape,
             self.config,
@@ -207,6 +221,8 @@ class Engine:
             self._host_limit,
             self._device.shares_host_memory,
             len(interleaved(self._shape, self._options.deferred_fraction)),
+            len(self._keeping.layers),
+            lambda batch: self._keeping.keep(batch.micro_rows, batch.seq_len).nbytes,
         )
         self.parameters = sum(record.parameter_count for record in self._shape.records)
         self.trainable_parameters = self.parameters
@@ -267,9 +283,16 @@ class Engine:
             self._link, [folder / "scratch" for folder in self._store.directories], self._commits.commit,
             self._commits.update_of, spill_gradients=held < len(deferred), pace=self._pace,
         )  # fmt: skip
+        batch = self.memory_plan.batch
+        recomputation = self._keeping.recomputation(batch.micro_rows, batch.seq_len)
+        self._recomputations = Recomputations(
+            recomputation.layers,
+            self._keeping.keep(batch.micro_rows, batch.seq_len).operators,
+            self.memory_plan.kept_bytes,
+        )
         self._scheduler = Scheduler(
             self._shape, self.memory_plan.counts, single_slot=options.single_slot, slot=self._commits.state.slot,
-            deferred=deferred, hold=options.max_grad_norm is not None,
+            deferred=deferred, hold=options.max_grad_norm is not None, recomputation=recomputation,
         )  # fmt: skip
         self._accounting = Accounting(self._plane, self._trace)
 
@@ -362,6 +385,8 @@ class Engine:
             idle_seconds=times.idle,
             planned_read_bytes=current.tasks.ssd_read_bytes(),
             planned_written_bytes=current.tasks.ssd_written_bytes(),
+            kept_activation_bytes=current.tasks.kept_bytes(self.memory_plan.kept_bytes),
+            recomputation_saved=current.recomputation_saved,
         )
 
     @torch.no_grad()
@@ -405,7 +430,7 @@ class Engine:
     ) -> StepComputation | TimedComputation:
         if isinstance(self._device, EmulatedDevice):
             return TimedComputation(self._device, plane.executor, tasks, batch["input_ids"].numel(), began)
-        return StepComputation(self._stack, plane, tasks, batch, self.memory_plan, began)
+        return StepComputation(self._stack, plane, tasks, batch, self.memory_plan, self._recomputations, began)
 
     def _commit_requested(self) -> int:
         """The newest step whose commit is done or among the submitted tasks."""
@@ -435,7 +460,8 @@ class Engine:
     def _batch_shape(self, batch: dict[str, torch.Tensor]) -> BatchShape:
         rows, seq_len = batch["input_ids"].shape
         split = Batch(rows, seq_len, min(rows, self.memory_plan.batch.micro_rows))
-        return BatchShape(split.micro_batches, self.memory_plan.activation_bytes, split.micro_tokens)
+        plan = self.memory_plan
+        return BatchShape(split.micro_batches, plan.activation_bytes, split.mean_tokens, plan.kept_bytes)
 
     # -- committing -----------------------------------------------------------------------------------------------
 

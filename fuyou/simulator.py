@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from fuyou.intervals import Interval
 from fuyou.memory_plan import MemoryPlan
 from fuyou.records import Precision, Record
-from fuyou.schedule import BatchShape, Scheduler, StepShape
+from fuyou.schedule import BatchShape, Recomputation, Scheduler, StepShape
 from fuyou.tasks import SSD_READS, Op, Resource, StepList, Task
 
 #: I/O moves in pieces of at most this size: the stripe of the store.
@@ -199,7 +199,7 @@ class Simulator:
         scale = max(1, -(-largest // (chunk_elements * _MOST_PIECES)))
         self._chunk_elements = chunk_elements * scale
         self.drives = _Drives(self)
-        self._optimizer = _Optimizer(self, max(2, -(-ring_chunks // scale)))
+        self._optimizer = _Optimizer(self, ring_chunks if scale == 1 else max(2, -(-ring_chunks // scale)))
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._number = itertools.count()
@@ -333,11 +333,20 @@ class Simulator:
 
 
 def simulate(
-    shape: StepShape, plan: MemoryPlan, rates: Rates, deferred: Collection[int] = (), steps: int = 6
+    shape: StepShape,
+    plan: MemoryPlan,
+    rates: Rates,
+    deferred: Collection[int] = (),
+    steps: int = 6,
+    hold: bool = False,
+    recomputation: Recomputation = Recomputation(),
 ) -> tuple[Simulation, StepList]:
-    """Steps of this model with these buffers, and the task list of the last one."""
-    scheduler = Scheduler(shape, plan.counts, deferred=deferred)
-    batch = BatchShape(plan.batch.micro_batches, plan.activation_bytes, plan.batch.micro_tokens)
+    """Steps of this model with these buffers, and the task list of the last one.
+
+    ``deferred``, ``hold`` and ``recomputation`` are the scheduler's.
+    """
+    scheduler = Scheduler(shape, plan.counts, deferred=deferred, hold=hold, recomputation=recomputation)
+    batch = BatchShape(plan.batch.micro_batches, plan.activation_bytes, plan.batch.mean_tokens, plan.kept_bytes)
     lists = [scheduler.training_step(step, batch) for step in range(1, steps + 1)]
     simulator = Simulator(shape.records, shape.precision, rates, plan.ring_chunks, plan.chunk_elements)
     return simulator.run(lists), lists[-1]
