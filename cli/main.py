@@ -16,6 +16,8 @@ from cli.options import build_command, expand_pattern
 from cli.settings import Settings
 from common.errors import FinetuneError, UserError
 
+DEFAULT_PROFILE_MODEL = "gpt3-1.3b"
+"""For --profile without --model: a block large enough to show what a device can do, and quick on a CPU."""
 INTERRUPTED = 130
 """128 + SIGINT, as shells have it."""
 
@@ -51,9 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(" ".join([f"{type(error).__name__}: {_one_line(error)}.", *notes]), 1, debug)
 
 
-def _run(interrupts: Interrupts, arguments: tuple[str, ...], demo: bool, **options: Any) -> None:
+def _run(interrupts: Interrupts, arguments: tuple[str, ...], demo: bool, profile: bool, **options: Any) -> None:
+    if profile:
+        _refuse_with("--profile", "trains nothing", {**options, "demo": demo}, ("demo", "data", "resume", "trace"))
+        options["model"] = options["model"] or DEFAULT_PROFILE_MODEL
     if demo:
-        _refuse_with_demo(options)
+        _refuse_with("--demo", "brings everything with it", options, ("model", "data", "ssd", "resume", "trace"))
         from cli.demo import run_demo
 
         run_demo(options["output"], options["report"], options["debug"], interrupts)
@@ -64,16 +69,21 @@ def _run(interrupts: Interrupts, arguments: tuple[str, ...], demo: bool, **optio
         found = [path for word in options[name] for path in expand_pattern(f"--{name}", word)]
         options[name] = tuple(found)
     settings = Settings(**options, arguments=arguments)
+    if profile:
+        from cli.profile import run_profile
+
+        run_profile(settings)
+        return
 
     from cli.train import finetune
 
     finetune(settings, interrupts)
 
 
-def _refuse_with_demo(options: dict[str, Any]) -> None:
-    for name in ("model", "data", "ssd", "resume"):
+def _refuse_with(option: str, why: str, options: dict[str, Any], others: tuple[str, ...]) -> None:
+    for name in others:
         if options[name]:
-            raise UserError(f"--demo brings everything with it and cannot be combined with --{name}.")
+            raise UserError(f"{option} {why} and cannot be combined with --{name}.")
 
 
 def _fail(message: str, status: int, debug: bool = False) -> int:

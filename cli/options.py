@@ -292,6 +292,14 @@ def build_command(run: Callable[..., None]) -> click.Command:
     )
     add("--report", type=folder, metavar="FILE", help="Write the summary there, as JSON.")
 
+    add = group("Planning")
+    add(
+        "--profile",
+        is_flag=True,
+        help="Measure this machine with the model (default: gpt3-1.3b) instead of training: a dozen seconds, a table.",
+    )
+    add("--trace", type=folder, metavar="FILE", help="Write the last step's tasks there, for ui.perfetto.dev.")
+
     add = group("Other")
     add("--debug", is_flag=True, help="Show where an error came from.")
     add("--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version.")

@@ -166,10 +166,11 @@ def _directories(settings: Settings, checkpoint: Path | None) -> tuple[tuple[Pat
     if checkpoint is not None and checkpoint.resolve() == output.resolve():
         raise UserError(f"--output {output} is the checkpoint that is to be read: give another directory.")
     _make_directory("--output", output)
-    if settings.report is not None:
-        if settings.report.is_dir():
-            raise UserError(f"--report {settings.report} is a directory: give the file to write.")
-        _make_directory("--report", settings.report.expanduser().absolute().parent)
+    for option, file in (("--report", settings.report), ("--trace", settings.trace)):
+        if file is not None:
+            if file.expanduser().is_dir():
+                raise UserError(f"{option} {file} is a directory: give the file to write.")
+            _make_directory(option, file.expanduser().absolute().parent)
     if settings.save and (output / "config.json").exists() and not (settings.resume or settings.overwrite):
         raise UserError(
             f"{output} holds a checkpoint already: give another --output, or add --overwrite to replace it "

@@ -53,6 +53,8 @@ class Settings:
     seed: int = 0
     report: Path | None = None
     """Where the JSON report goes."""
+    trace: Path | None = None
+    """Where the trace of the last step goes."""
     commit_every: int = 1
     """Steps between two commits."""
     host_cache: int | None = None

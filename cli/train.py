@@ -98,12 +98,16 @@ def _open_engine(job: Job) -> Engine:
 def _train_and_save(job: Job, engine: Engine, interrupts: Interrupts) -> Result:
     settings = job.settings
     _check_same_run(job, engine)
+    if settings.trace is not None:
+        engine.keep_trace()
     if settings.resume:
         print(f"resume   after step {engine.step_count:,} of {job.steps:,}", flush=True)
     io_before = engine.io_bytes()
     measured = _train(job, engine, interrupts)
     engine.flush()
     interrupts.check()
+    if settings.trace is not None and measured.losses:
+        engine.write_trace(settings.trace.expanduser())
     read, written = _since(engine, io_before)
     if settings.save:
         print(f"writing the checkpoint to {job.output}", flush=True)
@@ -236,4 +240,6 @@ def _where(job: Job, result: Result) -> str:
         lines["saved"] = f"{result.output}, for AutoModelForCausalLM.from_pretrained"
     if job.settings.report is not None:
         lines["report"] = str(job.settings.report)
+    if job.settings.trace is not None and result.report.steps:
+        lines["trace"] = f"{job.settings.trace} (open it in ui.perfetto.dev)"
     return "\n".join(f"{name:8} {text}" for name, text in lines.items())

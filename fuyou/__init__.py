@@ -12,5 +12,6 @@ if getattr(common, "PROJECT", None) != "fuyou":
 from fuyou.accounting import StepReport
 from fuyou.compute import NonFiniteLoss
 from fuyou.engine import Engine, EngineOutput
+from fuyou.keeping import Keeping
 
-__all__ = ["Engine", "EngineOutput", "NonFiniteLoss", "StepReport"]
+__all__ = ["Engine", "EngineOutput", "Keeping", "NonFiniteLoss", "StepReport"]

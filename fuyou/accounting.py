@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from fuyou.data_plane import DataPlane
 from fuyou.intervals import Interval, merge, total
 from fuyou.tasks import Op, Resource, StepList, Task
+from fuyou.trace import StepTrace
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,10 @@ class StepReport:
     planned_read_bytes: int
     """Bytes that the schedule had the SSDs read."""
     planned_written_bytes: int
+    kept_activation_bytes: int = 0
+    """Bytes of operator outputs that were kept for the backward pass, in whatever tier."""
+    recomputation_saved: float = 0.0
+    """Fraction of the recomputation's FLOPs that was left out: kept, or needed by nothing. 0 in a run's first step."""
 
 
 @dataclass
@@ -38,10 +43,15 @@ class Times:
 
 
 class Accounting:
-    """Adds up tasks' times."""
+    """Adds up tasks' times.
 
-    def __init__(self, plane: DataPlane):
-        self._plane = plane
+    Args:
+        plane: where the tasks run.
+        trace: gets everything that has finished, if somebody wants to see it.
+    """
+
+    def __init__(self, plane: DataPlane, trace: StepTrace | None = None):
+        self._plane, self._trace = plane, trace
         self._watched: list[Task] = []
         self._computed_until = 0.0
 
@@ -60,14 +70,17 @@ class Accounting:
             # The optimizer process reports when it read, computed and wrote: its tasks contain all three.
             if task.op.resource is not Resource.NONE and task.op not in (Op.STATE_READ, Op.UPDATE, Op.STATE_WRITE):
                 busy[task.op.resource].append((task.began, task.ended))
-        busy[Resource.SSD] += self._plane.take_ssd_intervals()
-        busy[Resource.ADAM] += self._plane.take_adam_intervals()
+        states, adam = self._plane.take_ssd_intervals(), self._plane.take_adam_intervals()
+        busy[Resource.SSD] += [(one.began, one.ended) for one in states]
+        busy[Resource.ADAM] += [(one.began, one.ended) for one in adam]
         idle: dict[str, float] = {}
         for task in done:
             if task.op is Op.COMPUTE:
                 if self._computed_until:
                     self._explain(self._computed_until, task, idle)
                 self._computed_until = max(self._computed_until, task.ended)
+        if self._trace is not None:
+            self._trace.add(done, states, adam)
         for task in done:
             task.after = []  # or every task would keep all of its ancestors alive
         return Times({resource.value: total(merge(found)) for resource, found in busy.items()}, idle)

@@ -11,9 +11,10 @@ from fuyou.data_plane import DataPlane
 from fuyou.gradients import GradientSum, sum_of_squares
 from fuyou.loss import cross_entropy, shifted_labels
 from fuyou.memory_plan import MemoryPlan
+from fuyou.recompute import Recomputations, Recorded
 from fuyou.records import Record
 from fuyou.stack import BlockCalls, StreamedModel
-from fuyou.tasks import BEFORE_HEAD_PHASES, FORWARD_PHASES, Op, Phase, StepList, Task
+from fuyou.tasks import BEFORE_HEAD_PHASES, FORWARD_PHASES, Activation, Op, Phase, StepList, Task
 
 
 class NonFiniteLoss(FinetuneError):
@@ -41,6 +42,7 @@ class StepComputation:
         tasks: the step.
         batch: ``input_ids``, ``labels`` and the rest, ``[B, S]`` each.
         plan: how the batch is split.
+        recomputations: how blocks are computed again; remembers from step to step.
         began: when the step began, on :func:`time.monotonic`'s clock.
     """
 
@@ -51,10 +53,11 @@ class StepComputation:
         tasks: StepList,
         batch: Mapping[str, torch.Tensor],
         plan: MemoryPlan,
+        recomputations: Recomputations,
         began: float,
     ):
         self._stack, self._plane, self.tasks, self.began = stack, plane, tasks, began
-        self._plan = plan
+        self._plan, self._recomputations = plan, recomputations
         self._dtype = plane.shape.precision.dtype
         self._device = plane.device.torch_device
         targets = shifted_labels(batch["labels"])
@@ -65,6 +68,8 @@ class StepComputation:
         self._micro = self._split(batch, targets)
         self._calls: list[BlockCalls | None] = [None] * len(self._micro)
         self._random: dict[tuple[int, int], torch.Tensor] = {}
+        self._recorded: dict[tuple[int, int], Recorded] = {}
+        self._saved: list[float] = []
         self._sums: dict[int, GradientSum] = {}
         self._squares: list[torch.Tensor] = []
         self._losses: list[torch.Tensor] = []
@@ -120,6 +125,11 @@ class StepComputation:
         """Norm of the whole gradient, as the optimizer sees it (rounded to the compute dtype)."""
         return float(torch.stack(self._squares).sum().sqrt())
 
+    @property
+    def recomputation_saved(self) -> float:
+        """Fraction of the blocks' recomputation that was left out, in FLOPs."""
+        return sum(self._saved) / len(self._saved) if self._saved else 0.0
+
     def _run(self, task: Task) -> None:
         assert task.visit is not None
         self._plane.executor.start(task)
@@ -158,8 +168,11 @@ class StepComputation:
     def _block_forward(self, task: Task, layer: int) -> None:
         self._random[layer, task.micro] = _random_state(self._device)
         hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro))
+        calls = self._call(task.micro)
         with self._stack.bound(self._parameters(task)):
-            result = self._stack.block(layer, hidden, self._call(task.micro))
+            result, self._recorded[layer, task.micro] = self._recomputations.forward(
+                layer, hidden, calls, lambda: self._stack.block(layer, hidden, calls), self._kept(task)
+            )
         self._activation(task.output, hidden.shape).copy_(result)
 
     @torch.enable_grad()
@@ -191,8 +204,15 @@ class StepComputation:
     def _block_backward(self, task: Task, layer: int) -> None:
         shape = self._hidden_shape(task.micro)
         hidden = self._activation(task.inputs[0], shape).detach().requires_grad_()
-        with self._stack.bound(self._leaves(task)), self._replayed(layer, task.micro):
-            result = self._stack.block(layer, hidden, self._call(task.micro))
+        calls, recorded = self._call(task.micro), self._recorded.pop((layer, task.micro))
+        with self._stack.bound(self._leaves(task)), self._replayed(layer, task.micro) as replay:
+
+            def run() -> torch.Tensor:
+                replay.rewind()
+                return self._stack.block(layer, hidden, calls)
+
+            result, saved = self._recomputations.backward(layer, hidden, calls, run, self._kept(task), recorded)
+            self._saved.append(saved)
             torch.autograd.backward(result, self._activation(task.inputs[1], shape))
         assert hidden.grad is not None
         self._activation(task.output, shape).copy_(hidden.grad)
@@ -242,7 +262,14 @@ class StepComputation:
         return rows, length, self._stack.hidden_size
 
     def _activation(self, index: int, shape: tuple[int, ...]) -> torch.Tensor:
-        return _apart(self._plane.activations.values(index, math.prod(shape), self._dtype)).view(shape)
+        buffers = self._plane.activations[Activation.HIDDEN]
+        return _apart(buffers.values(index, math.prod(shape), self._dtype)).view(shape)
+
+    def _kept(self, task: Task) -> torch.Tensor | None:
+        """The buffer of kept outputs that a block's task writes or reads, if it has one."""
+        if task.kept < 0:
+            return None
+        return _apart(self._plane.activations[Activation.KEPT].bytes(task.kept, self._plan.kept_bytes))
 
     def _parameters(self, task: Task) -> dict[str, torch.Tensor]:
         """The record's parameters on the device, under all of their names."""
@@ -305,8 +332,13 @@ class _Replay:
     def __init__(self, state: torch.Tensor, device: torch.device):
         self._state, self._device = state, device
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> "_Replay":
         self._outer = _random_state(self._device)
+        self.rewind()
+        return self
+
+    def rewind(self) -> None:
+        """Begin again."""
         _set_random_state(self._state, self._device)
 
     def __exit__(self, *_: object) -> None:

@@ -14,12 +14,10 @@ import numpy as np
 import torch
 
 from common.buffers import HostBuffer
-from common.hardware import cpu_count
 from common.store import Extent, Layout, Pace, Store, remove
 from fuyou.adam import Update
-from fuyou.devices import Device
+from fuyou.devices import Device, optimizer_threads
 from fuyou.executor import ELSEWHERE, Executor
-from fuyou.intervals import Interval
 from fuyou.memory_plan import MemoryPlan
 from fuyou.optimizer_link import OptimizerLink
 from fuyou.optimizer_protocol import (
@@ -35,7 +33,8 @@ from fuyou.optimizer_protocol import (
 )
 from fuyou.records import Record, RecordExtents
 from fuyou.schedule import StepShape
-from fuyou.tasks import Op, Task
+from fuyou.tasks import Activation, Op, Task
+from fuyou.trace import RecordInterval
 
 
 class DeviceBuffers:
@@ -111,15 +110,25 @@ class DataPlane:
             for outer, wanted in ((False, plan.wide_blocks), (True, plan.wide_outer))
             if wanted
         }
-        self.activations = DeviceBuffers(device, plan.activation_bytes, counts.device_activations)
+        self._activation_bytes = {
+            Activation.HIDDEN: plan.activation_bytes, Activation.KEPT: plan.kept_bytes,
+        }  # fmt: skip
+        self.activations = {
+            Activation.HIDDEN: DeviceBuffers(device, plan.activation_bytes, counts.device_activations),
+            Activation.KEPT: DeviceBuffers(device, plan.kept_bytes, counts.device_kept),
+        }
         self.shared = self._regions(largest, width)
         assert link.shared_fd is not None
         os.ftruncate(link.shared_fd, self.shared.nbytes)
         self.host = HostBuffer(self.shared.nbytes, fd=os.dup(link.shared_fd)).touch()
-        self._host_activations = HostBuffer(plan.activation_bytes * counts.host_activations).touch()
+        self._host_activations = {
+            Activation.HIDDEN: HostBuffer(plan.activation_bytes * counts.host_activations).touch(),
+            Activation.KEPT: HostBuffer(plan.kept_bytes * counts.host_kept).touch(),
+        }
         if device.page_locks:
             self.host.page_lock()
-            self._host_activations.page_lock()
+            for buffer in self._host_activations.values():
+                buffer.page_lock()
         self._scratch, self._activation_extents, self._gradient_extents = self._make_scratch(spill_gradients)
         self._lock = threading.Lock()
         self._updating: dict[int, Task] = {}
@@ -127,8 +136,8 @@ class DataPlane:
         self._early: dict[int, Written] = {}
         self._created: dict[int, threading.Event] = {}
         self.optimizer_read_bytes = self.optimizer_written_bytes = 0
-        self._ssd_intervals: list[Interval] = []
-        self._adam_intervals: list[Interval] = []
+        self._ssd_intervals: list[RecordInterval] = []
+        self._adam_intervals: list[RecordInterval] = []
         self.executor = Executor(
             {
                 Op.PARAMETER_READ: self._parameter_read,
@@ -162,8 +171,7 @@ class DataPlane:
                 shared=self.shared,
                 resident=sorted(resident),
                 pace=pace,
-                # Beside a GPU, all cores are the optimizer's; on a CPU device most belong to the computation.
-                threads=1 if device.shares_host_memory else max(1, cpu_count() - 2),
+                threads=optimizer_threads(device),
             ),
             self._heard,
             self.executor.fail,
@@ -185,17 +193,18 @@ class DataPlane:
             regions.append(region)
         return SharedRegions(offset, regions[0], regions[1])
 
-    def _make_scratch(self, spill_gradients: bool) -> tuple[Store | None, list[Extent], list[Extent]]:
-        layout = Layout(len(self._scratch_directories))
-        activations = [
-            layout.allocate("activations", self.plan.activation_bytes) for _ in range(self.plan.counts.ssd_activations)
-        ]
+    def _make_scratch(self, spill_gradients: bool) -> tuple[Store | None, dict[Activation, list[Extent]], list[Extent]]:
+        layout, counts = Layout(len(self._scratch_directories)), self.plan.counts
+        activations = {
+            kind: [layout.allocate("activations", self._activation_bytes[kind]) for _ in range(count)]
+            for kind, count in ((Activation.HIDDEN, counts.ssd_activations), (Activation.KEPT, counts.ssd_kept))
+        }
         gradients = []
         if spill_gradients:
             width = self.shape.precision.gradient_bytes
             gradients = [layout.allocate("gradients", record.numel * width) for record in self.shape.records]
-        if not activations and not gradients:
-            return None, [], []
+        if not any(activations.values()) and not gradients:
+            return None, activations, gradients
         for path in self._scratch_directories:
             path.mkdir(exist_ok=True)
         scratch = Store.create(
@@ -216,8 +225,9 @@ class DataPlane:
         """``uint8 [nbytes]`` of a host gradient buffer."""
         return self.host.bytes(self.shared.gradients[outer].start(index), nbytes)
 
-    def _host_activation(self, index: int, nbytes: int) -> np.ndarray:
-        return self._host_activations.bytes(index * self.plan.activation_bytes, nbytes)
+    def _host_activation(self, task: Task, index: int) -> np.ndarray:
+        start = index * self._activation_bytes[task.activation]
+        return self._host_activations[task.activation].bytes(start, task.nbytes)
 
     def io_bytes(self) -> tuple[int, int]:
         """Bytes read and written so far by the optimizer process and in the scratch store; ends with this object."""
@@ -245,7 +255,8 @@ class DataPlane:
             self.device.synchronize()
         finally:  # a device that failed must not keep host memory registered
             self.host.close()
-            self._host_activations.close()
+            for buffer in self._host_activations.values():
+                buffer.close()
             self.parameters = self.gradients = self.wide = {}
             del self.activations
             self.device.release()
@@ -300,31 +311,29 @@ class DataPlane:
         return ELSEWHERE
 
     def _activation_download(self, task: Task) -> None:
-        target = torch.from_numpy(self._host_activation(task.target, task.nbytes))
-        self.device.copy(task, target, self.activations.bytes(task.source, task.nbytes))
+        target = torch.from_numpy(self._host_activation(task, task.target))
+        self.device.copy(task, target, self.activations[task.activation].bytes(task.source, task.nbytes))
 
     def _activation_upload(self, task: Task) -> None:
-        source = torch.from_numpy(self._host_activation(task.source, task.nbytes))
-        self.device.copy(task, self.activations.bytes(task.target, task.nbytes), source)
+        source = torch.from_numpy(self._host_activation(task, task.source))
+        self.device.copy(task, self.activations[task.activation].bytes(task.target, task.nbytes), source)
 
     def _activation_write(self, task: Task) -> Future:
         assert self._scratch is not None
-        return self._scratch.write(
-            self._activation_extents[task.target], self._host_activation(task.source, task.nbytes), 0, task.nbytes
-        )
+        place = self._activation_extents[task.activation][task.target]
+        return self._scratch.write(place, self._host_activation(task, task.source), 0, task.nbytes)
 
     def _activation_read(self, task: Task) -> Future:
         assert self._scratch is not None
-        return self._scratch.read(
-            self._activation_extents[task.source], self._host_activation(task.target, task.nbytes), 0, task.nbytes
-        )
+        place = self._activation_extents[task.activation][task.source]
+        return self._scratch.read(place, self._host_activation(task, task.target), 0, task.nbytes)
 
     def _heard(self, message: object) -> None:
         """A message of the optimizer process, in the link's thread."""
         if isinstance(message, Updated):
             with self._lock:
                 task = self._updating.pop(message.record)
-                self._adam_intervals.extend(message.adam_intervals)
+                self._adam_intervals += [RecordInterval(message.record, *one) for one in message.adam_intervals]
             self.executor.finish(task, message.began)
         elif isinstance(message, Written):
             self.optimizer_read_bytes, self.optimizer_written_bytes = message.read_bytes, message.written_bytes
@@ -333,20 +342,20 @@ class DataPlane:
                 created.set()
                 return
             with self._lock:
-                self._ssd_intervals.extend(message.ssd_intervals)
+                self._ssd_intervals += [RecordInterval(message.record, *one) for one in message.ssd_intervals]
                 write = self._writing.pop(message.record, None)
                 if write is None:
                     self._early[message.record] = message
             if write is not None:
                 self.executor.finish(write)
 
-    def take_ssd_intervals(self) -> list[Interval]:
+    def take_ssd_intervals(self) -> list[RecordInterval]:
         """When the optimizer process had I/O under way, since the last call."""
         with self._lock:
             taken, self._ssd_intervals = self._ssd_intervals, []
         return taken
 
-    def take_adam_intervals(self) -> list[Interval]:
+    def take_adam_intervals(self) -> list[RecordInterval]:
         """When it was computing, since the last call."""
         with self._lock:
             taken, self._adam_intervals = self._adam_intervals, []

@@ -12,6 +12,8 @@ import torch
 
 from common.buffers import HostBuffer
 from common.errors import UserError
+from common.hardware import cpu_count, memory_available_bytes
+from common.units import parse_bytes
 from fuyou.emulated import PREFIX, EmulatedDevice, EmulatedSpec, is_emulated
 from fuyou.tasks import Op, Task
 
@@ -222,6 +224,22 @@ class CudaDevice:
         # Blocking: a lane that waits for it sleeps, instead of spinning on a core that Adam needs.
         task.event = torch.cuda.Event(enable_timing=True, blocking=True)
         task.event.record(stream)
+
+
+def optimizer_threads(device: Device) -> int:
+    """Threads for the optimizer process beside ``device``.
+
+    Beside a GPU, all cores are the optimizer's; on a CPU device most belong to the computation.
+    """
+    return 1 if device.shares_host_memory else max(1, cpu_count() - 2)
+
+
+def memory_limits(device: Device, host: int | str | None, device_memory: int | str | None) -> tuple[int, int]:
+    """Budgets of host and device memory in bytes: as given, or what there is (four fifths of it on the host)."""
+    host_limit = memory_available_bytes() * 4 // 5 if host is None else parse_bytes(host)
+    device_limit = device.memory_limit() if device_memory is None else parse_bytes(device_memory)
+    # What shares the host's memory is a part of its budget: the planner counts it there as well.
+    return host_limit, host_limit if device_limit is None else device_limit
 
 
 def open_device(name: str | torch.device) -> Device:

@@ -163,6 +163,7 @@ class TimedComputation:
     def __init__(self, device: EmulatedDevice, executor: Executor, tasks: StepList, tokens: int, began: float):
         self.tasks, self.tokens, self.began = tasks, tokens, began
         self.loss = 0.0
+        self.recomputation_saved = 0.0
         self.complete = False
         self._device, self._executor = device, executor
         self._todo = deque(task for task in tasks.tasks if task.op is Op.COMPUTE)

@@ -13,7 +13,6 @@ import torch
 from transformers import PreTrainedConfig
 
 from common.errors import FinetuneError, UserError
-from common.hardware import memory_available_bytes
 from common.memory_meter import PeakMeter, proportional_set_bytes
 from common.models.export import CheckpointWriter, copy_tokenizer_files
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
@@ -29,16 +28,19 @@ from fuyou.commits import Commits, load_state
 from fuyou.compute import NonFiniteLoss, StepComputation
 from fuyou.data_plane import DataPlane
 from fuyou.deferral import interleaved
-from fuyou.devices import open_device
+from fuyou.devices import memory_limits, open_device
 from fuyou.emulated import EmulatedDevice, TimedComputation
+from fuyou.keeping import Keeping, KeepingPlan
 from fuyou.memory_plan import Batch, MemoryPlanner
 from fuyou.model_records import fingerprint, model_records
 from fuyou.optimizer_link import OptimizerLink
+from fuyou.recompute import Recomputations
 from fuyou.records import Precision, allocate_extents, weights_file
 from fuyou.schedule import BatchShape, Scheduler
 from fuyou.stack import StreamedModel
 from fuyou.store_access import StoreReader, fill_store
 from fuyou.tasks import StepList
+from fuyou.trace import StepTrace
 from fuyou.training_state import TrainingState, random_states, restore_random_states
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -69,6 +71,7 @@ class EngineConfig:
     single_slot: bool
     io: str
     seed: int
+    kept_activations: Keeping | int
 
     def __post_init__(self) -> None:
         checks = {
@@ -76,6 +79,7 @@ class EngineConfig:
             "commit_every": self.commit_every > 0,
             "max_grad_norm": self.max_grad_norm is None or self.max_grad_norm > 0,
             "deferred_fraction": 0 <= self.deferred_fraction <= 1,
+            "kept_activations": isinstance(self.kept_activations, Keeping) or self.kept_activations >= 0,
             "lr": self.adam.lr >= 0,
             "weight_decay": self.adam.weight_decay >= 0,
         }
@@ -109,6 +113,10 @@ class Engine:
         deferred_fraction: part of the blocks, spread over the stack, that are updated during the next forward pass: the
             same numbers, and a shorter step where computing and the SSDs take about as long. Costs host memory for
             their gradients.
+        kept_activations: outputs of operators inside the blocks that are kept for the backward pass instead of computed
+            again, on the device, the host or the SSDs, wherever there is room: so many bytes (or ``"64MiB"``) of each
+            block and micro-batch, those that save the most computing per byte; or a :class:`fuyou.Keeping`. The same
+            numbers, and a shorter step where computing is the bound.
         micro_batch: sequences that are computed at once; None takes the largest number that fits.
         host_memory, device_memory: budgets, in bytes or as ``"64GiB"``; None takes what the machine has. On a CPU the
             device's memory is a part of the host's.
@@ -158,6 +166,7 @@ class Engine:
         overwrite: bool = False,
         io: str = "auto",
         batch_shape: tuple[int, int] | None = None,
+        kept_activations: Keeping | int | str | None = None,
     ):
         for name, value in (("dtype", dtype), ("optimizer_dtype", optimizer_dtype)):
             if value not in _DTYPES:
@@ -167,6 +176,7 @@ class Engine:
             Precision(_DTYPES[dtype], _DTYPES[optimizer_dtype]), AdamConfig(lr, betas, eps, weight_decay),
             max_grad_norm, deferred_fraction, micro_batch, commit_every,
             None if host_cache is None else parse_bytes(host_cache), single_slot, io, seed,
+            kept_activations if isinstance(kept_activations, Keeping) else parse_bytes(kept_activations or 0),
         )  # fmt: skip
         self.lr = lr
         self._closed = False
@@ -175,6 +185,7 @@ class Engine:
         self._link: OptimizerLink | None = None
         self._step: StepComputation | TimedComputation | None = None
         self._in_flight = False
+        self._trace: StepTrace | None = None
         self._io_closed = self._io_other = self._planned_bytes = (0, 0)  # bytes read, bytes written
         self._meter = PeakMeter(self._pids)
         try:
@@ -184,7 +195,7 @@ class Engine:
             self._device = open_device(device)
             self.emulated = isinstance(self._device, EmulatedDevice)
             self._pace = self._device.spec.pace if isinstance(self._device, EmulatedDevice) else None
-            self._host_limit, self._device_limit = self._limits(host_memory, device_memory)
+            self._host_limit, self._device_limit = memory_limits(self._device, host_memory, device_memory)
             self._device.cap_memory(self._device_limit)
             self._link = OptimizerLink()  # imports PyTorch while the model is built
             self._link.wait_until_up()
@@ -197,13 +208,6 @@ class Engine:
 
     # -- opening --------------------------------------------------------------------------------------------------
 
-    def _limits(self, host: int | str | None, device: int | str | None) -> tuple[int, int]:
-        """Budgets in bytes: as given, or four fifths of what the machine has to give."""
-        host_limit = memory_available_bytes() * 4 // 5 if host is None else parse_bytes(host)
-        device_limit = self._device.memory_limit() if device is None else parse_bytes(device)
-        # What shares the host's memory is a part of its budget: the planner counts it there as well.
-        return host_limit, host_limit if device_limit is None else device_limit
-
     def _open_model(self) -> None:
         torch.manual_seed(self._options.seed)
         meta = build_meta_model(self.config, dtype=self._options.precision.dtype)
@@ -215,14 +219,20 @@ class Engine:
             meta.get_buffer(name).copy_(value)
         self._stack = StreamedModel(meta, self._device.torch_device)
         self._shape = model_records(self._stack, self._options.precision)
+        self._keeping = KeepingPlan(
+            self._stack, "cpu" if self._device.shares_host_memory else "cuda", self._options.precision.dtype,
+            self._options.kept_activations,
+        )  # fmt: skip
         self._planner = MemoryPlanner(
             self._shape,
             self.config,
             self._device_limit,
             self._host_limit,
             self._device.shares_host_memory,
-            len(interleaved(self._shape, self._options.deferred_fraction)),
-            self._options.host_cache,
+            deferred=len(interleaved(self._shape, self._options.deferred_fraction)),
+            host_cache=self._options.host_cache,
+            kept_layers=len(self._keeping.layers),
+            kept_bytes=lambda batch: self._keeping.keep(batch.micro_rows, batch.seq_len).nbytes,
         )
         self.parameters = sum(record.parameter_count for record in self._shape.records)
         self.trainable_parameters = self.parameters
@@ -285,11 +295,19 @@ class Engine:
             self._commits.update_of, spill_gradients=held < len(deferred), resident=self.memory_plan.resident,
             pace=self._pace,
         )  # fmt: skip
+        batch = self.memory_plan.batch
+        recomputation = self._keeping.recomputation(batch.micro_rows, batch.seq_len)
+        self._recomputations = Recomputations(
+            recomputation.layers,
+            self._keeping.keep(batch.micro_rows, batch.seq_len).operators,
+            self.memory_plan.kept_bytes,
+        )
         self._scheduler = Scheduler(
             self._shape, self.memory_plan.counts, single_slot=options.single_slot, slot=self._commits.state.slot,
             deferred=deferred, hold=options.max_grad_norm is not None, resident=self.memory_plan.resident,
+            recomputation=recomputation,
         )  # fmt: skip
-        self._accounting = Accounting(self._plane)
+        self._accounting = Accounting(self._plane, self._trace)
 
     def _close_plane(self) -> None:
         """Give all buffers back. What is pending must have been flushed; what is not is lost."""
@@ -380,6 +398,8 @@ class Engine:
             idle_seconds=times.idle,
             planned_read_bytes=current.tasks.ssd_read_bytes(),
             planned_written_bytes=current.tasks.ssd_written_bytes(),
+            kept_activation_bytes=current.tasks.kept_bytes(self.memory_plan.kept_bytes),
+            recomputation_saved=current.recomputation_saved,
         )
 
     @torch.no_grad()
@@ -423,7 +443,7 @@ class Engine:
     ) -> StepComputation | TimedComputation:
         if isinstance(self._device, EmulatedDevice):
             return TimedComputation(self._device, plane.executor, tasks, batch["input_ids"].numel(), began)
-        return StepComputation(self._stack, plane, tasks, batch, self.memory_plan, began)
+        return StepComputation(self._stack, plane, tasks, batch, self.memory_plan, self._recomputations, began)
 
     def _commit_requested(self) -> int:
         """The newest step whose commit is done or among the submitted tasks."""
@@ -453,7 +473,8 @@ class Engine:
     def _batch_shape(self, batch: dict[str, torch.Tensor]) -> BatchShape:
         rows, seq_len = batch["input_ids"].shape
         split = Batch(rows, seq_len, min(rows, self.memory_plan.batch.micro_rows))
-        return BatchShape(split.micro_batches, self.memory_plan.activation_bytes, split.micro_tokens)
+        plan = self.memory_plan
+        return BatchShape(split.micro_batches, plan.activation_bytes, split.mean_tokens, plan.kept_bytes)
 
     # -- committing -----------------------------------------------------------------------------------------------
 
@@ -555,6 +576,23 @@ class Engine:
 
     def _pids(self) -> list[int]:
         return [os.getpid()] + ([self._link.pid] if self._link is not None else [])
+
+    # -- seeing ---------------------------------------------------------------------------------------------------
+
+    def keep_trace(self) -> None:
+        """From the next step on, keep what happens in the newest step, for :meth:`write_trace`."""
+        self._trace = StepTrace(self._shape.records)
+        self._accounting = Accounting(self._plane, self._trace) if self._plane is not None else self._accounting
+
+    def write_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the newest step's tasks as a Chrome trace; they are brought to their end first.
+
+        Raises:
+            UserError: no step was taken since :meth:`keep_trace`, or the file cannot be written.
+        """
+        self.flush()
+        self._accounting.take()
+        (self._trace or StepTrace([])).write(Path(path))
 
     # -- closing --------------------------------------------------------------------------------------------------
 

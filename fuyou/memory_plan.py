@@ -7,7 +7,7 @@ then optimizer states that need not be read at all.
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedConfig
@@ -56,6 +56,11 @@ class Batch:
     def micro_tokens(self) -> int:
         return self.micro_rows * self.seq_len
 
+    @property
+    def mean_tokens(self) -> float:
+        """Of a micro-batch, on average."""
+        return self.rows * self.seq_len / self.micro_batches
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -67,6 +72,8 @@ class MemoryPlan:
     chunk_elements: int
     activation_bytes: int
     """Of one micro-batch's block input, rounded up to whole pages."""
+    kept_bytes: int
+    """Of what one layer keeps of one micro-batch beside its input, rounded up likewise; 0 if that is nothing."""
     head_columns: int
     """Tokens of each row that go through the head at once."""
     wide_blocks: bool
@@ -114,6 +121,8 @@ class MemoryPlanner:
         deferred: records whose gradients wait on the host for the next forward pass, as far as there is room.
         host_cache: most bytes of host memory for what is only kept there to save reading and writing it; None: as many
             as there are left.
+        kept_layers: blocks that keep operator outputs beside their input.
+        kept_bytes: what one of them keeps of one micro-batch of such a batch.
     """
 
     def __init__(
@@ -123,8 +132,11 @@ class MemoryPlanner:
         device_limit: int,
         host_limit: int,
         cpu: bool,
+        *,
         deferred: int = 0,
         host_cache: int | None = None,
+        kept_layers: int = 0,
+        kept_bytes: Callable[[Batch], int] = lambda batch: 0,
     ):
         self.shape = shape
         self.config = config
@@ -133,6 +145,7 @@ class MemoryPlanner:
         self.cpu = cpu
         self.deferred = deferred
         self.host_cache = host_cache
+        self._kept_layers, self._kept_bytes = kept_layers, kept_bytes
         largest = max((shape.records[index] for index in shape.blocks), key=lambda record: record.numel)
         self.block = largest.numel
         outer = [record for record in shape.records if record.outer]
@@ -168,7 +181,8 @@ class MemoryPlanner:
 
     def _fit(self, batch: Batch, device: BufferCounts) -> MemoryPlan | None:
         activations = (len(self.shape.blocks) + 2) * batch.micro_batches + 2
-        rungs = itertools.product(_host_ladder(device), _head_ladder(batch))
+        kept = self._kept(batch)
+        rungs = itertools.product(_host_ladder(_with_kept(device, kept)), _head_ladder(batch))
         for (counts, ring), columns in rungs:
             plan = self._count(batch, counts, ring, columns)
             if plan.device_bytes > self.device_limit or plan.host_bytes > self.host_limit:
@@ -190,6 +204,7 @@ class MemoryPlanner:
                 counts = replace(counts, host_activations=2 + min(missing, room))
                 if counts.host_activations < missing + 1:
                     counts = replace(counts, ssd_activations=activations)
+            counts = self._place_kept(batch, counts, ring, columns, kept)
             block_bytes = self.block * self.shape.precision.parameter_bytes
             room = self.host_limit - self._count(batch, counts, ring, columns).host_bytes
             held = min(room // block_bytes, self.deferred, len(self.shape.blocks))
@@ -218,6 +233,27 @@ class MemoryPlanner:
         states = sum(self.shape.records[index].numel for index in resident) * self.shape.precision.state_bytes
         return replace(plan, resident=resident, host_bytes=plan.host_bytes + states)
 
+    def _kept(self, batch: Batch) -> int:
+        """How many buffers of kept outputs a step fills."""
+        return self._kept_layers * batch.micro_batches if self._kept_bytes(batch) else 0
+
+    def _place_kept(self, batch: Batch, counts: BufferCounts, ring: float, columns: int, kept: int) -> BufferCounts:
+        """Give kept outputs what is left of the device, then of the host, then the SSDs."""
+        if counts.device_kept == kept:
+            return counts
+        plan = self._count(batch, counts, ring, columns)
+        spare = self.device_limit - plan.device_bytes
+        if self.cpu:
+            spare = min(spare, self.host_limit - plan.host_bytes)
+        more = min(kept - counts.device_kept, max(0, spare) // plan.kept_bytes)
+        counts = replace(counts, device_kept=counts.device_kept + more)
+        missing = kept - counts.device_kept
+        if not missing:
+            return replace(counts, host_kept=0)
+        room = (self.host_limit - self._count(batch, counts, ring, columns).host_bytes) // plan.kept_bytes
+        counts = replace(counts, host_kept=counts.host_kept + max(0, min(missing + 1 - counts.host_kept, room)))
+        return counts if counts.host_kept > missing else replace(counts, ssd_kept=kept)
+
     def _block_workspace(self, batch: Batch) -> int:
         per_token = activation_elements_per_token(self.config) * self.shape.precision.parameter_bytes
         return int(batch.micro_tokens * per_token)
@@ -228,6 +264,7 @@ class MemoryPlanner:
         width = precision.parameter_bytes
         text = self.config.get_text_config()
         activation = round_up(batch.micro_tokens * text.hidden_size * width, 4096)
+        kept = round_up(self._kept_bytes(batch), 4096) if self._kept_layers else 0
 
         tokens, vocabulary = columns * batch.micro_rows, text.vocab_size
         logits = tokens * vocabulary * LOGIT_COPIES * width + pass_bytes(
@@ -249,6 +286,7 @@ class MemoryPlanner:
             + (self.block * 4 if wide_blocks else 0)
             + (self.outer * 4 if wide_outer else 0)
             + counts.device_activations * activation
+            + counts.device_kept * kept
             + workspace
         )
         host = (
@@ -256,18 +294,24 @@ class MemoryPlanner:
             + (counts.host_outer + counts.host_outer_gradients) * self.outer * width
             + ring_chunks * chunk * precision.state_bytes
             + counts.host_activations * activation
+            + counts.host_kept * kept
             + HOST_OVERHEAD_BYTES
             + ADAM_SCRATCH_BYTES
             + (device if self.cpu else 0)
         )
         return MemoryPlan(
-            counts, batch, ring_chunks, chunk, activation, columns, wide_blocks, wide_outer, workspace, device, host
-        )
+            counts, batch, ring_chunks, chunk, activation, kept, columns, wide_blocks, wide_outer, workspace, device,
+            host,
+        )  # fmt: skip
 
     def _too_small(self, batches: list[Batch]) -> UserError:
         counts, ring = list(_host_ladder(list(_device_ladder())[-1]))[-1]
         counts = replace(counts, host_activations=2)
-        plans = [self._count(batch, counts, ring, columns) for batch in batches for columns in _head_ladder(batch)]
+        plans = [
+            self._count(batch, _with_kept(counts, self._kept(batch)), ring, columns)
+            for batch in batches
+            for columns in _head_ladder(batch)
+        ]
         # Not always the smallest micro-batch: a batch that is not split needs no fp32 sums.
         least = min(plans, key=lambda plan: plan.host_bytes if self.cpu else plan.device_bytes)
         batch = least.batch
@@ -317,6 +361,12 @@ def _device_ladder() -> Iterator[BufferCounts]:
     yield BufferCounts(device_blocks=2, device_block_gradients=2, device_activations=6)
     yield BufferCounts(device_blocks=2, device_block_gradients=1, device_activations=4)
     yield BufferCounts(device_blocks=1, device_block_gradients=1, device_activations=4)
+
+
+def _with_kept(counts: BufferCounts, kept: int) -> BufferCounts:
+    """With the least that ``kept`` buffers of kept outputs need: two on the device, and two on the way from there."""
+    near = min(kept, 2)
+    return replace(counts, device_kept=near, host_kept=2 if kept > near else 0)
 
 
 def _host_ladder(device: BufferCounts) -> Iterator[tuple[BufferCounts, float]]:

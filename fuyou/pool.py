@@ -6,6 +6,7 @@ just what comes next.) The pool decides while the schedule is built, not while i
 what they wait for.
 """
 
+import heapq
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
@@ -44,6 +45,7 @@ class Pool:
         self.slots = [Slot() for _ in range(count)]
         self._next_use = next_use
         self._where: dict[Hashable, int] = {}
+        self._empty = [(0, index) for index in range(count)]  # a heap: when last touched, index
         self._clock = 0
 
     def find(self, key: Hashable) -> int | None:
@@ -56,12 +58,15 @@ class Pool:
         The caller saves the leaving object, makes the new object's first task wait for :meth:`Slot.busy`, and then
         calls :meth:`fill`.
         """
+        empty = self._take_empty()
+        if empty is not None:
+            return empty, None
         held = set(pinned)
         best, best_rank = -1, (-1.0, 0.0)
         for index, slot in enumerate(self.slots):
-            if slot.key is not None and slot.key in held:
+            if slot.key is None or slot.key in held:
                 continue
-            use = NEVER if slot.key is None else self._next_use(slot.key)
+            use = self._next_use(slot.key)
             rank = (use, -float(slot.touched))  # needed latest; among equals, idle the longest
             if best < 0 or rank > best_rank:
                 best, best_rank = index, rank
@@ -69,10 +74,21 @@ class Pool:
             raise FinetuneError(f"All {len(self.slots)} buffers of the {self.name} pool are in use; {key} finds none.")
         slot = self.slots[best]
         leaving = slot.key
-        if leaving is not None:
-            del self._where[leaving]
-            slot.key = None
+        assert leaving is not None
+        del self._where[leaving]
+        slot.key = None
         return best, leaving if best_rank[0] != NEVER else None
+
+    def _take_empty(self) -> int | None:
+        """Of the buffers that hold nothing the one idle longest, found without looking at all of them."""
+        while self._empty:
+            touched, index = heapq.heappop(self._empty)
+            slot = self.slots[index]
+            if slot.key is None and slot.touched == touched:
+                return index
+            if slot.key is None:  # its last users came after it was emptied
+                heapq.heappush(self._empty, (slot.touched, index))
+        return None
 
     def fill(self, index: int, key: Hashable, ready: Task) -> None:
         """Record that ``ready`` puts ``key`` into buffer ``index``; earlier users are waited for by then."""
@@ -90,7 +106,9 @@ class Pool:
         """Forget ``key``: its buffer is free once its users are finished."""
         index = self._where.pop(key, None)
         if index is not None:
-            self.slots[index].key = None
+            slot = self.slots[index]
+            slot.key = None
+            heapq.heappush(self._empty, (slot.touched, index))
 
     def touch(self, index: int) -> None:
         self._clock += 1

@@ -8,16 +8,18 @@ whose buffer becomes free early. The engine runs the list; a simulator can run t
 """
 
 import bisect
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 
 from fuyou.pool import NEVER, Pool
 from fuyou.records import Precision, Record
-from fuyou.tasks import FORWARD_PHASES, Op, Phase, StepList, Task, Visit
+from fuyou.tasks import FORWARD_PHASES, Activation, Op, Phase, StepList, Task, Visit
 
 #: ("x", i, m): input of block i (output of block i - 1, or of the embedding if i is 0) for micro-batch m;
-#: ("d", i, m): the gradient of the loss with respect to it.
+#: ("d", i, m): the gradient of the loss with respect to it; ("k", i, m): outputs of operators in block i that are kept.
 ActivationKey = tuple[str, int, int]
+#: What one compute task reads, and what it writes.
+Arguments = tuple[list[ActivationKey], list[ActivationKey]]
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,9 @@ class BufferCounts:
     device_activations: int = 4
     host_activations: int = 0
     ssd_activations: int = 0
+    device_kept: int = 0
+    host_kept: int = 0
+    ssd_kept: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,8 +75,26 @@ class BatchShape:
     """M, how many micro-batches the batch is split into."""
     activation_bytes: int
     """Size of one micro-batch's block input."""
-    tokens: int
-    """Tokens in one micro-batch."""
+    tokens: float
+    """Tokens in one micro-batch, on average."""
+    kept_bytes: int = 0
+    """Size of what one layer keeps of one micro-batch beside its input."""
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """What of a block's forward pass the backward pass computes again."""
+
+    layers: frozenset[int] = frozenset()
+    """Blocks that keep outputs of operators, beside their input."""
+    saved: float = 0.0
+    """Fraction of the forward pass's FLOPs that these save."""
+    unneeded: float = 0.0
+    """The same in all other blocks, which leave out what no backward pass reads."""
+
+    def fraction(self, layer: int) -> float:
+        """Of a block's forward FLOPs, what is computed again."""
+        return 1.0 - (self.saved if layer in self.layers else self.unneeded)
 
 
 class Scheduler:
@@ -87,6 +110,7 @@ class Scheduler:
         hold: whether deferred updates wait for the caller to have ended the step (who then knows the gradient's norm).
         resident: indices of the records that live in host memory: read once, and written in steps that are committed.
             The host buffers must hold the parameters of all records then, so that none is ever read again.
+        recomputation: which blocks keep more than their input, and what that saves.
     """
 
     def __init__(
@@ -99,6 +123,7 @@ class Scheduler:
         deferred: Collection[int] = (),
         hold: bool = False,
         resident: Collection[int] = (),
+        recomputation: Recomputation = Recomputation(),
     ):
         self.shape = shape
         self.counts = counts
@@ -138,7 +163,14 @@ class Scheduler:
             False: Pool("host gradients (block)", counts.host_block_gradients, self._next_update),
             True: Pool("host gradients (outer)", counts.host_outer_gradients, self._next_update),
         }
-        self._activations = ActivationPools(counts)
+        self._recomputation = recomputation
+        self._activations = ActivationPools(
+            Activation.HIDDEN, counts.device_activations, counts.host_activations, counts.ssd_activations,
+            hidden_arguments,
+        )  # fmt: skip
+        self._kept = ActivationPools(
+            Activation.KEPT, counts.device_kept, counts.host_kept, counts.ssd_kept, self._kept_arguments
+        )
         self._list = StepList(0)
         self._batch = BatchShape(1, 0, 0)
         outer = sum(record.outer for record in shape.records)
@@ -152,7 +184,8 @@ class Scheduler:
         ``commit`` says whether the step is committed at its end; with deferred updates that is during the next step.
         """
         self._list, self._batch = StepList(step), batch
-        self._activations.begin(self._list, self._visits, batch)
+        self._activations.begin(self._list, self._visits, batch.micro_batches, batch.activation_bytes)
+        self._kept.begin(self._list, self._visits, batch.micro_batches, batch.kept_bytes)
         self._durable = commit
         for position, visit in enumerate(self._visits):
             self._position = position
@@ -171,10 +204,10 @@ class Scheduler:
         assert not self._pending, "flush before evaluating"
         self._list, self._batch = StepList(step), batch
         visits = self.shape.visits(train=False)
-        self._activations.begin(self._list, visits, batch)
+        self._activations.begin(self._list, visits, batch.micro_batches, batch.activation_bytes)
         for position, visit in enumerate(visits):
             self._position = position
-            self._visit(visit)
+            self._visit(visit, train=False)
         return self._list
 
     def flush(self, step: int, *, commit: bool = True) -> StepList:
@@ -199,7 +232,7 @@ class Scheduler:
 
     # -- visits ---------------------------------------------------------------------------------------------------
 
-    def _visit(self, visit: Visit) -> None:
+    def _visit(self, visit: Visit, train: bool = True) -> None:
         record = self.shape.records[visit.record]
         device, upload = self._on_device(record)
         trains = visit.phase in (Phase.HEAD, Phase.BLOCK_BACKWARD, Phase.EMBED_BACKWARD)
@@ -208,7 +241,8 @@ class Scheduler:
         gradient, cleared = self._gradient_buffer(record) if trains else (-1, [])
         compute: Task | None = None
         for micro in range(self._batch.micro_batches):
-            inputs, output = self._activations.arguments(visit, micro)
+            inputs, output = hidden_arguments(visit, micro)
+            kept_input, kept_output = self._kept_arguments(visit, micro) if train else ([], [])
             compute = Task(
                 Op.COMPUTE, [upload, *cleared], flops=self._flops(visit), step=self._list.step, record=visit.record,
                 visit=visit, micro=micro, source=device, gradient=gradient,
@@ -217,7 +251,12 @@ class Scheduler:
             compute.inputs = tuple(self._activations.fetch(key, inputs + output, compute) for key in inputs)
             for key in output:
                 compute.output = self._activations.produce(key, inputs + output, compute)
+            for key in kept_input:
+                compute.kept = self._kept.fetch(key, kept_input, compute)
+            for key in kept_output:
+                compute.kept = self._kept.produce(key, kept_output, compute)
             self._activations.release(inputs)
+            self._kept.release(kept_input)
             self._list.tasks.append(compute)
         assert compute is not None
         self._device[record.outer].use(device, compute)
@@ -402,9 +441,20 @@ class Scheduler:
     def _flops(self, visit: Visit) -> float:
         """Of one micro-batch: 2 per parameter and token forward; backward twice that, plus the recomputation."""
         factor = {
-            Phase.BLOCK_FORWARD: 2, Phase.HEAD_EVAL: 2, Phase.HEAD: 6, Phase.BLOCK_BACKWARD: 8,
+            Phase.BLOCK_FORWARD: 2, Phase.HEAD_EVAL: 2, Phase.HEAD: 6,
+            Phase.BLOCK_BACKWARD: 4 + 2 * self._recomputation.fraction(visit.layer),
         }.get(visit.phase, 0)  # fmt: skip
         return float(factor * self.shape.records[visit.record].parameter_count * self._batch.tokens)
+
+    def _kept_arguments(self, visit: Visit, micro: int) -> Arguments:
+        """What a compute task reads and writes of kept outputs."""
+        if visit.layer in self._recomputation.layers:
+            key = ("k", visit.layer, micro)
+            if visit.phase is Phase.BLOCK_FORWARD:
+                return [], [key]
+            if visit.phase is Phase.BLOCK_BACKWARD:
+                return [key], []
+        return [], []
 
     def _next_visit(self, key: Hashable) -> float:
         assert isinstance(key, int)
@@ -421,49 +471,58 @@ class Scheduler:
         return NEVER
 
 
-class ActivationPools:
-    """Where block inputs and their gradients live: device, then host, then SSD, whatever is needed soonest nearest."""
+def hidden_arguments(visit: Visit, micro: int) -> Arguments:
+    """Block inputs and gradients that a compute task reads and writes. The head is as if it were layer L."""
+    i = visit.layer
+    match visit.phase:
+        case Phase.EMBED_FORWARD:
+            return [], [("x", 0, micro)]
+        case Phase.BLOCK_FORWARD:
+            return [("x", i, micro)], [("x", i + 1, micro)]
+        case Phase.HEAD:
+            return [("x", i, micro)], [("d", i, micro)]
+        case Phase.HEAD_EVAL:
+            return [("x", i, micro)], []
+        case Phase.BLOCK_BACKWARD:
+            return [("x", i, micro), ("d", i + 1, micro)], [("d", i, micro)]
+        case Phase.EMBED_BACKWARD:
+            return [("d", 0, micro)], []
 
-    def __init__(self, counts: BufferCounts):
-        self._device = Pool("device activations", counts.device_activations, self._next_use)
-        self._host = Pool("host activations", counts.host_activations, self._next_use)
-        self._ssd_free = list(range(counts.ssd_activations))
+
+class ActivationPools:
+    """Where activations of one kind live: device, then host, then SSD, whatever is needed soonest nearest.
+
+    Args:
+        activation: the kind; each has buffers of its own size.
+        device, host, ssd: how many of them there are.
+        arguments: which of these activations a compute task reads and writes.
+    """
+
+    def __init__(
+        self, activation: Activation, device: int, host: int, ssd: int, arguments: Callable[[Visit, int], Arguments]
+    ):
+        self._activation, self._arguments = activation, arguments
+        self._device = Pool(f"device activations ({activation.value})", device, self._next_use)
+        self._host = Pool(f"host activations ({activation.value})", host, self._next_use)
+        self._ssd_free = list(range(ssd))
         self._ssd: dict[Hashable, tuple[int, Task]] = {}
         self._uses: dict[Hashable, list[int]] = {}
         self._list = StepList(0)
         self._bytes = 0
         self._ssd_users: dict[int, list[Task]] = {}
 
-    def begin(self, step: StepList, visits: Sequence[Visit], batch: BatchShape) -> None:
-        """Start a pass: nothing is alive; every use to come is known."""
-        self._list, self._bytes = step, batch.activation_bytes
+    def begin(self, step: StepList, visits: Sequence[Visit], micro_batches: int, nbytes: int) -> None:
+        """Start a pass: nothing is alive; every use to come is known. Each activation takes ``nbytes``."""
+        self._list, self._bytes = step, nbytes
         self._uses = {}
         position = 0
         for visit in visits:
-            for micro in range(batch.micro_batches):
-                for key in self.arguments(visit, micro)[0]:
+            for micro in range(micro_batches):
+                for key in self._arguments(visit, micro)[0]:
                     self._uses.setdefault(key, []).append(position)
                 position += 1
         for uses in self._uses.values():
             uses.reverse()  # the next use is the last element
-
-    @staticmethod
-    def arguments(visit: Visit, micro: int) -> tuple[list[ActivationKey], list[ActivationKey]]:
-        """What a compute task reads and what it writes. The head comes after layer L - 1, as if it were layer L."""
-        i = visit.layer
-        match visit.phase:
-            case Phase.EMBED_FORWARD:
-                return [], [("x", 0, micro)]
-            case Phase.BLOCK_FORWARD:
-                return [("x", i, micro)], [("x", i + 1, micro)]
-            case Phase.HEAD:
-                return [("x", i, micro)], [("d", i, micro)]
-            case Phase.HEAD_EVAL:
-                return [("x", i, micro)], []
-            case Phase.BLOCK_BACKWARD:
-                return [("x", i, micro), ("d", i + 1, micro)], [("d", i, micro)]
-            case Phase.EMBED_BACKWARD:
-                return [("d", 0, micro)], []
 
     def fetch(self, key: ActivationKey, pinned: list[ActivationKey], task: Task) -> int:
         """Index of the device buffer that will hold ``key`` when ``task`` starts."""
@@ -546,7 +605,14 @@ class ActivationPools:
             self._ssd_free.insert(0, place)
 
     def _emit(self, op: Op, after: list[Task], **fields: int) -> Task:
-        task = Task(op, after, step=self._list.step, nbytes=self._bytes, **fields)  # type: ignore[arg-type]
+        task = Task(
+            op,
+            after,
+            step=self._list.step,
+            nbytes=self._bytes,
+            activation=self._activation,
+            **fields,  # type: ignore[arg-type]
+        )
         self._list.tasks.append(task)
         return task
 

@@ -12,9 +12,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
+from fuyou.intervals import Interval
 from fuyou.memory_plan import MemoryPlan
 from fuyou.records import Precision, Record
-from fuyou.schedule import BatchShape, Scheduler, StepShape
+from fuyou.schedule import BatchShape, Recomputation, Scheduler, StepShape
 from fuyou.tasks import SSD_READS, Op, Resource, StepList, Task
 
 #: I/O moves in pieces of at most this size: the stripe of the store.
@@ -50,6 +51,8 @@ class Simulation:
     """When the caller ended each step."""
     busy: dict[Resource, float] = field(default_factory=dict)
     """Seconds of work that each resource did in all."""
+    intervals: dict[Resource, list[Interval]] = field(default_factory=dict)
+    """When each resource worked; spans that touch are one."""
 
     def step_seconds(self) -> float:
         """Of the last step, from the end of the one before: what a run settles to."""
@@ -61,6 +64,7 @@ class _Chunk:
     task: int
     """Index of the record."""
     elements: int
+    first: bool
     last: bool
     resident: bool = False
     """Whether its states are in host memory, and need no buffer of the ring."""
@@ -156,6 +160,8 @@ class _Optimizer:
             return
         chunk, _ = self._in_order.popleft()
         task = self._updates[0]
+        if chunk.first:
+            task.began = self._simulator.now
         self._computing = True
         seconds = chunk.elements / self._simulator.rates.adam_parameters_per_second
         self._simulator.count(Resource.ADAM, seconds)
@@ -201,7 +207,7 @@ class Simulator:
         scale = max(1, -(-largest // (chunk_elements * _MOST_PIECES)))
         self._chunk_elements = chunk_elements * scale
         self.drives = _Drives(self)
-        self._optimizer = _Optimizer(self, max(2, -(-ring_chunks // scale)))
+        self._optimizer = _Optimizer(self, ring_chunks if scale == 1 else max(2, -(-ring_chunks // scale)))
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._number = itertools.count()
@@ -228,13 +234,23 @@ class Simulator:
 
     # -- for the parts --------------------------------------------------------------------------------------------
 
+    @property
+    def now(self) -> float:
+        """Seconds since the start."""
+        return self._now
+
     def later(self, seconds: float, action: Callable[[], None]) -> None:
         """Call ``action`` when ``seconds`` have passed."""
         heapq.heappush(self._events, (self._now + seconds, next(self._number), action))
 
-    def count(self, resource: Resource, seconds: float) -> None:
-        """``resource`` works for ``seconds``."""
+    def count(self, resource: Resource, seconds: float, wait: float = 0.0) -> None:
+        """``resource`` works for ``seconds``, ``wait`` seconds from now on."""
         self._result.busy[resource] = self._result.busy.get(resource, 0.0) + seconds
+        spans, began = self._result.intervals.setdefault(resource, []), self._now + wait
+        if spans and spans[-1][1] >= began:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], began + seconds))
+        else:
+            spans.append((began, began + seconds))
 
     def finish(self, task: Task) -> None:
         """``task`` is done: start what waited for it."""
@@ -251,7 +267,7 @@ class Simulator:
     def chunks(self, record: Record) -> list[_Chunk]:
         """The pieces in which the optimizer works on ``record``."""
         sizes = [chunk.stop - chunk.start for chunk in record.chunks(self._chunk_elements)]
-        return [_Chunk(record.index, size, number == len(sizes) - 1) for number, size in enumerate(sizes)]
+        return [_Chunk(record.index, size, number == 0, number == len(sizes) - 1) for number, size in enumerate(sizes)]
 
     # -- lanes ----------------------------------------------------------------------------------------------------
 
@@ -316,7 +332,7 @@ class Simulator:
     def _occupy(self, lane: Op, task: Task, resource: Resource, seconds: float, wait: float = 0.0) -> None:
         """``task`` holds its lane until it is done."""
         self._running.add(lane)
-        self.count(resource, seconds)
+        self.count(resource, seconds, wait)
 
         def ended() -> None:
             self._running.discard(lane)
@@ -327,11 +343,22 @@ class Simulator:
 
 
 def simulate(
-    shape: StepShape, plan: MemoryPlan, rates: Rates, deferred: Collection[int] = (), steps: int = 6
+    shape: StepShape,
+    plan: MemoryPlan,
+    rates: Rates,
+    deferred: Collection[int] = (),
+    steps: int = 6,
+    hold: bool = False,
+    recomputation: Recomputation = Recomputation(),
 ) -> tuple[Simulation, StepList]:
-    """Steps of this model with these buffers, and the task list of the last one."""
-    scheduler = Scheduler(shape, plan.counts, deferred=deferred, resident=plan.resident)
-    batch = BatchShape(plan.batch.micro_batches, plan.activation_bytes, plan.batch.micro_tokens)
+    """Steps of this model with these buffers, and the task list of the last one.
+
+    ``deferred``, ``hold`` and ``recomputation`` are the scheduler's.
+    """
+    scheduler = Scheduler(
+        shape, plan.counts, deferred=deferred, hold=hold, resident=plan.resident, recomputation=recomputation
+    )
+    batch = BatchShape(plan.batch.micro_batches, plan.activation_bytes, plan.batch.mean_tokens, plan.kept_bytes)
     lists = [scheduler.training_step(step, batch) for step in range(1, steps + 1)]
     simulator = Simulator(shape.records, shape.precision, rates, plan.ring_chunks, plan.chunk_elements)
     return simulator.run(lists), lists[-1]

@@ -46,6 +46,15 @@ SSD_READS = frozenset({Op.PARAMETER_READ, Op.GRADIENT_READ, Op.STATE_READ, Op.AC
 SSD_WRITES = frozenset({Op.GRADIENT_WRITE, Op.STATE_WRITE, Op.RESIDENT_WRITE, Op.ACTIVATION_WRITE})
 
 
+class Activation(Enum):
+    """What a pass leaves for later, by which buffers it lies in."""
+
+    HIDDEN = "hidden"
+    """A block's input, or the gradient with respect to it."""
+    KEPT = "kept"
+    """Outputs of operators inside a block, which its recomputation then need not compute."""
+
+
 class Phase(Enum):
     """What a compute task computes."""
 
@@ -98,6 +107,10 @@ class Task:
     """Device activation slots that a compute task reads."""
     output: int = -1
     """Device activation slot that it writes."""
+    kept: int = -1
+    """Device slot of kept outputs, which a block's forward pass writes and its backward pass reads."""
+    activation: Activation = Activation.HIDDEN
+    """Whose buffers an activation task moves bytes between."""
     first: bool = False
     """First micro-batch of its visit that adds to this gradient."""
     last: bool = False
@@ -126,6 +139,12 @@ class StepList:
     def ssd_read_bytes(self) -> int:
         """Bytes that the list says will be read from the SSDs."""
         return sum(task.nbytes for task in self.tasks if task.op in SSD_READS)
+
+    def kept_bytes(self, each: int) -> int:
+        """Bytes of kept outputs that its forward pass leaves for its backward pass, ``each`` in one buffer."""
+        return each * sum(
+            task.kept >= 0 and task.visit is not None and task.visit.phase is Phase.BLOCK_FORWARD for task in self.tasks
+        )
 
     def ssd_written_bytes(self) -> int:
         """Bytes that the list says will be written to the SSDs."""

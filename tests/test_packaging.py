@@ -85,9 +85,22 @@ def test_presets_are_package_data_and_well_formed() -> None:
 def test_gpu_presets_are_complete_and_give_their_sources(path: Path) -> None:
     preset = tomllib.loads(path.read_text())
     assert {"name", "memory", "link_gb_per_s", "bf16_tflops"} <= preset.keys()
-    assert preset.keys() <= {"name", "memory", "link_gb_per_s", "bf16_tflops", "block_tflops"}
+    copies = {"upload_gb_per_s", "download_gb_per_s"}
+    assert preset.keys() <= {"name", "memory", "link_gb_per_s", *copies, "bf16_tflops", "block_tflops"}
     assert 8 * 2**30 <= parse_bytes(preset["memory"]) <= 512 * 2**30
     assert preset.get("block_tflops", 0) <= preset["bf16_tflops"], "no kernel beats the peak"
+    assert_every_number_has_a_source(path)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/drives").glob("*.toml")), ids=lambda path: path.stem)
+def test_drive_presets_are_complete_and_give_their_sources(path: Path) -> None:
+    preset = tomllib.loads(path.read_text())
+    required = {"name", "capacity", "read_gb_per_s", "write_gb_per_s"}
+    assert required <= preset.keys() <= required | {"cache", "sustained_write_gb_per_s", "endurance_tb"}
+    assert_every_number_has_a_source(path)
+
+
+def assert_every_number_has_a_source(path: Path) -> None:
     groups = path.read_text().strip().split("\n\n")
     assert all(group.startswith("# ") for group in groups), "every number has a source above it"
 

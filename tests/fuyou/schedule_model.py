@@ -7,14 +7,15 @@ order; :class:`Machine` runs the tasks, in list order or in any other that the e
 
 import random
 from collections import defaultdict, deque
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from fuyou.deferral import interleaved
 from fuyou.records import Precision, Record
-from fuyou.schedule import BatchShape, BufferCounts, Scheduler, StepShape
-from fuyou.tasks import Op, Phase, StepList, Task
+from fuyou.schedule import BatchShape, BufferCounts, Recomputation, Scheduler, StepShape
+from fuyou.tasks import Activation, Op, Phase, StepList, Task
 
 BF16 = Precision(torch.bfloat16, torch.float32)
 TRAINS = (Phase.HEAD, Phase.BLOCK_BACKWARD, Phase.EMBED_BACKWARD)
@@ -47,6 +48,8 @@ class Program:
     single_slot: bool = False
     slot: int = 0
     resident: frozenset[int] = frozenset()
+    keeping: frozenset[int] = frozenset()
+    """Layers that keep more than their input."""
     lists: list[tuple[str, int, StepList]] = field(default_factory=list)
     """Kind (``train``, ``eval``, ``flush``), micro-batches, tasks."""
 
@@ -87,6 +90,7 @@ class Program:
         record = task.record
         outer = self.shape.records[record].outer if record >= 0 else None
         kept: list[tuple] = [("host states", record)] if record in self.resident else []
+        kind = {Activation.HIDDEN: "activation", Activation.KEPT: "kept"}[task.activation]
         match task.op:
             case Op.PARAMETER_READ:
                 return [("ssd parameters", record, task.source)], [("host parameters", outer, task.target)]
@@ -97,6 +101,10 @@ class Program:
                 reads += [("device activation", index) for index in task.inputs]
                 writes = [("device activation", task.output)] if task.output >= 0 else []
                 writes += [("device gradient", outer, task.gradient)] if task.gradient >= 0 else []
+                if task.kept >= 0:
+                    assert task.visit is not None
+                    forward = task.visit.phase is Phase.BLOCK_FORWARD
+                    (writes if forward else reads).append(("device kept", task.kept))
                 return reads, writes
             case Op.GRADIENT_DOWNLOAD:
                 return [("device gradient", outer, task.source)], [("host gradient", outer, task.target)]
@@ -118,13 +126,13 @@ class Program:
                 places = [("ssd parameters", record, task.target), ("ssd states", record, task.target)]
                 return [("host parameters", outer, task.source), *kept], places
             case Op.ACTIVATION_DOWNLOAD:
-                return [("device activation", task.source)], [("host activation", task.target)]
+                return [(f"device {kind}", task.source)], [(f"host {kind}", task.target)]
             case Op.ACTIVATION_UPLOAD:
-                return [("host activation", task.source)], [("device activation", task.target)]
+                return [(f"host {kind}", task.source)], [(f"device {kind}", task.target)]
             case Op.ACTIVATION_WRITE:
-                return [("host activation", task.source)], [("ssd activation", task.target)]
+                return [(f"host {kind}", task.source)], [(f"ssd {kind}", task.target)]
             case Op.ACTIVATION_READ:
-                return [("ssd activation", task.source)], [("host activation", task.target)]
+                return [(f"ssd {kind}", task.source)], [(f"host {kind}", task.target)]
             case Op.COMMIT:
                 numbers = range(len(self.shape.records))
                 kinds = ("ssd parameters", "ssd states")
@@ -283,6 +291,8 @@ class Machine:
                 assert task.visit is not None
                 if place[0] == "device activation":
                     return self._activations(task)[1]
+                if place[0] == "device kept":
+                    return self._kept(task)
                 mine = [(task.visit.phase, task.micro)]
                 held = self.content.get(place)
                 return (task.record, task.step, mine if task.first else [*held[2], *mine])  # type: ignore[index]
@@ -311,6 +321,11 @@ class Machine:
             case Phase.EMBED_BACKWARD:
                 return [("d", number, 0, m)], None
 
+    def _kept(self, task: Task) -> object:
+        """What a block keeps of a micro-batch beside its input."""
+        assert task.visit is not None
+        return ("k", self.program.list_of[id(task)], task.visit.layer, task.micro)
+
     def _gradient(self, record: int, step: int) -> object:
         """The complete gradient of one step."""
         micro = next(micro for kind, micro, steps in self.program.lists if kind == "train" and steps.step == step)
@@ -334,6 +349,11 @@ class Machine:
                 assert len(task.inputs) == len(inputs)
                 for index, value in zip(task.inputs, inputs, strict=True):
                     self._expect(task, ("device activation", index), value)
+                keeps = kind == "train" and task.visit.layer in self.program.keeping
+                passes = (Phase.BLOCK_FORWARD, Phase.BLOCK_BACKWARD)
+                assert (task.kept >= 0) == (keeps and task.visit.phase in passes)
+                if task.kept >= 0 and task.visit.phase is Phase.BLOCK_BACKWARD:
+                    self._expect(task, ("device kept", task.kept), self._kept(task))
                 if task.visit.phase in TRAINS and not task.first:
                     complete = self._gradient(record, task.step)[2]  # type: ignore[index]
                     part = complete[: complete.index((task.visit.phase, task.micro))]
@@ -369,12 +389,13 @@ def build(
     slot: int = 0,
     precision: Precision = BF16,
     resident: int = 0,
+    keeping: Collection[int] = (),
 ) -> Program:
     """Ask a scheduler for ``script``: (``train`` | ``eval`` | ``flush``, micro-batches, commit), as an engine does.
 
     ``defer`` is the deferred fraction of the blocks; 1 defers all records, and then (unless said otherwise by ``hold``)
     until the step has ended. ``resident`` is how many records live in host memory, of which ``counts`` then get as many
-    parameter buffers as there are.
+    parameter buffers as there are; ``keeping`` are the layers that keep more than their input.
     """
     shape = step_shape(layers, tied, precision)
     kept = frozenset(record.index for record in shape.records[:resident])
@@ -383,8 +404,9 @@ def build(
     scheduler = Scheduler(
         shape, counts, single_slot=single_slot, slot=slot, deferred=interleaved(shape, defer),
         hold=defer >= 1 if hold is None else hold, resident=kept,
+        recomputation=Recomputation(frozenset(keeping), saved=0.5),
     )  # fmt: skip
-    program = Program(shape, single_slot, slot, kept)
+    program = Program(shape, single_slot, slot, kept, frozenset(keeping))
     step = 0
 
     def flush() -> None:
@@ -393,7 +415,7 @@ def build(
             program.lists.append(("flush", 0, scheduler.flush(step)))
 
     for kind, micro, commit in script:
-        batch = BatchShape(micro, 4096, 8)
+        batch = BatchShape(micro, 4096, 8, 12288)
         if kind == "train":
             step += 1
             program.lists.append((kind, micro, scheduler.training_step(step, batch, commit=commit)))

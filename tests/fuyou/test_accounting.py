@@ -7,6 +7,7 @@ import pytest
 from fuyou.accounting import Accounting
 from fuyou.devices import CpuDevice
 from fuyou.tasks import Op, StepList, Task
+from fuyou.trace import RecordInterval
 
 
 def done(op: Op, after: list[Task], began: float, ended: float) -> Task:
@@ -23,7 +24,9 @@ def test_a_gap_is_shared_out_along_what_was_waited_for() -> None:
     second = done(Op.COMPUTE, [upload, early], 11.6, 12.0)
     late = Task(Op.COMPUTE, [second])
     plane = SimpleNamespace(
-        device=CpuDevice(), take_ssd_intervals=lambda: [(10.5, 11.25)], take_adam_intervals=lambda: [(1.0, 3.0)]
+        device=CpuDevice(),
+        take_ssd_intervals=lambda: [RecordInterval(0, 10.5, 11.25)],
+        take_adam_intervals=lambda: [RecordInterval(0, 1.0, 3.0)],
     )
     accounting = Accounting(plane)  # type: ignore[arg-type]
     accounting.watch(StepList(1, [first, read, upload, early, second, late]))

@@ -62,11 +62,12 @@ def check(
     micro_batch: int,
     clip: float | None = None,
     packed: bool = True,
+    steps: int = STEPS,
     **options,
 ) -> None:
     twin = Twin(str(model), bf16=dtype == "bf16", max_grad_norm=clip, **OPTIONS)
     with engine(model, ssd, dtype, micro_batch=micro_batch, max_grad_norm=clip, **options) as trained:
-        for batch in batches(STEPS, packed):
+        for batch in batches(steps, packed):
             out = trained(**batch)
             out.loss.backward()
             report = trained.step()

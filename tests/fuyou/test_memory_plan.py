@@ -31,9 +31,19 @@ def config(hidden: int = 48, vocabulary: int = 211) -> PreTrainedConfig:
 
 
 def planner(
-    shape: StepShape, device: int, host: int, cpu: bool = True, hidden: int = 48, vocabulary: int = 211
-) -> MemoryPlanner:
-    return MemoryPlanner(shape, config(hidden, vocabulary), device, host, cpu)
+    shape: StepShape, device: int, host: int, cpu: bool = True, hidden: int = 48, vocabulary: int = 211,
+    kept_layers: int = 0, kept: int = 0,
+) -> MemoryPlanner:  # fmt: skip
+    """``kept`` are the bytes that each of ``kept_layers`` blocks keeps of a token."""
+    return MemoryPlanner(
+        shape,
+        config(hidden, vocabulary),
+        device,
+        host,
+        cpu,
+        kept_layers=kept_layers,
+        kept_bytes=lambda batch: kept * batch.micro_tokens,
+    )
 
 
 def needs(error: UserError) -> dict[str, int]:
@@ -56,16 +66,22 @@ def situations(draw: st.DrawFn) -> dict:
         "cpu": draw(st.booleans()),
         "hidden": draw(st.sampled_from([48, 1024])),
         "vocabulary": draw(st.sampled_from([211, 50_000])),
+        "kept_layers": draw(st.sampled_from([0, 0, 1, 3])),
+        "kept": draw(st.sampled_from([1, 100, 20_000])),
         "device": draw(st.integers(1, 400)) * MEBIBYTE // draw(st.sampled_from([1, 7, 64])),
         "host": draw(st.integers(100, 700)) * MEBIBYTE + draw(st.integers(0, MEBIBYTE)),
     }
+
+
+def kept_layers(situation: dict) -> int:
+    return min(situation["kept_layers"], situation["layers"])
 
 
 def plan_of(situation: dict, device: int | None = None, host: int | None = None) -> MemoryPlan:
     made = planner(
         step_shape(situation["layers"], situation["tied"], situation["precision"]),
         situation["device"] if device is None else device, situation["host"] if host is None else host,
-        situation["cpu"], situation["hidden"], situation["vocabulary"],
+        situation["cpu"], situation["hidden"], situation["vocabulary"], kept_layers(situation), situation["kept"],
     )  # fmt: skip
     return made.plan(situation["rows"], situation["seq_len"], situation["micro_rows"])
 
@@ -93,6 +109,10 @@ def test_a_plan_is_within_its_limits_or_there_is_none(situation: dict) -> None:
     assert plan.activation_bytes % 4096 == 0
     assert plan.activation_bytes >= batch.micro_tokens * situation["hidden"] * width
     assert 1 <= counts.host_blocks <= max(4, situation["layers"])
+    total = kept_layers(situation) * batch.micro_batches
+    assert plan.kept_bytes % 4096 == 0 and (plan.kept_bytes > 0) == (total > 0)
+    assert min(2, total) <= counts.device_kept <= total
+    assert counts.ssd_kept in (0, total) and (counts.ssd_kept or counts.device_kept + counts.host_kept >= total)
     split = situation["precision"].split
     assert plan.wide_blocks == (split and batch.micro_batches > 1)
     assert plan.wide_outer == (split and (batch.micro_batches > 1 or plan.head_columns < batch.seq_len))
@@ -114,12 +134,14 @@ def test_what_the_plan_allocates_is_what_it_counts(situation: dict) -> None:
         (counts.device_blocks + counts.device_block_gradients) * largest[False] * width
         + (counts.device_outer + counts.device_outer_gradients) * largest[True] * width
         + counts.device_activations * plan.activation_bytes
+        + counts.device_kept * plan.kept_bytes
         + 4 * (largest[False] * plan.wide_blocks + largest[True] * plan.wide_outer)
     )
     host = (
         (counts.host_blocks + counts.host_block_gradients) * largest[False] * width
         + (counts.host_outer + counts.host_outer_gradients) * largest[True] * width
         + counts.host_activations * plan.activation_bytes
+        + counts.host_kept * plan.kept_bytes
         + plan.ring_chunks * plan.chunk_elements * shape.precision.state_bytes
         + sum(shape.records[index].numel for index in plan.resident) * shape.precision.state_bytes
     )
@@ -137,7 +159,8 @@ def test_every_plan_can_be_scheduled(situation: dict, defer: float) -> None:
         return
     micro = plan.batch.micro_batches
     script = [("train", micro, True), ("eval", micro, True), ("train", micro, True), ("train", 1, True)]
-    program = build(situation["layers"], situation["tied"], plan.counts, script, defer=defer)
+    keeping = range(situation["layers"] - kept_layers(situation), situation["layers"])
+    program = build(situation["layers"], situation["tied"], plan.counts, script, defer=defer, keeping=keeping)
     check_order(program)
     Machine(program).run_in_order()
 
@@ -169,9 +192,11 @@ def test_less_than_the_error_asks_for_does_not_work(situation: dict) -> None:
         wanted = needs(error)
     micro_tokens = min(situation["micro_rows"] or 1, situation["rows"]) * situation["seq_len"]
     activation = micro_tokens * situation["hidden"] * situation["precision"].parameter_bytes + 4096
+    kept = situation["kept"] * micro_tokens + 4096 if kept_layers(situation) else 0
     for name in wanted:
-        # Two block inputs on the host are asked for even where the device turns out to have room for all.
-        less = {**wanted, name: wanted[name] - MEBIBYTE - 2 * activation}
+        # Two block inputs on the host are asked for even where the device turns out to have room for all; and two
+        # buffers of kept outputs.
+        less = {**wanted, name: wanted[name] - MEBIBYTE - 2 * activation - 2 * kept}
         if less[name] > limits[name]:
             with pytest.raises(UserError):
                 plan_of(situation, **less)

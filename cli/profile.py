@@ -1,0 +1,128 @@
+"""``finetune --profile``: what this machine does with a model, measured afresh and shown as a table."""
+
+from pathlib import Path
+
+import torch
+
+from cli.settings import Settings
+from cli.train import quiet_transformers
+from common.hardware import describe_machine, pick_gpu, torch_index
+from common.models.meta import build_meta_model
+from common.models.presets import load_config
+from common.store.directories import usable
+from common.units import format_bytes, format_count
+from fuyou.devices import memory_limits, open_device
+from fuyou.emulated import is_emulated
+from fuyou.memory_plan import MemoryPlanner
+from fuyou.model_records import model_records
+from fuyou.profiling import Profile, Workload, measure, save
+from fuyou.profiling.cache import describe, profile_path
+from fuyou.records import Precision
+from fuyou.stack import StreamedModel
+
+DEFAULT_SEQ_LEN = 1024
+_OPERATORS = 8
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+Row = tuple[str, str, str]
+"""What, how much, and a remark."""
+
+
+def run_profile(settings: Settings) -> None:
+    """Measure with the micro-batch that a run with these options would have, keep the result, print it.
+
+    Raises:
+        UserError: something typed does not exist, or not even one block fits the budgets.
+    """
+    if not settings.debug:
+        quiet_transformers()
+    config, _ = load_config(settings.model)
+    name = settings.gpu
+    if not is_emulated(name):
+        gpu = pick_gpu(name)
+        name = "cpu" if gpu is None else f"cuda:{torch_index(gpu)}"
+    directories = usable([Path(word).expanduser() for word in settings.ssd] or [_existing(settings.output_directory)])
+    device = open_device(name)
+    precision = Precision(_DTYPES[settings.dtype], _DTYPES[settings.optimizer_dtype])
+    context = getattr(config.get_text_config(), "max_position_embeddings", None) or DEFAULT_SEQ_LEN
+    shape = model_records(
+        StreamedModel(build_meta_model(config, dtype=precision.dtype), device.torch_device), precision
+    )
+    host, memory = memory_limits(device, settings.host_memory, settings.device_memory)
+    planner = MemoryPlanner(shape, config, memory, host, device.shares_host_memory)
+    plan = planner.plan(settings.batch_size, settings.seq_len or min(DEFAULT_SEQ_LEN, context), settings.micro_batch)
+    workload = Workload.planned(config, precision, plan, directories)
+    print(f"machine  {describe_machine()}")
+    print(
+        f"model    {settings.model}, micro-batches of {workload.rows} x {workload.seq_len} tokens in {settings.dtype} "
+        f"on {device.name}",
+        flush=True,
+    )
+    profile = save(measure(workload, device), workload, device)
+    print("\n".join(table(profile, len(directories))))
+    print(f"Measured in {profile.measured_in_seconds:.1f} s; kept in {profile_path(describe(workload, device))}")
+
+
+def table(profile: Profile, drives: int) -> list[str]:
+    """Lines of the table, in sections."""
+    per_token = 2.0 * profile.block_parameters * profile.tokens
+    reached = [
+        f"{factor * per_token / seconds / 1e12:.3g} TFLOP/s"
+        for factor, seconds in ((1, profile.block_forward_seconds), (4, profile.block_backward_seconds))
+    ]
+    shortened = f"; measured on {profile.measured_tokens:,} tokens" if profile.measured_tokens < profile.tokens else ""
+    beside = (
+        "beside computing" if profile.adam_parameters_per_second != profile.adam_alone_parameters_per_second else ""
+    )
+    threads = f"{profile.adam_threads} thread{'s' if profile.adam_threads > 1 else ''}"
+    sections: dict[str, list[Row]] = {
+        f"computing, per micro-batch of {profile.tokens:,} tokens{shortened}": [
+            ("matrix products", f"{profile.matmul_flops_per_second / 1e12:.3g} TFLOP/s", "shapes of the block"),
+            ("embedding forward", _time(profile.embed_forward_seconds), ""),
+            ("block forward", _time(profile.block_forward_seconds), reached[0]),
+            ("block backward", _time(profile.block_backward_seconds), f"{reached[1]}, recomputation counted"),
+            ("head forward, backward", _time(profile.head_seconds), ""),
+            ("embedding backward", _time(profile.embed_backward_seconds), ""),
+        ],
+        "copies between host and device": [
+            ("to the device", _rate(profile.upload_bytes_per_second),
+             f"{_rate(profile.upload_beside_bytes_per_second)} with both directions busy"),
+            ("from the device", _rate(profile.download_bytes_per_second),
+             f"{_rate(profile.download_beside_bytes_per_second)} with both directions busy"),
+        ],
+        f"SSDs, {drives} director{'y' if drives == 1 else 'ies'}": [
+            ("read", _rate(profile.read_bytes_per_second), ""),
+            ("write", _rate(profile.write_bytes_per_second), "at first: what a full cache leaves is not measured"),
+            ("both in turns", _rate(profile.mixed_bytes_per_second), ""),
+            ("commit", _time(profile.commit_seconds), ""),
+        ],
+        f"optimizer, {threads}": [
+            ("Adam", f"{format_count(profile.adam_parameters_per_second)}/s", f"parameters{beside and ', '}{beside}"),
+            *([("the block beside it", f"{profile.compute_slowdown:.2f} x", "its time alone")] if beside else []),
+        ],
+        "longest operators of the block's forward pass": [
+            (f"{one.name.removeprefix('aten.')} #{one.ordinal}", _time(one.seconds), format_bytes(one.output_bytes))
+            for one in sorted(profile.operators, key=lambda one: -one.seconds)[:_OPERATORS]
+        ],
+    }  # fmt: skip
+    rows = [row for section in sections.values() for row in section]
+    wide, wider = max(len(row[0]) for row in rows), max(len(row[1]) for row in rows)
+    lines = []
+    for heading, section in sections.items():
+        if section:
+            lines += ["", heading]
+            lines += [f"  {what:{wide}}  {amount:>{wider}}  {remark}".rstrip() for what, amount, remark in section]
+    return [*lines, ""]
+
+
+def _existing(directory: Path) -> Path:
+    """The nearest directory above that is there: the same drive."""
+    return next(path for path in (directory, *directory.parents) if path.is_dir())
+
+
+def _rate(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / 1e9:.3g} GB/s"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -1,0 +1,171 @@
+"""GPUs and drives that need not be there: what data sheets and published measurements say of them.
+
+The files are ``configs/gpus`` and ``configs/drives``; every number in them has its source above it. What no source
+says is left out there and None here.
+"""
+
+import re
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any, TypeVar
+
+from common.errors import UserError, did_you_mean
+from common.units import parse_bytes
+
+#: Part of a link's rate that copies reach, where no measurement is at hand: it is 24.5 of 31.5 GB/s on an A100, 25.6 of
+#: 31.5 on an RTX 4090, and 56.3 of 63 on an RTX 5090.
+COPY_FRACTION = 0.8
+
+
+@dataclass(frozen=True)
+class GpuPreset:
+    """One kind of GPU."""
+
+    name: str
+    """Name of the preset: ``rtx-4090``."""
+    title: str
+    """What the driver calls it: ``NVIDIA GeForce RTX 4090``."""
+    memory_bytes: int
+    """All of its memory."""
+    link_bytes_per_second: float
+    """What its PCI Express lanes carry, in each direction."""
+    upload_bytes_per_second: float
+    """What copies from page-locked host memory reach, while nothing goes the other way."""
+    download_bytes_per_second: float
+    """What copies to page-locked host memory reach, while nothing goes the other way."""
+    bf16_flops_per_second: float
+    """Peak of dense bf16 matrix products with fp32 accumulation."""
+    block_flops_per_second: float | None
+    """What a transformer block reaches, where somebody has measured it."""
+
+
+@dataclass(frozen=True)
+class DrivePreset:
+    """One kind of SSD."""
+
+    name: str
+    """Name of the preset: ``samsung-990-pro-2tb``."""
+    title: str
+    """What its maker calls it."""
+    capacity_bytes: int
+    """As sold."""
+    read_bytes_per_second: float
+    """Sequential."""
+    write_bytes_per_second: float
+    """Sequential, into the fast cache if it has one."""
+    sustained_write_bytes_per_second: float | None
+    """Sequential, when the fast cache is full: what training meets after a few steps."""
+    cache_bytes: int | None
+    """Bytes that an empty drive takes at the fast rate; None if there is no such cache or its size is not known."""
+    endurance_bytes: int | None
+    """Bytes that its maker warrants may be written."""
+
+
+Preset = TypeVar("Preset", GpuPreset, DrivePreset)
+
+
+def gpu_preset(name: str) -> GpuPreset:
+    """The GPU called ``name``: ``rtx-4090``, ``4090``, ``A100``, or as the driver writes it.
+
+    Raises:
+        UserError: no such preset, or several.
+    """
+    return _find("GPU", name, _gpus())
+
+
+def drive_preset(name: str) -> DrivePreset:
+    """The drive called ``name``: ``intel-p5510-3.84tb``, ``p5510`` or ``990 Pro 4TB``.
+
+    Raises:
+        UserError: no such preset, or several.
+    """
+    return _find("drive", name, _drives())
+
+
+def gpu_names() -> list[str]:
+    """Names of all GPU presets, sorted."""
+    return sorted(_gpus())
+
+
+def drive_names() -> list[str]:
+    """Names of all drive presets, sorted."""
+    return sorted(_drives())
+
+
+@cache
+def _gpus() -> dict[str, GpuPreset]:
+    return _load("gpus", _read_gpu)
+
+
+@cache
+def _drives() -> dict[str, DrivePreset]:
+    return _load("drives", _read_drive)
+
+
+def _load(folder: str, read: Callable[[str, dict[str, Any]], Preset]) -> dict[str, Preset]:
+    """Presets by name. They are package data, so that an installed wheel has them in any directory."""
+    presets = {}
+    for file in files("configs").joinpath(folder).iterdir():
+        if file.name.endswith(".toml"):
+            name = file.name.removesuffix(".toml")
+            presets[name] = read(name, tomllib.loads(file.read_text(encoding="utf-8")))
+    return presets
+
+
+def _read_gpu(name: str, fields: dict[str, Any]) -> GpuPreset:
+    link = fields["link_gb_per_s"] * 1e9
+    block = fields.get("block_tflops")
+    return GpuPreset(
+        name=name,
+        title=fields["name"],
+        memory_bytes=parse_bytes(fields["memory"]),
+        link_bytes_per_second=link,
+        upload_bytes_per_second=fields["upload_gb_per_s"] * 1e9
+        if "upload_gb_per_s" in fields
+        else link * COPY_FRACTION,
+        download_bytes_per_second=(
+            fields["download_gb_per_s"] * 1e9 if "download_gb_per_s" in fields else link * COPY_FRACTION
+        ),
+        bf16_flops_per_second=fields["bf16_tflops"] * 1e12,
+        block_flops_per_second=None if block is None else block * 1e12,
+    )
+
+
+def _read_drive(name: str, fields: dict[str, Any]) -> DrivePreset:
+    sustained, endurance = fields.get("sustained_write_gb_per_s"), fields.get("endurance_tb")
+    return DrivePreset(
+        name=name,
+        title=fields["name"],
+        capacity_bytes=parse_bytes(fields["capacity"]),
+        read_bytes_per_second=fields["read_gb_per_s"] * 1e9,
+        write_bytes_per_second=fields["write_gb_per_s"] * 1e9,
+        sustained_write_bytes_per_second=None if sustained is None else sustained * 1e9,
+        cache_bytes=parse_bytes(fields["cache"]) if "cache" in fields else None,
+        endurance_bytes=None if endurance is None else round(endurance * 1e12),
+    )
+
+
+def _find(kind: str, name: str, presets: dict[str, Preset]) -> Preset:
+    exact = {_key(known): preset for known, preset in presets.items()}
+    if _key(name) in exact:
+        return exact[_key(name)]
+    parts = re.findall(r"[a-z0-9.]+", name.lower())
+    found = [
+        known
+        for known, preset in presets.items()
+        if parts and all(_key(part) in _key(known) + " " + _key(preset.title) for part in parts)
+    ]
+    if len(found) == 1:
+        return presets[found[0]]
+    if found:
+        raise UserError(f"{name!r} may be any of these {kind} presets: {', '.join(sorted(found))}. Name one of them.")
+    hint = did_you_mean(name.lower(), presets) or f" There are {', '.join(sorted(presets))}."
+    raise UserError(f"{name!r} is no {kind} preset.{hint}")
+
+
+def _key(name: str) -> str:
+    """A name without case and punctuation."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -1,0 +1,201 @@
+"""What one way of running a step costs: buffers counted, tasks listed, the list run on a clock.
+
+A list of hundreds of thousands of tasks takes seconds to simulate. For comparing candidates, micro-batches are merged
+until few enough are left: the same bytes and FLOPs in fewer tasks, buffers of activations in proportion.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from common.errors import UserError
+from fuyou.block_trace import BlockTrace
+from fuyou.deferral import interleaved
+from fuyou.keeping import Keeping, KeepingPlan, trace_block
+from fuyou.memory_plan import Batch, MemoryPlan, MemoryPlanner
+from fuyou.planner.machine import Machine
+from fuyou.planner.training import Training
+from fuyou.simulator import Rates, Simulation, simulate
+from fuyou.tasks import Resource, StepList
+
+#: Visits times micro-batches in a step that is only simulated to compare.
+_MOST_TASKS = 640
+#: Steps until one is like the next: two, and with deferred updates one more.
+_STEPS = 3
+NOTHING = Keeping((), 0)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way of running a step."""
+
+    micro_rows: int | None
+    """None takes what the memory plan prefers."""
+    deferred_fraction: float
+    keeping: Keeping = NOTHING
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a candidate comes to."""
+
+    candidate: Candidate
+    memory: MemoryPlan
+    step_seconds: float
+    busy: dict[Resource, float]
+    """Seconds of work in one step."""
+    tasks: StepList
+    """Of a step in the steady state, with the simulator's times."""
+    simulation: Simulation
+    kept_bytes: int
+    """Of one layer and micro-batch, as simulated."""
+    saved_flops: float
+    """Of recomputing all blocks' forward passes, what a step leaves out."""
+
+    @property
+    def bound(self) -> Resource:
+        """What is busy the longest."""
+        return max(self.busy, key=lambda resource: self.busy[resource])
+
+    @property
+    def bound_seconds(self) -> float:
+        """No schedule makes the step shorter than this."""
+        return max(self.busy.values())
+
+
+class Evaluator:
+    """Evaluates candidates for one training on one machine; each only once."""
+
+    def __init__(self, training: Training, machine: Machine):
+        self.training = training
+        self.machine = machine
+        self._keeping: dict[Keeping, KeepingPlan] = {}
+        self._known: dict[tuple[Candidate, bool], Evaluation | UserError] = {}
+
+    def evaluate(self, candidate: Candidate, *, merged: bool = True) -> Evaluation:
+        """Simulate ``candidate``; with ``merged`` micro-batches it is quick and a little off.
+
+        Raises:
+            UserError: it does not fit into memory; says how much would.
+        """
+        key = (candidate, merged)
+        if key not in self._known:
+            try:
+                self._known[key] = self._evaluate(candidate, merged)
+            except UserError as error:
+                self._known[key] = error
+        result = self._known[key]
+        if isinstance(result, UserError):
+            raise result
+        return result
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether it fits into memory."""
+        try:
+            self.memory(candidate)
+        except UserError:
+            return False
+        return True
+
+    def deferred(self, candidate: Candidate) -> frozenset[int]:
+        """Records whose updates wait for the next forward pass."""
+        return interleaved(self.training.shape, 1.0 if self.training.clips else candidate.deferred_fraction)
+
+    def keeping(self, candidate: Candidate) -> KeepingPlan:
+        """What ``candidate`` keeps for the backward pass, for any batch."""
+        wanted = candidate.keeping
+        if wanted not in self._keeping:
+            self._keeping[wanted] = KeepingPlan(
+                self.training.stack, self._kernels, self.training.shape.precision.dtype, wanted
+            )
+        return self._keeping[wanted]
+
+    @cached_property
+    def trace(self) -> BlockTrace | None:
+        """A block's operators; None where its family's code does not run without values."""
+        training = self.training
+        try:
+            return trace_block(training.stack, training.seq_len, self._kernels, training.shape.precision.dtype)
+        except Exception:
+            return None
+
+    @cached_property
+    def rates(self) -> Rates:
+        """The machine's, with the device's in FLOPs as the task list counts them: 2 per parameter and token."""
+        rates, training = self.machine.rates, self.training
+        if not self.machine.all_flops or self.trace is None:
+            return rates
+        listed = 2 * training.block_parameters / len(training.shape.blocks) * training.seq_len
+        return replace(rates, flops_per_second=rates.flops_per_second * listed / self.trace.flops())
+
+    def memory(self, candidate: Candidate) -> MemoryPlan:
+        """The buffers that ``candidate`` gets.
+
+        Raises:
+            UserError: they do not fit; says how much would.
+        """
+        training, machine, keeping = self.training, self.machine, self.keeping(candidate)
+        planner = MemoryPlanner(
+            training.shape, training.config, machine.device_bytes, machine.host_bytes, machine.cpu,
+            deferred=len(self.deferred(candidate)), kept_layers=len(keeping.layers),
+            kept_bytes=lambda batch: keeping.keep(batch.micro_rows, batch.seq_len).nbytes,
+        )  # fmt: skip
+        return planner.plan(training.rows, training.seq_len, candidate.micro_rows)
+
+    @property
+    def _kernels(self) -> str:
+        return "cpu" if self.machine.cpu else "cuda"
+
+    def _evaluate(self, candidate: Candidate, merged: bool) -> Evaluation:
+        training, memory = self.training, self.memory(candidate)
+        layers = len(training.shape.blocks)
+        plan = merge_micro_batches(memory, layers) if merged else memory
+        recomputation = self.keeping(candidate).recomputation(memory.batch.micro_rows, training.seq_len)
+        simulation, tasks = simulate(
+            training.shape, plan, self.rates, self.deferred(candidate), _STEPS, training.clips, recomputation
+        )
+        left_out = 1 - sum(recomputation.fraction(layer) for layer in range(layers)) / layers
+        again = (training.hardware_flops_per_token - training.model_flops_per_token) * training.tokens
+        return Evaluation(
+            candidate, memory, simulation.step_seconds(), busy_seconds(tasks, self.rates), tasks, simulation,
+            plan.kept_bytes, left_out * again,
+        )  # fmt: skip
+
+
+def merge_micro_batches(plan: MemoryPlan, layers: int) -> MemoryPlan:
+    """The same step in fewer, larger micro-batches, however large a device they would take."""
+    several, counts = plan.batch.micro_batches, plan.counts
+    wanted = max(1, _MOST_TASKS // (2 * layers))
+    if several < 2 * wanted:
+        return plan
+    batch = Batch(plan.batch.rows, plan.batch.seq_len, -(-plan.batch.rows // wanted))
+    factor = several / batch.micro_batches
+    everything = (layers + 2) * batch.micro_batches + 2
+    spills = bool(counts.host_activations)
+    merged = replace(
+        counts,
+        device_activations=max(4, int(counts.device_activations / factor)) if spills else everything,
+        host_activations=max(2, int(counts.host_activations / factor)) if spills else 0,
+        ssd_activations=everything if counts.ssd_activations else 0,
+        device_kept=max(2, round(counts.device_kept / factor)) if counts.device_kept else 0,
+        host_kept=max(2, round(counts.host_kept / factor)) if counts.host_kept else 0,
+        ssd_kept=layers * batch.micro_batches if counts.ssd_kept else 0,
+    )
+    return replace(
+        plan, batch=batch, counts=merged, activation_bytes=round(plan.activation_bytes * factor),
+        kept_bytes=round(plan.kept_bytes * factor),
+    )  # fmt: skip
+
+
+def busy_seconds(tasks: StepList, rates: Rates) -> dict[Resource, float]:
+    """Seconds for which the tasks of a step keep each resource busy: no step is shorter than the largest of them."""
+    moved = dict.fromkeys(Resource, 0.0)
+    for task in tasks.tasks:
+        moved[task.op.resource] += task.flops if task.op.resource is Resource.GPU else task.nbytes
+    return {
+        Resource.GPU: moved[Resource.GPU] / rates.flops_per_second,
+        Resource.HOST_TO_DEVICE: moved[Resource.HOST_TO_DEVICE] / rates.upload_bytes_per_second,
+        Resource.DEVICE_TO_HOST: moved[Resource.DEVICE_TO_HOST] / rates.download_bytes_per_second,
+        Resource.SSD: tasks.ssd_read_bytes() / rates.read_bytes_per_second
+        + tasks.ssd_written_bytes() / rates.write_bytes_per_second,
+        Resource.ADAM: moved[Resource.ADAM] / rates.adam_parameters_per_second,
+    }

@@ -1,0 +1,296 @@
+"""The scheme of the paper itself (Liao et al. 2024, arXiv:2403.06504), to compare with ours and with its figures.
+
+Differences from ours: 14 bytes of states and parameters per parameter, of which 30 move in a step (equations 4 and 7);
+one micro-batch per step; no update is deferred, and a step begins when the last update of the one before is on SSD;
+parameters are not cached from step to step; whole blocks are the unit of transfer and update; states have one slot.
+How many activations are kept follows equations 1 to 12 and table 2. The task list is the scheduler's all the same.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from common.units import format_bytes
+from fuyou.memory_plan import Batch, MemoryPlan
+from fuyou.planner.evaluate import busy_seconds
+from fuyou.planner.machine import Machine
+from fuyou.planner.plan import Plan, missing_space
+from fuyou.planner.training import Training
+from fuyou.records import Precision
+from fuyou.schedule import BatchShape, BufferCounts, Scheduler, StepShape
+from fuyou.simulator import Simulation, Simulator
+from fuyou.tasks import Op, Phase, StepList, Task
+
+#: Buffers of whole blocks that fill device memory: parameters and fp16 gradients, two of each, so that one moves while
+#: the other computes. (With three or five, the largest model on an RTX 4090 would not be the one that the paper names.)
+DEVICE_BUFFERS = BufferCounts(device_blocks=2, device_block_gradients=2, host_blocks=5, host_block_gradients=2)
+#: fp32 host buffers of whole blocks: the optimizer is "based on ZeRO-Infinity's", which holds four tensors of each group
+#: (parameter, gradient, mean, variance), for a group that is read, one that is updated, and one that is written.
+STATE_BUFFERS = 3 * 4
+#: Host memory of two Python processes with CUDA's libraries, and of the system.
+HOST_OVERHEAD_BYTES = 8 << 30
+#: Bytes per token and hidden unit of what one block saves for its backward pass: Korthikanti et al. 2022
+#: (arXiv:2205.05198), equation 1, attention by a fused kernel.
+SAVED_BYTES = 34
+#: Table 2: (output in units of b s h elements, FLOPs in units of b s h^2), first the layer of high priority.
+LINEAR_LAYERS = ((1, 8.0), (3, 6.0), (1, 2.0), (4, 8.0))
+#: Layers by which a swapped activation comes back before it is used.
+_PREFETCH = 2
+
+
+class PaperPrecision(Precision):
+    """fp16 parameters beside fp32 masters and moments."""
+
+    @property
+    def state_bytes(self) -> int:
+        return 12
+
+
+@dataclass(frozen=True)
+class Swap:
+    """How many activations are kept beyond block inputs: the paper's D_f."""
+
+    linears: tuple[int, ...] = ()
+    """For each of table 2's four layers, in how many blocks its output is kept."""
+    nbytes: int = 0
+    """Of a step."""
+    saved_flops: float = 0.0
+    coefficient: float = 0.0
+    """Part of all activations inside blocks (section 5.6)."""
+
+
+@dataclass(frozen=True)
+class PaperScheme:
+    """One training on one machine, as the paper runs it."""
+
+    training: Training
+    machine: Machine
+    overlaps: bool = True
+    """Whether updates run beside the backward pass (section 4.3); without it, gradients wait on SSD for them."""
+    update_buffers: int = 2
+    """Groups that the optimizer works on at once. Two let the update of one run beside I/O of another; one is serial."""
+
+    @property
+    def shape(self) -> StepShape:
+        precision = self.training.shape.precision
+        return replace(self.training.shape, precision=PaperPrecision(precision.dtype, precision.optimizer_dtype))
+
+    @property
+    def elements(self) -> int:
+        """All parameters, padding included: the paper's p."""
+        return sum(record.numel for record in self.training.shape.records)
+
+    @property
+    def ssd_bytes(self) -> int:
+        return 14 * self.elements + (0 if self.activations_on_host else self.activation_bytes * (self.layers + 2))
+
+    @property
+    def layers(self) -> int:
+        return len(self.training.shape.blocks)
+
+    @property
+    def hidden(self) -> int:
+        return int(self.training.config.get_text_config().hidden_size)
+
+    @property
+    def activation_bytes(self) -> int:
+        """Of one block's input."""
+        return 2 * self.training.tokens * self.hidden
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    @property
+    def device_bytes(self) -> int:
+        """Four buffers of a block, and what one block saves. Embedding and head pass through the same buffers."""
+        buffers = DEVICE_BUFFERS.device_blocks + DEVICE_BUFFERS.device_block_gradients
+        block = max(self.training.shape.records[index].numel for index in self.training.shape.blocks)
+        return buffers * block * 2 + SAVED_BYTES * self.training.tokens * self.hidden
+
+    @property
+    def buffer_host_bytes(self) -> int:
+        """Page-locked buffers, which PyTorch rounds up to a power of two, and what the processes take."""
+        block = max(self.training.shape.records[index].numel for index in self.training.shape.blocks)
+        halves = DEVICE_BUFFERS.host_blocks + DEVICE_BUFFERS.host_block_gradients
+        return STATE_BUFFERS * _power_of_two(4 * block) + halves * _power_of_two(2 * block) + HOST_OVERHEAD_BYTES
+
+    @property
+    def activations_on_host(self) -> bool:
+        """Section 4.4: activations stay in host memory where there is room."""
+        inputs = (self.layers + 1) * self.activation_bytes
+        return self.buffer_host_bytes + inputs + self.swap().nbytes <= self.machine.host_bytes
+
+    def missing(self) -> tuple[str, ...]:
+        """What the machine lacks."""
+        lacks = []
+        for what, needed, there in (
+            ("device", self.device_bytes, self.machine.device_bytes),
+            ("host", self.buffer_host_bytes, self.machine.host_bytes),
+        ):
+            if needed > there:
+                lacks.append(f"It takes {format_bytes(needed)} of {what} memory, and there are {format_bytes(there)}.")
+        return (*lacks, *missing_space(14 * self.elements, self.machine))
+
+    # -- equations 1 to 12 --------------------------------------------------------------------------------------------
+
+    def swap(self) -> Swap:
+        """The amount of activations to swap: of all beginnings of the list of priorities the one with least T_iter."""
+        best, least = Swap((0,) * len(LINEAR_LAYERS)), self.iteration_seconds(0, 0.0)
+        for swap in self._swaps():
+            seconds = self.iteration_seconds(swap.nbytes, swap.saved_flops)
+            if seconds < least:
+                best, least = swap, seconds
+        return best
+
+    def iteration_seconds(self, swapped: float, saved_flops: float) -> float:
+        """Equation 1, with equations 2 to 8; ``swapped`` is D_f without the block inputs."""
+        rates, p = self.machine.rates, float(self.elements)
+        link = min(rates.upload_bytes_per_second, rates.download_bytes_per_second)
+        moved = swapped + self.layers * self.activation_bytes
+        compute = self.forward_flops / rates.flops_per_second  # T_f^comp
+        forward = max(
+            compute,
+            max(2 * p, moved) / link,  # (3)
+            2 * p / rates.read_bytes_per_second + moved / rates.write_bytes_per_second,  # (4)
+        )
+        recompute = (self.forward_flops - saved_flops) / rates.flops_per_second  # RC(D_f)
+        backward = max(
+            2 * compute + recompute,  # (8)
+            p / rates.adam_parameters_per_second,
+            (2 * p + moved) / link,  # (6)
+            (14 * p + moved) / rates.read_bytes_per_second + 14 * p / rates.write_bytes_per_second,  # (7)
+        )
+        return forward + backward
+
+    @property
+    def forward_flops(self) -> float:
+        blocks = sum(self.training.shape.records[index].parameter_count for index in self.training.shape.blocks)
+        return 2.0 * blocks * self.training.tokens
+
+    def _swaps(self) -> Iterator[Swap]:
+        tokens, hidden = self.training.tokens, self.hidden
+        everything = self.layers * sum(width for width, _ in LINEAR_LAYERS)
+        blocks, units, flops = [0] * len(LINEAR_LAYERS), 0, 0.0
+        for number, (width, cost) in enumerate(LINEAR_LAYERS):
+            for _ in range(self.layers):
+                blocks[number] += 1
+                units += width
+                flops += cost * tokens * hidden**2
+                yield Swap(tuple(blocks), units * tokens * hidden * 2, flops, units / everything)
+
+    # -- the task list ------------------------------------------------------------------------------------------------
+
+    def memory(self) -> MemoryPlan:
+        """Buffers as the scheduler counts them: one micro-batch, whole blocks."""
+        training = self.training
+        inputs = self.layers + 3
+        counts = replace(
+            DEVICE_BUFFERS, device_activations=6, host_activations=inputs if self.activations_on_host else 6,
+            ssd_activations=0 if self.activations_on_host else inputs,
+        )  # fmt: skip
+        largest = max(record.numel for record in training.shape.records)
+        host = self.buffer_host_bytes
+        if self.activations_on_host:
+            host += inputs * self.activation_bytes + self.swap().nbytes
+        return MemoryPlan(
+            counts, Batch(training.rows, training.seq_len, training.rows), self.update_buffers, largest,
+            self.activation_bytes, 0, training.seq_len, False, False,
+            SAVED_BYTES * training.tokens * self.hidden, self.device_bytes, host,
+        )  # fmt: skip
+
+    def simulate(self, swap: Swap | None = None, steps: int = 3) -> tuple[Simulation, StepList]:
+        """Consecutive steps, and the tasks of the last.
+
+        Args:
+            swap: how much is swapped; None takes what the equations say.
+        """
+        swap = self.swap() if swap is None else swap
+        plan, shape, rates = self.memory(), self.shape, self.machine.rates
+        deferred = () if self.overlaps else [record.index for record in shape.records]
+        scheduler = Scheduler(shape, plan.counts, single_slot=True, deferred=deferred)
+        batch = BatchShape(1, plan.activation_bytes, plan.batch.mean_tokens)
+        swapping = _Swapping(self, swap)
+        lists = []
+        for number in range(1, steps + 1):
+            step = scheduler.training_step(number, batch, commit=False)
+            swapping.add(step)
+            if not self.overlaps:
+                step.tasks += scheduler.flush(number, commit=False).tasks
+            step.tasks.remove(_step_end(step))
+            step.tasks.append(_step_end(step))
+            _step_end(step).after = list(step.tasks[:-1])  # the next step begins when this one is over
+            lists.append(step)
+        simulator = Simulator(shape.records, shape.precision, rates, self.update_buffers, plan.chunk_elements)
+        return simulator.run(lists), lists[-1]
+
+    def plan(self) -> Plan:
+        """As :func:`fuyou.planner.plan` gives it for our scheme."""
+        missing = self.missing()
+        if missing:
+            return Plan(self.training, self.machine, "fuyou", missing, ssd_bytes=self.ssd_bytes)
+        swap, memory = self.swap(), self.memory()
+        simulation, tasks = self.simulate(swap)
+        return Plan(
+            self.training, self.machine, "fuyou", memory=memory, kept_activation_bytes=swap.nbytes,
+            step_seconds=simulation.step_seconds(), busy=busy_seconds(tasks, self.machine.rates), tasks=tasks,
+            simulation=simulation, saved_flops=swap.saved_flops, ssd_bytes=self.ssd_bytes,
+            device_peak_bytes=memory.device_bytes, host_peak_bytes=memory.host_bytes,
+        )  # fmt: skip
+
+
+class _Swapping:
+    """Adds the traffic of swapped activations to a step's tasks, and takes off the recomputation that they save."""
+
+    def __init__(self, scheme: PaperScheme, swap: Swap):
+        self._swap = swap
+        self._to_ssd = not scheme.activations_on_host
+        tokens, hidden = scheme.training.tokens, scheme.hidden
+        self._bytes = [0] * scheme.layers
+        self._flops = [0.0] * scheme.layers
+        for (width, cost), blocks in zip(LINEAR_LAYERS, swap.linears, strict=False):
+            for layer in range(blocks):
+                self._bytes[layer] += 2 * width * tokens * hidden
+                self._flops[layer] += cost * tokens * hidden**2
+
+    def add(self, step: StepList) -> None:
+        """Put the tasks where they belong in the order of the list."""
+        away: dict[int, Task] = {}
+        leaving: list[Task] = []  # one block behind, or a block's input would queue behind what the last one kept
+        backward: list[Task] = []
+        tasks: list[Task] = []
+        for task in step.tasks:
+            layer = task.visit.layer if task.op is Op.COMPUTE and task.visit else -1
+            phase = task.visit.phase if task.visit else None
+            swapped = self._bytes[layer] if phase in (Phase.BLOCK_FORWARD, Phase.BLOCK_BACKWARD) else 0
+            if swapped and phase is Phase.BLOCK_BACKWARD:
+                task.flops -= self._flops[layer]
+                before = backward[-_PREFETCH:][:1]
+                back = [away[layer], *before]
+                if self._to_ssd:
+                    tasks.append(_activation(Op.ACTIVATION_READ, back, swapped, task))
+                    back = [tasks[-1]]
+                tasks.append(_activation(Op.ACTIVATION_UPLOAD, back, swapped, task))
+                task.after.append(tasks[-1])
+            tasks.append(task)
+            if task.op is Op.COMPUTE:
+                tasks += leaving
+                leaving = []
+            if phase is Phase.BLOCK_BACKWARD:
+                backward.append(task)
+            if swapped and phase is Phase.BLOCK_FORWARD:
+                leaving = [_activation(Op.ACTIVATION_DOWNLOAD, [task], swapped, task)]
+                if self._to_ssd:
+                    leaving.append(_activation(Op.ACTIVATION_WRITE, leaving[:1], swapped, task))
+                away[layer] = leaving[-1]
+        step.tasks = tasks
+
+
+def _activation(op: Op, after: list[Task], nbytes: int, of: Task) -> Task:
+    return Task(op, after, nbytes=nbytes, step=of.step, record=of.record, visit=of.visit, micro=0)
+
+
+def _step_end(step: StepList) -> Task:
+    assert step.end is not None
+    return step.end
+
+
+def _power_of_two(nbytes: int) -> int:
+    return 1 << (nbytes - 1).bit_length()

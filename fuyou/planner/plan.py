@@ -1,0 +1,259 @@
+"""The plan: how a step is best run on a machine, and what it comes to."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from common.errors import UserError
+from common.units import format_bytes
+from fuyou.keeping import Keeping, keepable
+from fuyou.memory_plan import MemoryPlan
+from fuyou.planner.evaluate import NOTHING, Candidate, Evaluation, Evaluator
+from fuyou.planner.machine import Machine
+from fuyou.planner.training import Training
+from fuyou.simulator import Simulation
+from fuyou.tasks import Resource, StepList
+
+#: Fractions of the blocks whose updates may wait for the next forward pass. More than a half never helps: the forward
+#: pass is a quarter of the work.
+FRACTIONS = (1 / 8, 1 / 4, 1 / 16, 3 / 16, 3 / 8, 1 / 2)
+#: A step within this of its largest bound has nothing to gain from any other schedule.
+NEAR = 1.005
+#: Gains below this part of a step are not worth other costs (gradients that wait take host memory).
+WORTH = 0.002
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will take and how fast it will be. Of a run that does not fit: what is missing."""
+
+    training: Training
+    machine: Machine
+    scheme: str = "ours"
+    """``ours``, or ``fuyou``: the paper's."""
+    missing: tuple[str, ...] = ()
+    """What it lacks, in sentences; empty if it fits."""
+    memory: MemoryPlan | None = None
+    deferred_fraction: float = 0.0
+    kept_activation_bytes: int = 0
+    """Of one step, beyond the blocks' inputs."""
+    step_seconds: float = 0.0
+    busy: dict[Resource, float] = field(default_factory=dict)
+    """Seconds of work in one step, by resource."""
+    tasks: StepList | None = None
+    """Of a step in the steady state, with the simulator's times."""
+    simulation: Simulation | None = None
+    """When what worked."""
+    saved_flops: float = 0.0
+    """Of a step's recomputation of all blocks, what it leaves out."""
+    ssd_bytes: int = 0
+    device_peak_bytes: int = 0
+    host_peak_bytes: int = 0
+
+    @property
+    def fits(self) -> bool:
+        return not self.missing
+
+    @property
+    def bound(self) -> Resource:
+        """What keeps the step from being shorter."""
+        return max(self.busy, key=lambda resource: self.busy[resource])
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.training.tokens / self.step_seconds
+
+    @property
+    def flops_per_second(self) -> float:
+        """Recomputation not counted."""
+        return self.tokens_per_second * self.training.model_flops_per_token
+
+    @property
+    def hardware_flops_per_second(self) -> float:
+        """Recomputation counted, as far as it is done."""
+        done = self.training.tokens * self.training.hardware_flops_per_token - self.saved_flops
+        return done / self.step_seconds
+
+    @property
+    def read_bytes(self) -> int:
+        """From SSD, per step."""
+        return self.tasks.ssd_read_bytes() if self.tasks else 0
+
+    @property
+    def written_bytes(self) -> int:
+        """To SSD, per step."""
+        return self.tasks.ssd_written_bytes() if self.tasks else 0
+
+    @property
+    def written_bytes_per_day(self) -> float:
+        return self.written_bytes * 86400 / self.step_seconds
+
+    @property
+    def drive_days(self) -> float | None:
+        """Days of training after which the drives have taken what their maker warrants; None if nobody says."""
+        if self.machine.endurance_bytes is None or not self.written_bytes:
+            return None
+        return self.machine.endurance_bytes / self.written_bytes_per_day
+
+    @property
+    def gpu_bound_tokens(self) -> float:
+        """Tokens per step from which the GPU is the bound, T*: all else takes as long however many there are."""
+        return gpu_bound_tokens(self.training, self.machine)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON has it. What is not known of a run that does not fit is None."""
+        batch = self.memory.batch if self.memory else None
+        known = self.memory is not None and self.step_seconds > 0
+
+        def number(value: Any) -> Any:
+            return value if known else None
+
+        return {
+            "model": self.training.name,
+            "scheme": self.scheme,
+            "fits": self.fits,
+            "missing": list(self.missing),
+            "parameters": self.training.parameters,
+            "batch_size": self.training.rows,
+            "seq_len": self.training.seq_len,
+            "device": self.machine.device,
+            "drives": self.machine.drives,
+            "drive_count": self.machine.drive_count,
+            "step_seconds": number(self.step_seconds),
+            "tokens_per_second": number(known and self.tokens_per_second),
+            "flops_per_second": number(known and self.flops_per_second),
+            "hardware_flops_per_second": number(known and self.hardware_flops_per_second),
+            "bound": number(known and self.bound.value),
+            "bound_seconds": number({resource.value: seconds for resource, seconds in self.busy.items()}),
+            "device_peak_bytes": number(self.device_peak_bytes),
+            "host_peak_bytes": number(self.host_peak_bytes),
+            "ssd_bytes": self.ssd_bytes,
+            "ssd_read_bytes_per_step": number(self.read_bytes),
+            "ssd_written_bytes_per_step": number(self.written_bytes),
+            "ssd_written_bytes_per_day": number(known and self.written_bytes_per_day),
+            "drive_life_days": number(known and self.drive_days),
+            "micro_batch": batch and batch.micro_rows,
+            "micro_batches": batch and batch.micro_batches,
+            "deferred_fraction": number(self.deferred_fraction),
+            "kept_activation_bytes": number(self.kept_activation_bytes),
+            "gpu_bound_tokens": self.gpu_bound_tokens,
+            "assumptions": list(self.machine.assumptions),
+        }
+
+
+def gpu_bound_tokens(training: Training, machine: Machine) -> float:
+    """T*: tokens per step from which computing takes longer than everything that does not depend on the batch.
+
+    ``T* = peak / 8 x max(14/R + 12/W, 1/adam)`` for states of 10 bytes beside parameters of 2, with R and W the rates
+    of all drives together; 8 FLOPs per parameter and token are forward, recomputation and backward. Deferral has to
+    spread the traffic evenly over the step for that.
+    """
+    precision, rates = training.shape.precision, machine.rates
+    written = precision.parameter_bytes + precision.state_bytes
+    seconds_per_parameter = max(
+        (written + precision.parameter_bytes) / rates.read_bytes_per_second + written / rates.write_bytes_per_second,
+        1 / rates.adam_parameters_per_second,
+    )
+    return rates.flops_per_second / 8 * seconds_per_parameter
+
+
+def plan(training: Training, machine: Machine) -> Plan:
+    """The fastest way to run ``training`` on ``machine`` that fits, by simulation of the task lists that would be run.
+
+    A run that does not fit gives a plan that says what is missing.
+    """
+    evaluator = Evaluator(training, machine)
+    try:
+        best = search(evaluator)
+    except UserError as error:
+        return Plan(training, machine, missing=(str(error),), ssd_bytes=training.record_bytes)
+    if best.memory.batch.micro_batches > 1:
+        best = evaluator.evaluate(best.candidate, merged=False)
+    needed = ssd_bytes(evaluator, best)
+    missing = missing_space(needed, machine)
+    return Plan(
+        training, machine, missing=missing, memory=best.memory,
+        deferred_fraction=1.0 if training.clips else best.candidate.deferred_fraction,
+        kept_activation_bytes=best.tasks.kept_bytes(best.kept_bytes), step_seconds=best.step_seconds, busy=best.busy,
+        tasks=best.tasks, simulation=best.simulation, saved_flops=best.saved_flops, ssd_bytes=needed,
+        device_peak_bytes=best.memory.device_bytes, host_peak_bytes=best.memory.host_bytes,
+    )  # fmt: skip
+
+
+def search(evaluator: Evaluator) -> Evaluation:
+    """The candidate with the shortest step.
+
+    Micro-batches first, then how much to defer: bounds do not depend on either, so the search ends as soon as a step
+    comes close to its largest bound.
+
+    Raises:
+        UserError: no candidate fits; says how much would.
+    """
+    training = evaluator.training
+    fraction, keeping = training.deferred_fraction or 0.0, training.keeping or NOTHING
+    best = evaluator.evaluate(Candidate(training.micro_batch, fraction, keeping))
+    if training.micro_batch is None:
+        taken = best.memory.batch.micro_rows
+        for rows in {max(1, -(-taken // 2)), max(1, -(-taken // 4)), min(training.rows, 2 * taken)} - {taken}:
+            best = _better(evaluator, best, Candidate(rows, fraction, keeping))
+    best = evaluator.evaluate(Candidate(best.memory.batch.micro_rows, fraction, keeping))
+    if training.deferred_fraction is None and not training.clips:
+        for fraction in FRACTIONS:
+            best = _better(evaluator, best, replace(best.candidate, deferred_fraction=fraction))
+    if training.keeping is None and evaluator.trace is not None:
+        best = _search_keeping(evaluator, best)
+    return best
+
+
+def _search_keeping(evaluator: Evaluator, best: Evaluation) -> Evaluation:
+    """More and more operator outputs, those that save the most computing per byte first, while steps get shorter.
+
+    Outputs of all blocks first; then, around the best, of some of them.
+    """
+    if best.bound is not Resource.GPU or evaluator.trace is None:
+        return best
+    layers, operators = len(evaluator.training.shape.blocks), ()
+    choices = []
+    for output in keepable(evaluator.trace).outputs:
+        operators = (*operators, (output.operator, output.ordinal))
+        if output.saved_flops > 0:
+            choices.append(operators)
+    taken = 0
+    for number, operators in enumerate(choices, 1):
+        better = _better(evaluator, best, replace(best.candidate, keeping=Keeping(operators, layers)))
+        if better is best:
+            break
+        best, taken = better, number
+    for operators in choices[max(0, taken - 1) : taken + 1]:
+        for quarters in (1, 2, 3):
+            keeping = Keeping(operators, max(1, layers * quarters // 4))
+            best = _better(evaluator, best, replace(best.candidate, keeping=keeping))
+    return best
+
+
+def _better(evaluator: Evaluator, best: Evaluation, candidate: Candidate) -> Evaluation:
+    """``candidate`` if it makes a shorter step, else ``best``. Not tried where nothing is to be gained."""
+    nothing_to_gain = best.step_seconds <= NEAR * best.bound_seconds and candidate.keeping == best.candidate.keeping
+    if nothing_to_gain or not evaluator.fits(candidate):
+        return best
+    other = evaluator.evaluate(candidate)
+    return other if other.step_seconds < (1 - WORTH) * best.step_seconds else best
+
+
+def ssd_bytes(evaluator: Evaluator, evaluation: Evaluation) -> int:
+    """Room that a run takes on SSD: records in all slots, activations, gradients that wait there."""
+    training, memory = evaluator.training, evaluation.memory
+    total = training.record_bytes + memory.counts.ssd_activations * memory.activation_bytes
+    total += memory.counts.ssd_kept * memory.kept_bytes
+    if memory.held_gradients < len(evaluator.deferred(evaluation.candidate)):
+        total += sum(record.numel for record in training.shape.records) * training.shape.precision.gradient_bytes
+    return total
+
+
+def missing_space(needed: int, machine: Machine) -> tuple[str, ...]:
+    """What the drives lack."""
+    if machine.store_bytes is None or needed <= machine.store_bytes:
+        return ()
+    return (
+        f"The run takes {format_bytes(needed)} on SSD, and there are {format_bytes(machine.store_bytes)}. Add drives, "
+        "or give up protection against crashes with --single-slot, which takes half.",
+    )

@@ -1,0 +1,103 @@
+"""What is to be trained, as far as a plan needs to know it: no weights, no device, no drive."""
+
+import os
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PreTrainedConfig
+
+from common.models.flops import hardware_flops_per_token, model_flops_per_token
+from common.models.meta import build_meta_model
+from common.models.presets import load_config
+from fuyou.keeping import Keeping
+from fuyou.model_records import model_records
+from fuyou.records import Precision
+from fuyou.schedule import StepShape
+from fuyou.stack import StreamedModel
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model, a batch, and what the user has decided already."""
+
+    name: str
+    config: PreTrainedConfig
+    stack: StreamedModel
+    """The model, on the meta device."""
+    shape: StepShape
+    rows: int
+    """Sequences per step."""
+    seq_len: int
+    model_flops_per_token: float
+    """Recomputation not counted."""
+    hardware_flops_per_token: float
+    """Every block's forward pass counted twice."""
+    clips: bool = False
+    """Whether gradients are clipped by their global norm: every update then waits until it is known."""
+    single_slot: bool = False
+    micro_batch: int | None = None
+    """Sequences that are computed at once; None leaves it to the planner."""
+    deferred_fraction: float | None = None
+    """None leaves it to the planner."""
+    keeping: Keeping | None = None
+    """Which operator outputs are kept for the backward pass; None leaves it to the planner."""
+
+    @property
+    def block_parameters(self) -> int:
+        """In all blocks together."""
+        return sum(self.shape.records[index].parameter_count for index in self.shape.blocks)
+
+    @property
+    def parameters(self) -> int:
+        return sum(record.parameter_count for record in self.shape.records)
+
+    @property
+    def tokens(self) -> int:
+        """Of one step."""
+        return self.rows * self.seq_len
+
+    def with_batch(self, rows: int) -> "Training":
+        """The same with another number of sequences per step."""
+        return replace(self, rows=rows)
+
+    @property
+    def record_bytes(self) -> int:
+        """What parameters and states take on SSD, in all slots."""
+        precision = self.shape.precision
+        elements = sum(record.numel for record in self.shape.records)
+        return elements * (precision.parameter_bytes + precision.state_bytes) * (1 if self.single_slot else 2)
+
+
+def training(
+    model: str | os.PathLike[str] | PreTrainedConfig,
+    rows: int,
+    seq_len: int,
+    *,
+    precision: Precision | None = None,
+    clips: bool = False,
+    single_slot: bool = False,
+    micro_batch: int | None = None,
+    deferred_fraction: float | None = None,
+) -> Training:
+    """Look at a model without its weights: half a second for 160 layers.
+
+    Args:
+        model: checkpoint directory, preset name, or transformers configuration.
+        rows, seq_len: of a batch.
+        precision: None computes in bf16 with fp32 moments.
+
+    Raises:
+        UserError: no such model, or one that cannot be streamed.
+    """
+    precision = precision or Precision(torch.bfloat16, torch.float32)
+    config, _ = load_config(model)
+    meta = build_meta_model(config, dtype=precision.dtype)
+    stack = StreamedModel(meta, torch.device("cpu"))
+    shape = model_records(stack, precision)
+    name = os.fspath(model) if not isinstance(model, PreTrainedConfig) else type(meta).__name__
+    return Training(
+        name, config, stack, shape, rows, seq_len, model_flops_per_token(meta, seq_len),
+        hardware_flops_per_token(meta, seq_len), clips, single_slot, micro_batch, deferred_fraction,
+    )  # fmt: skip

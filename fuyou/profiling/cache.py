@@ -1,0 +1,105 @@
+"""Profiles of earlier runs, one small JSON file per machine, model shape and micro-batch."""
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+from common.hardware import cpu_count
+from fuyou.devices import Device
+from fuyou.emulated import EmulatedDevice
+from fuyou.profiling.measure import Workload, measure, versions
+from fuyou.profiling.profile import FORMAT, Profile
+
+CACHE_VARIABLE = "FINETUNE_CACHE"
+"""Environment variable: another directory for what is kept between runs."""
+MAX_AGE_SECONDS = 30 * 86400.0
+"""Drives fill up and wear, drivers change: older profiles are measured again."""
+
+
+def cache_directory() -> Path:
+    """Where profiles are kept: ``$FINETUNE_CACHE``, else ``$XDG_CACHE_HOME/finetune``, else ``~/.cache/finetune``."""
+    own = os.environ.get(CACHE_VARIABLE)
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finetune"
+
+
+def load_or_measure(workload: Workload, device: Device) -> Profile:
+    """The kept profile of this workload on this machine; measured, and kept, if there is none that can be used."""
+    return load(workload, device) or save(measure(workload, device), workload, device)
+
+
+def load(workload: Workload, device: Device) -> Profile | None:
+    """The kept profile, or None if there is none, it is too old, or its file is damaged."""
+    key = describe(workload, device)
+    try:
+        content = json.loads(profile_path(key).read_text(encoding="utf-8"))
+        if content["format"] != FORMAT or content["key"] != key:
+            return None
+        profile = Profile.from_dict(content["profile"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return profile if 0 <= time.time() - profile.measured_at < MAX_AGE_SECONDS else None
+
+
+def save(profile: Profile, workload: Workload, device: Device) -> Profile:
+    """Keep ``profile``, and return it. A directory that cannot be written to costs the next run its measurement."""
+    key = describe(workload, device)
+    path = profile_path(key)
+    beside = path.with_suffix(f".{os.getpid()}.tmp")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(json.dumps({"format": FORMAT, "key": key, "profile": profile.to_dict()}, indent=1))
+        beside.replace(path)
+    return profile
+
+
+def profile_path(key: dict[str, Any]) -> Path:
+    """The file for :func:`describe`'s key."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return cache_directory() / "profiles" / f"{digest[:24]}.json"
+
+
+def describe(workload: Workload, device: Device) -> dict[str, Any]:
+    """Everything that a profile depends on, as JSON can carry it."""
+    # By name of the device, where the directories lie, and what the configuration says beside the depth and the name.
+    config = {
+        name: value
+        for name, value in workload.config.to_dict().items()
+        if name not in ("num_hidden_layers", "n_layer", "_name_or_path", "layer_types", "transformers_version")
+    }
+    shape = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
+    return {
+        "device": device.name,
+        "pace": str(device.spec.pace) if isinstance(device, EmulatedDevice) else "",
+        "processor": _processor(),
+        "processors": cpu_count(),
+        "drives": sorted(_drive(path) for path in workload.directories),
+        "shape": shape,
+        "precision": [str(workload.precision.dtype), str(workload.precision.optimizer_dtype)],
+        "rows": workload.rows,
+        "seq_len": workload.seq_len,
+        "head_columns": workload.head_columns,
+        "chunk_elements": workload.chunk_elements,
+        "versions": versions(),
+    }
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in ("model name", "Hardware", "Model"):
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _drive(directory: Path) -> str:
+    """The block device that a directory lies on."""
+    number = directory.stat().st_dev
+    return f"{os.major(number)}:{os.minor(number)}"
