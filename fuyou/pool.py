@@ -37,10 +37,13 @@ class Pool:
         name: for messages.
         count: number of buffers.
         next_use: position of an object's next use, or :data:`NEVER`.
+        spare_newest: whether the object that came last stays as long as another can leave in its place. What has just
+            been made cannot leave before it is there, and whoever needs its buffer would wait for all of that.
     """
 
-    def __init__(self, name: str, count: int, next_use: Callable[[Hashable], float]):
+    def __init__(self, name: str, count: int, next_use: Callable[[Hashable], float], spare_newest: bool = False):
         self.name = name
+        self._spare_newest, self._newest = spare_newest, -1
         self.slots = [Slot() for _ in range(count)]
         self._next_use = next_use
         self._where: dict[Hashable, int] = {}
@@ -57,12 +60,13 @@ class Pool:
         calls :meth:`fill`.
         """
         held = set(pinned)
-        best, best_rank = -1, (-1.0, 0.0)
+        best, best_rank = -1, (False, -1.0, 0.0)
         for index, slot in enumerate(self.slots):
             if slot.key is not None and slot.key in held:
                 continue
             use = NEVER if slot.key is None else self._next_use(slot.key)
-            rank = (use, -float(slot.touched))  # needed latest; among equals, idle the longest
+            spared = self._spare_newest and index == self._newest and use != NEVER
+            rank = (not spared, use, -float(slot.touched))  # needed latest; among equals, idle the longest
             if best < 0 or rank > best_rank:
                 best, best_rank = index, rank
         if best < 0:
@@ -72,13 +76,14 @@ class Pool:
         if leaving is not None:
             del self._where[leaving]
             slot.key = None
-        return best, leaving if best_rank[0] != NEVER else None
+        return best, leaving if best_rank[1] != NEVER else None
 
     def fill(self, index: int, key: Hashable, ready: Task) -> None:
         """Record that ``ready`` puts ``key`` into buffer ``index``; earlier users are waited for by then."""
         slot = self.slots[index]
         slot.key, slot.ready, slot.users = key, ready, []
         self._where[key] = index
+        self._newest = index
         self.touch(index)
 
     def use(self, index: int, task: Task) -> None:
