@@ -190,9 +190,7 @@ class DataPlane:
             regions.append(region)
         return SharedRegions(offset, regions[0], regions[1])
 
-    def _make_scratch(
-        self, spill_gradients: bool
-    ) -> tuple[Store | None, dict[Activation, list[Extent]], list[Extent]]:
+    def _make_scratch(self, spill_gradients: bool) -> tuple[Store | None, dict[Activation, list[Extent]], list[Extent]]:
         layout, counts = Layout(len(self._scratch_directories)), self.plan.counts
         activations = {
             kind: [layout.allocate("activations", self._activation_bytes[kind]) for _ in range(count)]

@@ -3,7 +3,7 @@
 A block's input is always kept, and the rest of its forward pass is computed again. Keeping an output beyond that saves
 what only it is made from, and costs its bytes on the way out and back. Fuyou's swap benefit factor (equation 12: FLOPs
 over swap time, by a table of a GPT's four linear layers) is taken here from the operators that a block of any model
-runs, and from what a recomputation needs anyway: a result that the backward pass never reads costs nothing to leave out.
+runs, and from what a recomputation needs anyway: leaving out a result that the backward pass never reads costs nothing.
 """
 
 import math

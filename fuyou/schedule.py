@@ -97,6 +97,10 @@ class Recomputation:
         return 1.0 - (self.saved if layer in self.layers else self.unneeded)
 
 
+#: Everything is computed again.
+FULL_RECOMPUTATION = Recomputation()
+
+
 class Scheduler:
     """Builds step after step; what one step leaves in the buffers, the next one starts from.
 
@@ -120,7 +124,7 @@ class Scheduler:
         slot: int = 0,
         deferred: Collection[int] = (),
         hold: bool = False,
-        recomputation: Recomputation = Recomputation(),
+        recomputation: Recomputation = FULL_RECOMPUTATION,
     ):
         self.shape = shape
         self.counts = counts
@@ -574,7 +578,12 @@ class ActivationPools:
 
     def _emit(self, op: Op, after: list[Task], **fields: int) -> Task:
         task = Task(
-            op, after, step=self._list.step, nbytes=self._bytes, activation=self._activation, **fields  # type: ignore[arg-type]
+            op,
+            after,
+            step=self._list.step,
+            nbytes=self._bytes,
+            activation=self._activation,
+            **fields,  # type: ignore[arg-type]
         )
         self._list.tasks.append(task)
         return task

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from fuyou.memory_plan import MemoryPlan
 from fuyou.records import Precision, Record
-from fuyou.schedule import BatchShape, Recomputation, Scheduler, StepShape
+from fuyou.schedule import FULL_RECOMPUTATION, BatchShape, Recomputation, Scheduler, StepShape
 from fuyou.tasks import SSD_READS, Op, Resource, StepList, Task
 
 #: I/O moves in pieces of at most this size: the stripe of the store.
@@ -318,7 +318,7 @@ class Simulator:
 
 def simulate(
     shape: StepShape, plan: MemoryPlan, rates: Rates, deferred: Collection[int] = (), steps: int = 6,
-    recomputation: Recomputation = Recomputation(),
+    recomputation: Recomputation = FULL_RECOMPUTATION,
 ) -> tuple[Simulation, StepList]:  # fmt: skip
     """Steps of this model with these buffers, and the task list of the last one."""
     scheduler = Scheduler(shape, plan.counts, deferred=deferred, recomputation=recomputation)

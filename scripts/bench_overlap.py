@@ -154,7 +154,13 @@ def main(
     try:
         for size in batch:
             row = measure(
-                ssd, size, tflops, float(parse_bytes(read)), float(parse_bytes(write)), parse_bytes(host_memory), steps,
+                ssd,
+                size,
+                tflops,
+                float(parse_bytes(read)),
+                float(parse_bytes(write)),
+                parse_bytes(host_memory),
+                steps,
                 parse_bytes(kept),
             )
             rows.append(row)
