@@ -266,7 +266,8 @@ def _flops(function: Any, args: Any, kwargs: Any, result: Any) -> float:
 
 
 def _has_custom_function(result: torch.Tensor) -> bool:
-    todo, seen = [result.grad_fn], set()
+    todo: list[Any] = [result.grad_fn]
+    seen: set[Any] = set()
     while todo:
         node = todo.pop()
         if node is not None and node not in seen:

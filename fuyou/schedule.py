@@ -97,6 +97,10 @@ class Recomputation:
         return 1.0 - (self.saved if layer in self.layers else self.unneeded)
 
 
+#: Everything is computed again.
+FULL_RECOMPUTATION = Recomputation()
+
+
 class Scheduler:
     """Builds step after step; what one step leaves in the buffers, the next one starts from.
 
@@ -123,7 +127,7 @@ class Scheduler:
         deferred: Collection[int] = (),
         hold: bool = False,
         resident: Collection[int] = (),
-        recomputation: Recomputation = Recomputation(),
+        recomputation: Recomputation = FULL_RECOMPUTATION,
     ):
         self.shape = shape
         self.counts = counts
@@ -502,8 +506,8 @@ class ActivationPools:
         self, activation: Activation, device: int, host: int, ssd: int, arguments: Callable[[Visit, int], Arguments]
     ):
         self._activation, self._arguments = activation, arguments
-        self._device = Pool(f"device activations ({activation.value})", device, self._next_use)
-        self._host = Pool(f"host activations ({activation.value})", host, self._next_use)
+        self._device = Pool(f"device activations ({activation.value})", device, self._next_use, True)
+        self._host = Pool(f"host activations ({activation.value})", host, self._next_use, True)
         self._ssd_free = list(range(ssd))
         self._ssd: dict[Hashable, tuple[int, Task]] = {}
         self._uses: dict[Hashable, list[int]] = {}

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from fuyou.intervals import Interval
 from fuyou.memory_plan import MemoryPlan
 from fuyou.records import Precision, Record
-from fuyou.schedule import BatchShape, Recomputation, Scheduler, StepShape
+from fuyou.schedule import FULL_RECOMPUTATION, BatchShape, Recomputation, Scheduler, StepShape
 from fuyou.tasks import SSD_READS, Op, Resource, StepList, Task
 
 #: I/O moves in pieces of at most this size: the stripe of the store.
@@ -349,7 +349,7 @@ def simulate(
     deferred: Collection[int] = (),
     steps: int = 6,
     hold: bool = False,
-    recomputation: Recomputation = Recomputation(),
+    recomputation: Recomputation = FULL_RECOMPUTATION,
 ) -> tuple[Simulation, StepList]:
     """Steps of this model with these buffers, and the task list of the last one.
 

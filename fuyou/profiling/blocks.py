@@ -198,7 +198,7 @@ class BlockBench:
         gradient, views = torch.empty_like(weights), record.views(weights)
         inputs = self._inputs(hidden.shape[1])
         targets = inputs["input_ids"]
-        items = torch.tensor(targets.numel(), device=self._device)
+        items = torch.tensor(targets.numel(), device=self._device.torch_device)
 
         def both() -> None:
             leaf = hidden.clone().requires_grad_()
