@@ -196,11 +196,19 @@ def search(evaluator: Evaluator) -> Evaluation:
         for rows in {max(1, -(-taken // 2)), max(1, -(-taken // 4)), min(training.rows, 2 * taken)} - {taken}:
             best = _better(evaluator, best, Candidate(rows, fraction, keeping))
     best = evaluator.evaluate(Candidate(best.memory.batch.micro_rows, fraction, keeping))
-    if training.deferred_fraction is None and not training.clips:
-        for fraction in FRACTIONS:
+    best = _search_deferral(evaluator, best)
+    if training.keeping is None:
+        kept = _search_keeping(evaluator, best)
+        if kept is not best:  # the balance between computing and the drives has changed
+            best = _search_deferral(evaluator, kept)
+    return best
+
+
+def _search_deferral(evaluator: Evaluator, best: Evaluation) -> Evaluation:
+    """Some of the updates during the next forward pass, if that makes the step shorter."""
+    if evaluator.training.deferred_fraction is None and not evaluator.training.clips:
+        for fraction in (0.0, *FRACTIONS):
             best = _better(evaluator, best, replace(best.candidate, deferred_fraction=fraction))
-    if training.keeping is None and evaluator.trace is not None:
-        best = _search_keeping(evaluator, best)
     return best
 
 
