@@ -10,7 +10,7 @@ from common.models.presets import load_config, preset_names
 from common.units import format_bytes
 from fuyou.planner.evaluate import Candidate, Evaluator
 from fuyou.planner.machine import Machine
-from fuyou.planner.plan import Plan, missing_space, search, ssd_bytes
+from fuyou.planner.plan import Plan, missing_space, quick, ssd_bytes
 from fuyou.planner.training import Training, training
 from fuyou.records import Precision
 from fuyou.tasks import Resource
@@ -60,7 +60,7 @@ def best_changes(base: Plan, count: int = 2) -> list[Change]:
     """The changes that help most, best first: each by planning again."""
     found = []
     for what, other, machine in _changes(base):
-        speed = _tokens_per_second(other, machine)
+        speed = _tokens_per_second(base, other, machine)
         if speed is None:
             continue
         if not base.fits:
@@ -70,11 +70,12 @@ def best_changes(base: Plan, count: int = 2) -> list[Change]:
     return [change for _, change in sorted(found, key=lambda pair: -pair[0])[:count]]
 
 
-def _tokens_per_second(training: Training, machine: Machine) -> float | None:
-    """Of the best plan; None if none fits."""
+def _tokens_per_second(base: Plan, training: Training, machine: Machine) -> float | None:
+    """Of a plan like ``base``; None if it does not fit."""
     evaluator = Evaluator(training, machine)
+    micro = base.memory.batch.micro_rows if base.memory is not None else training.micro_batch
     try:
-        best = search(evaluator)
+        best = quick(evaluator, Candidate(micro, 0.0 if training.clips else base.deferred_fraction, base.keeping))
     except UserError:
         return None
     if missing_space(ssd_bytes(evaluator, best), machine):
