@@ -286,7 +286,7 @@ def build_command(run: Callable[..., None]) -> click.Command:
     )
     add("--report", type=folder, metavar="FILE", help="Write the summary there, as JSON.")
 
-    add = group("Looking")
+    add = group("Planning")
     add(
         "--profile",
         is_flag=True,

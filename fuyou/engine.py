@@ -21,6 +21,7 @@ from common.models.presets import load_config
 from common.models.sources import CheckpointSource, RandomSource, WeightSource
 from common.store import Layout, Store
 from common.store.directories import usable
+from common.units import parse_bytes
 from fuyou.accounting import Accounting, StepReport
 from fuyou.adam import AdamConfig, Update
 from fuyou.commits import Commits, load_state

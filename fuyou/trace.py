@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from common.errors import UserError
 from fuyou.intervals import Interval
 from fuyou.records import Record
-from fuyou.tasks import Op, Phase, Resource, StepList, Task
+from fuyou.tasks import Activation, Op, Phase, Resource, StepList, Task
 
 #: Groups of lanes from top to bottom, and what they are called.
 GROUPS = {
@@ -62,7 +62,8 @@ def task_name(task: Task, records: Sequence[Record]) -> str:
         whose = f"block {task.visit.layer} " if task.visit.phase in (Phase.BLOCK_FORWARD, Phase.BLOCK_BACKWARD) else ""
         return f"{whose}{task.visit.phase.value}{micro}"
     if task.record < 0:
-        return (f"step {task.step}" if task.op is Op.COMMIT else "block input") + micro
+        what = "block input or its gradient" if task.activation is Activation.HIDDEN else "kept outputs"
+        return (f"step {task.step}" if task.op is Op.COMMIT else what) + micro
     moved = {
         Op.PARAMETER_READ: "parameters", Op.PARAMETER_UPLOAD: "parameters", Op.GRADIENT_DOWNLOAD: "gradient",
         Op.GRADIENT_WRITE: "gradient", Op.GRADIENT_READ: "gradient", Op.UPDATE: "update",

@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fuyou.block_trace import makes_views
 from fuyou.devices import Device
 from fuyou.gradients import GradientSum, sum_of_squares
 from fuyou.profiling.profile import OperatorTime
@@ -80,7 +81,7 @@ class BlockBench:
         samples = [self._sample(seq_len) for seq_len in sizes]
         calls = -(-self._wanted[1] // self._head_columns)
         whole, head = self._wanted[0] * self._wanted[1], self._head_tokens
-        hidden, arguments, _ = self._embedding(self.seq_len)
+        hidden, arguments, _ = self.embedding(self.seq_len)
         return PartTimes(
             self.rows * self.seq_len,
             self.matmul_flops_per_second,
@@ -96,7 +97,7 @@ class BlockBench:
 
     def _sample(self, seq_len: int) -> "_Sample":
         """Times on sequences of this many tokens."""
-        hidden, calls, embed = self._embedding(seq_len)
+        hidden, calls, embed = self.embedding(seq_len)
         embed_forward, embed_backward = (self.seconds(work) for work in embed)
         forward, backward = (self.seconds(work) for work in self.block(calls, hidden))
         columns = min(seq_len, self._head_tokens // self.rows)
@@ -126,7 +127,7 @@ class BlockBench:
 
     def work(self) -> Callable[[], None]:
         """A pass through the block, forward and backward, to keep the device busy with; on :attr:`rows` sequences."""
-        hidden, calls, _ = self._embedding(self.seq_len)
+        hidden, calls, _ = self.embedding(self.seq_len)
         forward, backward = self.block(calls, hidden)
 
         def both() -> None:
@@ -169,7 +170,7 @@ class BlockBench:
         tokens = torch.arange(self.rows * seq_len, device=self._device.torch_device) % vocabulary
         return {"input_ids": tokens.view(self.rows, seq_len)}
 
-    def _embedding(self, seq_len: int) -> tuple[torch.Tensor, BlockCalls, tuple[Callable[[], object], ...]]:
+    def embedding(self, seq_len: int) -> tuple[torch.Tensor, BlockCalls, tuple[Callable[[], object], ...]]:
         """The blocks' input, what they are called with, and the embedding's forward and backward pass."""
         record = self._shape.records[self._shape.embedding]
         weights = random_values(record.numel, self._dtype, self._device)
@@ -208,18 +209,18 @@ class BlockBench:
 
         return self.seconds(both), self.seconds(forward)
 
+    def recompute(self, calls: BlockCalls, hidden: torch.Tensor) -> torch.Tensor:
+        """The block's forward pass with gradients enabled, as in a backward pass."""
+        leaves = self._leaves(self._record, self._record.views(self._weights), self._gradient)
+        with torch.enable_grad(), self._stack.bound(leaves):
+            return self._stack.block(self._layer, hidden.detach().requires_grad_(), calls)
+
     def _operators(self, calls: BlockCalls, hidden: torch.Tensor) -> tuple[OperatorTime, ...]:
-        """Each operator of the block's forward pass, with gradients enabled as in a recomputation."""
-        views = self._record.views(self._weights)
+        """Each operator of the block's forward pass."""
         runs: list[list[OperatorTime]] = []
         for _ in range(3):
-            leaf = hidden.detach().requires_grad_()
-            with (
-                torch.enable_grad(),
-                self._stack.bound(self._leaves(self._record, views, self._gradient)),
-                OperatorTimer(self._device) as timer,
-            ):
-                self._stack.block(self._layer, leaf, calls)
+            with OperatorTimer(self._device) as timer:
+                self.recompute(calls, hidden)
             runs.append(timer.times)
         return tuple(
             OperatorTime(
@@ -267,8 +268,7 @@ class OperatorTimer(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self._device.synchronize()
         seconds = time.perf_counter() - began
-        returns = func._schema.returns
-        if returns and all(one.alias_info is not None and not one.alias_info.is_write for one in returns):
+        if makes_views(func):
             return result
         older = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and _storage(leaf) not in older]

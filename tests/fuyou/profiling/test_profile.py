@@ -1,0 +1,57 @@
+"""A profile is what JSON gives back, or not a profile."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from fuyou.profiling import OperatorTime, Profile
+from fuyou.tasks import Phase
+
+PROFILE = Profile(
+    device="cpu", tokens=100, measured_tokens=100, block_parameters=1000, matmul_flops_per_second=1e12,
+    embed_forward_seconds=0.001, block_forward_seconds=0.002, block_backward_seconds=0.008, block_finish_seconds=0.0,
+    head_seconds=0.01, head_forward_seconds=0.003, embed_backward_seconds=0.002,
+    operators=(OperatorTime("aten.mm.default", 0, 0.001, 64), OperatorTime("aten.mm.default", 1, 0.0005, 32)),
+    upload_bytes_per_second=5e9, download_bytes_per_second=6e9, upload_beside_bytes_per_second=4e9,
+    download_beside_bytes_per_second=3e9, read_bytes_per_second=2e9, write_bytes_per_second=1e9,
+    mixed_bytes_per_second=1.3e9, commit_seconds=0.004, adam_parameters_per_second=2e8,
+    adam_alone_parameters_per_second=3e8, adam_threads=1, compute_slowdown=1.1, measured_at=1e9,
+    measured_in_seconds=5.0, versions={"torch": "2"},
+)  # fmt: skip
+
+
+def test_through_json_and_back() -> None:
+    assert Profile.from_dict(json.loads(json.dumps(PROFILE.to_dict()))) == PROFILE
+
+
+def test_rates_for_the_simulator() -> None:
+    rates = PROFILE.rates()
+    assert rates.flops_per_second == pytest.approx(10 * 1000 * 100 / 0.010)
+    assert PROFILE.rates(block_flops=5e6).flops_per_second == pytest.approx(5e8)
+    assert (rates.upload_bytes_per_second, rates.download_bytes_per_second) == (4e9, 3e9)
+    assert (rates.read_bytes_per_second, rates.write_bytes_per_second) == (2e9, 1e9)
+    assert (rates.adam_parameters_per_second, rates.commit_seconds) == (2e8, 0.004)
+
+
+def test_times_by_phase_and_operator() -> None:
+    seconds = PROFILE.phase_seconds()
+    assert set(seconds) == set(Phase)
+    assert (seconds[Phase.BLOCK_BACKWARD], seconds[Phase.HEAD]) == (0.008, 0.01)
+    assert PROFILE.operator_seconds() == {("aten.mm.default", 0): 0.001, ("aten.mm.default", 1): 0.0005}
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        {"tokens": "many"}, {"read_bytes_per_second": float("nan")}, {"commit_seconds": -1.0}, {"tokens": 0},
+        {"adam_parameters_per_second": 0.0}, {"adam_parameters_per_second": None}, {"operators": [{"name": "x"}]},
+        {"operators": 3}, {"surprise": 1},
+    ],
+)  # fmt: skip
+def test_what_is_no_profile(spoil: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="not a profile"):
+        Profile.from_dict({**PROFILE.to_dict(), **spoil})
+    with pytest.raises(ValueError, match="not a profile"):
+        Profile.from_dict({name: value for name, value in PROFILE.to_dict().items() if name != "tokens"})
+    assert replace(PROFILE) == PROFILE
