@@ -38,10 +38,13 @@ class Pool:
         name: for messages.
         count: number of buffers.
         next_use: position of an object's next use, or :data:`NEVER`.
+        spare_newest: whether the object that came last stays as long as another can leave in its place. What has just
+            been made cannot leave before it is there, and whoever needs its buffer would wait for all of that.
     """
 
-    def __init__(self, name: str, count: int, next_use: Callable[[Hashable], float]):
+    def __init__(self, name: str, count: int, next_use: Callable[[Hashable], float], spare_newest: bool = False):
         self.name = name
+        self._spare_newest, self._newest = spare_newest, -1
         self.slots = [Slot() for _ in range(count)]
         self._next_use = next_use
         self._where: dict[Hashable, int] = {}
@@ -62,12 +65,13 @@ class Pool:
         if empty is not None:
             return empty, None
         held = set(pinned)
-        best, best_rank = -1, (-1.0, 0.0)
+        best, best_rank = -1, (False, -1.0, 0.0)
         for index, slot in enumerate(self.slots):
             if slot.key is None or slot.key in held:
                 continue
             use = self._next_use(slot.key)
-            rank = (use, -float(slot.touched))  # needed latest; among equals, idle the longest
+            spared = self._spare_newest and index == self._newest and use != NEVER
+            rank = (not spared, use, -float(slot.touched))  # needed latest; among equals, idle the longest
             if best < 0 or rank > best_rank:
                 best, best_rank = index, rank
         if best < 0:
@@ -77,7 +81,7 @@ class Pool:
         assert leaving is not None
         del self._where[leaving]
         slot.key = None
-        return best, leaving if best_rank[0] != NEVER else None
+        return best, leaving if best_rank[1] != NEVER else None
 
     def _take_empty(self) -> int | None:
         """Of the buffers that hold nothing the one idle longest, found without looking at all of them."""
@@ -95,6 +99,7 @@ class Pool:
         slot = self.slots[index]
         slot.key, slot.ready, slot.users = key, ready, []
         self._where[key] = index
+        self._newest = index
         self.touch(index)
 
     def use(self, index: int, task: Task) -> None:

@@ -1,6 +1,6 @@
 """What else could be done: the largest batch, the largest model, and the changes that would help most."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +11,7 @@ from common.units import format_bytes
 from fuyou.planner.evaluate import Candidate, Evaluator
 from fuyou.planner.machine import Machine
 from fuyou.planner.plan import Plan, missing_space, quick, ssd_bytes
-from fuyou.planner.training import Training, training
+from fuyou.planner.training import Training
 from fuyou.records import Precision
 from fuyou.tasks import Resource
 
@@ -125,24 +125,20 @@ def _changes(base: Plan) -> Iterator[tuple[str, Training, Machine]]:
         yield "one slot instead of two (--single-slot)", replace(job, single_slot=True), machine
 
 
-def largest_model(
-    rows: int, seq_len: int, machine: Machine, fits: Callable[[Training], bool], names: Sequence[str] = ()
-) -> Training | None:
+def largest_model(make: Callable[[str], Training], fits: Callable[[Training], bool]) -> Training | None:
     """The preset with most parameters that fits, or None.
 
     Args:
-        rows, seq_len: of the batch.
-        machine: to fit on.
-        fits: whether a scheme can train it there.
-        names: of presets; empty: all.
+        make: of a preset's name; may raise UserError where the preset cannot be trained so.
+        fits: whether it can be trained.
     """
 
     def size(name: str) -> int:
         config = load_config(name)[0].get_text_config()
         return int(config.num_hidden_layers * config.hidden_size**2)
 
-    for name in sorted(names or preset_names(), key=size, reverse=True):
-        candidate = training(name, rows, seq_len)
+    for name in sorted(preset_names(), key=size, reverse=True):
+        candidate = make(name)
         if fits(candidate):
             return candidate
     return None
