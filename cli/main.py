@@ -30,8 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     interrupts = Interrupts()
 
-    def run(**options: Any) -> None:
-        _run(interrupts, tuple(arguments), **options)
+    def run(**options: Any) -> int:
+        return _run(interrupts, tuple(arguments), **options)
 
     try:
         with interrupts:
@@ -53,7 +53,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(" ".join([f"{type(error).__name__}: {_one_line(error)}.", *notes]), 1, debug)
 
 
-def _run(interrupts: Interrupts, arguments: tuple[str, ...], demo: bool, profile: bool, **options: Any) -> None:
+#: What only --plan takes.
+PLAN_OPTIONS = ("drive", "ssds", "scheme", "max_model", "json")
+
+
+def _run(
+    interrupts: Interrupts, arguments: tuple[str, ...], demo: bool, profile: bool, plan: bool, **options: Any
+) -> int:
+    plans = {name: options.pop(name) for name in PLAN_OPTIONS}
+    if not plan:
+        for name, value in plans.items():
+            if value and value != "ours":
+                raise UserError(f"--{name.replace('_', '-')} belongs to --plan: add that.")
+    else:
+        _refuse_with(
+            "--plan", "trains nothing", {**options, "demo": demo, "profile": profile},
+            ("demo", "profile", "data", "resume", "report"),
+        )  # fmt: skip
     if profile:
         _refuse_with("--profile", "trains nothing", {**options, "demo": demo}, ("demo", "data", "resume", "trace"))
         options["model"] = options["model"] or DEFAULT_PROFILE_MODEL
@@ -62,22 +78,41 @@ def _run(interrupts: Interrupts, arguments: tuple[str, ...], demo: bool, profile
         from cli.demo import run_demo
 
         run_demo(options["output"], options["report"], options["debug"], interrupts)
-        return
+        return 0
+    if plan:
+        return _plan(arguments, plans, options)
     if options["model"] is None:
         raise UserError("Give the model to fine-tune with --model DIR or --model PRESET, or try --demo.")
-    for name in ("ssd", "data"):
-        found = [path for word in options[name] for path in expand_pattern(f"--{name}", word)]
-        options[name] = tuple(found)
-    settings = Settings(**options, arguments=arguments)
+    settings = _settings(arguments, options)
     if profile:
         from cli.profile import run_profile
 
         run_profile(settings)
-        return
+        return 0
 
     from cli.train import finetune
 
     finetune(settings, interrupts)
+    return 0
+
+
+def _settings(arguments: tuple[str, ...], options: dict[str, Any]) -> Settings:
+    for name in ("ssd", "data"):
+        found = [path for word in options[name] for path in expand_pattern(f"--{name}", word)]
+        options[name] = tuple(found)
+    return Settings(**options, arguments=arguments)
+
+
+def _plan(arguments: tuple[str, ...], plans: dict[str, Any], options: dict[str, Any]) -> int:
+    if plans["max_model"] == bool(options["model"]):
+        raise UserError(
+            "--max-model looks for the model itself: leave --model out."
+            if plans["max_model"]
+            else "Give the model to plan for with --model DIR or --model PRESET, or ask for the largest with --max-model."
+        )
+    from cli.plan import PlanOptions, run_plan
+
+    return run_plan(_settings(arguments, options), PlanOptions(**plans))
 
 
 def _refuse_with(option: str, why: str, options: dict[str, Any], others: tuple[str, ...]) -> None:

@@ -17,6 +17,7 @@ Model     finetune --model ~/Llama-3-8B --data chats.jsonl
           finetune --model gpt3-13b --steps 5 --no-save       measures throughput on random tokens
 Data      finetune --model ~/Llama-3-8B --data books/ notes.txt --seq-len 4096 --epochs 2
 Memory    finetune --gpu 4090 --ssd /mnt/nvme* --model gpt3-175b --host-memory 200GiB
+Plan      finetune --plan --gpu 4090 --drive p5510 --ssds 12 --host-memory 768GiB --model gpt3-13b --batch-size 64
 Training  finetune --model ~/Llama-3-8B --data chats.jsonl --lr 2e-5 --warmup 3% --max-grad-norm 1
 Output    finetune --model ~/Llama-3-8B --data chats.jsonl --output tuned --resume
 """
@@ -150,7 +151,7 @@ def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> No
     ctx.exit()
 
 
-def build_command(run: Callable[..., None]) -> click.Command:
+def build_command(run: Callable[..., int]) -> click.Command:
     """The command: parses, then calls ``run`` with one keyword argument per option."""
     size = _Checked("size", _memory)
     positive = click.IntRange(min=1)
@@ -293,12 +294,24 @@ def build_command(run: Callable[..., None]) -> click.Command:
     add("--report", type=folder, metavar="FILE", help="Write the summary there, as JSON.")
 
     add = group("Planning")
+    add("--plan", is_flag=True, help="Train nothing: say whether it fits, how fast it will be, and what bounds it.")
+    add("--drive", metavar="NAME", help="Plan for drives of this kind, and for the kind of GPU that --gpu names.")
+    add("--ssds", type=positive, metavar="N", help="Plan for so many of them.  [default: 1]")
+    add(
+        "--scheme",
+        type=click.Choice(["ours", "fuyou"]),
+        default="ours",
+        show_default=True,
+        help="Plan what this program does, or what the paper's Fuyou did.",
+    )
+    add("--max-model", is_flag=True, help="Plan the largest preset that fits.")
+    add("--json", is_flag=True, help="Print the plan as JSON.")
     add(
         "--profile",
         is_flag=True,
         help="Measure this machine with the model (default: gpt3-1.3b) instead of training: a dozen seconds, a table.",
     )
-    add("--trace", type=folder, metavar="FILE", help="Write the last step's tasks there, for ui.perfetto.dev.")
+    add("--trace", type=folder, metavar="FILE", help="Write the last (or the planned) step's tasks there, for ui.perfetto.dev.")
 
     add = group("Other")
     add("--debug", is_flag=True, help="Show where an error came from.")

@@ -131,7 +131,7 @@ def prepare(settings: Settings) -> Job:
     if emulated and settings.save:
         raise UserError("An emulated accelerator computes nothing, so there is no checkpoint to write: add --no-save.")
     gpu = None if emulated else pick_gpu(settings.gpu)
-    seq_len = _sequence_length(settings, text)
+    seq_len = sequence_length(settings, text)
     if settings.data:
         find_files(settings.data)
     ssd, output, run_name = _directories(settings, checkpoint)
@@ -150,7 +150,12 @@ def prepare(settings: Settings) -> Job:
     return job
 
 
-def _sequence_length(settings: Settings, config: PreTrainedConfig) -> int:
+def sequence_length(settings: Settings, config: PreTrainedConfig) -> int:
+    """Tokens per sequence, as asked for or by default.
+
+    Raises:
+        UserError: longer than the model's context.
+    """
     context = getattr(config, "max_position_embeddings", None) or math.inf
     if settings.seq_len is None:
         return int(min(DEFAULT_SEQ_LEN, context))

@@ -20,7 +20,7 @@ from fuyou.tasks import SSD_READS, Op, Resource, StepList, Task
 
 #: I/O moves in pieces of at most this size: the stripe of the store.
 _PIECE_BYTES = 4 << 20
-#: Coarser for large records: a simulation needs no more pieces than this of one transfer.
+#: Coarser for large records: a simulation needs no more pieces than this of a record's parameters.
 _MOST_PIECES = 16
 
 
@@ -81,7 +81,7 @@ class _Drives:
 
     def submit(self, pool: int, read: bool, nbytes: int, done: Callable[[], None]) -> None:
         """Move ``nbytes``, then call ``done``."""
-        pieces = max(1, min(_MOST_PIECES, -(-nbytes // _PIECE_BYTES)))
+        pieces = max(1, -(-nbytes // self._simulator.piece_bytes))
         rates = self._simulator.rates
         seconds = nbytes / (rates.read_bytes_per_second if read else rates.write_bytes_per_second) / pieces
         for number in range(pieces):
@@ -206,6 +206,7 @@ class Simulator:
         largest = max(record.numel for record in records)
         scale = max(1, -(-largest // (chunk_elements * _MOST_PIECES)))
         self._chunk_elements = chunk_elements * scale
+        self.piece_bytes = max(_PIECE_BYTES, -(-largest * precision.parameter_bytes // _MOST_PIECES))
         self.drives = _Drives(self)
         self._optimizer = _Optimizer(self, ring_chunks if scale == 1 else max(2, -(-ring_chunks // scale)))
         self._now = 0.0

@@ -1,7 +1,8 @@
 """Plans before running: whether a run fits, how fast it will be, and what bounds it. Needs no weights, GPU or SSD."""
 
-from fuyou.planner.machine import Machine, preset_machine
+from fuyou.planner.machine import Machine, preset_machine, profiled_machine
+from fuyou.planner.paper import PaperScheme
 from fuyou.planner.plan import Plan, plan
 from fuyou.planner.training import Training, training
 
-__all__ = ["Machine", "Plan", "Training", "plan", "preset_machine", "training"]
+__all__ = ["Machine", "PaperScheme", "Plan", "Training", "plan", "preset_machine", "profiled_machine", "training"]

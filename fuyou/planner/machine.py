@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from common.hardware_presets import DrivePreset, GpuPreset
 from common.units import format_bytes
+from fuyou.profiling import Profile
 from fuyou.simulator import Rates
 
 #: Device memory that CUDA's context, its libraries and the allocator's slack take: the engine leaves as much.
@@ -117,6 +118,26 @@ def preset_machine(
         None if drive.endurance_bytes is None else drive_count * drive.endurance_bytes, drives_limit,
         assumptions=tuple(assumptions),
     )  # fmt: skip
+
+
+def profiled_machine(
+    profile: Profile, cpu: bool, device_bytes: int, host_bytes: int, drive_count: int, store_bytes: int
+) -> Machine:
+    """The machine at hand, as it was measured.
+
+    Args:
+        profile: of the model that is to run.
+        cpu: whether the processor computes.
+        device_bytes, host_bytes: budgets.
+        drive_count: directories that the run is spread over.
+        store_bytes: room in all of them together.
+    """
+    # A block's forward pass, the same again, and a backward pass of twice that: 2 FLOPs per parameter and token each.
+    rates = profile.rates(block_flops=8.0 * profile.block_parameters * profile.tokens)
+    drives = f"the drive{'s' if drive_count > 1 else ''} at hand"
+    return Machine(
+        profile.device, drives, rates, device_bytes, host_bytes, drive_count, store_bytes, cpu=cpu, all_flops=False
+    )
 
 
 def _least(rate: float, limit: float | None) -> float:

@@ -13,9 +13,9 @@ from fuyou.planner.training import Training
 from fuyou.simulator import Simulation
 from fuyou.tasks import Resource, StepList
 
-#: Fractions of the blocks whose updates may wait for the next forward pass. More than a half never helps: the forward
-#: pass is a quarter of the work.
-FRACTIONS = (1 / 8, 1 / 4, 1 / 16, 3 / 16, 3 / 8, 1 / 2)
+#: Fractions of the blocks whose updates may wait for the next forward pass, and what else is tried if one of them is
+#: good. More than a half never helps: the forward pass is a quarter of the work.
+FRACTIONS = {0.0: (), 1 / 8: (1 / 16, 3 / 16), 1 / 4: (3 / 16, 3 / 8, 1 / 2)}
 #: A step within this of its largest bound has nothing to gain from any other schedule.
 NEAR = 1.005
 #: Gains below this part of a step are not worth other costs (gradients that wait take host memory).
@@ -33,6 +33,8 @@ class Plan:
     missing: tuple[str, ...] = ()
     """What it lacks, in sentences; empty if it fits."""
     memory: MemoryPlan | None = None
+    keeping: Keeping = NOTHING
+    """Which operator outputs are kept for the backward pass."""
     deferred_fraction: float = 0.0
     kept_activation_bytes: int = 0
     """Of one step, beyond the blocks' inputs."""
@@ -171,7 +173,7 @@ def plan(training: Training, machine: Machine) -> Plan:
     needed = ssd_bytes(evaluator, best)
     missing = missing_space(needed, machine)
     return Plan(
-        training, machine, missing=missing, memory=best.memory,
+        training, machine, missing=missing, memory=best.memory, keeping=best.candidate.keeping,
         deferred_fraction=1.0 if training.clips else best.candidate.deferred_fraction,
         kept_activation_bytes=best.tasks.kept_bytes(best.kept_bytes), step_seconds=best.step_seconds, busy=best.busy,
         tasks=best.tasks, simulation=best.simulation, saved_flops=best.saved_flops, ssd_bytes=needed,
@@ -196,11 +198,22 @@ def search(evaluator: Evaluator) -> Evaluation:
         for rows in {max(1, -(-taken // 2)), max(1, -(-taken // 4)), min(training.rows, 2 * taken)} - {taken}:
             best = _better(evaluator, best, Candidate(rows, fraction, keeping))
     best = evaluator.evaluate(Candidate(best.memory.batch.micro_rows, fraction, keeping))
-    if training.deferred_fraction is None and not training.clips:
+    best = _search_deferral(evaluator, best)
+    if training.keeping is None:
+        kept = _search_keeping(evaluator, best)
+        if kept is not best:  # the balance between computing and the drives has changed
+            best = _search_deferral(evaluator, kept)
+    return best
+
+
+def _search_deferral(evaluator: Evaluator, best: Evaluation) -> Evaluation:
+    """Some of the updates during the next forward pass, if that makes the step shorter."""
+    if evaluator.training.deferred_fraction is None and not evaluator.training.clips:
+        before = best
         for fraction in FRACTIONS:
             best = _better(evaluator, best, replace(best.candidate, deferred_fraction=fraction))
-    if training.keeping is None and evaluator.trace is not None:
-        best = _search_keeping(evaluator, best)
+        for fraction in FRACTIONS.get(best.candidate.deferred_fraction, ()) if best is not before else ():
+            best = _better(evaluator, best, replace(best.candidate, deferred_fraction=fraction))
     return best
 
 
@@ -223,10 +236,24 @@ def _search_keeping(evaluator: Evaluator, best: Evaluation) -> Evaluation:
         if better is best:
             break
         best, taken = better, number
-    for operators in choices[max(0, taken - 1) : taken + 1]:
-        for quarters in (1, 2, 3):
+    for operators in choices[taken : taken + 1]:  # the next ones in some of the blocks
+        for quarters in (1, 2):
             keeping = Keeping(operators, max(1, layers * quarters // 4))
             best = _better(evaluator, best, replace(best.candidate, keeping=keeping))
+    return best
+
+
+def quick(evaluator: Evaluator, near: Candidate) -> Evaluation:
+    """The best of a few candidates like ``near``: for comparing machines.
+
+    Raises:
+        UserError: none fits.
+    """
+    near = replace(near, micro_rows=None if near.micro_rows is None else min(near.micro_rows, evaluator.training.rows))
+    first = near if evaluator.fits(near) else Candidate(evaluator.training.micro_batch, 0.0)
+    best = evaluator.evaluate(first)
+    for fraction, keeping in ((near.deferred_fraction, NOTHING), (1 / 8, near.keeping), (1 / 8, NOTHING)):
+        best = _better(evaluator, best, Candidate(first.micro_rows, fraction, keeping))
     return best
 
 

@@ -1,0 +1,299 @@
+"""``finetune --plan``: what a run would take and how fast it would be, before there is a run."""
+
+import json
+import shutil
+import textwrap
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from cli.prepare import sequence_length
+from cli.report import RESOURCES
+from cli.settings import Settings
+from cli.train import quiet_transformers
+from common.errors import UserError
+from common.hardware import memory_available_bytes, pick_gpu, torch_index
+from common.hardware_presets import drive_names, drive_preset, gpu_names, gpu_preset
+from common.models.presets import load_config
+from common.store.directories import usable
+from common.units import format_bytes, format_count, format_seconds
+from fuyou.devices import Device, memory_limits, open_device
+from fuyou.emulated import is_emulated
+from fuyou.memory_plan import MemoryPlanner
+from fuyou.planner import Machine, Plan, PaperScheme, Training, plan, preset_machine, profiled_machine, training
+from fuyou.planner.advice import MOST_ROWS, best_changes, fits_ours, largest_batch, largest_model
+from fuyou.profiling import Workload, load_or_measure
+from fuyou.records import Precision
+from fuyou.tasks import Resource
+from fuyou.trace import write_trace
+
+WIDTH = 100
+_BAR = 24
+_LABEL = 10
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DOES_NOT_FIT = 1
+"""Exit status of a plan that does not fit: it is an answer, and not the one that was hoped for."""
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What only ``--plan`` takes."""
+
+    drive: str | None = None
+    """Name of a drive preset; None: the drives of this machine."""
+    ssds: int | None = None
+    """How many of them."""
+    scheme: str = "ours"
+    """``ours`` or ``fuyou``."""
+    max_model: bool = False
+    json: bool = False
+
+
+def run_plan(settings: Settings, options: PlanOptions) -> int:
+    """Plan, print, and return the exit status.
+
+    Args:
+        settings: of the run; with ``max_model`` they name no model.
+        options: of the plan.
+
+    Raises:
+        UserError: something typed does not exist.
+    """
+    if not settings.debug:
+        quiet_transformers()
+    machine = _machine(settings, options)
+    wanted = _largest(settings, options, machine) if options.max_model else _training(settings)
+    if wanted is None:
+        lacking = f"No preset fits on {machine.device} with {format_bytes(machine.host_bytes)} of host memory."
+        print(json.dumps({"model": None, "fits": False, "missing": [lacking]}) if options.json else lacking)
+        return DOES_NOT_FIT
+    result = _plan(wanted, machine, options.scheme)
+    if settings.trace is not None:
+        _write_trace(result, settings.trace)
+    if options.json:
+        print(json.dumps(result.to_json(), indent=2))
+    else:
+        print("\n".join(describe(result)))
+    return 0 if result.fits else DOES_NOT_FIT
+
+
+def _plan(wanted: Training, machine: Machine, scheme: str) -> Plan:
+    return PaperScheme(wanted, machine).plan() if scheme == "fuyou" else plan(wanted, machine)
+
+
+def _training(settings: Settings) -> Training:
+    config, _ = load_config(settings.model)
+    return training(
+        settings.model, settings.batch_size, sequence_length(settings, config),
+        precision=Precision(DTYPES[settings.dtype], DTYPES[settings.optimizer_dtype]),
+        clips=settings.max_grad_norm > 0, single_slot=settings.single_slot, micro_batch=settings.micro_batch,
+    )  # fmt: skip
+
+
+def _largest(settings: Settings, options: PlanOptions, machine: Machine) -> Training | None:
+    """The largest preset that fits."""
+
+    def fits(candidate: Training) -> bool:
+        if options.scheme == "fuyou":
+            return not PaperScheme(candidate, machine).missing()
+        return fits_ours(candidate, machine)
+
+    return largest_model(lambda name: _training(replace(settings, model=name)), fits)
+
+
+# -- the machine ------------------------------------------------------------------------------------------------------
+
+
+def _machine(settings: Settings, options: PlanOptions) -> Machine:
+    """From presets if ``--drive`` is given, else the one at hand, profiled."""
+    if options.drive is not None:
+        if settings.gpu in ("auto", "cpu") or is_emulated(settings.gpu):
+            raise UserError(f"--drive plans for hardware by name: name the GPU as well, --gpu {' | '.join(gpu_names())}.")
+        host = settings.host_memory or memory_available_bytes() * 4 // 5
+        return preset_machine(
+            gpu_preset(settings.gpu), drive_preset(options.drive), options.ssds or 1, host, device_bytes=settings.device_memory
+        )
+    if options.ssds is not None:
+        raise UserError(f"--ssds counts drives of one kind: name it with --drive {' | '.join(drive_names())}.")
+    if options.max_model:
+        raise UserError("--max-model needs hardware by name: --gpu NAME --drive NAME --ssds N --host-memory SIZE.")
+    return _machine_at_hand(settings)
+
+
+def _machine_at_hand(settings: Settings) -> Machine:
+    device = _open(settings.gpu)
+    directories = usable([Path(word).expanduser() for word in settings.ssd] or [_existing(settings.output_directory)])
+    host, memory = memory_limits(device, settings.host_memory, settings.device_memory)
+    wanted = _training(settings)
+    planner = MemoryPlanner(wanted.shape, wanted.config, memory, host, device.shares_host_memory)
+    try:
+        workload = Workload.planned(
+            wanted.config, wanted.shape.precision, planner.plan(wanted.rows, wanted.seq_len, wanted.micro_batch),
+            directories,
+        )  # fmt: skip
+        profile = load_or_measure(workload, device)
+    finally:
+        if hasattr(device, "close"):
+            device.close()
+    free = min(shutil.disk_usage(path).free for path in directories) * len(directories)
+    return profiled_machine(profile, device.shares_host_memory, memory, host, len(directories), free)
+
+
+def _open(name: str) -> Device:
+    if is_emulated(name):
+        return open_device(name)
+    try:
+        gpu = pick_gpu(name)
+    except UserError as error:
+        try:
+            gpu_preset(name)
+        except UserError:
+            raise error from None
+        raise UserError(
+            f"--gpu {name} is not in this machine: to plan for it, say which drives it has, --drive NAME --ssds N "
+            f"({', '.join(drive_names())})."
+        ) from None
+    return open_device("cpu" if gpu is None else f"cuda:{torch_index(gpu)}")
+
+
+def _existing(directory: Path) -> Path:
+    return next(path for path in (directory, *directory.parents) if path.is_dir())
+
+
+def _write_trace(result: Plan, path: Path) -> None:
+    if result.tasks is None or result.simulation is None:
+        raise UserError("--trace: a run that does not fit has no step to draw.")
+    ends = result.simulation.step_ends
+    write_trace(path, [result.tasks], result.training.shape.records, (ends[-2], ends[-1]), result.simulation.intervals)
+
+
+# -- for people -------------------------------------------------------------------------------------------------------
+
+
+def describe(result: Plan) -> list[str]:
+    """The plan as lines of at most :data:`WIDTH` columns."""
+    job, machine = result.training, result.machine
+    several = f"{machine.drive_count} x " if machine.drive_count > 1 else ""
+    scheme = ", as the paper's Fuyou would run it" if result.scheme == "fuyou" else ""
+    lines = [
+        *textwrap.wrap(f"{job.name} on {machine.device} with {several}{machine.drives}{scheme}", WIDTH),
+        f"{format_count(job.parameters)} parameters; a step of {job.rows:,} x {job.seq_len:,} tokens",
+        "",
+    ]
+    if result.memory is None:
+        lines += _row("does not fit", " ".join(result.missing), 14)
+        changes = [change.what for change in best_changes(result)] if result.scheme == "ours" else []
+        if changes:
+            lines += _row("would fit", " or ".join(changes), 14)
+        return lines
+    lines += _speed(result) + [""] + _bars(result) + [""] + _places(result) + [""] + _limits(result)
+    return lines
+
+
+def _speed(result: Plan) -> list[str]:
+    rows = []
+    if not result.fits:
+        rows += _row("does not fit", " ".join(result.missing), 14)
+    rows += _row(
+        "step",
+        f"{format_seconds(result.step_seconds)}: {format_count(result.tokens_per_second)} tokens/s, "
+        f"{result.flops_per_second / 1e12:.3g} TFLOP/s ({result.hardware_flops_per_second / 1e12:.3g} with recomputation)",
+    )
+    bound = result.busy[result.bound]
+    return rows + _row(
+        "bound", f"{RESOURCES[result.bound.value]}, {format_seconds(bound)} ({bound / result.step_seconds:.0%} of the step)"
+    )
+
+
+def _bars(result: Plan) -> list[str]:
+    rows, label = [], "busy"
+    for resource in (Resource.GPU, Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST, Resource.SSD, Resource.ADAM):
+        share = min(1.0, result.busy[resource] / result.step_seconds)
+        filled = round(share * _BAR)
+        rows.append(
+            f"{label:{_LABEL}}{RESOURCES[resource.value]:<24}{'█' * filled}{'░' * (_BAR - filled)} {share:>5.0%}"
+            f"{format_seconds(result.busy[resource]):>14}"
+        )
+        label = ""
+    return rows
+
+
+def _places(result: Plan) -> list[str]:
+    assert result.memory is not None
+    counts, job, machine = result.memory.counts, result.training, result.machine
+    layers = len(job.shape.blocks)
+    device = [
+        f"{_many(counts.device_blocks, 'block')}, {_many(counts.device_block_gradients, 'gradient')}",
+        _many(counts.device_activations, "block input"),
+        counts.device_kept and f"{counts.device_kept:,} sets of kept outputs",
+        f"{format_bytes(result.memory.workspace_bytes)} to compute in",
+    ]
+    ring = result.memory.ring_chunks * result.memory.chunk_elements * job.shape.precision.state_bytes
+    host = [
+        f"{min(counts.host_blocks, layers)} of {layers} blocks, {_many(counts.host_block_gradients, 'gradient')}",
+        f"{format_bytes(ring)} of optimizer states on their way",
+        counts.host_activations and _many(counts.host_activations, "block input"),
+        counts.host_kept and f"{counts.host_kept:,} sets of kept outputs",
+    ]
+    slots = 1 if job.single_slot or result.scheme == "fuyou" else 2
+    ssd = [
+        f"parameters and optimizer states{'' if slots == 1 else ', two slots'}",
+        counts.ssd_activations and "block inputs",
+        counts.ssd_kept and "kept outputs",
+    ]
+    rows = []
+    for label, used, there, what in (
+        ("device", result.device_peak_bytes, machine.device_bytes, device),
+        ("host", result.host_peak_bytes, machine.host_bytes, host),
+        ("SSD", result.ssd_bytes, machine.store_bytes, ssd),
+    ):
+        room = "" if there is None else f" of {format_bytes(there)}"
+        rows += _row(label, f"{format_bytes(used) + room:<24}{'; '.join(part for part in what if part)}")
+    return rows
+
+
+def _limits(result: Plan) -> list[str]:
+    assert result.memory is not None
+    job, batch = result.training, result.memory.batch
+    how = [_many(batch.micro_batches, "micro-batch", "es") + f" of {batch.micro_rows}"]
+    if job.clips:
+        how.append("all updates in the next forward pass, when the gradient's norm is known")
+    elif result.deferred_fraction:
+        how.append(f"{result.deferred_fraction:.0%} of the blocks updated in the next forward pass")
+    if result.kept_activation_bytes:
+        how.append(f"{format_bytes(result.kept_activation_bytes)} of activations kept instead of computed again")
+    rows = _row("schedule", "; ".join(how))
+    traffic = f"{format_bytes(result.read_bytes)} read and {format_bytes(result.written_bytes)} written per step; "
+    traffic += f"{format_bytes(result.written_bytes_per_day)} written per day"
+    if result.drive_days is not None:
+        traffic += f": {_days(result.drive_days)} until the drives' warranted writes are used up"
+    rows += _row("drives", traffic)
+    if result.scheme == "ours":
+        most = largest_batch(job, result.machine)
+        tokens = result.gpu_bound_tokens
+        rows += _row(
+            "batch",
+            f"{'at least ' if most >= MOST_ROWS else ''}{most:,} sequences fit; computing is the bound from "
+            f"{tokens:,.0f} tokens per step ({-(-tokens // job.seq_len):,.0f} sequences)",
+        )
+        changes = [f"{change.what}: {change.speedup:.2g}x" for change in best_changes(result) if change.speedup]
+        rows += _row("faster", "; ".join(changes) or "nothing that is simple to change would help by more than 3%")
+    if result.machine.assumptions:
+        rows += _row("assumed", "; ".join(result.machine.assumptions))
+    return rows
+
+
+def _row(label: str, text: str, width: int = _LABEL) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=f"{label:{width}}", subsequent_indent=" " * width, drop_whitespace=True,
+        break_on_hyphens=False,
+    )  # fmt: skip
+
+
+def _many(count: int, what: str, plural: str = "s") -> str:
+    return f"{count:,} {what}{plural if count != 1 else ''}"
+
+
+def _days(days: float) -> str:
+    return f"{days:,.0f} days" if days >= 10 else f"{days:.1f} days"
