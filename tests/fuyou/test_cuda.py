@@ -30,6 +30,7 @@ from tests.fuyou.twin import Twin, tiny_configs
 ROWS, TOKENS, STEPS = 4, 32, 4
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}
 SCARCE = {"device_activations": 4, "host_activations": 2, "ssd_activations": 40}
+SCARCE_KEPT = {"device_kept": 2, "host_kept": 2, "ssd_kept": 12}
 COPIES = (Op.PARAMETER_UPLOAD, Op.GRADIENT_DOWNLOAD, Op.ACTIVATION_UPLOAD, Op.ACTIVATION_DOWNLOAD)
 
 
@@ -85,7 +86,7 @@ def batches() -> list[dict[str, torch.Tensor]]:
 
 def check(
     model: Path, ssd: Path, monkeypatch: pytest.MonkeyPatch, *, device: str = "cpu", dtype: str = "bf16",
-    micro_batch: int = 1, clip: float | None = None, counts: dict[str, int] | None = None,
+    micro_batch: int = 1, clip: float | None = None, counts: dict[str, int] | None = None, kept: int = 0,
 ) -> None:  # fmt: skip
     """The engine equals the plain loop on the same device."""
     original = MemoryPlanner.plan
@@ -98,7 +99,8 @@ def check(
     twin = Twin(str(model), bf16=dtype == "bf16", max_grad_norm=clip, device=device, **OPTIONS)
     with fuyou.Engine(
         model, ssd=[ssd], device=device, dtype=dtype, host_memory="600MiB", micro_batch=micro_batch, io="posix",
-        device_memory="2GiB" if device != "cpu" else None, batch_shape=(ROWS, TOKENS), max_grad_norm=clip, **OPTIONS,
+        device_memory="2GiB" if device != "cpu" else None, batch_shape=(ROWS, TOKENS), max_grad_norm=clip,
+        kept_activations=kept, **OPTIONS,
     ) as engine:  # fmt: skip
         for batch in batches():
             out = engine(**batch)
@@ -123,6 +125,11 @@ def test_copies_that_end_late(
     check(checkpoints / "llama-tied", tmp_path, monkeypatch, clip=clip, counts=counts)
 
 
+def test_kept_outputs_that_arrive_late(checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuyou.engine, "open_device", lambda name: LateDevice())
+    check(checkpoints / "llama-tied", tmp_path, monkeypatch, counts={**SCARCE, **SCARCE_KEPT}, kept=1 << 20)
+
+
 @pytest.fixture
 def strict(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Deterministic algorithms; cuBLAS wants its setting before it starts, so only the first test sets it in time."""
@@ -141,6 +148,7 @@ def strict(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("gpt2", 3, 0.5, {}),
         ("llama-tied", 1, None, {"device_activations": 4, "host_activations": 30}),
         ("llama-tied", 1, 0.5, SCARCE),
+        ("llama", 1, None, {**SCARCE, **SCARCE_KEPT}),
     ],
 )
 def test_equals_the_plain_loop_on_a_gpu(
@@ -149,7 +157,7 @@ def test_equals_the_plain_loop_on_a_gpu(
 ) -> None:  # fmt: skip
     check(
         checkpoints / family, tmp_path, monkeypatch, device="cuda:0", dtype=dtype, micro_batch=micro_batch, clip=clip,
-        counts=counts,
+        counts=counts, kept=1 << 20 if "device_kept" in counts else 0,
     )  # fmt: skip
 
 
