@@ -305,7 +305,12 @@ def build_command(run: Callable[..., int]) -> click.Command:
         is_flag=True,
         help="Measure this machine with the model (default: gpt3-1.3b) instead of training: a dozen seconds, a table.",
     )
-    add("--trace", type=folder, metavar="FILE", help="Write the last (or the planned) step's tasks there, for ui.perfetto.dev.")
+    add(
+        "--trace",
+        type=folder,
+        metavar="FILE",
+        help="Write the last (or the planned) step's tasks there, for ui.perfetto.dev.",
+    )
 
     add = group("Other")
     add("--debug", is_flag=True, help="Show where an error came from.")

@@ -109,10 +109,16 @@ def _machine(settings: Settings, options: PlanOptions) -> Machine:
     """From presets if ``--drive`` is given, else the one at hand, profiled."""
     if options.drive is not None:
         if settings.gpu in ("auto", "cpu") or is_emulated(settings.gpu):
-            raise UserError(f"--drive plans for hardware by name: name the GPU as well, --gpu {' | '.join(gpu_names())}.")
+            raise UserError(
+                f"--drive plans for hardware by name: name the GPU as well, --gpu {' | '.join(gpu_names())}."
+            )
         host = settings.host_memory or memory_available_bytes() * 4 // 5
         return preset_machine(
-            gpu_preset(settings.gpu), drive_preset(options.drive), options.ssds or 1, host, device_bytes=settings.device_memory
+            gpu_preset(settings.gpu),
+            drive_preset(options.drive),
+            options.ssds or 1,
+            host,
+            device_bytes=settings.device_memory,
         )
     if options.ssds is not None:
         raise UserError(f"--ssds counts drives of one kind: name it with --drive {' | '.join(drive_names())}.")
@@ -202,7 +208,8 @@ def _speed(result: Plan) -> list[str]:
     )
     bound = result.busy[result.bound]
     return rows + _row(
-        "bound", f"{RESOURCES[result.bound.value]}, {format_seconds(bound)} ({bound / result.step_seconds:.0%} of the step)"
+        "bound",
+        f"{RESOURCES[result.bound.value]}, {format_seconds(bound)} ({bound / result.step_seconds:.0%} of the step)",
     )
 
 

@@ -103,7 +103,11 @@ def _changes(base: Plan) -> Iterator[tuple[str, Training, Machine]]:
         yield "a device twice as fast", job, faster(flops_per_second=2)
     if busy(Resource.HOST_TO_DEVICE) or busy(Resource.DEVICE_TO_HOST):
         yield "a link twice as fast", job, faster(upload_bytes_per_second=2, download_bytes_per_second=2)
-    yield f"{format_bytes(2 * machine.host_bytes)} of host memory", job, replace(machine, host_bytes=2 * machine.host_bytes)
+    yield (
+        f"{format_bytes(2 * machine.host_bytes)} of host memory",
+        job,
+        replace(machine, host_bytes=2 * machine.host_bytes),
+    )
     if not machine.cpu and not base.fits:
         yield (
             f"{format_bytes(2 * machine.device_bytes)} of device memory", job,
@@ -148,5 +152,3 @@ def fits_ours(candidate: Training, machine: Machine) -> bool:
     """Whether our scheme trains ``candidate`` on ``machine``; looks at memory and space, simulates nothing."""
     evaluator = Evaluator(candidate, machine)
     return evaluator.fits(Candidate(candidate.micro_batch, 0.0)) and not missing_space(candidate.record_bytes, machine)
-
-
