@@ -1,6 +1,7 @@
 """Plans of a small model on machines whose figures can be worked out by hand."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -107,9 +108,9 @@ def test_nothing_is_kept_where_the_drives_are_the_bound(job: Training) -> None:
 def test_more_of_anything_is_never_slower(job: Training) -> None:
     rates = Rates(2e11, 1e9, 1e9, 4e8, 3e8, 1e8)
     drives = [seconds(job, machine(rates).with_drives(count)) for count in (1, 2, 4)]
-    assert all(later <= earlier * 1.005 for earlier, later in zip(drives, drives[1:], strict=False))
+    assert all(later <= earlier * 1.005 for earlier, later in pairwise(drives))
     memory = [seconds(job, machine(rates, host=host << 20)) for host in (140, 200, 400)]
-    assert all(later <= earlier * 1.005 for earlier, later in zip(memory, memory[1:], strict=False))
+    assert all(later <= earlier * 1.005 for earlier, later in pairwise(memory))
 
 
 def test_tokens_from_which_computing_is_the_bound(job: Training) -> None:
