@@ -201,6 +201,12 @@ def build_command(run: Callable[..., int]) -> click.Command:
     )
     add("--device-memory", type=size, metavar="SIZE", help="Device memory to use: 24GiB. Default: what is free.")
     add("--host-memory", type=size, metavar="SIZE", help="Host memory to use: 64GiB. Default: what is free.")
+    add(
+        "--host-cache",
+        type=size,
+        metavar="SIZE",
+        help="Host memory to keep parameters and states in from step to step; 0 streams all. Default: what is left.",
+    )
     add("--micro-batch", type=positive, metavar="N", help="Sequences computed at once. Default: as many as fit.")
     add(
         "--dtype",

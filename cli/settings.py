@@ -57,6 +57,8 @@ class Settings:
     """Where the trace of the last step goes."""
     commit_every: int = 1
     """Steps between two commits."""
+    host_cache: int | None = None
+    """Most host memory for keeping parameters and states from step to step, bytes; None: what is left."""
     single_slot: bool = False
     """Half the space on SSD, and no way to continue after a crash."""
     io: str = "auto"

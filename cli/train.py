@@ -83,6 +83,7 @@ def _open_engine(job: Job) -> Engine:
         micro_batch=settings.micro_batch,
         host_memory=settings.host_memory,
         device_memory=settings.device_memory,
+        host_cache=settings.host_cache,
         seed=settings.seed,
         run_name=job.run_name,
         commit_every=settings.commit_every,

@@ -8,7 +8,7 @@ need not be computed again, and outputs that were kept from the forward pass mak
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -210,7 +210,7 @@ class Tracer(TorchDispatchMode):
         return result
 
 
-@lru_cache(maxsize=None)
+@cache
 def makes_views(function: torch._ops.OpOverload) -> bool:
     """Whether the operator does nothing but look at its argument's memory in another way."""
     returns = function._schema.returns
@@ -219,7 +219,7 @@ def makes_views(function: torch._ops.OpOverload) -> bool:
     return bool(returns) and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
 
 
-@lru_cache(maxsize=None)
+@cache
 def argument_index(function: torch._ops.OpOverload, name: str) -> int | None:
     """Position of the argument ``name``, or None if the operator has none of that name."""
     names = [one.name for one in function._schema.arguments]
@@ -231,7 +231,9 @@ def _argument(function: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: di
     position = argument_index(function, name)
     if position is None:
         return None
-    return args[position] if position < len(args) else kwargs.get(name, function._schema.arguments[position].default_value)
+    return (
+        args[position] if position < len(args) else kwargs.get(name, function._schema.arguments[position].default_value)
+    )
 
 
 def _storage(value: torch.Tensor) -> int:
@@ -264,7 +266,8 @@ def _flops(function: Any, args: Any, kwargs: Any, result: Any) -> float:
 
 
 def _has_custom_function(result: torch.Tensor) -> bool:
-    todo, seen = [result.grad_fn], set()
+    todo: list[Any] = [result.grad_fn]
+    seen: set[Any] = set()
     while todo:
         node = todo.pop()
         if node is not None and node not in seen:

@@ -9,10 +9,11 @@ from common.data import document_mask
 from common.errors import FinetuneError
 from fuyou.data_plane import DataPlane
 from fuyou.gradients import GradientSum, sum_of_squares
+from fuyou.loss import cross_entropy, shifted_labels
 from fuyou.memory_plan import MemoryPlan
 from fuyou.recompute import Recomputations, Recorded
 from fuyou.records import Record
-from fuyou.stack import BlockCalls, StreamedModel, shifted_labels, summed_loss
+from fuyou.stack import BlockCalls, StreamedModel
 from fuyou.tasks import BEFORE_HEAD_PHASES, FORWARD_PHASES, Activation, Op, Phase, StepList, Task
 
 
@@ -180,9 +181,11 @@ class StepComputation:
         loss: torch.Tensor | None = None
         for columns in self._columns(task.micro):
             with self._stack.bound(self._leaves(task), before=False):
-                part = self._head_loss(task.micro, hidden, columns)
-                part.backward()
-            loss = part.detach() if loss is None else loss + part.detach()
+                logits = self._logits(task.micro, hidden, columns)
+                part, gradient = self._loss(task.micro, logits, columns, gradient=True)
+                torch.autograd.backward(logits, gradient)
+                del logits, gradient
+            loss = part if loss is None else loss + part
         assert loss is not None and hidden.grad is not None
         self._losses.append(loss)
         self._activation(task.output, hidden.shape).copy_(hidden.grad)
@@ -191,7 +194,10 @@ class StepComputation:
     def _head_eval(self, task: Task) -> None:
         hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro))
         with self._stack.bound(self._parameters(task), before=False):
-            parts = [self._head_loss(task.micro, hidden, columns) for columns in self._columns(task.micro)]
+            parts = [
+                self._loss(task.micro, self._logits(task.micro, hidden, columns), columns, gradient=False)[0]
+                for columns in self._columns(task.micro)
+            ]
         self._losses.append(torch.stack(parts).sum())
 
     @torch.enable_grad()
@@ -220,13 +226,18 @@ class StepComputation:
 
     # -- parts ----------------------------------------------------------------------------------------------------
 
-    def _head_loss(self, micro: int, hidden: torch.Tensor, columns: slice) -> torch.Tensor:
-        """This range of tokens' share of the batch's mean loss."""
-        inputs = self._micro[micro]
+    def _logits(self, micro: int, hidden: torch.Tensor, columns: slice) -> torch.Tensor:
+        """``[b, s, V]`` for this range of tokens."""
         whole = columns == slice(0, hidden.shape[1])
+        inputs = self._micro[micro]
         batch = {name: value[:, columns] for name, value in inputs.items() if name in ("input_ids", "position_ids")}
-        logits = self._stack.head(batch, hidden if whole else hidden[:, columns])
-        return summed_loss(logits, inputs["targets"][:, columns]) / self._items
+        return self._stack.head(batch, hidden if whole else hidden[:, columns])
+
+    def _loss(
+        self, micro: int, logits: torch.Tensor, columns: slice, gradient: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """This range of tokens' share of the batch's mean loss, and its gradient with respect to the logits."""
+        return cross_entropy(logits, self._micro[micro]["targets"][:, columns], self._items, gradient)
 
     def _columns(self, micro: int) -> list[slice]:
         """The ranges of tokens that go through the head at once."""

@@ -6,7 +6,7 @@ is one short method each; when it may do it, the schedule has said.
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from fuyou.optimizer_protocol import (
     SharedRegions,
     Updated,
     UpdateRecord,
+    WriteRecord,
     Written,
 )
 from fuyou.records import Record, RecordExtents
@@ -68,6 +69,7 @@ class DataPlane:
         commit: called with a COMMIT task when everything of its step is written.
         update_of: what the update of a step is, asked for when it starts.
         spill_gradients: whether gradients may have to wait on SSD.
+        resident: records whose states stay in host memory.
         pace: makes the drives look slower.
     """
 
@@ -84,6 +86,7 @@ class DataPlane:
         commit: Callable[[Task], None],
         update_of: Callable[[int], Update],
         spill_gradients: bool,
+        resident: Collection[int] = (),
         pace: Pace | None = None,
     ):
         self.shape, self.plan, self.device, self.store = shape, plan, device, store
@@ -145,6 +148,7 @@ class DataPlane:
                 Op.STATE_READ: self._state_read,
                 Op.UPDATE: self._update,
                 Op.STATE_WRITE: self._state_write,
+                Op.RESIDENT_WRITE: self._resident_write,
                 Op.ACTIVATION_DOWNLOAD: self._activation_download,
                 Op.ACTIVATION_WRITE: self._activation_write,
                 Op.ACTIVATION_READ: self._activation_read,
@@ -165,6 +169,7 @@ class DataPlane:
                 chunk_elements=plan.chunk_elements,
                 ring_chunks=plan.ring_chunks,
                 shared=self.shared,
+                resident=sorted(resident),
                 pace=pace,
                 threads=optimizer_threads(device),
             ),
@@ -188,9 +193,7 @@ class DataPlane:
             regions.append(region)
         return SharedRegions(offset, regions[0], regions[1])
 
-    def _make_scratch(
-        self, spill_gradients: bool
-    ) -> tuple[Store | None, dict[Activation, list[Extent]], list[Extent]]:
+    def _make_scratch(self, spill_gradients: bool) -> tuple[Store | None, dict[Activation, list[Extent]], list[Extent]]:
         layout, counts = Layout(len(self._scratch_directories)), self.plan.counts
         activations = {
             kind: [layout.allocate("activations", self._activation_bytes[kind]) for _ in range(count)]
@@ -299,6 +302,12 @@ class DataPlane:
             if self._early.pop(task.record, None) is not None:
                 return None
             self._writing[task.record] = task
+        return ELSEWHERE
+
+    def _resident_write(self, task: Task) -> object:
+        with self._lock:
+            self._writing[task.record] = task
+        self._link.send(WriteRecord(task.record, task.source, task.target))
         return ELSEWHERE
 
     def _activation_download(self, task: Task) -> None:

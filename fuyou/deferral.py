@@ -7,9 +7,9 @@ others: a run of them would only move the waiting (a simulation: 1/8 to 1/4 inte
 quarter loses it all).
 """
 
-import math
 from collections.abc import Callable
 
+from fuyou.residency import spread
 from fuyou.schedule import StepShape
 
 
@@ -20,9 +20,7 @@ def interleaved(shape: StepShape, fraction: float) -> frozenset[int]:
     """
     if fraction >= 1:
         return frozenset(record.index for record in shape.records)
-    layers = len(shape.blocks)
-    count = round(fraction * layers)
-    return frozenset(shape.blocks[math.ceil((number + 1) * layers / count) - 1] for number in range(count))
+    return frozenset(spread(shape.blocks, round(fraction * len(shape.blocks))))
 
 
 def best_fraction(seconds: Callable[[float], float], layers: int) -> float:

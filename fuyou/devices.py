@@ -74,6 +74,10 @@ class Device(Protocol):
         """Bytes of device memory that may be used, or None where the host's budget says it."""
         ...
 
+    def cap_memory(self, nbytes: int) -> None:
+        """Let an allocation beyond ``nbytes`` in all fail, if the device can."""
+        ...
+
     def peak_bytes(self) -> int | None:
         """Most device memory in use since the start, or None where the device cannot tell."""
         ...
@@ -122,6 +126,9 @@ class CpuDevice:
 
     def memory_limit(self) -> int | None:
         return None
+
+    def cap_memory(self, nbytes: int) -> None:
+        pass
 
     def peak_bytes(self) -> int | None:
         return None
@@ -194,6 +201,10 @@ class CudaDevice:
     def memory_limit(self) -> int | None:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         return free * 19 // 20 - _LIBRARY_BYTES
+
+    def cap_memory(self, nbytes: int) -> None:
+        _, total = torch.cuda.mem_get_info(self.torch_device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), self.torch_device)
 
     def peak_bytes(self) -> int | None:
         return torch.cuda.max_memory_reserved(self.torch_device)

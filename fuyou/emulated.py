@@ -136,6 +136,9 @@ class EmulatedDevice:
     def memory_limit(self) -> int | None:
         return self.spec.memory_bytes
 
+    def cap_memory(self, nbytes: int) -> None:
+        pass
+
     def peak_bytes(self) -> int | None:
         return None
 

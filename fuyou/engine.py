@@ -67,6 +67,7 @@ class EngineConfig:
     """Of the blocks whose updates wait for the next forward pass; 1 with clipping by the global norm."""
     micro_batch: int | None
     commit_every: int
+    host_cache: int | None
     single_slot: bool
     io: str
     seed: int
@@ -119,14 +120,18 @@ class Engine:
         micro_batch: sequences that are computed at once; None takes the largest number that fits.
         host_memory, device_memory: budgets, in bytes or as ``"64GiB"``; None takes what the machine has. On a CPU the
             device's memory is a part of the host's.
+        host_cache: most of ``host_memory`` to spend on keeping parameters, then optimizer states too, from step to
+            step; None spends what nothing else needs, 0 streams everything.
         optimizer_dtype: ``"fp32"``, or ``"bf16"`` moments with stochastic rounding.
         seed: of random weights, dropout and stochastic rounding.
         run_name: name of the run's folder in each of ``ssd``.
-        commit_every: commit every N-th step only. A crash loses up to N steps.
+        commit_every: commit every N-th step only: what lives in host memory is not written in between. A crash loses up
+            to N steps.
         single_slot: half the space, no protection: a crash in the middle of a step loses the run.
         resume: continue the run that the directories hold.
         overwrite: replace the run that the directories hold.
-        io: ``"auto"``, ``"kvikio"`` or ``"posix"``.
+        io: ``"posix"``, which ``"auto"`` takes: all traffic goes through host memory, which kvikio reaches by the same
+            calls; or ``"kvikio"``, which is checked and not used further.
         batch_shape: (sequences, tokens per sequence) of the batches to come; without it, buffers are planned for one
             micro-batch and made again if the first batch is larger.
 
@@ -152,6 +157,7 @@ class Engine:
         micro_batch: int | None = None,
         host_memory: int | str | None = None,
         device_memory: int | str | None = None,
+        host_cache: int | str | None = None,
         seed: int = 0,
         run_name: str = "fuyou",
         commit_every: int = 1,
@@ -168,7 +174,8 @@ class Engine:
         deferred_fraction = 1.0 if max_grad_norm else deferred_fraction  # nothing is updated before the norm is known
         self._options = EngineConfig(
             Precision(_DTYPES[dtype], _DTYPES[optimizer_dtype]), AdamConfig(lr, betas, eps, weight_decay),
-            max_grad_norm, deferred_fraction, micro_batch, commit_every, single_slot, io, seed,
+            max_grad_norm, deferred_fraction, micro_batch, commit_every,
+            None if host_cache is None else parse_bytes(host_cache), single_slot, io, seed,
             kept_activations if isinstance(kept_activations, Keeping) else parse_bytes(kept_activations or 0),
         )  # fmt: skip
         self.lr = lr
@@ -189,6 +196,7 @@ class Engine:
             self.emulated = isinstance(self._device, EmulatedDevice)
             self._pace = self._device.spec.pace if isinstance(self._device, EmulatedDevice) else None
             self._host_limit, self._device_limit = memory_limits(self._device, host_memory, device_memory)
+            self._device.cap_memory(self._device_limit)
             self._link = OptimizerLink()  # imports PyTorch while the model is built
             self._link.wait_until_up()
             self._meter.start()
@@ -221,9 +229,10 @@ class Engine:
             self._device_limit,
             self._host_limit,
             self._device.shares_host_memory,
-            len(interleaved(self._shape, self._options.deferred_fraction)),
-            len(self._keeping.layers),
-            lambda batch: self._keeping.keep(batch.micro_rows, batch.seq_len).nbytes,
+            deferred=len(interleaved(self._shape, self._options.deferred_fraction)),
+            host_cache=self._options.host_cache,
+            kept_layers=len(self._keeping.layers),
+            kept_bytes=lambda batch: self._keeping.keep(batch.micro_rows, batch.seq_len).nbytes,
         )
         self.parameters = sum(record.parameter_count for record in self._shape.records)
         self.trainable_parameters = self.parameters
@@ -241,7 +250,8 @@ class Engine:
             str(options.precision.optimizer_dtype), slots, emulated=self.emulated,
         )  # fmt: skip
         self.created_bytes = 0
-        io: dict[str, Any] = {"io": options.io, "pace": self._pace}
+        # Everything goes through host memory, so there is nothing for "auto" to measure.
+        io: dict[str, Any] = {"io": "posix" if options.io == "auto" else options.io, "pace": self._pace}
         if resume:
             self._store = Store.open(folders, **io)
             state = load_state(self._store, wanted)
@@ -282,7 +292,8 @@ class Engine:
         self._plane = DataPlane(
             self._shape, self.memory_plan, self._device, self._store, self._extents, self._commits.state.slots,
             self._link, [folder / "scratch" for folder in self._store.directories], self._commits.commit,
-            self._commits.update_of, spill_gradients=held < len(deferred), pace=self._pace,
+            self._commits.update_of, spill_gradients=held < len(deferred), resident=self.memory_plan.resident,
+            pace=self._pace,
         )  # fmt: skip
         batch = self.memory_plan.batch
         recomputation = self._keeping.recomputation(batch.micro_rows, batch.seq_len)
@@ -293,7 +304,8 @@ class Engine:
         )
         self._scheduler = Scheduler(
             self._shape, self.memory_plan.counts, single_slot=options.single_slot, slot=self._commits.state.slot,
-            deferred=deferred, hold=options.max_grad_norm is not None, recomputation=recomputation,
+            deferred=deferred, hold=options.max_grad_norm is not None, resident=self.memory_plan.resident,
+            recomputation=recomputation,
         )  # fmt: skip
         self._accounting = Accounting(self._plane, self._trace)
 

@@ -1,9 +1,11 @@
 """How many buffers of each kind the budgets hold: everything that a run needs is counted before anything is allocated.
 
 What must be there comes first (one buffer of each kind makes the engine work, serially), then what lets transfers and
-computation overlap, then activations in the fastest tier that has room, then parameters that need not be read twice.
+computation overlap, then activations in the fastest tier that has room, then parameters that need not be read twice,
+then optimizer states that need not be read at all.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -13,7 +15,9 @@ from transformers import PreTrainedConfig
 from common.buffers import round_up
 from common.errors import UserError
 from common.units import format_bytes
+from fuyou.loss import pass_bytes
 from fuyou.records import PAGE_ELEMENTS, Record
+from fuyou.residency import resident_records
 from fuyou.schedule import BufferCounts, StepShape
 
 #: Optimizer states move and are updated in chunks of this many parameters. Small ones (10 MB of lo, mean and variance)
@@ -26,8 +30,12 @@ CHUNKS_PER_BLOCK = 32
 HOST_OVERHEAD_BYTES = 96 << 20
 #: Adam's scratch memory in the optimizer process, from above: half a mebibyte per thread, twice that with bf16 moments.
 ADAM_SCRATCH_BYTES = 20 << 20
-#: Bytes that one logit costs on its way to a loss and back: logits, their fp32 copy, log-softmax, two gradients.
-LOGIT_BYTES = 16
+#: How often the logits exist at once, in the compute dtype: themselves, their gradient, and one more in families that
+#: pass them through a function (soft capping). What the loss makes of them in fp32 comes in passes, see fuyou/loss.py.
+LOGIT_COPIES = 3
+#: The head runs over ranges of tokens, each of which makes a whole gradient of its weights: with this many tokens that
+#: hardly counts; with few it costs more than all else. Fewer only where memory is short.
+HEAD_TOKENS, FEWEST_HEAD_TOKENS = 4096, 64
 
 
 @dataclass(frozen=True)
@@ -76,6 +84,8 @@ class MemoryPlan:
     """Estimate of what computing takes beside all buffers."""
     device_bytes: int
     host_bytes: int
+    resident: tuple[int, ...] = ()
+    """Records that live in host memory for the whole run, states included."""
 
     @property
     def held_gradients(self) -> int:
@@ -109,6 +119,8 @@ class MemoryPlanner:
         host_limit: bytes of host memory for everything; on a CPU this includes the device's.
         cpu: whether the device is the CPU.
         deferred: records whose gradients wait on the host for the next forward pass, as far as there is room.
+        host_cache: most bytes of host memory for what is only kept there to save reading and writing it; None: as many
+            as there are left.
         kept_layers: blocks that keep operator outputs beside their input.
         kept_bytes: what one of them keeps of one micro-batch of such a batch.
     """
@@ -120,7 +132,9 @@ class MemoryPlanner:
         device_limit: int,
         host_limit: int,
         cpu: bool,
+        *,
         deferred: int = 0,
+        host_cache: int | None = None,
         kept_layers: int = 0,
         kept_bytes: Callable[[Batch], int] = lambda batch: 0,
     ):
@@ -130,6 +144,7 @@ class MemoryPlanner:
         self.host_limit = host_limit
         self.cpu = cpu
         self.deferred = deferred
+        self.host_cache = host_cache
         self._kept_layers, self._kept_bytes = kept_layers, kept_bytes
         largest = max((shape.records[index] for index in shape.blocks), key=lambda record: record.numel)
         self.block = largest.numel
@@ -167,8 +182,9 @@ class MemoryPlanner:
     def _fit(self, batch: Batch, device: BufferCounts) -> MemoryPlan | None:
         activations = (len(self.shape.blocks) + 2) * batch.micro_batches + 2
         kept = self._kept(batch)
-        for counts, ring in _host_ladder(_with_kept(device, kept)):
-            plan = self._count(batch, counts, ring)
+        rungs = itertools.product(_host_ladder(_with_kept(device, kept)), _head_ladder(batch))
+        for (counts, ring), columns in rungs:
+            plan = self._count(batch, counts, ring, columns)
             if plan.device_bytes > self.device_limit or plan.host_bytes > self.host_limit:
                 continue
             spare = self.device_limit - plan.device_bytes
@@ -177,10 +193,10 @@ class MemoryPlanner:
             extra = min(activations - counts.device_activations, spare // plan.activation_bytes)
             counts = replace(counts, device_activations=counts.device_activations + max(0, extra))
             if counts.device_activations < activations:
-                staged = self._count(batch, replace(counts, host_activations=2), ring)
+                staged = self._count(batch, replace(counts, host_activations=2), ring, columns)
                 if staged.host_bytes > self.host_limit:
                     counts = replace(counts, device_activations=max(4, counts.device_activations - 2))
-                    staged = self._count(batch, replace(counts, host_activations=2), ring)
+                    staged = self._count(batch, replace(counts, host_activations=2), ring, columns)
                     if staged.host_bytes > self.host_limit:
                         continue
                 missing = activations - counts.device_activations
@@ -188,26 +204,44 @@ class MemoryPlanner:
                 counts = replace(counts, host_activations=2 + min(missing, room))
                 if counts.host_activations < missing + 1:
                     counts = replace(counts, ssd_activations=activations)
-            counts = self._place_kept(batch, counts, ring, kept)
+            counts = self._place_kept(batch, counts, ring, columns, kept)
             block_bytes = self.block * self.shape.precision.parameter_bytes
-            room = (self.host_limit - self._count(batch, counts, ring).host_bytes) // block_bytes
-            held = max(0, min(room, self.deferred, len(self.shape.blocks)))
+            room = self.host_limit - self._count(batch, counts, ring, columns).host_bytes
+            held = min(room // block_bytes, self.deferred, len(self.shape.blocks))
             counts = replace(counts, host_block_gradients=counts.host_block_gradients + held)
-            room -= held
-            more = max(0, min(room, len(self.shape.blocks) - counts.host_blocks))
-            counts = replace(counts, host_blocks=counts.host_blocks + more)
-            return self._count(batch, counts, ring)
+            return self._cache(self._count(batch, counts, ring, columns), ring)
         return None
+
+    def _cache(self, plan: MemoryPlan, ring: float) -> MemoryPlan:
+        """``plan`` with what is left of the host's memory as a cache: parameters, which save twice their size in
+        every step; and when all of them are there, states, which save it once (twice if not every step is committed).
+        """
+        layers, outer = len(self.shape.blocks), sum(record.outer for record in self.shape.records)
+        width, counts = self.shape.precision.parameter_bytes, plan.counts
+        room = self.host_limit - plan.host_bytes
+        room = room if self.host_cache is None else min(room, self.host_cache)
+        more = max(0, min(room // (self.block * width), layers - counts.host_blocks))
+        counts = replace(counts, host_blocks=counts.host_blocks + more)
+        room -= more * self.block * width
+        missing = max(0, outer - counts.host_outer)
+        resident: tuple[int, ...] = ()
+        if counts.host_blocks >= layers and missing * self.outer * width <= room:
+            counts = replace(counts, host_outer=counts.host_outer + missing)
+            room -= missing * self.outer * width
+            resident = tuple(resident_records(self.shape, room))
+        plan = self._count(plan.batch, counts, ring, plan.head_columns)
+        states = sum(self.shape.records[index].numel for index in resident) * self.shape.precision.state_bytes
+        return replace(plan, resident=resident, host_bytes=plan.host_bytes + states)
 
     def _kept(self, batch: Batch) -> int:
         """How many buffers of kept outputs a step fills."""
         return self._kept_layers * batch.micro_batches if self._kept_bytes(batch) else 0
 
-    def _place_kept(self, batch: Batch, counts: BufferCounts, ring: float, kept: int) -> BufferCounts:
+    def _place_kept(self, batch: Batch, counts: BufferCounts, ring: float, columns: int, kept: int) -> BufferCounts:
         """Give kept outputs what is left of the device, then of the host, then the SSDs."""
         if counts.device_kept == kept:
             return counts
-        plan = self._count(batch, counts, ring)
+        plan = self._count(batch, counts, ring, columns)
         spare = self.device_limit - plan.device_bytes
         if self.cpu:
             spare = min(spare, self.host_limit - plan.host_bytes)
@@ -216,34 +250,29 @@ class MemoryPlanner:
         missing = kept - counts.device_kept
         if not missing:
             return replace(counts, host_kept=0)
-        room = (self.host_limit - self._count(batch, counts, ring).host_bytes) // plan.kept_bytes
+        room = (self.host_limit - self._count(batch, counts, ring, columns).host_bytes) // plan.kept_bytes
         counts = replace(counts, host_kept=counts.host_kept + max(0, min(missing + 1 - counts.host_kept, room)))
         return counts if counts.host_kept > missing else replace(counts, ssd_kept=kept)
-
-    def _count(self, batch: Batch, counts: BufferCounts, ring_blocks: float) -> MemoryPlan:
-        """What ``counts`` take, with the head in one go or in ranges of tokens, whichever takes less."""
-        vocabulary = self.config.get_text_config().vocab_size
-        # Not a share of the budget: or a larger budget could need more than it adds.
-        share = max(self._block_workspace(batch), (64 << 20) if self.cpu else (256 << 20))
-        columns = max(1, min(batch.seq_len, share // (LOGIT_BYTES * vocabulary * batch.micro_rows)))
-        plans = [self._count_with(batch, counts, ring_blocks, width) for width in (batch.seq_len, columns)]
-        return min(plans, key=lambda plan: plan.device_bytes)
 
     def _block_workspace(self, batch: Batch) -> int:
         per_token = activation_elements_per_token(self.config) * self.shape.precision.parameter_bytes
         return int(batch.micro_tokens * per_token)
 
-    def _count_with(self, batch: Batch, counts: BufferCounts, ring_blocks: float, columns: int) -> MemoryPlan:
+    def _count(self, batch: Batch, counts: BufferCounts, ring_blocks: float, columns: int) -> MemoryPlan:
+        """What ``counts`` take, with ``columns`` tokens of each row going through the head at once."""
         precision, several = self.shape.precision, batch.micro_batches > 1
         width = precision.parameter_bytes
         text = self.config.get_text_config()
         activation = round_up(batch.micro_tokens * text.hidden_size * width, 4096)
         kept = round_up(self._kept_bytes(batch), 4096) if self._kept_layers else 0
 
-        logits = columns * batch.micro_rows * text.vocab_size * LOGIT_BYTES
+        tokens, vocabulary = columns * batch.micro_rows, text.vocab_size
+        logits = tokens * vocabulary * LOGIT_COPIES * width + pass_bytes(
+            tokens, vocabulary, "cpu" if self.cpu else "cuda"
+        )
         # An outer gradient is made, transposed or summed on the way, and added to the flat buffer: measured on a CPU,
-        # three times its size at once. What the allocator keeps of freed logits comes on top of the next ones.
-        head = 2 * logits + 3 * self.largest_outer_parameter * width
+        # three times its size at once.
+        head = logits + 3 * self.largest_outer_parameter * width
         workspace = self._block_workspace(batch) + max(2 * self.largest_block_parameter * width, head)
 
         wide_blocks = precision.split and several
@@ -278,7 +307,11 @@ class MemoryPlanner:
     def _too_small(self, batches: list[Batch]) -> UserError:
         counts, ring = list(_host_ladder(list(_device_ladder())[-1]))[-1]
         counts = replace(counts, host_activations=2)
-        plans = [self._count(batch, _with_kept(counts, self._kept(batch)), ring) for batch in batches]
+        plans = [
+            self._count(batch, _with_kept(counts, self._kept(batch)), ring, columns)
+            for batch in batches
+            for columns in _head_ladder(batch)
+        ]
         # Not always the smallest micro-batch: a batch that is not split needs no fp32 sums.
         least = min(plans, key=lambda plan: plan.host_bytes if self.cpu else plan.device_bytes)
         batch = least.batch
@@ -313,6 +346,14 @@ def _halvings(rows: int) -> list[int]:
     while sizes[-1] > 1:
         sizes.append(-(-sizes[-1] // 2))
     return sizes
+
+
+def _head_ladder(batch: Batch) -> list[int]:
+    """Tokens of each row that go through the head at once: what runs well, and each half of it down to the fewest."""
+    most, fewest = (
+        max(1, min(batch.seq_len, tokens // batch.micro_rows)) for tokens in (HEAD_TOKENS, FEWEST_HEAD_TOKENS)
+    )
+    return [width for width in _halvings(most) if width > fewest] + [fewest]
 
 
 def _device_ladder() -> Iterator[BufferCounts]:

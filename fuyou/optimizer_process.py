@@ -3,7 +3,8 @@
 A process of its own, so that neither the interpreter lock nor PyTorch's thread pool ties it to the engine's launch
 loop. States pass through a ring of chunk buffers in private memory on huge pages: while one chunk is updated, the next
 ones are being read and the ones before it written (Fuyou section 4.3, delayed write-back, by chunks rather
-than by parameter groups). Gradients and parameters lie in memory that is shared with the engine.
+than by parameter groups). States of resident records have memory of their own and are updated there. Gradients and
+parameters lie in memory that is shared with the engine.
 
 Run as ``python -m fuyou.optimizer_process FD``; the engine does that.
 """
@@ -21,7 +22,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ import torch
 
 from common.buffers import HostBuffer
 from common.errors import FinetuneError
-from common.store import Layout, Store
+from common.store import Extent, Layout, Store
 from fuyou.adam import ChunkAdam
 from fuyou.intervals import merge
 from fuyou.optimizer_protocol import (
@@ -42,6 +42,7 @@ from fuyou.optimizer_protocol import (
     Setup,
     Updated,
     UpdateRecord,
+    WriteRecord,
     Written,
 )
 from fuyou.records import Chunk, Precision, Record, RecordExtents, allocate_extents
@@ -55,18 +56,46 @@ class Write:
     pending: int
     intervals: list[tuple[float, float]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass
+class Place:
+    """Where in memory a chunk's states are."""
+
+    chunk: Chunk
+    buffer: HostBuffer
+    offset: int = 0
+    """First byte; 0 in a buffer of the ring."""
+    resident: bool = False
+    """Whether they stay there; otherwise the buffer goes back to the ring."""
+    reading: Future | None = None
+    """What brings them, where they are not there already."""
+    times: list[float] = field(default_factory=list)
+    """When reading began and, once it is done, ended."""
+
+
+class Resident:
+    """States of a record that stay in memory: all of them, as they lie on SSD.
+
+    ``written`` is the last write-back, which must be over before they are changed again.
+    """
+
+    def __init__(self, record: Record, precision: Precision):
+        self.buffer = HostBuffer(record.numel * precision.state_bytes).touch()
+        self.loaded = False
+        self.written: Write | None = None
 
 
 class StateChunks:
-    """Views of one chunk buffer: ``[lo | mean | variance]``."""
+    """Views of one chunk's states: ``[lo | mean | variance]``."""
 
-    def __init__(self, buffer: HostBuffer, chunk: Chunk, precision: Precision):
-        count = chunk.stop - chunk.start
-        offset = 0
+    def __init__(self, place: Place, precision: Precision):
+        buffer, offset, count = place.buffer, place.offset, place.chunk.stop - place.chunk.start
         self.lo: torch.Tensor | None = None
         if precision.split:
-            self.lo = buffer.tensor(torch.int16, 0, count)
-            offset = 2 * count
+            self.lo = buffer.tensor(torch.int16, offset, count)
+            offset += 2 * count
         width = precision.optimizer_dtype.itemsize
         self.mean = buffer.tensor(precision.optimizer_dtype, offset, count)
         self.variance = buffer.tensor(precision.optimizer_dtype, offset + width * count, count)
@@ -100,9 +129,10 @@ class OptimizerProcess:
         self._free: queue.Queue[HostBuffer] = queue.Queue()
         for buffer in self._ring:
             self._free.put(buffer)
+        self._resident = {index: Resident(self._records[index], self._precision) for index in setup.resident}
         self._announced: queue.Queue[ReadStates] = queue.Queue()
-        self._read: queue.Queue[tuple[Chunk, HostBuffer, Future, list[float]]] = queue.Queue()
-        self._updates: collections.deque[UpdateRecord | CreateRecord] = collections.deque()
+        self._read: queue.Queue[Place] = queue.Queue()
+        self._updates: collections.deque[UpdateRecord | CreateRecord | WriteRecord] = collections.deque()
         self._arrived = threading.Condition()
         self._adam = ChunkAdam()
 
@@ -115,6 +145,8 @@ class OptimizerProcess:
             message = self._next_update()
             if isinstance(message, CreateRecord):
                 self._create(message)
+            elif isinstance(message, WriteRecord):
+                self._write_resident(message)
             else:
                 self._update(message)
 
@@ -137,17 +169,22 @@ class OptimizerProcess:
         """Read the announced records' states, chunk by chunk, as far ahead as there are free buffers."""
         while True:
             message = self._announced.get()
-            record = self._records[message.record]
             extent = self._extents[message.record].states[message.source]
-            for chunk in record.chunks(self._setup.chunk_elements):
-                buffer = self._free.get()
-                nbytes = (chunk.stop - chunk.start) * self._precision.state_bytes
-                times = [time.monotonic()]  # when it began and, once it is done, when it ended
-                future = self._store.read(
-                    extent, buffer.bytes(0, nbytes), chunk.start * self._precision.state_bytes, nbytes
-                )
-                future.add_done_callback(partial(_note_time, times))
-                self._read.put((chunk, buffer, future, times))
+            resident = self._resident.get(message.record)
+            for chunk in self._chunks(message.record):
+                place = self._resident_place(resident, chunk) if resident else Place(chunk, self._free.get())
+                if resident is None or not resident.loaded:
+                    self._start_reading(place, extent)
+                self._read.put(place)
+            if resident is not None:
+                resident.loaded = True
+
+    def _start_reading(self, place: Place, extent: Extent) -> None:
+        width = self._precision.state_bytes
+        first, nbytes = place.chunk.start * width, (place.chunk.stop - place.chunk.start) * width
+        place.times.append(time.monotonic())
+        place.reading = self._store.read(extent, place.buffer.bytes(place.offset, nbytes), first, nbytes)
+        place.reading.add_done_callback(lambda _: place.times.append(time.monotonic()))
 
     def _guard(self, work: Callable[[], None]) -> None:
         try:
@@ -157,7 +194,7 @@ class OptimizerProcess:
 
     # -- work -----------------------------------------------------------------------------------------------------
 
-    def _next_update(self) -> UpdateRecord | CreateRecord:
+    def _next_update(self) -> UpdateRecord | CreateRecord | WriteRecord:
         with self._arrived:
             self._arrived.wait_for(lambda: self._updates)
             return self._updates.popleft()
@@ -166,15 +203,15 @@ class OptimizerProcess:
         record = self._records[message.record]
         parameters, gradients = self._parameter_bytes(message.parameters, record), self._gradients(message, record)
         values = torch.from_numpy(parameters).view(self._precision.dtype)
-        chunks = record.chunks(self._setup.chunk_elements)
-        write = Write(message.record, len(chunks))
+        write = self._begin_write(message.record)
         began, computing = 0.0, []
-        for number, _ in enumerate(chunks):
-            chunk, buffer, future, times = self._read.get()
-            future.result()
-            write.intervals.append((times[0], times[-1]))
+        for number in range(write.pending):
+            place = self._read.get()
+            if place.reading is not None:
+                place.reading.result()
+                write.intervals.append((place.times[0], place.times[-1]))
             began = began or time.monotonic()
-            states = StateChunks(buffer, chunk, self._precision)
+            chunk, states = place.chunk, StateChunks(place, self._precision)
             part = slice(chunk.start, chunk.stop)
             started = time.monotonic()
             self._adam.update(
@@ -182,7 +219,10 @@ class OptimizerProcess:
                 decay=chunk.decay, stream=message.record << 32 | number,
             )  # fmt: skip
             computing.append((started, time.monotonic()))
-            self._write_chunk(write, message.target, chunk, buffer, parameters)
+            if message.target >= 0:
+                self._write_chunk(write, message.target, place, parameters)
+        if message.target < 0:
+            write.done.set()
         self._send(Updated(message.record, began, time.monotonic(), computing))
 
     def _create(self, message: CreateRecord) -> None:
@@ -192,28 +232,43 @@ class OptimizerProcess:
         if self._precision.split:
             region = self._setup.shared.gradients[record.outer]
             low = self._shared.tensor(torch.int16, region.start(message.low_halves), record.numel)
-        chunks = record.chunks(self._setup.chunk_elements)
-        write = Write(message.record, len(chunks))
-        for chunk in chunks:
-            buffer = self._free.get()
-            states = StateChunks(buffer, chunk, self._precision)
+        write = Write(message.record, len(self._chunks(message.record)))
+        for chunk in self._chunks(message.record):
+            place = Place(chunk, self._free.get())
+            states = StateChunks(place, self._precision)
             if states.lo is not None and low is not None:
                 states.lo.copy_(low[chunk.start : chunk.stop])
             states.mean.zero_()
             states.variance.zero_()
-            self._write_chunk(write, message.target, chunk, buffer, parameters)
+            self._write_chunk(write, message.target, place, parameters)
 
-    def _write_chunk(self, write: Write, target: int, chunk: Chunk, buffer: HostBuffer, parameters: np.ndarray) -> None:
+    def _write_resident(self, message: WriteRecord) -> None:
+        parameters = self._parameter_bytes(message.parameters, self._records[message.record])
+        resident, write = self._resident[message.record], self._begin_write(message.record)
+        for chunk in self._chunks(message.record):
+            self._write_chunk(write, message.target, self._resident_place(resident, chunk), parameters)
+
+    def _begin_write(self, index: int) -> Write:
+        """A new write-back of a record; if its states are resident, after the last one is over."""
+        write = Write(index, len(self._chunks(index)))
+        resident = self._resident.get(index)
+        if resident is not None:
+            if resident.written is not None:
+                resident.written.done.wait()
+            resident.written = write
+        return write
+
+    def _write_chunk(self, write: Write, target: int, place: Place, parameters: np.ndarray) -> None:
         """Start writing one chunk's states and parameters; the buffer is free again when both are written."""
-        extents = self._extents[write.record]
+        extents, chunk = self._extents[write.record], place.chunk
         width, count = self._precision.parameter_bytes, chunk.stop - chunk.start
         state_bytes = count * self._precision.state_bytes
         began = time.monotonic()
         first, stop = chunk.start * width, chunk.stop * width
         futures = [
             self._store.write(
-                extents.states[target], buffer.bytes(0, state_bytes), chunk.start * self._precision.state_bytes,
-                state_bytes,
+                extents.states[target], place.buffer.bytes(place.offset, state_bytes),
+                chunk.start * self._precision.state_bytes, state_bytes,
             ),
             self._store.write(extents.parameters[target], parameters[first:stop], first, stop - first),
         ]  # fmt: skip
@@ -230,14 +285,22 @@ class OptimizerProcess:
                 write.intervals.append((began, time.monotonic()))
                 write.pending -= 1
                 complete = not write.pending
-            self._free.put(buffer)
+            if not place.resident:
+                self._free.put(place.buffer)
             if complete:
+                write.done.set()
                 self._send(
                     Written(write.record, self._store.bytes_read, self._store.bytes_written, merge(write.intervals))
                 )
 
         for future in futures:
             future.add_done_callback(finished)
+
+    def _chunks(self, index: int) -> list[Chunk]:
+        return self._records[index].chunks(self._setup.chunk_elements)
+
+    def _resident_place(self, resident: Resident, chunk: Chunk) -> Place:
+        return Place(chunk, resident.buffer, chunk.start * self._precision.state_bytes, resident=True)
 
     def _parameter_bytes(self, index: int, record: Record) -> np.ndarray:
         region = self._setup.shared.parameters[record.outer]
@@ -254,10 +317,6 @@ class OptimizerProcess:
     def _fail(self, error: BaseException) -> None:
         report(self._connection, error, self._sending)
         os._exit(1)
-
-
-def _note_time(times: list[float], _: Future) -> None:
-    times.append(time.monotonic())
 
 
 def report(connection: Connection, error: BaseException, lock: AbstractContextManager[Any] | None = None) -> None:

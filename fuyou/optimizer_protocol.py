@@ -53,6 +53,8 @@ class Setup:
     """State buffers: one is read into, one is updated, one is written from; more smooth the flow."""
     shared: SharedRegions
     threads: int
+    resident: list[int] = field(default_factory=list)
+    """Records whose states stay in memory once they have been read."""
     pace: Pace | None = None
     """Makes the drives look slower."""
     cores: list[int] = field(default_factory=list)
@@ -79,13 +81,23 @@ class ReadStates:
 
 @dataclass(frozen=True)
 class UpdateRecord:
-    """The gradient is in host buffer ``gradient``: update the parameters in place, write everything to ``target``."""
+    """The gradient is in host buffer ``gradient``: update the parameters in place, write everything to ``target``,
+    or nothing if that is -1 (resident records only)."""
 
     record: int
     parameters: int
     gradient: int
     target: int
     update: Update
+
+
+@dataclass(frozen=True)
+class WriteRecord:
+    """Write parameters and states of a resident record to ``target``."""
+
+    record: int
+    parameters: int
+    target: int
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,10 @@ class Recomputation:
         return 1.0 - (self.saved if layer in self.layers else self.unneeded)
 
 
+#: Everything is computed again.
+FULL_RECOMPUTATION = Recomputation()
+
+
 class Scheduler:
     """Builds step after step; what one step leaves in the buffers, the next one starts from.
 
@@ -108,6 +112,8 @@ class Scheduler:
         deferred: indices of the records whose gradients are kept, and updated during the next forward pass just
             before they are needed: the SSDs then work in a phase that leaves them idle otherwise.
         hold: whether deferred updates wait for the caller to have ended the step (who then knows the gradient's norm).
+        resident: indices of the records that live in host memory: read once, and written in steps that are committed.
+            The host buffers must hold the parameters of all records then, so that none is ever read again.
         recomputation: which blocks keep more than their input, and what that saves.
     """
 
@@ -120,12 +126,16 @@ class Scheduler:
         slot: int = 0,
         deferred: Collection[int] = (),
         hold: bool = False,
-        recomputation: Recomputation = Recomputation(),
+        resident: Collection[int] = (),
+        recomputation: Recomputation = FULL_RECOMPUTATION,
     ):
         self.shape = shape
         self.counts = counts
         self._deferred = frozenset(deferred)
         self._hold = hold
+        self._resident = frozenset(resident)
+        self._loaded: set[int] = set()  # resident records whose states are in host memory
+        self._unwritten: dict[int, tuple[Task, int]] = {}  # resident record -> its newest update, its host buffer
         self._single_slot = single_slot
         self._committed_slot = slot
         self._slot_of = [slot] * len(shape.records)  # where the newest state of each record is
@@ -135,6 +145,7 @@ class Scheduler:
         self._spilled: dict[int, Task] = {}  # record -> the task that wrote its gradient to SSD
         self._ended: Task | None = None  # the STEP task of the newest step
         self._commit_due = False  # whether that step is to be committed, once its deferred updates are done
+        self._durable = True  # whether the step being scheduled is to be committed
         self._visits = shape.visits(train=True)
         self._position = 0
         self._uses: dict[int, list[int]] = {}
@@ -166,6 +177,8 @@ class Scheduler:
         )
         self._list = StepList(0)
         self._batch = BatchShape(1, 0, 0)
+        outer = sum(record.outer for record in shape.records)
+        assert not self._resident or (counts.host_blocks >= len(shape.blocks) and counts.host_outer >= outer)
 
     # -- what the engine asks for ---------------------------------------------------------------------------------
 
@@ -177,10 +190,11 @@ class Scheduler:
         self._list, self._batch = StepList(step), batch
         self._activations.begin(self._list, self._visits, batch.micro_batches, batch.activation_bytes)
         self._kept.begin(self._list, self._visits, batch.micro_batches, batch.kept_bytes)
+        self._durable = commit
         for position, visit in enumerate(self._visits):
             self._position = position
             if visit.phase in FORWARD_PHASES:
-                self._update_pending(visit.record)
+                self._update_pending(visit.record, durable=self._commit_due)
                 self._commit_when_complete(step - 1)
             self._visit(visit)
         self._position = len(self._visits)
@@ -205,7 +219,7 @@ class Scheduler:
         self._list = StepList(step)
         self._position = 0
         for record in [visit.record for visit in self._visits]:  # in the order in which the next forward needs them
-            self._update_pending(record)
+            self._update_pending(record, durable=commit)
         if commit:
             self._emit_commit(step)
         return self._list
@@ -319,7 +333,7 @@ class Scheduler:
         if record.index in self._deferred:
             self._pending[record.index] = self._list.step
         else:
-            self._update(record, target, download, self._list.step)
+            self._update(record, target, download, self._list.step, self._durable)
 
     def _host_gradient_buffer(self, record: Record) -> tuple[int, list[Task]]:
         pool = self._host_gradients[record.outer]
@@ -334,8 +348,8 @@ class Scheduler:
             after = [write]
         return index, after
 
-    def _update_pending(self, index: int) -> None:
-        """Apply the deferred update of record ``index``, if there is one."""
+    def _update_pending(self, index: int, durable: bool) -> None:
+        """Apply the deferred update of record ``index``, if there is one. ``durable``: of a step to be committed."""
         step = self._pending.get(index)
         if step is None:
             return
@@ -352,39 +366,58 @@ class Scheduler:
         filled = pool.slots[source].ready
         assert filled is not None
         del self._pending[index]
-        self._update(record, source, filled, step)
+        self._update(record, source, filled, step, durable)
 
-    def _update(self, record: Record, gradient: int, ready: Task, step: int) -> None:
-        """Read the record's states, update, write parameters and states to the other slot."""
+    def _update(self, record: Record, gradient: int, ready: Task, step: int, durable: bool) -> None:
+        """Read the record's states, update, write parameters and states to the other slot.
+
+        Of a resident record, states are read the first time only, and written only if the step is to be committed.
+        """
         host, loaded = self._on_host(record)
         parameters = self._host[record.outer]
         precision = self.shape.precision
-        source = self._slot_of[record.index]
-        target = source if self._single_slot else 1 - self._committed_slot
+        source, target = self._slot_of[record.index], self._target(record.index)
         written = self._written[record.index]
         states = record.numel * precision.state_bytes
+        resident = record.index in self._resident
         read = self._emit(
-            Op.STATE_READ, [written] if written else [], record=record.index, source=source, nbytes=states
-        )
+            Op.STATE_READ, [written] if written else [], record=record.index, source=source,
+            nbytes=0 if record.index in self._loaded else states,
+        )  # fmt: skip
+        if resident:
+            self._loaded.add(record.index)
         waits = [ready, loaded, read, *parameters.slots[host].users]
         waits += [task for task in (self._commit, self._ended if self._hold else None) if task is not None]
         update = self._emit(
-            Op.UPDATE, waits, record=record.index, source=host, target=target, gradient=gradient,
-            nbytes=record.numel,
+            Op.UPDATE, waits, record=record.index, source=host, gradient=gradient, nbytes=record.numel,
+            target=target if durable or not resident else -1,
         )  # fmt: skip
         update.step = step
-        write = self._emit(
-            Op.STATE_WRITE, [update], record=record.index, source=host, target=target,
-            nbytes=record.numel * precision.parameter_bytes + states,
-        )  # fmt: skip
         parameters.fill(host, record.index, update)
-        parameters.use(host, write)
+        if durable or not resident:
+            self._unwritten.pop(record.index, None)
+            self._write(Op.STATE_WRITE, record.index, update, host, target)
+        else:
+            self._unwritten[record.index] = update, host
         gradients = self._host_gradients[record.outer]
         gradients.drop(record.index)
         gradients.use(gradient, update)
         self._device[record.outer].drop(record.index)
-        self._written[record.index] = write
-        self._slot_of[record.index] = target
+
+    def _target(self, index: int) -> int:
+        """The slot that the record is written to next."""
+        return self._slot_of[index] if self._single_slot else 1 - self._committed_slot
+
+    def _write(self, op: Op, index: int, update: Task, host: int, target: int) -> None:
+        """Write parameters and states of a record after ``update``."""
+        record, precision = self.shape.records[index], self.shape.precision
+        write = self._emit(
+            op, [update], record=index, source=host, target=target,
+            nbytes=record.numel * (precision.parameter_bytes + precision.state_bytes),
+        )  # fmt: skip
+        self._host[record.outer].use(host, write)
+        self._written[index] = write
+        self._slot_of[index] = target
 
     def _commit_when_complete(self, step: int) -> None:
         """Commit ``step`` if that was asked for and no update of it is pending any more."""
@@ -393,6 +426,9 @@ class Scheduler:
 
     def _emit_commit(self, step: int) -> None:
         self._commit_due = False
+        for index, (update, host) in self._unwritten.items():  # the step was not meant to be committed, and is
+            self._write(Op.RESIDENT_WRITE, index, update, host, self._target(index))
+        self._unwritten.clear()
         after = [task for task in self._written if task is not None]
         after += [task for task in (self._ended, self._commit) if task is not None]
         self._committed_slot = self._slot_of[0]
@@ -574,7 +610,12 @@ class ActivationPools:
 
     def _emit(self, op: Op, after: list[Task], **fields: int) -> Task:
         task = Task(
-            op, after, step=self._list.step, nbytes=self._bytes, activation=self._activation, **fields  # type: ignore[arg-type]
+            op,
+            after,
+            step=self._list.step,
+            nbytes=self._bytes,
+            activation=self._activation,
+            **fields,  # type: ignore[arg-type]
         )
         self._list.tasks.append(task)
         return task

@@ -10,12 +10,12 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fuyou.intervals import Interval
 from fuyou.memory_plan import MemoryPlan
 from fuyou.records import Precision, Record
-from fuyou.schedule import BatchShape, Recomputation, Scheduler, StepShape
+from fuyou.schedule import FULL_RECOMPUTATION, BatchShape, Recomputation, Scheduler, StepShape
 from fuyou.tasks import SSD_READS, Op, Resource, StepList, Task
 
 #: I/O moves in pieces of at most this size: the stripe of the store.
@@ -66,6 +66,8 @@ class _Chunk:
     elements: int
     first: bool
     last: bool
+    resident: bool = False
+    """Whether its states are in host memory, and need no buffer of the ring."""
 
 
 class _Drives:
@@ -119,14 +121,15 @@ class _Optimizer:
         self._writing: dict[int, Task] = {}
         self._computing = False
 
-    def announce(self, record: Record) -> None:
-        chunks = self._simulator.chunks(record)
-        self._to_read.extend(chunks)
+    def announce(self, record: Record, resident: bool) -> None:
+        """``resident``: its states are in host memory already."""
+        self._to_read.extend(replace(chunk, resident=resident) for chunk in self._simulator.chunks(record))
         self._read()
 
     def update(self, task: Task) -> None:
         self._updates.append(task)
-        self._unwritten[task.record] = len(self._simulator.chunks(self._simulator.records[task.record]))
+        if task.target >= 0:
+            self._unwritten[task.record] = len(self._simulator.chunks(self._simulator.records[task.record]))
         self._compute()
 
     def written(self, task: Task) -> None:
@@ -137,10 +140,14 @@ class _Optimizer:
             self._simulator.finish(task)
 
     def _read(self) -> None:
-        while self._free and self._to_read:
-            self._free -= 1
-            chunk, ready = self._to_read.popleft(), [False]
+        while self._to_read and (self._free or self._to_read[0].resident):
+            chunk = self._to_read.popleft()
+            ready = [chunk.resident]
             self._in_order.append((chunk, ready))
+            if chunk.resident:
+                self._compute()
+                continue
+            self._free -= 1
 
             def arrived(ready: list[bool] = ready) -> None:
                 ready[0] = True
@@ -161,8 +168,9 @@ class _Optimizer:
 
         def updated() -> None:
             self._computing = False
-            nbytes = chunk.elements * (self._simulator.state_bytes + self._simulator.parameter_bytes)
-            self._simulator.drives.submit(1, False, nbytes, lambda: self._wrote(chunk))
+            if task.target >= 0:
+                nbytes = chunk.elements * (self._simulator.state_bytes + self._simulator.parameter_bytes)
+                self._simulator.drives.submit(1, False, nbytes, lambda: self._wrote(chunk))
             if chunk.last:
                 self._updates.popleft()
                 self._simulator.finish(task)
@@ -171,7 +179,7 @@ class _Optimizer:
         self._simulator.later(seconds, updated)
 
     def _wrote(self, chunk: _Chunk) -> None:
-        self._free += 1
+        self._free += not chunk.resident
         self._unwritten[chunk.task] -= 1
         if not self._unwritten[chunk.task]:
             task = self._writing.pop(chunk.task, None)
@@ -298,7 +306,7 @@ class Simulator:
             case Op.COMMIT:
                 self._occupy(lane, task, Resource.NONE, rates.commit_seconds)
             case Op.STATE_READ:
-                self._optimizer.announce(self.records[task.record])
+                self._optimizer.announce(self.records[task.record], resident=not task.nbytes)
                 self.later(0.0, lambda: self.finish(task))
             case Op.UPDATE:
                 self._optimizer.update(task)
@@ -308,6 +316,8 @@ class Simulator:
                 self._copy(lane, task, rates.upload_bytes_per_second)
             case _ if task.op.resource is Resource.DEVICE_TO_HOST:
                 self._copy(lane, task, rates.download_bytes_per_second)
+            case Op.RESIDENT_WRITE:
+                self.drives.submit(1, False, task.nbytes, lambda: self.finish(task))
             case _:
                 self.drives.submit(0, task.op in SSD_READS, task.nbytes, lambda: self.finish(task))
 
@@ -340,13 +350,15 @@ def simulate(
     deferred: Collection[int] = (),
     steps: int = 6,
     hold: bool = False,
-    recomputation: Recomputation = Recomputation(),
+    recomputation: Recomputation = FULL_RECOMPUTATION,
 ) -> tuple[Simulation, StepList]:
     """Steps of this model with these buffers, and the task list of the last one.
 
     ``deferred``, ``hold`` and ``recomputation`` are the scheduler's.
     """
-    scheduler = Scheduler(shape, plan.counts, deferred=deferred, hold=hold, recomputation=recomputation)
+    scheduler = Scheduler(
+        shape, plan.counts, deferred=deferred, hold=hold, resident=plan.resident, recomputation=recomputation
+    )
     batch = BatchShape(plan.batch.micro_batches, plan.activation_bytes, plan.batch.mean_tokens, plan.kept_bytes)
     lists = [scheduler.training_step(step, batch) for step in range(1, steps + 1)]
     simulator = Simulator(shape.records, shape.precision, rates, plan.ring_chunks, plan.chunk_elements)

@@ -242,21 +242,3 @@ def _closed(mask: Any, query: int, key: int) -> bool:
         return False
     value = mask[0, 0, query, key]
     return not bool(value) if mask.dtype == torch.bool else float(value) < -1
-
-
-def shifted_labels(labels: torch.Tensor) -> torch.Tensor:
-    """What each position is to predict: ``labels`` int64 ``[B, S]`` moved left by one, -100 at the end."""
-    return nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
-
-
-def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Sum of the cross entropies, in fp32, over the targets that are not -100.
-
-    Args:
-        logits: ``[B, S, V]``.
-        targets: int64 ``[B, S]``, already shifted.
-    """
-    wide = logits.float()
-    return nn.functional.cross_entropy(
-        wide.view(-1, wide.shape[-1]), targets.reshape(-1), ignore_index=-100, reduction="sum"
-    )

@@ -27,7 +27,8 @@ class Op(Enum):
     GRADIENT_READ = ("gradient read", Resource.SSD)
     STATE_READ = ("state read", Resource.SSD)
     UPDATE = ("update", Resource.ADAM)
-    STATE_WRITE = ("state write", Resource.SSD)  # the record's parameters and its states
+    STATE_WRITE = ("state write", Resource.SSD)  # the record's parameters and its states, as they are updated
+    RESIDENT_WRITE = ("resident write", Resource.SSD)  # the same of a record that lives in host memory, for a commit
     ACTIVATION_DOWNLOAD = ("activation download", Resource.DEVICE_TO_HOST)
     ACTIVATION_WRITE = ("activation write", Resource.SSD)
     ACTIVATION_READ = ("activation read", Resource.SSD)
@@ -42,7 +43,7 @@ class Op(Enum):
 
 #: Tasks that read from or write to the SSDs, for counting bytes.
 SSD_READS = frozenset({Op.PARAMETER_READ, Op.GRADIENT_READ, Op.STATE_READ, Op.ACTIVATION_READ})
-SSD_WRITES = frozenset({Op.GRADIENT_WRITE, Op.STATE_WRITE, Op.ACTIVATION_WRITE})
+SSD_WRITES = frozenset({Op.GRADIENT_WRITE, Op.STATE_WRITE, Op.RESIDENT_WRITE, Op.ACTIVATION_WRITE})
 
 
 class Activation(Enum):
@@ -99,7 +100,7 @@ class Task:
     source: int = -1
     """Index of the buffer slot (or, on SSD, of the file slot or extent) that it takes from."""
     target: int = -1
-    """Likewise, that it writes to."""
+    """Likewise, that it writes to; -1 if an update is not written."""
     gradient: int = -1
     """Gradient slot of an update, or of the compute task that accumulates into it."""
     inputs: tuple[int, ...] = ()

@@ -26,6 +26,7 @@ from common.units import parse_bytes
 from fuyou import Engine
 from fuyou.adam import AdamConfig, ChunkAdam, Update
 from fuyou.deferral import best_fraction, interleaved
+from fuyou.keeping import KeepingPlan
 from fuyou.memory_plan import MemoryPlanner
 from fuyou.model_records import model_records
 from fuyou.records import Precision
@@ -83,28 +84,35 @@ def adam_rate(threads: int) -> float:
     return count / min(seconds)
 
 
-def measure(ssd: Sequence[Path], batch: int, tflops: float, read: float, write: float, host: int, steps: int) -> Row:
-    """Run one batch size."""
-    shape = model_records(
-        StreamedModel(build_meta_model(CONFIG, dtype=torch.bfloat16), torch.device("cpu")),
-        Precision(torch.bfloat16, torch.float32),
-    )
+def measure(
+    ssd: Sequence[Path], batch: int, tflops: float, read: float, write: float, host: int, steps: int, kept: int
+) -> Row:
+    """Run one batch size, with up to ``kept`` bytes of operator outputs kept of each block and micro-batch."""
+    stack = StreamedModel(build_meta_model(CONFIG, dtype=torch.bfloat16), torch.device("cpu"))
+    shape = model_records(stack, Precision(torch.bfloat16, torch.float32))
     rates = Rates(
         tflops * 1e12, LINK, LINK, read * len(ssd), write * len(ssd), adam_rate(max(1, cpu_count() - 2))
     )  # fmt: skip
     micro = min(batch, 8)
+    keeping = KeepingPlan(stack, "cuda", torch.bfloat16, kept)
+    recomputation = keeping.recomputation(micro, SEQ_LEN)
+    kept_bytes = keeping.keep(micro, SEQ_LEN).nbytes
 
     def simulated(fraction: float) -> float:
         deferred = interleaved(shape, fraction)
-        plan = MemoryPlanner(shape, CONFIG, MEMORY, host, False, len(deferred)).plan(batch, SEQ_LEN, micro)
-        return simulate(shape, plan, rates, deferred)[0].step_seconds()
+        planner = MemoryPlanner(
+            shape, CONFIG, MEMORY, host, False, deferred=len(deferred), host_cache=0, kept_layers=len(keeping.layers),
+            kept_bytes=lambda batch: kept_bytes,
+        )  # fmt: skip
+        plan = planner.plan(batch, SEQ_LEN, micro)
+        return simulate(shape, plan, rates, deferred, recomputation=recomputation)[0].step_seconds()
 
     fraction = best_fraction(simulated, len(shape.blocks))
     device = f"emulated:tflops={tflops},memory={MEMORY},link={LINK:.0f}/s,ssd_read={read:.0f}/s,ssd_write={write:.0f}/s"
     ids = torch.randint(0, CONFIG.vocab_size, (batch, SEQ_LEN))
     with Engine(
-        CONFIG, ssd=ssd, device=device, host_memory=host, micro_batch=micro, batch_shape=(batch, SEQ_LEN),
-        deferred_fraction=fraction, run_name="bench-overlap", overwrite=True,
+        CONFIG, ssd=ssd, device=device, host_memory=host, host_cache=0, micro_batch=micro, batch_shape=(batch, SEQ_LEN),
+        deferred_fraction=fraction, kept_activations=kept, run_name="bench-overlap", overwrite=True,
     ) as engine:  # fmt: skip
         ends, reports = [time.monotonic()], []
         for _ in range(steps + 2):  # two to fill the pipeline
@@ -130,10 +138,11 @@ def measure(ssd: Sequence[Path], batch: int, tflops: float, read: float, write: 
 @click.option("--write", default="1GB", show_default=True)
 @click.option("--host-memory", default="900MiB", show_default=True)
 @click.option("--steps", default=4, show_default=True, help="Measured, after two that fill the pipeline.")
+@click.option("--kept", default="0", show_default=True, help="Bytes of outputs kept of each block and micro-batch.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False))
 def main(
     ssd: tuple[Path, ...], batch: tuple[int, ...], tflops: float, read: str, write: str, host_memory: str, steps: int,
-    json_file: Path | None,
+    kept: str, json_file: Path | None,
 ) -> None:  # fmt: skip
     """Step time over the largest bound, by batch size, on an emulated accelerator with paced drives."""
     click.echo(
@@ -146,7 +155,14 @@ def main(
     try:
         for size in batch:
             row = measure(
-                ssd, size, tflops, float(parse_bytes(read)), float(parse_bytes(write)), parse_bytes(host_memory), steps
+                ssd,
+                size,
+                tflops,
+                float(parse_bytes(read)),
+                float(parse_bytes(write)),
+                parse_bytes(host_memory),
+                steps,
+                parse_bytes(kept),
             )
             rows.append(row)
             idle = ", ".join(

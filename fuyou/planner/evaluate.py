@@ -136,8 +136,8 @@ class Evaluator:
         training, machine, keeping = self.training, self.machine, self.keeping(candidate)
         planner = MemoryPlanner(
             training.shape, training.config, machine.device_bytes, machine.host_bytes, machine.cpu,
-            len(self.deferred(candidate)), len(keeping.layers),
-            lambda batch: keeping.keep(batch.micro_rows, batch.seq_len).nbytes,
+            deferred=len(self.deferred(candidate)), kept_layers=len(keeping.layers),
+            kept_bytes=lambda batch: keeping.keep(batch.micro_rows, batch.seq_len).nbytes,
         )  # fmt: skip
         return planner.plan(training.rows, training.seq_len, candidate.micro_rows)
 

@@ -18,10 +18,11 @@ from torch.utils._pytree import tree_leaves
 from fuyou.block_trace import makes_views
 from fuyou.devices import Device
 from fuyou.gradients import GradientSum, sum_of_squares
+from fuyou.loss import cross_entropy
 from fuyou.profiling.profile import OperatorTime
 from fuyou.records import Record
 from fuyou.schedule import StepShape
-from fuyou.stack import BlockCalls, StreamedModel, summed_loss
+from fuyou.stack import BlockCalls, StreamedModel
 
 #: A pass through the block, forward and backward, that is expected to take longer is measured on fewer tokens.
 LONGEST_PASS_SECONDS = 0.4
@@ -197,15 +198,17 @@ class BlockBench:
         gradient, views = torch.empty_like(weights), record.views(weights)
         inputs = self._inputs(hidden.shape[1])
         targets = inputs["input_ids"]
+        items = torch.tensor(targets.numel(), device=self._device.torch_device)
 
         def both() -> None:
             leaf = hidden.clone().requires_grad_()
             with torch.enable_grad(), self._stack.bound(self._leaves(record, views, gradient), before=False):
-                (summed_loss(self._stack.head(inputs, leaf), targets) / targets.numel()).backward()
+                logits = self._stack.head(inputs, leaf)
+                torch.autograd.backward(logits, cross_entropy(logits, targets, items, gradient=True)[1])
 
         def forward() -> None:
             with torch.no_grad(), self._stack.bound(_named(record, views), before=False):
-                summed_loss(self._stack.head(inputs, hidden), targets)
+                cross_entropy(self._stack.head(inputs, hidden), targets, items, gradient=False)
 
         return self.seconds(both), self.seconds(forward)
 

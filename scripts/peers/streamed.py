@@ -1,7 +1,7 @@
 """Contender: this engine.
 
-Settings: ``host_memory`` in bytes, or "streamed" for the least with which transfers and computation overlap fully, so
-that next to nothing is cached; ``single_slot``.
+Settings: ``host_memory`` in bytes, of which what is left serves as cache, or "streamed" for the least with which
+transfers and computation overlap fully, without any cache; ``single_slot``.
 """
 
 import bisect
@@ -30,7 +30,7 @@ def streaming_budget(config: PreTrainedConfig, rows: int, seq_len: int) -> int:
 
     def plan(limit: int) -> MemoryPlan | None:
         try:
-            return MemoryPlanner(shape, config, limit, limit, cpu=True).plan(rows, seq_len, None)
+            return MemoryPlanner(shape, config, limit, limit, cpu=True, host_cache=0).plan(rows, seq_len, None)
         except UserError:
             return None
 
@@ -40,7 +40,7 @@ def streaming_budget(config: PreTrainedConfig, rows: int, seq_len: int) -> int:
         counts = plan.counts
         return (
             plan.batch.micro_rows, plan.ring_chunks, counts.device_blocks, counts.device_block_gradients,
-            counts.host_block_gradients,
+            counts.host_block_gradients, plan.head_columns,
         )  # fmt: skip
 
     most = buffers(plan(1 << 42))
@@ -51,11 +51,13 @@ def main() -> None:
     """Serve the benchmark."""
     task = contender.prepare()
     budget = task.settings.get("host_memory")
-    if budget == "streamed":
+    streamed = budget == "streamed"
+    if streamed:
         budget = streaming_budget(task.config(), task.rows, task.seq_len)
     with Engine(
         task.config(), ssd=[task.directory], dtype="bf16", lr=task.lr, host_memory=budget,
         single_slot=task.settings.get("single_slot", False), batch_shape=(task.rows, task.seq_len),
+        host_cache=0 if streamed else None,
     ) as engine:  # fmt: skip
 
         def train_step(tokens: torch.Tensor) -> float:
@@ -71,6 +73,7 @@ def main() -> None:
             "micro_rows": plan.batch.micro_rows,
             "baseline_bytes": engine.host_baseline_bytes,
             "host_blocks": plan.counts.host_blocks,
+            "resident_records": len(plan.resident),
         }
         contender.serve(task, train_step, facts)
 

@@ -8,7 +8,7 @@ order; :class:`Machine` runs the tasks, in list order or in any other that the e
 import random
 from collections import defaultdict, deque
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -21,7 +21,8 @@ BF16 = Precision(torch.bfloat16, torch.float32)
 TRAINS = (Phase.HEAD, Phase.BLOCK_BACKWARD, Phase.EMBED_BACKWARD)
 #: Tasks of these kinds go on when the lane has started them, so the next one may start before they are finished.
 ASYNCHRONOUS = frozenset({
-    Op.PARAMETER_READ, Op.GRADIENT_WRITE, Op.GRADIENT_READ, Op.STATE_WRITE, Op.ACTIVATION_WRITE, Op.ACTIVATION_READ,
+    Op.PARAMETER_READ, Op.GRADIENT_WRITE, Op.GRADIENT_READ, Op.STATE_WRITE, Op.RESIDENT_WRITE, Op.ACTIVATION_WRITE,
+    Op.ACTIVATION_READ,
 })  # fmt: skip
 
 
@@ -46,6 +47,7 @@ class Program:
     shape: StepShape
     single_slot: bool = False
     slot: int = 0
+    resident: frozenset[int] = frozenset()
     keeping: frozenset[int] = frozenset()
     """Layers that keep more than their input."""
     lists: list[tuple[str, int, StepList]] = field(default_factory=list)
@@ -54,7 +56,8 @@ class Program:
     def __post_init__(self) -> None:
         self.list_of: dict[int, int] = {}
         self.group_of: dict[int, int] = {}
-        self.source_of: dict[int, int] = {}
+        self.source_of: dict[int, int | None] = {}
+        """Where on SSD an update's states come from; None: they are in host memory."""
 
     @property
     def tasks(self) -> list[Task]:
@@ -71,8 +74,9 @@ class Program:
                     open_group[task.record] = task
                 if task.op in (Op.STATE_READ, Op.UPDATE, Op.STATE_WRITE):
                     self.group_of[id(task)] = id(open_group[task.record])
-                    self.source_of[id(task)] = open_group[task.record].source
-                if task.op is Op.STATE_WRITE:
+                    read = open_group[task.record]
+                    self.source_of[id(task)] = read.source if read.nbytes else None
+                if task.op is Op.STATE_WRITE or (task.op is Op.UPDATE and task.target < 0):
                     del open_group[task.record]
         assert not open_group
         return self
@@ -85,6 +89,7 @@ class Program:
         """Places that ``task`` reads, and places that it writes."""
         record = task.record
         outer = self.shape.records[record].outer if record >= 0 else None
+        kept: list[tuple] = [("host states", record)] if record in self.resident else []
         kind = {Activation.HIDDEN: "activation", Activation.KEPT: "kept"}[task.activation]
         match task.op:
             case Op.PARAMETER_READ:
@@ -108,14 +113,18 @@ class Program:
             case Op.GRADIENT_READ:
                 return [("ssd gradient", record)], [("host gradient", outer, task.target)]
             case Op.STATE_READ:
-                return [("ssd states", record, task.source)], []
+                if not task.nbytes:
+                    return [], []
+                return [("ssd states", record, task.source)], kept
             case Op.UPDATE:  # each chunk is written as soon as it is updated
-                reads = [("host gradient", outer, task.gradient), ("ssd states", record, self.source_of[id(task)])]
+                source = self.source_of[id(task)]
+                states = [("ssd states", record, source)] if source is not None else []
                 places = [("ssd parameters", record, task.target), ("ssd states", record, task.target)]
-                return reads, [("host parameters", outer, task.source), *places]
-            case Op.STATE_WRITE:
+                places = [("host parameters", outer, task.source), *(places if task.target >= 0 else []), *kept]
+                return [("host gradient", outer, task.gradient), *states], places
+            case Op.STATE_WRITE | Op.RESIDENT_WRITE:
                 places = [("ssd parameters", record, task.target), ("ssd states", record, task.target)]
-                return [("host parameters", outer, task.source)], places
+                return [("host parameters", outer, task.source), *kept], places
             case Op.ACTIVATION_DOWNLOAD:
                 return [(f"device {kind}", task.source)], [(f"host {kind}", task.target)]
             case Op.ACTIVATION_UPLOAD:
@@ -263,15 +272,12 @@ class Machine:
         for place in writes:
             self.content[place] = self._result(task, place)
         # Chunks of states are still being read until the update has ended, and written until the write has.
-        kept = {
-            Op.STATE_READ: reads,
-            Op.UPDATE: [place for place in writes if place[0] in ("ssd parameters", "ssd states", "host parameters")],
-        }.get(task.op, [])
+        kept = {Op.STATE_READ: [*reads, *writes], Op.UPDATE: writes if task.target >= 0 else []}.get(task.op, [])
         owner = self.program.owner(task)
         for place in (*reads, *writes):
             if place not in kept:
                 self._held[place].pop(owner, None)
-        if task.op is Op.UPDATE:
+        if task.op is Op.UPDATE and task.target >= 0:
             # What is left is reading: others may use the new parameters while they are written to SSD.
             self._held[writes[0]][owner] = "read"
         if task.op is Op.STEP:
@@ -290,7 +296,7 @@ class Machine:
                 mine = [(task.visit.phase, task.micro)]
                 held = self.content.get(place)
                 return (task.record, task.step, mine if task.first else [*held[2], *mine])  # type: ignore[index]
-            case Op.UPDATE | Op.STATE_WRITE:
+            case Op.UPDATE | Op.STATE_WRITE | Op.RESIDENT_WRITE:
                 record = task.record
                 if task.op is Op.UPDATE:
                     return (record, task.step)
@@ -355,8 +361,10 @@ class Machine:
             case Op.UPDATE:
                 self._expect(task, ("host parameters", outer, task.source), (record, task.step - 1))
                 self._expect(task, ("host gradient", outer, task.gradient), self._gradient(record, task.step))
-                source = ("ssd states", record, self.program.source_of[id(task)])
-                self._expect(task, source, (record, task.step - 1))
+                resident = record in self.program.resident
+                slot = self.program.source_of[id(task)]
+                states = ("host states", record) if resident else ("ssd states", record, slot)
+                self._expect(task, states, (record, task.step - 1))
             case Op.PARAMETER_READ | Op.PARAMETER_UPLOAD | Op.GRADIENT_WRITE | Op.GRADIENT_READ | Op.GRADIENT_DOWNLOAD:
                 value = self.content.get(self.program.accesses(task)[0][0])
                 assert isinstance(value, tuple) and value[0] == record, f"{task} moves {value}"
@@ -380,19 +388,25 @@ def build(
     single_slot: bool = False,
     slot: int = 0,
     precision: Precision = BF16,
+    resident: int = 0,
     keeping: Collection[int] = (),
 ) -> Program:
     """Ask a scheduler for ``script``: (``train`` | ``eval`` | ``flush``, micro-batches, commit), as an engine does.
 
     ``defer`` is the deferred fraction of the blocks; 1 defers all records, and then (unless said otherwise by ``hold``)
-    until the step has ended. ``keeping`` are the layers that keep more than their input.
+    until the step has ended. ``resident`` is how many records live in host memory, of which ``counts`` then get as many
+    parameter buffers as there are; ``keeping`` are the layers that keep more than their input.
     """
     shape = step_shape(layers, tied, precision)
+    kept = frozenset(record.index for record in shape.records[:resident])
+    if kept:
+        counts = replace(counts, host_blocks=max(layers, counts.host_blocks), host_outer=max(2, counts.host_outer))
     scheduler = Scheduler(
         shape, counts, single_slot=single_slot, slot=slot, deferred=interleaved(shape, defer),
-        hold=defer >= 1 if hold is None else hold, recomputation=Recomputation(frozenset(keeping), saved=0.5),
+        hold=defer >= 1 if hold is None else hold, resident=kept,
+        recomputation=Recomputation(frozenset(keeping), saved=0.5),
     )  # fmt: skip
-    program = Program(shape, single_slot, slot, frozenset(keeping))
+    program = Program(shape, single_slot, slot, kept, frozenset(keeping))
     step = 0
 
     def flush() -> None:

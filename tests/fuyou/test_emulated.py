@@ -75,11 +75,11 @@ def test_an_engine_on_it_moves_real_bytes_and_exports_nothing(deferred: float, t
         for _ in range(3):
             engine(input_ids=tokens, labels=tokens).loss.backward()
             report = engine.step()
-            # The step's FLOPs at 2 GFLOP/s: the accelerator was busy for exactly that long. Of the forward pass's 40,704
-            # per token (34,560 of them in matrices), the 6,912 of the last matrix are not computed again.
-            again = 2 * (1 - 6912 / 40704)
+            # The step's FLOPs at 2 GFLOP/s: the accelerator was busy for exactly that long. Of the forward pass's
+            # 40,704 per token (34,560 of them in matrices), the 6,912 of the last matrix are not computed again.
+            block = 2 + 4 + 2 * (1 - 6912 / 40704)
             flops = sum(
-                (2 + 4 + again if not record.outer else 6 if record.name == "head" else 0) * record.parameter_count * 4 * 32
+                (block if not record.outer else 6 if record.name == "head" else 0) * record.parameter_count * 4 * 32
                 for record in engine._shape.records
             )
             assert report.bound_seconds["gpu"] == pytest.approx(flops / 2e9, rel=0.05)

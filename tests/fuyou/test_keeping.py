@@ -15,7 +15,7 @@ import fuyou
 from common.errors import UserError
 from common.models.meta import build_meta_model
 from fuyou.block_trace import BlockTrace, Tracer
-from fuyou.keeping import Keepable, Keeping, KeepingPlan, keep_of, keepable, list_keepable, trace_block
+from fuyou.keeping import Keepable, Keeping, KeepingPlan, chosen_layers, keep_of, keepable, list_keepable, trace_block
 from fuyou.memory_plan import MemoryPlanner
 from fuyou.recompute import Recomputations
 from fuyou.stack import BlockCalls, StreamedModel
@@ -128,6 +128,13 @@ def test_what_cannot_be_kept_is_refused() -> None:
     for operator in (("aten.mm.default", 7), ("aten.addmm.default", 0), ("aten.clone.default", 0)):
         with pytest.raises(UserError, match=r"no outputs of aten"):
             keep_of(trace, [operator])
+
+
+@pytest.mark.parametrize(
+    ("layers", "count", "chosen"), [(6, 0, []), (6, 1, [5]), (6, 2, [2, 5]), (7, 3, [2, 4, 6]), (3, 3, [0, 1, 2])]
+)
+def test_layers_that_keep_are_spread(layers: int, count: int, chosen: list[int]) -> None:
+    assert list(chosen_layers(layers, count)) == chosen
 
 
 # -- recomputing ------------------------------------------------------------------------------------------------------

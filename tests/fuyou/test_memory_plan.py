@@ -36,7 +36,13 @@ def planner(
 ) -> MemoryPlanner:  # fmt: skip
     """``kept`` are the bytes that each of ``kept_layers`` blocks keeps of a token."""
     return MemoryPlanner(
-        shape, config(hidden, vocabulary), device, host, cpu, 0, kept_layers, lambda batch: kept * batch.micro_tokens
+        shape,
+        config(hidden, vocabulary),
+        device,
+        host,
+        cpu,
+        kept_layers=kept_layers,
+        kept_bytes=lambda batch: kept * batch.micro_tokens,
     )
 
 
@@ -137,6 +143,7 @@ def test_what_the_plan_allocates_is_what_it_counts(situation: dict) -> None:
         + counts.host_activations * plan.activation_bytes
         + counts.host_kept * plan.kept_bytes
         + plan.ring_chunks * plan.chunk_elements * shape.precision.state_bytes
+        + sum(shape.records[index].numel for index in plan.resident) * shape.precision.state_bytes
     )
     assert device + plan.workspace_bytes == plan.device_bytes
     assert host + (116 << 20) + (plan.device_bytes if situation["cpu"] else 0) == plan.host_bytes
@@ -217,6 +224,33 @@ def test_with_plenty_everything_is_kept_near() -> None:
     assert plan.counts.host_activations == plan.counts.ssd_activations == 0
     assert plan.counts.device_activations == (5 + 2) * 1 + 2
     assert plan.head_columns == 64
+
+
+def test_what_is_left_of_the_host_holds_parameters_and_then_states() -> None:
+    shape = step_shape(5, False)
+    width, state = shape.precision.parameter_bytes, shape.precision.state_bytes
+    block = max(shape.records[index].numel for index in shape.blocks)
+    outer = [record.numel for record in shape.records if record.outer]
+
+    def plan(cache: int | None) -> MemoryPlan:
+        made = planner(shape, 8 << 30, 8 << 30)
+        made.host_cache = cache
+        return made.plan(8, 64, None)
+
+    streamed, layers = plan(0), len(shape.blocks)
+    assert streamed.resident == () and streamed.counts.host_blocks == 4 and streamed.counts.host_outer == 1
+    one = plan(block * width)
+    assert one.resident == () and one.counts.host_blocks == 5
+    assert one.host_bytes == streamed.host_bytes + block * width
+    parameters = (layers - 4) * block * width + max(outer) * width
+    assert plan(parameters + outer[0] * state).resident == (0,)
+    assert plan(parameters + (sum(outer) + block) * state).resident == (0, 1, shape.blocks[-1])
+    two = plan(parameters + (sum(outer) + 2 * block) * state)
+    assert two.resident == (0, 1, shape.blocks[2], shape.blocks[4])
+    everything = plan(None)
+    assert everything.resident == tuple(range(len(shape.records)))
+    total = sum(record.numel for record in shape.records) * state
+    assert everything.host_bytes == streamed.host_bytes + parameters + total
 
 
 def test_micro_batches_shrink_with_the_device() -> None:

@@ -134,3 +134,15 @@ def test_dropping_what_is_not_there_is_nothing() -> None:
     pool.fill(index, "b", task())
     pool.drop("a")
     assert pool.find("b") == index
+
+
+def test_what_came_last_stays_if_another_can_leave() -> None:
+    uses = {"a": 1.0, "b": 2.0, "c": 3.0}
+    for spare, left in ((False, "b"), (True, "a")):
+        pool = Pool("test", 2, lambda key: uses[str(key)], spare)
+        for key in "ab":
+            pool.fill(pool.take(key)[0], key, task())
+        assert pool.take("c", ["c"])[1] == left
+    only = Pool("test", 1, lambda key: uses[str(key)], True)
+    only.fill(only.take("a")[0], "a", task())
+    assert only.take("b")[1] == "a"

@@ -7,9 +7,9 @@ import torch
 
 from fuyou.deferral import best_fraction, interleaved
 from fuyou.records import Precision
-from fuyou.schedule import BatchShape, BufferCounts, Scheduler
+from fuyou.schedule import BatchShape, BufferCounts, Recomputation, Scheduler
 from fuyou.simulator import Rates, Simulation, Simulator
-from fuyou.tasks import Resource, StepList
+from fuyou.tasks import Op, Resource, StepList
 from tests.fuyou.schedule_model import step_shape
 
 BF16 = Precision(torch.bfloat16, torch.float32)
@@ -97,6 +97,45 @@ def test_deferring_helps_where_computing_and_the_drives_take_as_long() -> None:
 def test_the_best_fraction_is_found_and_equal_ones_cost_no_memory() -> None:
     assert best_fraction(lambda part: abs(part - 5 / 64), 64) == 5 / 64
     assert best_fraction(lambda part: 1.0, 7) == 0
+
+
+def keep(layers: list[int], device: int, micro: int, rates: Rates, kept_bytes: int = 10_000) -> tuple[float, StepList]:
+    """Seconds of a step in which ``layers`` keep outputs that save three quarters of their recomputation."""
+    shape = step_shape(LAYERS, False, BF16)
+    total = len(layers) * micro
+    counts = replace(COUNTS, device_kept=min(device, total), host_kept=2 if total > device else 0, ssd_kept=total)
+    scheduler = Scheduler(shape, counts, recomputation=Recomputation(frozenset(layers), 0.75))
+    lists = [scheduler.training_step(step, BatchShape(micro, 4096, 8, kept_bytes)) for step in range(1, 5)]
+    return Simulator(shape.records, BF16, rates, 3, CHUNK).run(lists).step_seconds(), lists[-1]
+
+
+def test_keeping_outputs_helps_where_computing_is_the_bound_and_hurts_where_the_drives_are() -> None:
+    shape = step_shape(LAYERS, False, BF16)
+    layers, micro = list(range(LAYERS)), 2
+    blocks = sum(shape.records[index].parameter_count for index in shape.blocks)
+    saved = 0.75 * 2 * blocks * 8 * micro  # 2 FLOPs per parameter and token
+    kept = LAYERS * micro * 10_000
+    compute = replace(FAST, flops_per_second=1e6)
+    before, _ = keep([], 0, micro, compute)
+    for device in (2, 100):  # on SSD; on the device
+        after, tasks = keep(layers, device, micro, compute)
+        assert before - after == pytest.approx(saved / 1e6, rel=0.01)
+        moved = sum(task.nbytes for task in tasks.tasks if task.op is Op.ACTIVATION_WRITE)
+        assert moved == (0 if device > micro * LAYERS else kept - 4 * 10_000)  # two on the device, two on the host stay
+    drives = replace(FAST, read_bytes_per_second=1e6, write_bytes_per_second=1e6)
+    before, _ = keep([], 0, micro, drives)
+    after, _ = keep(layers, 2, micro, drives)
+    assert after - before == pytest.approx(2 * (kept - 4 * 10_000) / 1e6, rel=0.02)
+    assert keep(layers, 100, micro, drives)[0] == pytest.approx(before)
+
+
+def test_two_buffers_are_enough_to_keep_a_forward_pass_going() -> None:
+    """Each output leaves while the next one is made, not after."""
+    rates = replace(FAST, flops_per_second=1e6)
+    task = 2 * 2050 * 8 / 1e6  # of one micro-batch's forward pass
+    rates = replace(rates, download_bytes_per_second=10_000 / (0.8 * task))
+    layers = list(range(LAYERS))
+    assert keep(layers, 2, 2, rates)[0] <= keep(layers, 100, 2, rates)[0] * 1.01
 
 
 @pytest.mark.parametrize(("fraction", "layers"), [(0.25, [3, 7]), (0.5, [1, 3, 5, 7]), (0.125, [7]), (0.0, [])])

@@ -13,9 +13,10 @@ from common.data import document_mask
 from common.errors import FinetuneError, UserError
 from common.models.meta import build_meta_model
 from common.models.structure import parameter_names
+from fuyou.loss import cross_entropy, shifted_labels
 from fuyou.model_records import fingerprint, model_records
 from fuyou.records import Precision
-from fuyou.stack import StreamedModel, shifted_labels, summed_loss
+from fuyou.stack import StreamedModel
 from tests.common.models.families import FAMILIES, MIXED, family_config
 
 CPU = torch.device("cpu")
@@ -131,8 +132,9 @@ def test_gradients_of_parts_equal_those_of_the_whole(family: str) -> None:
                 inputs.append(stack.block(layer, inputs[-1], calls))
     hidden = inputs[3].requires_grad_()
     with only(stack, bound, "head"):
-        loss = summed_loss(stack.head(batch, hidden), targets) / (targets != -100).sum()
-        loss.backward()
+        logits = stack.head(batch, hidden)
+        _, gradient = cross_entropy(logits, targets, (targets != -100).sum(), gradient=True)
+        torch.autograd.backward(logits, gradient)
     for layer in reversed(range(3)):
         gradient, hidden = hidden.grad, inputs[layer].detach().requires_grad_()
         with only(stack, bound, str(layer)):
@@ -344,23 +346,3 @@ def test_a_model_that_skips_a_block_is_refused() -> None:
 def test_a_model_that_cannot_run_without_its_weights_is_refused() -> None:
     with pytest.raises(UserError, match=r"cannot be split at its blocks.*RuntimeError: no such kernel"):
         tuple_stack(broken=True)
-
-
-# -- loss -------------------------------------------------------------------------------------------------------------
-
-
-def test_labels_move_left_by_one() -> None:
-    labels = torch.tensor([[1, -100, 3], [4, 5, 6]])
-    assert shifted_labels(labels).tolist() == [[-100, 3, -100], [5, 6, -100]]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_loss_is_that_of_transformers(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    whole, batch = reference("llama", dtype), packed()
-    labels = batch["input_ids"].clone()
-    labels[:, :3] = -100
-    with torch.no_grad():
-        result = whole(**batch, labels=labels, use_cache=False)
-    targets = shifted_labels(labels)
-    assert torch.equal(summed_loss(result.logits, targets) / (targets != -100).sum(), result.loss)

@@ -1,0 +1,66 @@
+"""Cross entropy over a large vocabulary, in passes.
+
+A model's logits are its largest tensor by far, and an ordinary loss makes five more of their size on the way to it and
+back, in fp32. Here a pass covers few tokens at a time: what it makes stays in the cache of a CPU, and is small beside
+anything else on a GPU. Rows do not know of each other, and they are summed as one batch, so loss and gradient
+are those of the ordinary loss, bit for bit.
+"""
+
+import torch
+from torch.nn import functional
+
+#: Logits per pass. On a CPU a pass should stay in the cache; on a GPU it should be large beside a kernel's launch.
+_CPU_LOGITS, _DEVICE_LOGITS = 1 << 20, 1 << 23
+#: Bytes that a pass takes for each of its logits, from above: fp32 logits, log-softmax, two gradients, and a copy.
+_PASS_BYTES = 20
+#: Positions with this label have no loss.
+IGNORED = -100
+
+
+def pass_bytes(tokens: int, vocabulary: int, device_type: str) -> int:
+    """What the loss of so many tokens takes beside logits and gradient, bytes."""
+    return min(tokens, _tokens_per_pass(vocabulary, device_type)) * vocabulary * _PASS_BYTES
+
+
+def shifted_labels(labels: torch.Tensor) -> torch.Tensor:
+    """What each position is to predict: ``labels`` int64 ``[B, S]`` moved left by one, -100 at the end."""
+    return functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous()
+
+
+def cross_entropy(
+    logits: torch.Tensor, targets: torch.Tensor, items: torch.Tensor, gradient: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Sum of the cross entropies, in fp32, divided by ``items``; and its gradient with respect to ``logits``.
+
+    Args:
+        logits: ``[B, S, V]``; its graph is not looked at.
+        targets: int64 ``[B, S]``, already shifted; -100 where there is no loss.
+        items: int64 scalar: how many targets the whole batch has.
+        gradient: whether the gradient is wanted.
+
+    Returns:
+        fp32 scalar; ``[B, S, V]`` in the logits' dtype, or None.
+    """
+    rows = logits.detach().reshape(-1, logits.shape[-1])  # [N, V], N = B S
+    labels = targets.reshape(-1)
+    losses = torch.empty(rows.shape[0], dtype=torch.float32, device=rows.device)
+    result = torch.empty_like(rows) if gradient else None
+    # What flows back into the sum of an ordinary loss: the gradient of (sum / items), which is 1 / items.
+    share = torch.ones((), device=rows.device) / items
+    step = _tokens_per_pass(rows.shape[1], rows.device.type)
+    for start in range(0, rows.shape[0], step):
+        part = slice(start, start + step)
+        with torch.set_grad_enabled(gradient):
+            values = rows[part].requires_grad_(gradient)
+            loss = functional.cross_entropy(values.float(), labels[part], ignore_index=IGNORED, reduction="none")
+        losses[part] = loss.detach()
+        if result is not None:
+            (result[part],) = torch.autograd.grad(loss, values, share.expand_as(loss))
+    # As one batch, in the order in which the ordinary loss adds: a "class" per token, of which each takes the first.
+    first = torch.where(labels == IGNORED, IGNORED, 0)
+    total = functional.nll_loss(-losses[:, None], first, ignore_index=IGNORED, reduction="sum")
+    return total / items, None if result is None else result.view_as(logits)
+
+
+def _tokens_per_pass(vocabulary: int, device_type: str) -> int:
+    return max(1, (_CPU_LOGITS if device_type == "cpu" else _DEVICE_LOGITS) // vocabulary)
