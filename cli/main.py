@@ -108,7 +108,7 @@ def _plan(arguments: tuple[str, ...], plans: dict[str, Any], options: dict[str, 
         raise UserError(
             "--max-model looks for the model itself: leave --model out."
             if plans["max_model"]
-            else "Give the model to plan for with --model DIR or --model PRESET, or ask for the largest with --max-model."
+            else "Give the model to plan for, --model DIR or --model PRESET, or ask for the largest with --max-model."
         )
     from cli.plan import PlanOptions, run_plan
 

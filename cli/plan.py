@@ -20,10 +20,18 @@ from common.store.directories import usable
 from common.units import format_bytes, format_count, format_seconds
 from fuyou.devices import Device, memory_limits, open_device
 from fuyou.emulated import is_emulated
-from fuyou.memory_plan import MemoryPlanner
-from fuyou.planner import Machine, Plan, PaperScheme, Training, plan, preset_machine, profiled_machine, training
+from fuyou.planner import (
+    Machine,
+    PaperScheme,
+    Plan,
+    Training,
+    plan,
+    preset_machine,
+    profile_of,
+    profiled_machine,
+    training,
+)
 from fuyou.planner.advice import MOST_ROWS, best_changes, fits_ours, largest_batch, largest_model
-from fuyou.profiling import Workload, load_or_measure
 from fuyou.records import Precision
 from fuyou.tasks import Resource
 from fuyou.trace import write_trace
@@ -88,6 +96,7 @@ def _training(settings: Settings) -> Training:
         settings.model, settings.batch_size, sequence_length(settings, config),
         precision=Precision(DTYPES[settings.dtype], DTYPES[settings.optimizer_dtype]),
         clips=settings.max_grad_norm > 0, single_slot=settings.single_slot, micro_batch=settings.micro_batch,
+        host_cache=settings.host_cache,
     )  # fmt: skip
 
 
@@ -132,16 +141,8 @@ def _machine_at_hand(settings: Settings) -> Machine:
     directories = usable([Path(word).expanduser() for word in settings.ssd] or [_existing(settings.output_directory)])
     host, memory = memory_limits(device, settings.host_memory, settings.device_memory)
     wanted = _training(settings)
-    planner = MemoryPlanner(wanted.shape, wanted.config, memory, host, device.shares_host_memory)
-    try:
-        workload = Workload.planned(
-            wanted.config, wanted.shape.precision, planner.plan(wanted.rows, wanted.seq_len, wanted.micro_batch),
-            directories,
-        )  # fmt: skip
-        profile = load_or_measure(workload, device)
-    finally:
-        if hasattr(device, "close"):
-            device.close()
+    profile = profile_of(wanted, device, (host, memory), directories, measure=True)
+    assert profile is not None
     free = min(shutil.disk_usage(path).free for path in directories) * len(directories)
     return profiled_machine(profile, device.shares_host_memory, memory, host, len(directories), free)
 
@@ -193,7 +194,7 @@ def describe(result: Plan) -> list[str]:
         if changes:
             lines += _row("would fit", " or ".join(changes), 14)
         return lines
-    lines += _speed(result) + [""] + _bars(result) + [""] + _places(result) + [""] + _limits(result)
+    lines += [*_speed(result), "", *_bars(result), "", *_places(result), "", *_limits(result)]
     return lines
 
 
@@ -204,7 +205,8 @@ def _speed(result: Plan) -> list[str]:
     rows += _row(
         "step",
         f"{format_seconds(result.step_seconds)}: {format_count(result.tokens_per_second)} tokens/s, "
-        f"{result.flops_per_second / 1e12:.3g} TFLOP/s ({result.hardware_flops_per_second / 1e12:.3g} with recomputation)",
+        f"{result.flops_per_second / 1e12:.3g} TFLOP/s "
+        f"({result.hardware_flops_per_second / 1e12:.3g} with recomputation)",
     )
     bound = result.busy[result.bound]
     return rows + _row(

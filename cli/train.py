@@ -92,6 +92,7 @@ def _open_engine(job: Job) -> Engine:
         overwrite=settings.overwrite,
         io=settings.io,
         batch_shape=(settings.batch_size, job.seq_len),
+        automatic=True,
     )
 
 

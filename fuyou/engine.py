@@ -34,6 +34,7 @@ from fuyou.keeping import Keeping, KeepingPlan
 from fuyou.memory_plan import Batch, MemoryPlanner
 from fuyou.model_records import fingerprint, model_records
 from fuyou.optimizer_link import OptimizerLink
+from fuyou.planner import Training, choose
 from fuyou.recompute import Recomputations
 from fuyou.records import Precision, allocate_extents, weights_file
 from fuyou.schedule import BatchShape, Scheduler
@@ -134,6 +135,10 @@ class Engine:
             calls; or ``"kvikio"``, which is checked and not used further.
         batch_shape: (sequences, tokens per sequence) of the batches to come; without it, buffers are planned for one
             micro-batch and made again if the first batch is larger.
+        automatic: let the planner choose ``deferred_fraction`` and ``kept_activations`` where they are not given, by
+            simulation of this run on this machine. Needs ``batch_shape`` and a profile of this machine with this model
+            (``finetune --profile``); without one nothing is chosen. Costs 0.1 to 3 s at the start, and changes no
+            number.
 
     Raises:
         UserError: what was asked for is not possible (paths, space, budgets, model).
@@ -167,6 +172,7 @@ class Engine:
         io: str = "auto",
         batch_shape: tuple[int, int] | None = None,
         kept_activations: Keeping | int | str | None = None,
+        automatic: bool = False,
     ):
         for name, value in (("dtype", dtype), ("optimizer_dtype", optimizer_dtype)):
             if value not in _DTYPES:
@@ -201,6 +207,9 @@ class Engine:
             self._link.wait_until_up()
             self._meter.start()
             self._open_model()
+            if automatic and batch_shape is not None:
+                self._choose(batch_shape)
+            self._plan_buffers()
             self._open_store(run_name, resume, overwrite, batch_shape)
         except BaseException:
             self.close()
@@ -219,6 +228,29 @@ class Engine:
             meta.get_buffer(name).copy_(value)
         self._stack = StreamedModel(meta, self._device.torch_device)
         self._shape = model_records(self._stack, self._options.precision)
+        self.parameters = sum(record.parameter_count for record in self._shape.records)
+        self.trainable_parameters = self.parameters
+
+    def _choose(self, batch_shape: tuple[int, int]) -> None:
+        """Take from the planner what was left open, if this machine and model have been profiled."""
+        options = self._options
+        model, (rows, seq_len) = self._stack.model, batch_shape
+        training = Training(
+            type(model).__name__, self.config, self._stack, self._shape, rows, seq_len,
+            model_flops_per_token(model, seq_len), hardware_flops_per_token(model, seq_len),
+            clips=options.max_grad_norm is not None, single_slot=options.single_slot, micro_batch=options.micro_batch,
+            deferred_fraction=options.deferred_fraction or None, host_cache=options.host_cache,
+            keeping=options.kept_activations if isinstance(options.kept_activations, Keeping) else None,
+        )  # fmt: skip
+        choice = choose(training, self._device, (self._host_limit, self._device_limit), self._ssd)
+        if choice is not None:
+            fraction = options.deferred_fraction or choice.deferred_fraction
+            self._options = replace(
+                options, micro_batch=choice.micro_batch, deferred_fraction=fraction,
+                kept_activations=options.kept_activations or choice.keeping,
+            )  # fmt: skip
+
+    def _plan_buffers(self) -> None:
         self._keeping = KeepingPlan(
             self._stack, "cpu" if self._device.shares_host_memory else "cuda", self._options.precision.dtype,
             self._options.kept_activations,
@@ -234,8 +266,6 @@ class Engine:
             kept_layers=len(self._keeping.layers),
             kept_bytes=lambda batch: self._keeping.keep(batch.micro_rows, batch.seq_len).nbytes,
         )
-        self.parameters = sum(record.parameter_count for record in self._shape.records)
-        self.trainable_parameters = self.parameters
 
     def _open_store(self, run_name: str, resume: bool, overwrite: bool, batch_shape: tuple[int, int] | None) -> None:
         options, slots = self._options, 1 if self._options.single_slot else 2

@@ -7,7 +7,7 @@ before, and how long it has waited is among its arguments. So no two overlap in 
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,7 +123,7 @@ def write_trace(
     lists: Sequence[StepList],
     records: Sequence[Record],
     window: Interval,
-    busy: dict[Resource, Sequence[Interval]] | None = None,
+    busy: Mapping[Resource, Sequence[Interval]] | None = None,
 ) -> None:
     """Write a simulated step.
 

@@ -1,8 +1,21 @@
 """Plans before running: whether a run fits, how fast it will be, and what bounds it. Needs no weights, GPU or SSD."""
 
+from fuyou.planner.choose import Choice, choose, profile_of
 from fuyou.planner.machine import Machine, preset_machine, profiled_machine
 from fuyou.planner.paper import PaperScheme
 from fuyou.planner.plan import Plan, plan
 from fuyou.planner.training import Training, training
 
-__all__ = ["Machine", "PaperScheme", "Plan", "Training", "plan", "preset_machine", "profiled_machine", "training"]
+__all__ = [
+    "Choice",
+    "Machine",
+    "PaperScheme",
+    "Plan",
+    "Training",
+    "choose",
+    "plan",
+    "preset_machine",
+    "profile_of",
+    "profiled_machine",
+    "training",
+]

@@ -136,7 +136,7 @@ class Evaluator:
         training, machine, keeping = self.training, self.machine, self.keeping(candidate)
         planner = MemoryPlanner(
             training.shape, training.config, machine.device_bytes, machine.host_bytes, machine.cpu,
-            deferred=len(self.deferred(candidate)), kept_layers=len(keeping.layers),
+            deferred=len(self.deferred(candidate)), host_cache=training.host_cache, kept_layers=len(keeping.layers),
             kept_bytes=lambda batch: keeping.keep(batch.micro_rows, batch.seq_len).nbytes,
         )  # fmt: skip
         return planner.plan(training.rows, training.seq_len, candidate.micro_rows)

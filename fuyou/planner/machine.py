@@ -121,7 +121,7 @@ def preset_machine(
 
 
 def profiled_machine(
-    profile: Profile, cpu: bool, device_bytes: int, host_bytes: int, drive_count: int, store_bytes: int
+    profile: Profile, cpu: bool, device_bytes: int, host_bytes: int, drive_count: int, store_bytes: int | None
 ) -> Machine:
     """The machine at hand, as it was measured.
 
@@ -130,13 +130,19 @@ def profiled_machine(
         cpu: whether the processor computes.
         device_bytes, host_bytes: budgets.
         drive_count: directories that the run is spread over.
-        store_bytes: room in all of them together.
+        store_bytes: room in all of them together; None if it is not asked for.
     """
-    # A block's forward pass, the same again, and a backward pass of twice that: 2 FLOPs per parameter and token each.
-    rates = profile.rates(block_flops=8.0 * profile.block_parameters * profile.tokens)
     drives = f"the drive{'s' if drive_count > 1 else ''} at hand"
     return Machine(
-        profile.device, drives, rates, device_bytes, host_bytes, drive_count, store_bytes, cpu=cpu, all_flops=False
+        profile.device,
+        drives,
+        profile.rates(),
+        device_bytes,
+        host_bytes,
+        drive_count,
+        store_bytes,
+        cpu=cpu,
+        all_flops=False,
     )
 
 

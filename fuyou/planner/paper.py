@@ -8,16 +8,17 @@ How many activations are kept follows equations 1 to 12 and table 2. The task li
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from common.units import format_bytes
 from fuyou.memory_plan import Batch, MemoryPlan
-from fuyou.planner.evaluate import busy_seconds
+from fuyou.planner.evaluate import Evaluator, busy_seconds
 from fuyou.planner.machine import Machine
 from fuyou.planner.plan import Plan, missing_space
 from fuyou.planner.training import Training
 from fuyou.records import Precision
 from fuyou.schedule import BatchShape, BufferCounts, Scheduler, StepShape
-from fuyou.simulator import Simulation, Simulator
+from fuyou.simulator import Rates, Simulation, Simulator
 from fuyou.tasks import Op, Phase, StepList, Task
 
 #: Buffers of whole blocks that fill device memory: parameters and fp16 gradients, two of each, so that one moves while
@@ -33,6 +34,8 @@ HOST_OVERHEAD_BYTES = 8 << 30
 SAVED_BYTES = 34
 #: Table 2: (output in units of b s h elements, FLOPs in units of b s h^2), first the layer of high priority.
 LINEAR_LAYERS = ((1, 8.0), (3, 6.0), (1, 2.0), (4, 8.0))
+#: What is decayed and what is not are updated one after the other.
+_CHUNKS_PER_GROUP = 2
 #: Layers by which a swapped activation comes back before it is used.
 _PREFETCH = 2
 
@@ -66,13 +69,19 @@ class PaperScheme:
     machine: Machine
     overlaps: bool = True
     """Whether updates run beside the backward pass (section 4.3); without it, gradients wait on SSD for them."""
-    update_buffers: int = 2
-    """Groups that the optimizer works on at once. Two let the update of one run beside I/O of another; one is serial."""
+    update_groups: int = 1
+    """Groups (blocks) that the optimizer has in hand at once. The paper says that updates overlap with I/O, which takes
+    two; its figures say that reading, updating and writing a group come one after the other, which is one."""
 
     @property
     def shape(self) -> StepShape:
         precision = self.training.shape.precision
         return replace(self.training.shape, precision=PaperPrecision(precision.dtype, precision.optimizer_dtype))
+
+    @cached_property
+    def rates(self) -> Rates:
+        """The machine's, attention counted."""
+        return Evaluator(self.training, self.machine).rates
 
     @property
     def elements(self) -> int:
@@ -142,7 +151,7 @@ class PaperScheme:
 
     def iteration_seconds(self, swapped: float, saved_flops: float) -> float:
         """Equation 1, with equations 2 to 8; ``swapped`` is D_f without the block inputs."""
-        rates, p = self.machine.rates, float(self.elements)
+        rates, p = self.rates, float(self.elements)
         link = min(rates.upload_bytes_per_second, rates.download_bytes_per_second)
         moved = swapped + self.layers * self.activation_bytes
         compute = self.forward_flops / rates.flops_per_second  # T_f^comp
@@ -191,7 +200,7 @@ class PaperScheme:
         if self.activations_on_host:
             host += inputs * self.activation_bytes + self.swap().nbytes
         return MemoryPlan(
-            counts, Batch(training.rows, training.seq_len, training.rows), self.update_buffers, largest,
+            counts, Batch(training.rows, training.seq_len, training.rows), _CHUNKS_PER_GROUP * self.update_groups, largest,
             self.activation_bytes, 0, training.seq_len, False, False,
             SAVED_BYTES * training.tokens * self.hidden, self.device_bytes, host,
         )  # fmt: skip
@@ -203,7 +212,7 @@ class PaperScheme:
             swap: how much is swapped; None takes what the equations say.
         """
         swap = self.swap() if swap is None else swap
-        plan, shape, rates = self.memory(), self.shape, self.machine.rates
+        plan, shape, rates = self.memory(), self.shape, self.rates
         deferred = () if self.overlaps else [record.index for record in shape.records]
         scheduler = Scheduler(shape, plan.counts, single_slot=True, deferred=deferred)
         batch = BatchShape(1, plan.activation_bytes, plan.batch.mean_tokens)
@@ -218,7 +227,7 @@ class PaperScheme:
             step.tasks.append(_step_end(step))
             _step_end(step).after = list(step.tasks[:-1])  # the next step begins when this one is over
             lists.append(step)
-        simulator = Simulator(shape.records, shape.precision, rates, self.update_buffers, plan.chunk_elements)
+        simulator = Simulator(shape.records, shape.precision, rates, plan.ring_chunks, plan.chunk_elements)
         return simulator.run(lists), lists[-1]
 
     def plan(self) -> Plan:
@@ -230,7 +239,7 @@ class PaperScheme:
         simulation, tasks = self.simulate(swap)
         return Plan(
             self.training, self.machine, "fuyou", memory=memory, kept_activation_bytes=swap.nbytes,
-            step_seconds=simulation.step_seconds(), busy=busy_seconds(tasks, self.machine.rates), tasks=tasks,
+            step_seconds=simulation.step_seconds(), busy=busy_seconds(tasks, self.rates), tasks=tasks,
             simulation=simulation, saved_flops=swap.saved_flops, ssd_bytes=self.ssd_bytes,
             device_peak_bytes=memory.device_bytes, host_peak_bytes=memory.host_bytes,
         )  # fmt: skip

@@ -224,7 +224,8 @@ def _search_keeping(evaluator: Evaluator, best: Evaluation) -> Evaluation:
     """
     if best.bound is not Resource.GPU or evaluator.trace is None:
         return best
-    layers, operators = len(evaluator.training.shape.blocks), ()
+    layers = len(evaluator.training.shape.blocks)
+    operators: tuple[tuple[str, int], ...] = ()
     choices = []
     for output in keepable(evaluator.trace).outputs:
         operators = (*operators, (output.operator, output.ordinal))

@@ -41,6 +41,8 @@ class Training:
     """Sequences that are computed at once; None leaves it to the planner."""
     deferred_fraction: float | None = None
     """None leaves it to the planner."""
+    host_cache: int | None = None
+    """Most bytes of host memory for what is only kept there to save reading and writing it; None: what is left."""
     keeping: Keeping | None = None
     """Which operator outputs are kept for the backward pass; None leaves it to the planner."""
 
@@ -80,6 +82,7 @@ def training(
     single_slot: bool = False,
     micro_batch: int | None = None,
     deferred_fraction: float | None = None,
+    host_cache: int | None = None,
 ) -> Training:
     """Look at a model without its weights: half a second for 160 layers.
 
@@ -99,5 +102,5 @@ def training(
     name = os.fspath(model) if not isinstance(model, PreTrainedConfig) else type(meta).__name__
     return Training(
         name, config, stack, shape, rows, seq_len, model_flops_per_token(meta, seq_len),
-        hardware_flops_per_token(meta, seq_len), clips, single_slot, micro_batch, deferred_fraction,
+        hardware_flops_per_token(meta, seq_len), clips, single_slot, micro_batch, deferred_fraction, host_cache,
     )  # fmt: skip

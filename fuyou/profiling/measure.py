@@ -142,7 +142,7 @@ def _emulated_parts(shape: StepShape, flops_per_second: float, tokens: int) -> P
     """What an emulated device takes for the costs that the schedule writes down."""
     block = max(shape.records[index].parameter_count for index in shape.blocks) * tokens / flops_per_second
     head = shape.records[shape.head].parameter_count * tokens / flops_per_second
-    return PartTimes(tokens, flops_per_second, 0.0, 2 * block, 8 * block, 0.0, 6 * head, 2 * head, 0.0, ())
+    return PartTimes(tokens, flops_per_second, 0.0, 2 * block, 6 * block, 0.0, 6 * head, 2 * head, 0.0, ())
 
 
 def _largest_block(shape: StepShape) -> int:

@@ -85,9 +85,9 @@ class Profile:
 
         Args:
             block_flops: what the schedule writes down for one micro-batch's forward and backward task of a block; None:
-                2 and 8 per parameter and token.
+                2 and 6 per parameter and token, the whole forward pass computed again.
         """
-        flops = 10.0 * self.block_parameters * self.tokens if block_flops is None else block_flops
+        flops = 8.0 * self.block_parameters * self.tokens if block_flops is None else block_flops
         return Rates(
             flops_per_second=flops / (self.block_forward_seconds + self.block_backward_seconds),
             upload_bytes_per_second=self.upload_beside_bytes_per_second,

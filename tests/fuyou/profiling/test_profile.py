@@ -27,7 +27,7 @@ def test_through_json_and_back() -> None:
 
 def test_rates_for_the_simulator() -> None:
     rates = PROFILE.rates()
-    assert rates.flops_per_second == pytest.approx(10 * 1000 * 100 / 0.010)
+    assert rates.flops_per_second == pytest.approx(8 * 1000 * 100 / 0.010)
     assert PROFILE.rates(block_flops=5e6).flops_per_second == pytest.approx(5e8)
     assert (rates.upload_bytes_per_second, rates.download_bytes_per_second) == (4e9, 3e9)
     assert (rates.read_bytes_per_second, rates.write_bytes_per_second) == (2e9, 1e9)

@@ -1,0 +1,178 @@
+"""Predicted over measured step time, in every regime, on the machine at hand.
+
+Each configuration is profiled, planned from the profile, and run with what the plan chose. The accelerator is emulated
+(its computing is a timed wait) in all but the last two, where the CPU computes; drives are paced where a name says so,
+so that one machine can be bound by each of its parts. Storage, buffers, Adam and scheduling are real everywhere.
+
+    python scripts/bench_plan.py --ssd DIR
+"""
+
+import json
+import shutil
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import click
+import torch
+from transformers import LlamaConfig, PreTrainedConfig
+
+from common.units import parse_bytes
+from fuyou import Engine
+from fuyou.devices import memory_limits, open_device
+from fuyou.planner import Plan, plan, profile_of, profiled_machine, training
+
+NAME = "bench-plan"
+SEQ_LEN = 512
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One run."""
+
+    name: str
+    regime: str
+    """What is meant to bound it."""
+    batch: int
+    device: str
+    host_memory: str
+    layers: int = 12
+    hidden: int = 1024
+    seq_len: int = SEQ_LEN
+    micro_batch: int | None = None
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        return LlamaConfig(
+            hidden_size=self.hidden, intermediate_size=self.hidden * 11 // 4, num_hidden_layers=self.layers,
+            num_attention_heads=16, num_key_value_heads=16, vocab_size=8000, max_position_embeddings=2048,
+        )  # fmt: skip
+
+
+def emulated(tflops: float, drives: str = "", memory: str = "24GiB", link: str = "20GB/s") -> str:
+    """An accelerator, and ``"1GB/s"`` of reading and as much of writing for each drive."""
+    pace = f",ssd_read={drives},ssd_write={drives}" if drives else ""
+    return f"emulated:tflops={tflops:g},memory={memory},link={link}{pace}"
+
+
+CONFIGURATIONS = (
+    Configuration("paced drives, batch 4", "ssd", 4, emulated(10, "1GB/s"), "900MiB"),
+    Configuration("paced drives, batch 16", "ssd", 16, emulated(10, "1GB/s"), "900MiB"),
+    Configuration("balanced, batch 48", "gpu and ssd", 48, emulated(10, "1GB/s"), "900MiB", micro_batch=8),
+    Configuration("compute, batch 96", "gpu", 96, emulated(10, "1GB/s"), "900MiB", micro_batch=8),
+    Configuration("drives as they are", "ssd or adam", 8, emulated(100), "900MiB"),
+    Configuration("all in host memory", "adam", 8, emulated(100), "4GiB"),
+    Configuration("slow link", "link", 16, emulated(100, link="600MB/s"), "2GiB"),
+    Configuration(
+        "activations, little memory", "gpu", 64, emulated(4, "2GB/s", memory="400MiB"), "700MiB", micro_batch=4
+    ),
+    Configuration("CPU, small", "gpu", 2, "cpu", "2GiB", layers=8, hidden=512, seq_len=256),
+    Configuration("CPU, larger batch", "gpu", 8, "cpu", "2GiB", layers=8, hidden=512, seq_len=256),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One configuration, planned and run."""
+
+    name: str
+    regime: str
+    predicted: float
+    """Seconds of a step."""
+    steps: list[float]
+    """Measured, after the warm-up."""
+    bound: str
+    deferred_fraction: float
+    kept_activation_bytes: int
+    plan_seconds: float
+    """How long planning took."""
+
+    @property
+    def measured(self) -> float:
+        return statistics.median(self.steps)
+
+    @property
+    def ratio(self) -> float:
+        return self.predicted / self.measured
+
+
+def predict(one: Configuration, ssd: Sequence[Path]) -> Plan:
+    """Profile and plan."""
+    device = open_device(one.device)
+    limits = memory_limits(device, parse_bytes(one.host_memory), None)
+    job = training(one.config, one.batch, one.seq_len, micro_batch=one.micro_batch)
+    profile = profile_of(job, device, limits, ssd, measure=True)
+    assert profile is not None
+    machine = profiled_machine(profile, device.shares_host_memory, limits[1], limits[0], len(ssd), None)
+    return plan(job, machine)
+
+
+def run(one: Configuration, ssd: Sequence[Path], chosen: Plan, steps: int) -> list[float]:
+    """Seconds of each step after two that fill the pipeline."""
+    assert chosen.memory is not None
+    config = one.config
+    ids = torch.randint(0, config.vocab_size, (one.batch, one.seq_len))
+    with Engine(
+        config, ssd=ssd, device=one.device, host_memory=one.host_memory, batch_shape=(one.batch, one.seq_len),
+        micro_batch=chosen.memory.batch.micro_rows, deferred_fraction=chosen.deferred_fraction,
+        kept_activations=chosen.keeping, run_name=NAME, overwrite=True,
+    ) as engine:  # fmt: skip
+        ends = [time.monotonic()]
+        for _ in range(steps + 2):
+            engine(input_ids=ids, labels=ids).loss.backward()
+            engine.step()
+            ends.append(time.monotonic())
+    return [after - before for before, after in pairwise(ends[2:])]
+
+
+def measure(one: Configuration, ssd: Sequence[Path], steps: int) -> Row:
+    """Plan, then run."""
+    began = time.monotonic()
+    chosen = predict(one, ssd)
+    took = time.monotonic() - began
+    if not chosen.fits:
+        raise click.ClickException(f"{one.name}: {' '.join(chosen.missing)}")
+    return Row(
+        one.name, one.regime, chosen.step_seconds, run(one, ssd, chosen, steps), chosen.bound.value,
+        chosen.deferred_fraction, chosen.kept_activation_bytes, took,
+    )  # fmt: skip
+
+
+@click.command()
+@click.option("--ssd", type=click.Path(path_type=Path, exists=True, file_okay=False), multiple=True, required=True)
+@click.option("--only", type=int, multiple=True, help="Numbers of configurations, from 1. Default: all.")
+@click.option("--steps", default=4, show_default=True, help="Measured, after two that fill the pipeline.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False))
+def main(ssd: tuple[Path, ...], only: tuple[int, ...], steps: int, json_file: Path | None) -> None:
+    """Predicted and measured step time of each configuration, and the median and worst error."""
+    click.echo(
+        f"{'':>2}  {'configuration':28}{'bound':>15}{'defer':>7}{'kept':>9}{'predicted':>11}{'measured':>10}"
+        f"{'ratio':>7}  (min - max)"
+    )
+    rows = []
+    try:
+        for number, one in enumerate(CONFIGURATIONS, 1):
+            if only and number not in only:
+                continue
+            row = measure(one, ssd, steps)
+            rows.append(row)
+            click.echo(
+                f"{number:>2}  {row.name:28}{row.bound:>15}{row.deferred_fraction:>7.2f}"
+                f"{row.kept_activation_bytes >> 20:>5} MiB{row.predicted:>9.2f} s{row.measured:>8.2f} s{row.ratio:>7.2f}"
+                f"  ({row.predicted / max(row.steps):.2f} - {row.predicted / min(row.steps):.2f})"
+            )
+    finally:
+        for path in ssd:
+            shutil.rmtree(path / NAME, ignore_errors=True)
+    errors = [abs(row.ratio - 1) for row in rows]
+    if errors:
+        click.echo(f"error: {statistics.median(errors):.1%} median, {max(errors):.1%} worst, of {len(errors)}")
+    if json_file is not None:
+        json_file.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+
+
+if __name__ == "__main__":
+    main()

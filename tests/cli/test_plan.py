@@ -1,0 +1,65 @@
+"""``finetune --plan``: text for people, JSON for programs, exit statuses, and what cannot be combined."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Finetune
+
+SERVER = ("--gpu", "4090", "--drive", "p5510", "--ssds", 4, "--host-memory", "64GiB")
+
+
+def test_a_plan_for_people(finetune: Finetune) -> None:
+    outcome = finetune("--plan", *SERVER, "--model", "gpt3-1.3b", "--batch-size", 16)
+    assert outcome.status == 0, outcome.err
+    lines = outcome.out.splitlines()
+    assert all(len(line) <= 100 for line in lines)
+    for label in ("step", "bound", "busy", "device", "host", "SSD", "schedule", "drives", "batch", "faster"):
+        assert any(line.startswith(label) for line in lines), label
+    assert sum("░" in line or "█" in line for line in lines) == 5
+    assert "4 x Intel SSD D7-P5510" in lines[0]
+
+
+def test_only_json_on_stdout(finetune: Finetune, tmp_path: Path) -> None:
+    trace = tmp_path / "step.json"
+    outcome = finetune("--plan", *SERVER, "--model", "gpt3-1.3b", "--json", "--trace", trace)
+    content = json.loads(outcome.out)
+    assert outcome.status == 0 and content["fits"] is True and content["batch_size"] == 8
+    assert content["drive_count"] == 4 and content["step_seconds"] > 0
+    assert json.loads(trace.read_text())
+
+
+def test_what_does_not_fit_is_an_answer(finetune: Finetune) -> None:
+    words = ("--plan", *SERVER[:-1], "1GiB", "--model", "gpt3-13b")
+    outcome = finetune(*words)
+    assert outcome.status == 1 and outcome.err == "" and "--host-memory of at least" in outcome.out
+    as_json = finetune(*words, "--json")
+    assert as_json.status == 1 and json.loads(as_json.out)["fits"] is False
+
+
+def test_the_papers_scheme_and_its_largest_model(finetune: Finetune) -> None:
+    outcome = finetune(
+        "--plan", *SERVER[:-1], "128GiB", "--max-model", "--scheme", "fuyou", "--batch-size", 1, "--json"
+    )
+    content = json.loads(outcome.out)
+    assert (content["model"], content["scheme"], content["micro_batches"]) == ("gpt3-65b", "fuyou", 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--plan", *SERVER), "--max-model"),
+        (("--plan", *SERVER, "--model", "gpt3-13b", "--max-model"), "leave --model out"),
+        (("--plan", "--gpu", "4090", "--drive", "p5150", "--model", "gpt3-13b"), "no drive preset"),
+        (("--plan", "--drive", "p5510", "--model", "gpt3-13b"), "name the GPU as well"),
+        (("--plan", "--ssds", 2, "--model", "gpt3-13b"), "name it with --drive"),
+        (("--plan", "--gpu", "4090", "--model", "gpt3-13b"), "--drive NAME --ssds N"),
+        (("--plan", "--model", "gpt3-13b", "--data", "x.jsonl"), "cannot be combined with --data"),
+        (("--json", "--model", "gpt3-13b"), "--json belongs to --plan"),
+    ],
+)
+def test_mistakes(finetune: Finetune, words: tuple[object, ...], message: str) -> None:
+    outcome = finetune(*words)
+    assert outcome.status == 2 and message in outcome.err and outcome.out == ""
+    assert len(outcome.err.splitlines()) == 1

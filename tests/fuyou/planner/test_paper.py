@@ -1,0 +1,83 @@
+"""The paper's scheme, against its equations worked out by hand and the sizes that its text gives."""
+
+from dataclasses import replace
+
+import pytest
+
+from common.hardware_presets import drive_preset, gpu_preset
+from fuyou.planner import Machine, PaperScheme, Training, preset_machine, training
+from fuyou.planner.paper import Swap
+from fuyou.simulator import Rates
+from fuyou.tasks import Resource
+
+RATES = Rates(200e12, 25e9, 25e9, 25e9, 25e9, 4e9)
+
+
+@pytest.fixture(scope="module")
+def model() -> Training:
+    return training("gpt3-13b", 1, 1024)
+
+
+def server(rates: Rates = RATES, host: int = 768 << 30) -> Machine:
+    return Machine("A100", "drives", rates, 80 << 30, host)
+
+
+def presets(gpu: str, host_gb: int) -> Machine:
+    return preset_machine(gpu_preset(gpu), drive_preset("p5510"), 12, host_gb << 30)
+
+
+def test_thirty_bytes_per_parameter_and_step(model: Training) -> None:
+    result = PaperScheme(model.with_batch(4), server()).plan()
+    elements = sum(record.numel for record in model.shape.records)
+    assert result.written_bytes == 14 * elements
+    assert 16 * elements * 0.9 < result.read_bytes <= 16 * elements  # what is still there at the turn is not read again
+    assert result.to_json()["micro_batches"] == 1 and result.deferred_fraction == 0.0
+    assert result.ssd_bytes == 14 * elements
+
+
+@pytest.mark.parametrize(("batch", "swaps"), [(32, False), (64, True), (80, True)])
+def test_swap_coefficients_of_section_5_6(model: Training, batch: int, swaps: bool) -> None:
+    assert (PaperScheme(model.with_batch(batch), server()).swap().coefficient > 0) == swaps
+
+
+def test_equation_1_by_hand(model: Training) -> None:
+    scheme = PaperScheme(model.with_batch(32), server(replace(RATES, flops_per_second=1e18)))
+    p = sum(record.numel for record in model.shape.records)
+    inputs = 40 * 2 * 32 * 1024 * 5120
+    forward = (2 * p + inputs) / 25e9
+    backward = (14 * p + inputs + 14 * p) / 25e9
+    assert scheme.iteration_seconds(0, 0.0) == pytest.approx(forward + backward)
+
+
+def test_swapping_everything_leaves_nothing_to_recompute(model: Training) -> None:
+    scheme = PaperScheme(model.with_batch(64), server(replace(RATES, flops_per_second=1e12)))
+    swap = scheme.swap()
+    assert swap.coefficient == 1.0 and swap.linears == (40, 40, 40, 40)
+    assert swap.nbytes == 40 * 9 * 64 * 1024 * 5120 * 2
+    assert swap.saved_flops == pytest.approx(scheme.forward_flops, rel=0.001)
+    none, everything = (scheme.simulate(one)[0].busy[Resource.GPU] for one in (Swap((0, 0, 0, 0)), swap))
+    assert everything / none == pytest.approx(6 / 8, rel=0.02)
+
+
+def test_overlapping_the_optimizer_helps(model: Training) -> None:
+    scheme = PaperScheme(model.with_batch(32), server())
+    alone = replace(scheme, overlaps=False)
+    together, apart = (one.simulate()[0].step_seconds() for one in (scheme, alone))
+    assert 1.05 < apart / together < 2
+
+
+@pytest.mark.parametrize(
+    ("gpu", "host", "fits", "too_large"),
+    [
+        ("rtx-4090", 128, "gpt3-65b", "gpt3-135b"),
+        ("rtx-4090", 768, "gpt3-276b", "gpt3-412b"),
+        ("a100-80g", 768, "gpt3-805b", None),
+        ("a100-80g", 384, "gpt3-412b", "gpt3-805b"),
+    ],
+)
+def test_largest_models_of_section_5_2(gpu: str, host: int, fits: str, too_large: str | None) -> None:
+    on = presets(gpu, host)
+    assert PaperScheme(training(fits, 1, 1024), on).missing() == ()
+    if too_large:
+        lacks = PaperScheme(training(too_large, 1, 1024), on).missing()
+        assert lacks and "memory" in lacks[0]

@@ -1,0 +1,177 @@
+"""Plans of a small model on machines whose figures can be worked out by hand."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from fuyou.planner import Machine, Training, plan, training
+from fuyou.planner.advice import best_changes, largest_batch
+from fuyou.planner.evaluate import NOTHING, Candidate, Evaluator
+from fuyou.planner.plan import gpu_bound_tokens
+from fuyou.records import Precision
+from fuyou.schedule import BatchShape, Scheduler
+from fuyou.simulator import Rates
+from fuyou.tasks import Resource
+
+SEQ_LEN, LAYERS = 64, 6
+FAST = Rates(1e15, 1e12, 1e12, 1e12, 1e12, 1e12, commit_seconds=0.0)
+KEYS = {
+    "fits", "step_seconds", "tokens_per_second", "flops_per_second", "hardware_flops_per_second", "bound",
+    "bound_seconds", "device_peak_bytes", "host_peak_bytes", "ssd_bytes", "ssd_read_bytes_per_step",
+    "ssd_written_bytes_per_step", "micro_batch", "micro_batches", "deferred_fraction", "kept_activation_bytes",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def job() -> Training:
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=704, num_hidden_layers=LAYERS, num_attention_heads=4, vocab_size=512,
+        max_position_embeddings=SEQ_LEN,
+    )  # fmt: skip
+    return training(config, 8, SEQ_LEN)
+
+
+def machine(rates: Rates = FAST, host: int = 256 << 20, device: int = 64 << 20, **fields: int) -> Machine:
+    return Machine("a device", "a drive", rates, device, host, **fields)
+
+
+def seconds(job: Training, on: Machine) -> float:
+    result = plan(job, on)
+    assert result.fits, result.missing
+    return result.step_seconds
+
+
+def test_json_has_what_programs_ask_for(job: Training) -> None:
+    content = plan(job, machine()).to_json()
+    assert content.keys() >= KEYS
+    assert content["fits"] is True and content["missing"] == []
+    assert content["tokens_per_second"] == pytest.approx(8 * SEQ_LEN / content["step_seconds"])
+    assert content["bound"] == max(content["bound_seconds"], key=content["bound_seconds"].get)
+    assert content["micro_batch"] * content["micro_batches"] >= 8
+    assert isinstance(content["ssd_bytes"], int) and isinstance(content["kept_activation_bytes"], int)
+
+
+def test_bytes_per_step_are_the_schedulers(job: Training) -> None:
+    result = plan(replace(job, deferred_fraction=0.0, keeping=NOTHING), machine(host=140 << 20))
+    memory = result.memory
+    assert memory is not None
+    scheduler = Scheduler(job.shape, memory.counts)
+    batch = BatchShape(memory.batch.micro_batches, memory.activation_bytes, 1, memory.kept_bytes)
+    lists = [scheduler.training_step(step, batch) for step in (1, 2, 3)]
+    assert (result.read_bytes, result.written_bytes) == (lists[-1].ssd_read_bytes(), lists[-1].ssd_written_bytes())
+    # 12 bytes of parameters and states are written for each; states are read, and parameters where they are not kept.
+    elements = sum(record.numel for record in job.shape.records)
+    assert result.written_bytes == 12 * elements
+    assert 10 * elements <= result.read_bytes <= 14 * elements
+
+
+@pytest.mark.parametrize(
+    ("slow", "bound"),
+    [
+        ({"flops_per_second": 1e9}, Resource.GPU),
+        ({"read_bytes_per_second": 1e7, "write_bytes_per_second": 1e7}, Resource.SSD),
+        ({"adam_parameters_per_second": 1e6}, Resource.ADAM),
+        ({"upload_bytes_per_second": 1e6}, Resource.HOST_TO_DEVICE),
+    ],
+)
+def test_one_slow_resource_bounds_the_step_and_more_of_it_helps(
+    job: Training, slow: dict[str, float], bound: Resource
+) -> None:
+    on = machine(replace(FAST, **slow))
+    result = plan(job, on)
+    assert result.bound is bound
+    assert result.busy[bound] * 0.999 <= result.step_seconds < 1.1 * result.busy[bound]
+    faster = machine(replace(FAST, **{name: 2 * rate for name, rate in slow.items()}))
+    assert seconds(job, faster) == pytest.approx(result.step_seconds / 2, rel=0.05)
+
+
+def test_recomputation_that_is_left_out_is_not_counted(job: Training) -> None:
+    result = plan(job, machine(replace(FAST, flops_per_second=1e9), device=1 << 30))
+    assert result.kept_activation_bytes > 0  # computing is the bound, and there is room
+    assert result.flops_per_second <= result.hardware_flops_per_second
+    full = result.tokens_per_second * job.hardware_flops_per_token
+    assert result.hardware_flops_per_second < 0.95 * full
+    # What the device does in the busy time is what its rate says, but for norms and the like.
+    assert result.hardware_flops_per_second * result.step_seconds == pytest.approx(
+        result.busy[Resource.GPU] * 1e9, rel=0.05
+    )
+
+
+def test_nothing_is_kept_where_the_drives_are_the_bound(job: Training) -> None:
+    result = plan(job, machine(replace(FAST, read_bytes_per_second=1e8, write_bytes_per_second=1e8)))
+    assert result.kept_activation_bytes == 0
+
+
+def test_more_of_anything_is_never_slower(job: Training) -> None:
+    rates = Rates(2e11, 1e9, 1e9, 4e8, 3e8, 1e8)
+    drives = [seconds(job, machine(rates).with_drives(count)) for count in (1, 2, 4)]
+    assert all(later <= earlier * 1.005 for earlier, later in pairwise(drives))
+    memory = [seconds(job, machine(rates, host=host << 20)) for host in (140, 200, 400)]
+    assert all(later <= earlier * 1.005 for earlier, later in pairwise(memory))
+
+
+def test_tokens_from_which_computing_is_the_bound(job: Training) -> None:
+    rates = replace(FAST, flops_per_second=165e12, read_bytes_per_second=2 * 7e9, write_bytes_per_second=2 * 3e9)
+    expected = 165e12 / 8 * (14 / 14e9 + 12 / 6e9)  # planner-independent: peak / 8 x (14/nR + 12/nW)
+    assert gpu_bound_tokens(job, machine(rates)) == pytest.approx(expected)
+    adam = replace(rates, adam_parameters_per_second=1e8)
+    assert gpu_bound_tokens(job, machine(adam)) == pytest.approx(165e12 / 8 / 1e8)
+
+
+def test_what_does_not_fit_says_what_is_missing(job: Training) -> None:
+    result = plan(job, machine(device=1 << 20))
+    content = result.to_json()
+    assert not result.fits and content["step_seconds"] is None and content["fits"] is False
+    assert "--device-memory" in result.missing[0]
+    changes = [change.what for change in best_changes(plan(job, machine(device=5 << 20)))]
+    assert all(change.speedup is None for change in best_changes(plan(job, machine(device=5 << 20)))), changes
+
+
+def test_space_on_ssd_is_exact(job: Training) -> None:
+    needed = plan(job, machine()).ssd_bytes
+    elements = sum(record.numel for record in job.shape.records)
+    assert needed == 24 * elements
+    assert plan(replace(job, single_slot=True), machine()).ssd_bytes == 12 * elements
+    assert plan(job, machine(store_bytes=needed)).fits
+    lacking = plan(job, machine(store_bytes=needed - 1))
+    assert not lacking.fits and "on SSD" in lacking.missing[0]
+
+
+def test_the_largest_batch_fits_and_a_larger_does_not(job: Training) -> None:
+    on = machine(device=20 << 20, host=150 << 20, store_bytes=24 * sum(r.numel for r in job.shape.records) + (6 << 20))
+    most = largest_batch(job, on)
+    assert 1 <= most < 1 << 16
+    assert plan(job.with_batch(most), on).fits
+    assert not plan(job.with_batch(2 * most), on).fits
+
+
+def test_clipping_defers_everything(job: Training) -> None:
+    result = plan(replace(job, clips=True), machine())
+    assert result.deferred_fraction == 1.0
+
+
+def test_merged_micro_batches_predict_what_all_of_them_do(job: Training) -> None:
+    rates = Rates(1e12, 1e10, 1e10, 4e8, 3e8, 1e8)
+    many = replace(job, rows=256, micro_batch=1)
+    evaluator = Evaluator(many, machine(rates, host=1 << 30))
+    candidate = Candidate(1, 0.0)
+    merged, exact = (evaluator.evaluate(candidate, merged=how) for how in (True, False))
+    assert len(merged.tasks.tasks) < len(exact.tasks.tasks) / 2
+    assert merged.step_seconds == pytest.approx(exact.step_seconds, rel=0.02)
+    assert merged.busy[Resource.GPU] == pytest.approx(exact.busy[Resource.GPU])
+
+
+def test_the_best_change_relieves_the_bound(job: Training) -> None:
+    slow = replace(FAST, read_bytes_per_second=1e8, write_bytes_per_second=1e8, flops_per_second=1e13)
+    changes = best_changes(plan(job, machine(slow)))
+    assert {"1 more SSD", "a batch of 16"} == {change.what for change in changes}
+    assert all(change.speedup == pytest.approx(2, rel=0.1) for change in changes)
+
+
+def test_bf16_moments_move_less(job: Training) -> None:
+    slow = replace(FAST, read_bytes_per_second=1e8, write_bytes_per_second=1e8)
+    halved = replace(job, shape=replace(job.shape, precision=Precision(torch.bfloat16, torch.bfloat16)))
+    assert seconds(halved, machine(slow)) < 0.75 * seconds(job, machine(slow))
