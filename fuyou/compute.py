@@ -8,7 +8,7 @@ import torch
 from common.data import document_mask
 from common.errors import FinetuneError
 from fuyou.data_plane import DataPlane
-from fuyou.gradients import GradientSum, sum_of_squares
+from fuyou.gradients import GradientSum, round_in_place, sum_of_squares
 from fuyou.loss import cross_entropy, shifted_labels
 from fuyou.memory_plan import MemoryPlan
 from fuyou.recompute import Recomputations, Recorded
@@ -310,6 +310,8 @@ class StepComputation:
         rounded = self._plane.gradients[record.outer].values(task.gradient, record.numel, self._dtype)
         if rounded.data_ptr() != total.flat.data_ptr():
             rounded.copy_(total.flat)
+        elif rounded.dtype != total.flat.dtype:
+            round_in_place(total.flat, rounded)
         self._squares.append(sum_of_squares(rounded))
 
     def _replayed(self, layer: int, micro: int) -> "_Replay":

@@ -100,15 +100,19 @@ class DataPlane:
             False: DeviceBuffers(device, largest[False] * width, counts.device_blocks),
             True: DeviceBuffers(device, largest[True] * width, counts.device_outer),
         }
-        self.gradients = {
-            False: DeviceBuffers(device, largest[False] * width, counts.device_block_gradients),
-            True: DeviceBuffers(device, largest[True] * width, counts.device_outer_gradients),
-        }
         #: fp32 sums of gradients that several micro-batches (or visits) contribute to.
         self.wide = {
             outer: DeviceBuffers(device, largest[outer] * 4, 1)
             for outer, wanted in ((False, plan.wide_blocks), (True, plan.wide_outer))
             if wanted
+        }
+        # Where there is but one gradient buffer, the sum is rounded in place: the next one waits for its download anyway.
+        self.gradients = {
+            outer: self.wide[outer] if shares else DeviceBuffers(device, largest[outer] * width, count)
+            for outer, count, shares in (
+                (False, counts.device_block_gradients, plan.wide_blocks and counts.device_block_gradients == 1),
+                (True, counts.device_outer_gradients, plan.wide_outer and counts.device_outer_gradients == 1),
+            )
         }
         self._activation_bytes = {
             Activation.HIDDEN: plan.activation_bytes, Activation.KEPT: plan.kept_bytes,

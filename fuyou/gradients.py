@@ -14,6 +14,8 @@ from fuyou.records import Record
 _NORM_ELEMENTS = 1 << 17
 #: The same on a GPU, where CUDA makes a float64 copy of what is summed: 64 MiB of it.
 _CUDA_NORM_ELEMENTS = 1 << 23
+#: Elements per pass when a sum is rounded in place.
+_ROUNDING_ELEMENTS = 1 << 24
 
 
 class GradientSum:
@@ -58,6 +60,16 @@ class GradientSum:
             self.flat[position : slot.offset].zero_()
             position = slot.offset + slot.numel
         self.flat[position:].zero_()
+
+
+def round_in_place(wide: torch.Tensor, narrow: torch.Tensor) -> None:
+    """Round ``wide`` fp32 ``[n]`` into ``narrow`` bf16 ``[n]``, which begins at the same address.
+
+    From the front: what is written lies before what is still to be read.
+    """
+    for start in range(0, wide.numel(), _ROUNDING_ELEMENTS):
+        part = slice(start, start + _ROUNDING_ELEMENTS)
+        narrow[part] = wide[part].to(narrow.dtype)
 
 
 def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:

@@ -281,10 +281,10 @@ class MemoryPlanner:
         chunk = self.chunk_elements
         ring_chunks = max(2, math.ceil(ring_blocks * self.block_chunks))
         device = (
-            (counts.device_blocks + counts.device_block_gradients) * self.block * width
-            + (counts.device_outer + counts.device_outer_gradients) * self.outer * width
-            + (self.block * 4 if wide_blocks else 0)
-            + (self.outer * 4 if wide_outer else 0)
+            counts.device_blocks * self.block * width
+            + counts.device_outer * self.outer * width
+            + self.block * _gradient_bytes(counts.device_block_gradients, width, wide_blocks)
+            + self.outer * _gradient_bytes(counts.device_outer_gradients, width, wide_outer)
             + counts.device_activations * activation
             + counts.device_kept * kept
             + workspace
@@ -334,6 +334,13 @@ class MemoryPlanner:
 
 def _largest(records: Iterable[Record]) -> int:
     return max((slot.numel for record in records for slot in record.parameters), default=0)
+
+
+def _gradient_bytes(buffers: int, width: int, wide: bool) -> int:
+    """Bytes on the device for each element of the largest gradient: a single buffer shares the fp32 sum's memory."""
+    if not wide:
+        return buffers * width
+    return 4 if buffers == 1 else 4 + buffers * width
 
 
 def _mebibytes(nbytes: int) -> str:

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou.gradients import GradientSum, sum_of_squares
+from fuyou import gradients
+from fuyou.gradients import GradientSum, round_in_place, sum_of_squares
 from fuyou.records import Record
 
 SHAPES = {"up": (7, 5), "norm": (5,), "down": (5, 7), "scale": (1,)}
@@ -120,3 +121,14 @@ def test_sum_of_squares_shows_what_is_not_finite(value: float) -> None:
 
 def test_sum_of_squares_does_not_overflow_where_fp32_would() -> None:
     assert float(sum_of_squares(torch.full((10,), 1e30))) == pytest.approx(1e61)
+
+
+@pytest.mark.parametrize("count", [1, 7, 1000, 4099])
+def test_rounding_in_place(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "_ROUNDING_ELEMENTS", 512)
+    memory = torch.empty(4 * count, dtype=torch.uint8)
+    wide, narrow = memory.view(torch.float32), memory[: 2 * count].view(torch.bfloat16)
+    values = torch.randn(count)
+    wide.copy_(values)
+    round_in_place(wide, narrow)
+    assert torch.equal(narrow, values.bfloat16())

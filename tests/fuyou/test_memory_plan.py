@@ -131,8 +131,16 @@ def test_what_the_plan_allocates_is_what_it_counts(situation: dict) -> None:
     counts, width = plan.counts, shape.precision.parameter_bytes
     largest = {outer: max(r.numel for r in shape.records if r.outer is outer) for outer in (False, True)}
     device = (
-        (counts.device_blocks + counts.device_block_gradients) * largest[False] * width
-        + (counts.device_outer + counts.device_outer_gradients) * largest[True] * width
+        counts.device_blocks * largest[False] * width
+        + counts.device_outer * largest[True] * width
+        + counts.device_block_gradients
+        * largest[False]
+        * width
+        * (not plan.wide_blocks or counts.device_block_gradients > 1)
+        + counts.device_outer_gradients
+        * largest[True]
+        * width
+        * (not plan.wide_outer or counts.device_outer_gradients > 1)
         + counts.device_activations * plan.activation_bytes
         + counts.device_kept * plan.kept_bytes
         + 4 * (largest[False] * plan.wide_blocks + largest[True] * plan.wide_outer)
