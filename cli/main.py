@@ -58,20 +58,34 @@ def _run(interrupts: Interrupts, arguments: tuple[str, ...], demo: bool, **optio
 
         run_demo(options["output"], options["report"], options["debug"], interrupts)
         return
-    if options["model"] is None:
-        raise UserError("Give the model to fine-tune with --model DIR or --model PRESET, or try --demo.")
-    for name in ("ssd", "data"):
-        found = [path for word in options[name] for path in expand_pattern(f"--{name}", word)]
-        options[name] = tuple(found)
-    settings = Settings(**options, arguments=arguments)
+    settings = settings_of(arguments, options)
+    if settings.nodes is not None:
+        from cli.launch import launch
+
+        launch(settings)
+        return
 
     from cli.train import finetune
 
     finetune(settings, interrupts)
 
 
+def settings_of(arguments: tuple[str, ...], options: dict[str, Any]) -> Settings:
+    """What the parsed ``options`` of a command line ask for.
+
+    Raises:
+        UserError: they do not go together.
+    """
+    if options["model"] is None:
+        raise UserError("Give the model to fine-tune with --model DIR or --model PRESET, or try --demo.")
+    given = {name: value for name, value in options.items() if name != "demo"}
+    for name in ("ssd", "data"):
+        given[name] = tuple(path for word in options[name] for path in expand_pattern(f"--{name}", word))
+    return Settings(**given, arguments=arguments)
+
+
 def _refuse_with_demo(options: dict[str, Any]) -> None:
-    for name in ("model", "data", "ssd", "resume"):
+    for name in ("model", "data", "ssd", "resume", "nodes"):
         if options[name]:
             raise UserError(f"--demo brings everything with it and cannot be combined with --{name}.")
 
