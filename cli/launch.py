@@ -1,7 +1,7 @@
-"""``finetune --nodes``: this node's launcher. It starts the ranks through torchrun's elastic agent and has the last word.
+"""``finetune --nodes``: this node's launcher. It starts ranks through torchrun's elastic agent, and has the last word.
 
-A rank that ends in an orderly way, with success, an error worth a message or Ctrl-C, exits with status 0 and leaves its
-:class:`Outcome` in a file: the agent need not start it again. A rank that is killed, or that loses contact with others,
+A rank that ends in an orderly way, with success, an error worth a message or Ctrl-C, exits with status 0 and leaves
+its :class:`Outcome` in a file: the agent need not start it again. A rank that is killed, or loses contact with others,
 exits with another status; then all ranks of all nodes are started again from the last commit, as often as
 ``--max-restarts`` says.
 """
@@ -47,12 +47,11 @@ class Outcome:
     message: str = ""
     """For the user, if not 0."""
 
-    def leave(self, rank: int) -> None:
+    def leave(self, file: Path) -> None:
         """Write it where the launcher looks."""
-        folder = Path(os.environ[OUTCOMES])
-        beside = folder / f"{rank}.tmp"
+        beside = file.with_suffix(".tmp")
         beside.write_text(json.dumps(asdict(self)))
-        beside.replace(folder / f"{rank}.json")
+        beside.replace(file)
 
 
 class LaunchError(FinetuneError):
@@ -69,6 +68,8 @@ def launch(settings: Settings) -> None:
     Raises:
         Stopped, UserError, FinetuneError: how the run ended.
     """
+    if not settings.debug:
+        _quieten_torch()
     ranks = ranks_per_node(settings)
     meeting = find_meeting(settings)
     _check(settings)
@@ -114,6 +115,12 @@ def how_to_continue(settings: Settings) -> str:
     return how_to_continue(settings)
 
 
+def _quieten_torch() -> None:
+    """What happens is said once, by us. PyTorch looks at these when it is imported, and ranks inherit them."""
+    for name, value in (("LOGLEVEL", "CRITICAL"), ("TORCH_CPP_LOG_LEVEL", "FATAL"), ("PYTHONWARNINGS", "ignore")):
+        os.environ.setdefault(name, value)
+
+
 def _check(settings: Settings) -> None:
     """Find what is wrong before anybody waits for other nodes."""
     from cli.prepare import COMMITS, check
@@ -139,8 +146,6 @@ def _variables(settings: Settings, meeting: Meeting, folder: str) -> dict[str, s
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     usual = {"OMP_NUM_THREADS": str(max(1, cpu_count() // ranks_per_node(settings)))}
-    if not settings.debug:
-        usual |= {"LOGLEVEL": "CRITICAL", "TORCH_CPP_LOG_LEVEL": "FATAL", "PYTHONWARNINGS": "ignore"}
     if meeting.interface is not None:
         usual |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), meeting.interface)
     return variables | {name: value for name, value in usual.items() if name not in os.environ}
@@ -197,11 +202,11 @@ def _what_failed(error: Any, settings: Settings) -> str:
     )
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
-        what = f"Rank {rank} was killed by {name}" + (
+        what = f"Rank {rank} of this node was killed by {name}" + (
             ", as the system does when memory runs out." if name == "SIGKILL" else "."
         )
     else:
-        what = f"Rank {rank} ended with status {failure.exitcode}; what it said is above."
+        what = f"Rank {rank} of this node ended with status {failure.exitcode}; what it said is above."
     times = settings.max_restarts
     restarted = f"{times} restart{'s' if times != 1 else ''} (--max-restarts)" if times else "no restart"
     return f"{what} The run is given up after {restarted}."

@@ -73,8 +73,8 @@ class Job:
         """For people."""
         if self.settings.nodes is not None:
             ranks, what = self.settings.gpus_per_node or 1, self.gpu.name if self.gpu else "the CPU"
-            where = f"{self.settings.nodes} nodes" if self.settings.nodes > 1 else "this node"
-            return f"{where} with {ranks} {'ranks' if ranks > 1 else 'rank'} each on {what}"
+            ranks_of = f"{ranks} {'ranks' if ranks > 1 else 'rank'} on {what}"
+            return ranks_of if self.settings.nodes == 1 else f"{self.settings.nodes} nodes, {ranks_of} in each,"
         if self.emulated:
             return f"an {self.settings.gpu} accelerator (times only: nothing is learned)"
         return self.gpu.name if self.gpu else "the CPU"
@@ -86,10 +86,9 @@ class Job:
 
     @property
     def store_bytes(self) -> int:
-        """What the store takes on all SSDs together, without activations."""
+        """What the store takes on all SSDs together, without activations; or two commits, one beside the other."""
         settings = self.settings
         moments = 4 if settings.optimizer_dtype == "bf16" else 8
-        # Among nodes: a commit beside the one before.
         return self.parameters * (4 + moments) * (1 if settings.single_slot else 2)
 
     @property

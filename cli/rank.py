@@ -13,14 +13,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from cli.interrupts import Stopped
-from cli.launch import INTERRUPTED, STOP, Outcome
+from cli.launch import INTERRUPTED, OUTCOMES, STOP, Outcome
 from cli.options import build_command
-from cli.settings import Settings
 from common.errors import FinetuneError
 
 _LOOK_EVERY_S = 0.3
@@ -35,7 +34,13 @@ class Rank:
     def __init__(self) -> None:
         self.rank = int(os.environ["RANK"])
         self.world = int(os.environ["WORLD_SIZE"])
-        self.restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        folder, place = Path(os.environ[OUTCOMES]), os.environ["LOCAL_RANK"]
+        self._outcome = folder / f"{place}.json"
+        self._outcome.unlink(missing_ok=True)  # of an earlier start
+        starts = folder / f"{place}.starts"
+        self.restarts = len(starts.read_bytes()) if starts.exists() else 0
+        """How often this launcher has started the rank before. (The agent does not count what others caused.)"""
+        starts.write_bytes(b"." * (self.restarts + 1))
         self.stopping = STOP in os.environ
         """The user wants this run to stop."""
         self.where = "before the first step"
@@ -70,7 +75,7 @@ class Rank:
                 self._acknowledge()
             except Exception:  # the store is gone, and with it rank 0: nobody is left to tell
                 pass
-        outcome.leave(self.rank)
+        outcome.leave(self._outcome)
         _leave(0)
 
     def lose(self, reason: str) -> NoReturn:
@@ -95,7 +100,7 @@ class Rank:
                     if self._news.check([_ENDING]):
                         outcome = Outcome(*json.loads(self._news.get(_ENDING)))
                         self._acknowledge()
-                        outcome.leave(self.rank)
+                        outcome.leave(self._outcome)
                         _leave(0)
                     missing = 0.0
                 except Exception as error:
@@ -119,7 +124,7 @@ class Rank:
         print(f"finetune: rank {self.rank} of {self.world}: {what}", file=sys.stderr, flush=True)
 
 
-def main(arguments: list[str], work: Callable[[Settings, Rank], None] | None = None) -> NoReturn:
+def main(arguments: list[str]) -> NoReturn:
     """Run this rank to its end."""
     rank = Rank()
     rank.watch()

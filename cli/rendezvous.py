@@ -1,16 +1,15 @@
 """Where the launchers of a run meet: from options, from Slurm, or from the variables that torchrun has made usual.
 
-Every node has one launcher. One of them holds the meeting point, the others connect to it; which one, each finds out for
-itself: the endpoint is an address of its own machine. Imports nothing slow.
+Every node has one launcher. One of them holds the meeting point, the others connect to it; which one, each finds out
+for itself: the endpoint is an address of its own machine. Imports nothing slow.
 """
 
-import errno
 import os
 import re
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import psutil
 
@@ -36,6 +35,8 @@ class Meeting:
     """Whether this launcher holds the meeting point."""
     address: str = "127.0.0.1"
     """Of this machine, as others reach it."""
+    claim: socket.socket | None = field(default=None, repr=False)
+    """Keeps other launchers on this machine from holding it too."""
 
     @property
     def endpoint(self) -> str:
@@ -158,19 +159,43 @@ def _locate(meeting: Meeting) -> Meeting:
             f"The meeting point {meeting.endpoint} cannot be reached from here: {error}. Give --rdzv-endpoint a name "
             "or an address of one of the nodes that all nodes can reach."
         ) from error
-    return Meeting(
-        meeting.nodes, meeting.host, meeting.port, meeting.run_id, _can_hold(family, target, meeting), address
-    )
+    claim = _claim(meeting.port) if _is_here(family, target) else None
+    if claim is not None:
+        _check_free(family, target, meeting)
+    return replace(meeting, is_host=claim is not None, address=address, claim=claim)
 
 
-def _can_hold(family: int, target: tuple[object, ...], meeting: Meeting) -> bool:
-    """Whether the endpoint is this machine's and still free (taken: by another launcher on this machine)."""
+def _is_here(family: int, target: tuple[object, ...]) -> bool:
+    """Whether the endpoint's address is one of this machine."""
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((target[0], 0, *target[2:]))
+        except OSError:
+            return False
+    return True
+
+
+def _claim(port: int) -> socket.socket | None:
+    """What only one launcher in this machine (or network namespace) can hold for a port; None: another one does.
+
+    Launchers of several emulated nodes may start at the same moment: to look whether the port is free is not enough.
+    """
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        claim.bind(f"\0finetune-{port}")  # not a file: a name that is gone with its process
+    except OSError:
+        claim.close()
+        return None
+    return claim
+
+
+def _check_free(family: int, target: tuple[object, ...], meeting: Meeting) -> None:
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(target)
         except OSError as error:
-            if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
-                return False
-            raise UserError(f"The meeting point {meeting.endpoint} cannot be opened here: {error.strerror}.") from error
-    return True
+            raise UserError(
+                f"The meeting point {meeting.endpoint} cannot be opened here: {error.strerror}. Another program may "
+                "have the port: give --rdzv-endpoint with another one, on all nodes."
+            ) from error

@@ -48,7 +48,8 @@ def train(settings: Settings, rank: Rank) -> None:
     launches = _compare(settings)
     if rank.rank == 0:
         job = prepare(settings)
-        print(_header(job, rank), end="", flush=True)
+        if not rank.restarts:
+            print(job.header(), flush=True)
     dist.barrier()
     if rank.rank != 0:
         job = prepare(settings)
@@ -129,11 +130,6 @@ def _code() -> str:
     return digest.hexdigest()[:12]
 
 
-def _header(job: Job, rank: Rank) -> str:
-    """What is about to happen; said once."""
-    return "" if rank.restarts else job.header() + "\n"
-
-
 def _check_shared(job: Job, rank: int) -> None:
     """All ranks write commits into one directory: make sure that it is one.
 
@@ -197,13 +193,16 @@ def _open_trainer(job: Job, topology: Topology, launches: set[str]) -> Trainer:
 
 def holds_a_run(directory: Path) -> str:
     """What to say about commits that nobody has asked to continue or replace."""
-    return f"{directory} holds a run already: add --resume to continue it, --overwrite to replace it, or give another --output."
+    return (
+        f"{directory} holds a run already: add --resume to continue it, --overwrite to replace it, or give another "
+        "--output."
+    )
 
 
 def _train_and_save(job: Job, trainer: Trainer, rank: Rank) -> None:
     settings, speaks = job.settings, rank.rank == 0
     if speaks and (settings.resume or rank.restarts):
-        after = f" (restart {rank.restarts} of {settings.max_restarts})" if rank.restarts else ""
+        after = f" (start {rank.restarts + 1}: a rank was lost)" if rank.restarts else ""
         print(f"resume   after step {trainer.step_count:,} of {job.steps:,}{after}", flush=True)
     measured, sent = _train(job, trainer, rank)
     rank.where = "after the last step"

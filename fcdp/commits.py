@@ -1,6 +1,6 @@
 """Commits: whole states of a run on a file system that all nodes share, written by all ranks together.
 
-A commit is a folder ``step-<N>`` of PyTorch's distributed checkpoints, which can be loaded by any number of ranks. It is
+A commit is a folder ``step-<N>``, one of PyTorch's distributed checkpoints, which any number of ranks can load. It is
 written beside the last one, under another name; it counts once it is renamed, and only then the last one goes. So
 whatever happens, the newest commit that is there is whole.
 """

@@ -102,7 +102,9 @@ class Trainer:
         stack = StreamedModel(self._plain, torch.device("cpu"))
         self._block_prefix, self._isolates_documents = stack.block_prefix, stack.isolates_documents
         self._source: WeightSource = (
-            CheckpointSource(self._checkpoint, self._plain) if self._checkpoint else RandomSource(self._plain, config.seed)
+            CheckpointSource(self._checkpoint, self._plain)
+            if self._checkpoint
+            else RandomSource(self._plain, config.seed)
         )
         self._source.check()
         self._model: Any = build_meta_model(self.config, dtype=self._dtype)
@@ -168,7 +170,7 @@ class Trainer:
             self.committed_step = self.step_count
 
     def _identity(self) -> dict[str, Any]:
-        return {"model type": self.config.model_type, "parameters": self.parameters, "dtype": self._options.dtype}
+        return {"model type": self.config.model_type, "parameters": self.parameters, "--dtype": self._options.dtype}
 
     def _state(self) -> dict[str, torch.Tensor]:
         """Everything that changes: parameters and moments. Data and dropout are functions of the step's number."""
@@ -246,8 +248,8 @@ class Trainer:
 
     def micro_batches(self, rows: int) -> int:
         """How many micro-batches every rank computes in a step of ``rows`` sequences."""
-        most = -(-rows // self._topology.world_size)
-        return -(-most // (self._options.micro_batch or most))
+        most = math.ceil(rows / self._topology.world_size)
+        return math.ceil(most / (self._options.micro_batch or most))
 
     def _split(self, batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """This rank's rows, in as many micro-batches as every rank has: collectives must match."""
@@ -256,7 +258,7 @@ class Trainer:
             raise UserError(f"--batch-size {rows} is less than one sequence for each of {world} ranks.")
         first, last = rows * rank // world, rows * (rank + 1) // world
         count = self.micro_batches(rows)
-        width = -(-(-(-rows // world)) // count)
+        width = math.ceil(math.ceil(rows / world) / count)
         parts = []
         for start in range(first, first + count * width, width):
             stop = min(start + width, last)
