@@ -23,7 +23,7 @@ import psutil
 
 from cli.interrupts import Stopped
 from cli.rendezvous import Meeting, find_meeting, wait_for_host
-from cli.settings import Settings
+from cli.settings import COMMITS, Settings
 from common.errors import FinetuneError, UserError
 from common.hardware import cpu_count, list_gpus
 from common.units import format_seconds
@@ -71,6 +71,11 @@ def launch(settings: Settings) -> None:
     if not settings.debug:
         _quieten_torch()
     ranks = ranks_per_node(settings)
+    if settings.batch_size < ranks * (settings.nodes or 1):
+        raise UserError(
+            f"--batch-size {settings.batch_size} is less than one sequence for each of {ranks * (settings.nodes or 1)} "
+            f"ranks ({settings.nodes} x {ranks})."
+        )
     meeting = find_meeting(settings)
     _check(settings)
     wait_for_host(meeting, settings.node_timeout)
@@ -84,9 +89,10 @@ def launch(settings: Settings) -> None:
     if ended is not None:
         raise LaunchError(ended)
     if failure is not None:
+        if has_commit(settings):
+            failure.add_note(settings.how_to_continue)
         if signals.heard:
-            raise Stopped(f"stopped. {how_to_continue(settings)}")
-        failure.add_note(how_to_continue(settings))
+            raise Stopped(" ".join(["stopped at once.", *getattr(failure, "__notes__", [])]))
         raise failure
 
 
@@ -108,13 +114,6 @@ def ranks_per_node(settings: Settings) -> int:
     return wanted
 
 
-def how_to_continue(settings: Settings) -> str:
-    """The line that does it."""
-    from cli.train import how_to_continue
-
-    return how_to_continue(settings)
-
-
 def _quieten_torch() -> None:
     """What happens is said once, by us. PyTorch looks at these when it is imported, and ranks inherit them."""
     for name, value in (("LOGLEVEL", "CRITICAL"), ("TORCH_CPP_LOG_LEVEL", "FATAL"), ("PYTHONWARNINGS", "ignore")):
@@ -123,16 +122,25 @@ def _quieten_torch() -> None:
 
 def _check(settings: Settings) -> None:
     """Find what is wrong before anybody waits for other nodes."""
-    from cli.prepare import COMMITS, check
-    from cli.train_nodes import holds_a_run
-    from fcdp.commits import Commits
+    from cli.prepare import check
 
-    commits = check(settings).output / COMMITS
-    if Commits(commits).newest() is not None:
+    check(settings)
+    commits = settings.output_directory / COMMITS
+    if has_commit(settings):
         if not (settings.resume or settings.overwrite):
-            raise UserError(holds_a_run(commits))
+            raise UserError(
+                f"{commits} holds a run already: add --resume to continue it, --overwrite to replace it, or give "
+                "another --output."
+            )
     elif settings.resume:
         raise UserError(f"--resume: there is nothing to continue, no commit in {commits}. Leave it out to begin.")
+
+
+def has_commit(settings: Settings) -> bool:
+    """Whether there is something to continue."""
+    from fcdp.commits import Commits
+
+    return Commits(settings.output_directory / COMMITS).newest() is not None
 
 
 def _variables(settings: Settings, meeting: Meeting, folder: str) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from cli.schedule import LearningRate
-from cli.settings import Settings
+from cli.settings import COMMITS, Settings
 from common.data import Batches, DataConfig, RandomBatches, open_data
 from common.data.files import find_files
 from common.data.token_file import cache_key
@@ -28,8 +28,6 @@ DEFAULT_STEPS = 10
 """Without data: enough to see a steady rate."""
 
 RANDOM_TOKENS = "random tokens"
-COMMITS = "commits"
-"""Folder inside the output directory where a run of several ranks has its commits."""
 
 
 @dataclass(frozen=True)

@@ -156,8 +156,8 @@ def _locate(meeting: Meeting) -> Meeting:
             address = probe.getsockname()[0]
     except OSError as error:
         raise UserError(
-            f"The meeting point {meeting.endpoint} cannot be reached from here: {error}. Give --rdzv-endpoint a name "
-            "or an address of one of the nodes that all nodes can reach."
+            f"The meeting point {meeting.endpoint} cannot be reached from here: {error.strerror}. Give --rdzv-endpoint "
+            "a name or an address of one of the nodes that all nodes can reach."
         ) from error
     claim = _claim(meeting.port) if _is_here(family, target) else None
     if claim is not None:

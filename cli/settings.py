@@ -1,5 +1,6 @@
 """What the command line said, checked for what can be checked without looking at the machine."""
 
+import shlex
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
@@ -8,6 +9,9 @@ from cli.schedule import Warmup
 from common.errors import UserError
 
 NO_WARMUP = Warmup(0)
+
+COMMITS = "commits"
+"""Folder inside the output directory where a run of several ranks has its commits."""
 
 Strategy = Literal["fcdp", "zero3", "hybrid"]
 """As in ``fcdp.fully_shard``, which takes long to import."""
@@ -120,3 +124,11 @@ class Settings:
         if self.output is not None:
             return self.output.expanduser().absolute()
         return (Path("finetune-output") / Path(self.model).expanduser().absolute().name).absolute()
+
+    @property
+    def how_to_continue(self) -> str:
+        """The command that continues this run, as a sentence."""
+        if self.single_slot:
+            return "With --single-slot, a run that ends in the middle of a step cannot be continued."
+        words = [word for word in self.arguments if word not in ("--resume", "--overwrite")]
+        return f"To continue: {shlex.join(['finetune', *words, '--resume'])}"

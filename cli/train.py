@@ -1,6 +1,5 @@
 """The training loop: a thin user of the engine."""
 
-import shlex
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,14 +47,14 @@ def finetune(settings: Settings, interrupts: Interrupts) -> Result:
             step = engine.step_count + 1
             engine.close()
             committed = f"step {engine.committed_step} is committed"
-            raise Stopped(f"stopped in step {step}; {committed}. {how_to_continue(settings)}") from None
+            raise Stopped(f"stopped in step {step}; {committed}. {settings.how_to_continue}") from None
         except UserError:
             raise
         except Exception as error:
             engine.close()
             if not isinstance(error, NonFiniteLoss):  # which says so itself
                 error.add_note(f"Step {engine.committed_step} is committed.")
-            error.add_note(how_to_continue(settings))
+            error.add_note(settings.how_to_continue)
             raise
     job.batches.close()
     return result
@@ -236,14 +235,6 @@ def check_ids(job: Job, batch: dict[str, Any]) -> None:
             f"The tokenizer gives token {largest}, and the model knows {job.vocab_size:,} tokens (0 to "
             f"{job.vocab_size - 1}): {job.checkpoint} holds a tokenizer that does not belong to its model."
         )
-
-
-def how_to_continue(settings: Settings) -> str:
-    """The command that does it, as a sentence."""
-    if settings.single_slot:
-        return "With --single-slot, a run that ends in the middle of a step cannot be continued."
-    words = [word for word in settings.arguments if word not in ("--resume", "--overwrite")]
-    return f"To continue: {shlex.join(['finetune', *words, '--resume'])}"
 
 
 def _where(job: Job, result: Result) -> str:

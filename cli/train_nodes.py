@@ -17,12 +17,12 @@ import torch.distributed as dist
 import common
 from cli.history import History
 from cli.interrupts import Stopped
-from cli.launch import LAUNCH, how_to_continue
-from cli.prepare import COMMITS, Job, prepare
+from cli.launch import LAUNCH
+from cli.prepare import Job, prepare
 from cli.progress import ClusterLine, Progress
 from cli.rank import Rank
 from cli.report import Measurements
-from cli.settings import Settings
+from cli.settings import COMMITS, Settings
 from cli.train import check_ids, check_same_run, quiet_transformers
 from common.errors import FinetuneError, UserError
 from common.hardware import list_gpus
@@ -59,11 +59,12 @@ def train(settings: Settings, rank: Rank) -> None:
         _train_and_save(job, trainer, rank)
     except FinetuneError as error:
         if trainer.newest_commit() is not None:
-            error.add_note(how_to_continue(settings))
+            error.add_note(settings.how_to_continue)
         raise
     rank.disconnect()
     dist.barrier()
     trainer.close()
+    topology.close()
     dist.destroy_process_group()
     job.batches.close()
 
@@ -157,17 +158,9 @@ def _check_shared(job: Job, rank: int) -> None:
 def _open_trainer(job: Job, topology: Topology, launches: set[str]) -> Trainer:
     settings = job.settings
     directory = job.output / COMMITS
-    commits = Commits(directory)
-    newest = commits.newest()
-    began_here = newest is not None and launches & set(commits.describe(newest)["user"].get("launches", ()))
-    resume = settings.resume or began_here
-    if newest is not None and not resume:
-        if not settings.overwrite:
-            raise UserError(holds_a_run(directory))
-        dist.barrier()  # all have looked
-        if topology.rank == 0:
-            commits.discard()
-        dist.barrier()
+    # Rank 0 decides for all: network file systems may not show all nodes the same.
+    told = [_is_continued(settings, Commits(directory), launches) if topology.rank == 0 else None]
+    dist.broadcast_object_list(told)
     config = TrainerConfig(
         strategy=settings.strategy or "fcdp",
         dtype=settings.dtype,
@@ -181,22 +174,25 @@ def _open_trainer(job: Job, topology: Topology, launches: set[str]) -> Trainer:
         device_cache_threshold=0.9 if settings.device_cache_threshold is None else settings.device_cache_threshold,
     )
     trainer = Trainer(job.checkpoint or settings.model, topology, config, directory)
-    if resume:
+    if told[0]:
         trainer.resume()
     else:
         trainer.begin()
     check_same_run(job, trainer)
-    # Of every launch that has had a part in this run: a restart of one of them goes on without --resume.
     trainer.user_state["launches"] = sorted({*trainer.user_state.get("launches", ()), *launches})
     return trainer
 
 
-def holds_a_run(directory: Path) -> str:
-    """What to say about commits that nobody has asked to continue or replace."""
-    return (
-        f"{directory} holds a run already: add --resume to continue it, --overwrite to replace it, or give another "
-        "--output."
-    )
+def _is_continued(settings: Settings, commits: Commits, launches: set[str]) -> bool:
+    """Whether to go on from a commit; if not, commits that are there go: ``--overwrite`` was given, or the launcher
+    would not have come so far."""
+    newest = commits.newest()
+    # Started again by a launcher that has had a part in this run: --resume goes without saying.
+    again = newest is not None and launches & set(commits.describe(newest)["user"].get("launches", ()))
+    if settings.resume or again:
+        return True
+    commits.discard()
+    return False
 
 
 def _train_and_save(job: Job, trainer: Trainer, rank: Rank) -> None:
@@ -263,7 +259,7 @@ def _train(job: Job, trainer: Trainer, rank: Rank) -> tuple[Measurements, int]:
                 ))  # fmt: skip
             if result.stop and step < job.steps:
                 trainer.commit()
-                raise Stopped(f"stopped after step {step}, which is committed. {how_to_continue(settings)}")
+                raise Stopped(f"stopped after step {step}, which is committed. {settings.how_to_continue}")
     return measured, sent
 
 

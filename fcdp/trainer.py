@@ -4,7 +4,6 @@ Every rank calls everything alike and gives the whole batch, of which it takes i
 over all labels of the batch, so they do not depend on how many ranks there are, but for rounding.
 """
 
-import contextlib
 import math
 import os
 import time
@@ -19,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from common.data import document_mask
-from common.errors import FinetuneError, UserError
+from common.errors import UserError
 from common.memory_meter import PeakMeter
 from common.models.export import CheckpointWriter, copy_tokenizer_files
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
@@ -127,6 +126,7 @@ class Trainer:
         self.trainable_parameters = self.parameters
         self.step_count = 0
         self.committed_step = 0
+        self._is_committed = False
         self.user_state: dict[str, Any] = {}
         """JSON that is committed with every step."""
 
@@ -143,7 +143,9 @@ class Trainer:
         Raises:
             UserError: there is none, or it is not of this model or dtype.
         """
-        step = self._commits.newest()
+        told = [self._commits.newest()]
+        dist.broadcast_object_list(told)  # network file systems may not show all nodes the same
+        step = told[0]
         if step is None:
             raise UserError(f"There is nothing to continue: no commit in {self._commits.directory}.")
         saved = self._commits.describe(step)
@@ -160,14 +162,16 @@ class Trainer:
             self._optimizer.state[parameter]["step"].fill_(step)
         self._sharding.invalidate()
         self.step_count = self.committed_step = step
+        self._is_committed = True
         self.user_state = saved["user"]
 
     def commit(self) -> None:
         """Put the state after the last step on the drives, unless it is there."""
-        if self.step_count != self.committed_step or self._commits.newest() is None:
+        if self.step_count != self.committed_step or not self._is_committed:
             description = {**self._identity(), "user": self.user_state}
             self._commits.save(self.step_count, self._state(), description)
             self.committed_step = self.step_count
+            self._is_committed = True
 
     def _identity(self) -> dict[str, Any]:
         return {"model type": self.config.model_type, "parameters": self.parameters, "--dtype": self._options.dtype}
@@ -306,10 +310,6 @@ class Trainer:
                 copy_tokenizer_files(self._checkpoint, directory)
         dist.barrier()
 
-    def discard_commits(self) -> None:
-        """Forget what the folder of commits holds. For one rank to do, before anything is committed."""
-        self._commits.discard()
-
     def newest_commit(self) -> int | None:
         """The step that :meth:`resume` would continue from."""
         return self._commits.newest()
@@ -357,8 +357,6 @@ class Trainer:
         return lambda: pids
 
     def close(self) -> None:
-        """Let go of host memory and of the process groups, before they are destroyed. Idempotent."""
-        with contextlib.suppress(FinetuneError):
-            self._sharding.close()
+        """Let go of host memory. On every rank, before ``Topology.close()``."""
+        self._sharding.close()
         self._meter.stop()
-        self._topology.close()

@@ -90,7 +90,7 @@ def gather_blocks(model: PreTrainedModel, prefix: str, dtype: torch.dtype) -> It
 
 
 def _whole(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-    return cast(DTensor, parameter.detach()).to(dtype).full_tensor()
+    return cast(DTensor, parameter.detach().to(dtype)).full_tensor()
 
 
 def _direct_names(source: CheckpointSource, names: list[str]) -> dict[str, str]:
