@@ -141,7 +141,9 @@ def _no_means(nodes: int, environment: Mapping[str, str]) -> str:
 
 
 def _parse_endpoint(text: str) -> tuple[str, int]:
-    host, _, port = text.strip().rpartition(":") if re.search(r":\d*$", text) else (text, "", str(DEFAULT_PORT))
+    host, colon, port = text.strip().rpartition(":")
+    if not colon or port.endswith("]"):  # an address of IPv6 is written in brackets
+        host, port = text.strip(), str(DEFAULT_PORT)
     if not host or not port.isdigit() or not 0 < int(port) < 65_536 or "/" in host:
         raise UserError(f"--rdzv-endpoint {text!r} is not HOST:PORT, as in node0:{DEFAULT_PORT}.")
     return host.strip("[]"), int(port)
