@@ -78,6 +78,8 @@ def launch(settings: Settings) -> None:
         )
     meeting = find_meeting(settings)
     _check(settings)
+    if meeting.nodes > 1:
+        print(f"nodes    waiting for {meeting.nodes} of them at {meeting.endpoint}", flush=True)
     wait_for_host(meeting, settings.node_timeout)
     with tempfile.TemporaryDirectory(prefix="finetune-") as folder, _environment(_variables(settings, meeting, folder)):
         with _Signals() as signals:

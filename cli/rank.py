@@ -152,6 +152,8 @@ def main(arguments: list[str]) -> NoReturn:
         if _is_lost_contact(error):
             rank.lose(_one_line(error))
         notes = [] if debug else ["Run again with --debug for the traceback."]
+        if type(error).__name__ == "OutOfMemoryError":
+            notes = ["A smaller --micro-batch, a lower --device-cache-threshold or more ranks take less memory."]
         message = f"{type(error).__name__}: {_one_line(error)}.{_found_by(rank)}"
         rank.end(Outcome(1, " ".join([message, *notes, *getattr(error, "__notes__", [])])))
     rank.end(Outcome(0))

@@ -1,6 +1,7 @@
 """The training loop of ``finetune --nodes``, as every rank runs it. Rank 0 speaks for all."""
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 import platform
@@ -42,6 +43,7 @@ def train(settings: Settings, rank: Rank) -> None:
     """
     if not settings.debug:
         quiet_transformers()
+    settings = dataclasses.replace(settings, gpus_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
     device = _device(settings, int(os.environ["LOCAL_RANK"]))
     _meet(settings, rank, device)
     topology = Topology.from_environment(device=device)

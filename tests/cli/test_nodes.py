@@ -172,8 +172,9 @@ def test_nodes_that_differ_are_told_how(pair: Pair, checkpoint: Path, tmp_path: 
     pair.start(*words, second=("--eps", "1e-6"))
     assert pair.statuses(60) == [2, 2]
     for node in pair.nodes:
-        assert node.said.count("\n") == 1
-        assert "finetune: error: The nodes were not started alike: --eps is 1e-0" in node.said
+        waiting, error = node.said.splitlines()
+        assert waiting == f"nodes    waiting for 2 of them at {pair.endpoint}"
+        assert error.startswith("finetune: error: The nodes were not started alike: --eps is 1e-0")
 
 
 def test_a_node_that_never_comes(finetune: Finetune, checkpoint: Path, pair: Pair) -> None:
