@@ -8,10 +8,14 @@ exits with another status; then all ranks of all nodes are started again from th
 
 import contextlib
 import json
+import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
+import threading
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -183,6 +187,9 @@ def _run_agent(settings: Settings, meeting: Meeting, ranks: int) -> FinetuneErro
         signals_to_handle="SIGHUP,SIGQUIT",  # the others are ours
     )
     words = [sys.executable, "-P", "-m", "cli.rank", *settings.arguments]
+    if not settings.debug:
+        logging.disable(logging.ERROR)  # the agent reports what is said here once
+    lifeline = _Lifeline(meeting, settings)
     try:
         elastic_launch(config, words[0])(*words[1:])
     except ChildFailedError as error:
@@ -201,7 +208,44 @@ def _run_agent(settings: Settings, meeting: Meeting, ranks: int) -> FinetuneErro
         )
     except (SignalException, KeyboardInterrupt):
         return FinetuneError("The launcher was told to end.")
+    finally:
+        lifeline.let_go()
+        logging.disable(logging.NOTSET)
     return None
+
+
+class _Lifeline:
+    """Ends a launcher that has been cut off from the meeting point: PyTorch's store would wait there for ever."""
+
+    def __init__(self, meeting: Meeting, settings: Settings):
+        self._meeting, self._settings = meeting, settings
+        self._done = threading.Event()
+        if not meeting.is_host:
+            threading.Thread(target=self._hold, name="lifeline", daemon=True).start()
+
+    def let_go(self) -> None:
+        """It is no longer needed."""
+        self._done.set()
+
+    def _hold(self) -> None:
+        timeout = self._settings.node_timeout
+        answered = time.monotonic()
+        while not self._done.wait(min(5.0, timeout / 4)):
+            with contextlib.suppress(OSError):
+                socket.create_connection((self._meeting.host, self._meeting.port), timeout=timeout / 4).close()
+                answered = time.monotonic()
+            # Ranks have the same patience, and this agent may still learn by itself how the run has ended.
+            if time.monotonic() - answered > 1.5 * timeout + 5 and not self._done.is_set():
+                for rank in psutil.Process().children():
+                    with contextlib.suppress(psutil.Error):
+                        rank.kill()
+                text = (
+                    f"Nothing has been heard from {self._meeting.endpoint}, where nodes meet, for {timeout} s and more."
+                )
+                if has_commit(self._settings):
+                    text += f" {self._settings.how_to_continue}"
+                print(f"finetune: error: {text}", file=sys.stderr, flush=True)
+                os._exit(1)
 
 
 def _what_failed(error: Any, settings: Settings) -> str:

@@ -1,8 +1,8 @@
 """One rank of ``finetune --nodes``, started by the launcher: reads the same command line and trains its part.
 
 However a rank ends, it says so once and nothing hangs. While the main thread may wait inside a collective that will
-never complete, a second thread watches: for an ending that another rank has announced, for the launcher's order to end,
-and for a launcher or a rank 0 that is gone.
+never complete, two others keep watch: one for the launcher's order to end and for a launcher that is gone, the other,
+by way of a store that rank 0 holds, for an ending that another rank has announced and for ranks that fall silent.
 """
 
 import json
@@ -47,6 +47,7 @@ class Rank:
         """For messages."""
         self._news: Any = None
         self._closing = False
+        self._patience = self._heard = 0.0
         self._lock = threading.Lock()
         self._launcher = os.getppid()
 
@@ -57,9 +58,15 @@ class Rank:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
-    def connect(self, news: Any) -> None:
-        """Hear, and tell, what happens to others, by way of a store client that nobody else uses."""
-        self._news = news
+    def connect(self, news: Any, patience: float) -> None:
+        """Hear, and tell, what happens to others, from now on.
+
+        Args:
+            news: a store client that nobody else uses.
+            patience: seconds of silence after which a rank counts as lost.
+        """
+        self._news, self._patience, self._heard = news, patience, time.monotonic()
+        threading.Thread(target=self._listen, name="listen", daemon=True).start()
 
     def disconnect(self) -> None:
         """All ranks have done their work: whoever leaves now is not missed."""
@@ -85,7 +92,7 @@ class Rank:
         _leave(1)
 
     def _watch(self) -> None:
-        missing = 0.0
+        """What must work even while the store does not answer."""
         while True:
             if signal.sigtimedwait({signal.SIGTERM}, _LOOK_EVERY_S) is not None:
                 self._say(f"ended {self.where} by its launcher, as another rank was lost")
@@ -93,21 +100,43 @@ class Rank:
             if os.getppid() != self._launcher:
                 self._say(f"ended {self.where}: its launcher is gone")
                 _leave(1)
+            silence = time.monotonic() - self._heard
+            if self._news is not None and not self._closing and silence > self._patience:
+                self._say(f"lost contact with rank 0 {self.where}: no answer for {silence:.0f} s")
+                _leave(1)
+
+    def _listen(self) -> None:
+        """Tell rank 0 that this rank is alive, and look for an ending. A store on a dead network blocks for ever."""
+        beats = {rank: (0, time.monotonic()) for rank in range(self.world)}
+        while True:
+            time.sleep(_LOOK_EVERY_S)
             with self._lock:
-                if self._news is None or self._closing:
-                    continue
+                if self._closing:
+                    return
                 try:
+                    self._news.add(f"beat{self.rank}", 1)
                     if self._news.check([_ENDING]):
                         outcome = Outcome(*json.loads(self._news.get(_ENDING)))
                         self._acknowledge()
                         outcome.leave(self._outcome)
                         _leave(0)
-                    missing = 0.0
-                except Exception as error:
-                    missing = missing or time.monotonic()
-                    if time.monotonic() - missing > 2 * _GRACE_S:
-                        self._say(f"lost contact with rank 0 {self.where} ({_one_line(error)})")
-                        _leave(1)
+                except Exception as error:  # closed: rank 0 is gone
+                    time.sleep(2 * _GRACE_S)  # the main thread may know more
+                    self._say(f"lost contact with rank 0 {self.where} ({_one_line(error)})")
+                    _leave(1)
+                self._heard = time.monotonic()
+                if self.rank == 0:
+                    self._check_beats(beats)
+
+    def _check_beats(self, beats: dict[int, tuple[int, float]]) -> None:
+        """For rank 0, whose own process holds the store: find ranks that have fallen silent."""
+        for rank, (count, since) in beats.items():
+            now = self._news.add(f"beat{rank}", 0)
+            if now != count:
+                beats[rank] = (now, time.monotonic())
+            elif time.monotonic() - since > self._patience:
+                self._say(f"lost contact with rank {rank} {self.where}: no sign of it for {self._patience:.0f} s")
+                _leave(1)
 
     def _acknowledge(self) -> None:
         """Rank 0 holds the store and stays until all have read the news, or had the time to."""
@@ -177,9 +206,10 @@ def _is_lost_contact(error: BaseException) -> bool:
 
 
 def _one_line(error: BaseException) -> str:
-    """The last and most telling line of what libraries say, shortened."""
+    """What libraries say, without where in their sources they say it, and shortened."""
     text = " ".join(str(error).split()).removesuffix(".") or type(error).__name__
-    text = text.rpartition("] ")[2] if text.startswith("[") else text
+    if text.startswith("["):  # gloo: [file:line] what [peer]. Advice.
+        text = text.partition("] ")[2].partition(". ")[0]
     return text if len(text) <= 300 else text[:300] + " ..."
 
 

@@ -84,7 +84,8 @@ def _meet(settings: Settings, rank: Rank, device: torch.device) -> None:
     timeout = timedelta(seconds=settings.node_timeout)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, rank.world, is_master=rank.rank == 0, timeout=timeout, wait_for_workers=False)
-    rank.connect(dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False))
+    news = dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    rank.connect(news, settings.node_timeout)
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "cuda:nccl,cpu:gloo",
         store=dist.PrefixStore("group", store),
