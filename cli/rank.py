@@ -95,7 +95,7 @@ class Rank:
         """What must work even while the store does not answer."""
         while True:
             if signal.sigtimedwait({signal.SIGTERM}, _LOOK_EVERY_S) is not None:
-                self._say(f"ended {self.where} by its launcher, as another rank was lost")
+                self._say(f"ended {self.where} {'as asked' if self.stopping else 'because another rank was lost'}")
                 _leave(1)
             if os.getppid() != self._launcher:
                 self._say(f"ended {self.where}: its launcher is gone")

@@ -31,6 +31,8 @@ from fcdp.commits import Commits
 from fcdp.topology import Topology
 from fcdp.trainer import Trainer, TrainerConfig
 
+_STUCK = timedelta(minutes=30)
+"""How long a collective may wait for a rank that is alive: one may read its weights from slower drives than others."""
 _MAY_DIFFER = {"debug", "report", "arguments", "resume", "overwrite", "gpus_per_node", "rdzv_endpoint", "node_timeout"}
 """Settings that nodes need not agree about, or that others check with better words."""
 
@@ -45,15 +47,17 @@ def train(settings: Settings, rank: Rank) -> None:
         quiet_transformers()
     settings = dataclasses.replace(settings, gpus_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
     device = _device(settings, int(os.environ["LOCAL_RANK"]))
-    _meet(settings, rank, device)
+    store = _meet(settings, rank, device)
     topology = Topology.from_environment(device=device)
     launches = _compare(settings)
     if rank.rank == 0:
         job = prepare(settings)
         if not rank.restarts:
             print(job.header(), flush=True)
-    dist.barrier()
-    if rank.rank != 0:
+        store.set("prepared", "")
+    else:
+        while not store.check(["prepared"]):  # not a collective: tokenizing may take longer than those may wait
+            time.sleep(0.1)
         job = prepare(settings)
     _check_shared(job, rank.rank)
     trainer = _open_trainer(job, topology, launches)
@@ -79,8 +83,8 @@ def _device(settings: Settings, local_rank: int) -> torch.device:
     return device
 
 
-def _meet(settings: Settings, rank: Rank, device: torch.device) -> None:
-    """Connect to the other ranks, with a store for this start alone and a client of it for news."""
+def _meet(settings: Settings, rank: Rank, device: torch.device) -> dist.Store:
+    """Connect to the other ranks, with a store for this start alone, which is returned, and a client of it for news."""
     timeout = timedelta(seconds=settings.node_timeout)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, rank.world, is_master=rank.rank == 0, timeout=timeout, wait_for_workers=False)
@@ -91,8 +95,9 @@ def _meet(settings: Settings, rank: Rank, device: torch.device) -> None:
         store=dist.PrefixStore("group", store),
         rank=rank.rank,
         world_size=rank.world,
-        timeout=timeout,
+        timeout=_STUCK,  # ranks that are lost are noticed much earlier, by their silence
     )
+    return store
 
 
 def _compare(settings: Settings) -> set[str]:
