@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import click
@@ -83,11 +84,16 @@ def _run(
         return _plan(arguments, plans, options)
     if options["model"] is None:
         raise UserError("Give the model to fine-tune with --model DIR or --model PRESET, or try --demo.")
-    settings = _settings(arguments, options)
+    settings = settings_of(arguments, options)
     if profile:
         from cli.profile import run_profile
 
         run_profile(settings)
+        return 0
+    if settings.nodes is not None:
+        from cli.launch import launch
+
+        launch(settings)
         return 0
 
     from cli.train import finetune
@@ -96,11 +102,16 @@ def _run(
     return 0
 
 
-def _settings(arguments: tuple[str, ...], options: dict[str, Any]) -> Settings:
+def settings_of(arguments: tuple[str, ...], options: dict[str, Any]) -> Settings:
+    """What the parsed ``options`` of a command line ask for.
+
+    Raises:
+        UserError: they do not go together.
+    """
+    given = {field.name: options[field.name] for field in fields(Settings) if field.name in options}
     for name in ("ssd", "data"):
-        found = [path for word in options[name] for path in expand_pattern(f"--{name}", word)]
-        options[name] = tuple(found)
-    return Settings(**options, arguments=arguments)
+        given[name] = tuple(path for word in options[name] for path in expand_pattern(f"--{name}", word))
+    return Settings(**given, arguments=arguments)
 
 
 def _plan(arguments: tuple[str, ...], plans: dict[str, Any], options: dict[str, Any]) -> int:
@@ -112,7 +123,7 @@ def _plan(arguments: tuple[str, ...], plans: dict[str, Any], options: dict[str, 
         )
     from cli.plan import PlanOptions, run_plan
 
-    return run_plan(_settings(arguments, options), PlanOptions(**plans))
+    return run_plan(settings_of(arguments, options), PlanOptions(**plans))
 
 
 def _refuse_with(option: str, why: str, options: dict[str, Any], others: tuple[str, ...]) -> None:

@@ -20,6 +20,9 @@ Memory    finetune --gpu 4090 --ssd /mnt/nvme* --model gpt3-175b --host-memory 2
 Plan      finetune --plan --gpu 4090 --drive p5510 --ssds 12 --host-memory 768GiB --model gpt3-13b --batch-size 64
 Training  finetune --model ~/Llama-3-8B --data chats.jsonl --lr 2e-5 --warmup 3% --max-grad-norm 1
 Output    finetune --model ~/Llama-3-8B --data chats.jsonl --output tuned --resume
+Nodes     finetune --nodes 4 --rdzv-endpoint node0:29400 --model /shared/Llama-3-8B --data chats.jsonl    on each node
+          srun --nodes 4 --ntasks-per-node 1 finetune --nodes 4 --model /shared/Llama-3-8B --data chats.jsonl
+          finetune --nodes 1 --gpus-per-node 2 --model ~/Llama-3-8B --data chats.jsonl
 """
 
 
@@ -205,7 +208,7 @@ def build_command(run: Callable[..., int]) -> click.Command:
         "--host-cache",
         type=size,
         metavar="SIZE",
-        help="Host memory to keep parameters and states in from step to step; 0 streams all. Default: what is left.",
+        help="Host memory (of each node) to keep parameters and states in from step to step. Default: what is left; 0: none.",
     )
     add("--micro-batch", type=positive, metavar="N", help="Sequences computed at once. Default: as many as fit.")
     add(
@@ -230,6 +233,47 @@ def build_command(run: Callable[..., int]) -> click.Command:
         help="How SSDs are read and written.",
     )
     add("--single-slot", is_flag=True, help="Half the space on SSD, but a crash loses the run.")
+
+    add = group("Nodes")
+    add(
+        "--nodes",
+        type=positive,
+        metavar="N",
+        help="Train on N machines together, the model sharded over all GPUs in memory. Start the same line on each.",
+    )
+    add("--gpus-per-node", type=positive, metavar="M", help="Ranks per machine. Default: its GPUs; 1 with --gpu cpu.")
+    add(
+        "--rdzv-endpoint",
+        metavar="HOST:PORT",
+        help="Where nodes meet: one of them, and a free port there. Default: as srun or MASTER_ADDR say.",
+    )
+    add(
+        "--node-timeout",
+        type=positive,
+        default=300,
+        show_default=True,
+        metavar="SECONDS",
+        help="How long to wait for a node that does not come or no longer answers.",
+    )
+    add(
+        "--max-restarts",
+        type=click.IntRange(min=0),
+        default=3,
+        show_default=True,
+        metavar="N",
+        help="How often to start again from the last commit after a rank is lost.",
+    )
+    add(
+        "--strategy",
+        type=click.Choice(["fcdp", "zero3", "hybrid"]),
+        help="fcdp: parameters cached in host memory; zero3: plain FSDP2; hybrid: FSDP2 inside nodes. Default: fcdp.",
+    )
+    add(
+        "--device-cache-threshold",
+        type=click.FloatRange(min=0, max=1),
+        metavar="X",
+        help="Part of device memory up to which cached parameters stay there. Default: 0.9.",
+    )
 
     add = group("Training")
     add("--steps", type=positive, metavar="N", help="Default: one epoch with --data, 10 steps without.")
@@ -286,10 +330,8 @@ def build_command(run: Callable[..., int]) -> click.Command:
     add(
         "--commit-every",
         type=positive,
-        default=1,
-        show_default=True,
         metavar="N",
-        help="Steps between commits: a crash loses at most so many.",
+        help="Steps between commits: a crash loses at most so many. Default: 1; 100 with --nodes.",
     )
     add("--report", type=folder, metavar="FILE", help="Write the summary there, as JSON.")
 

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from cli.schedule import LearningRate
-from cli.settings import Settings
+from cli.settings import COMMITS, Settings
 from common.data import Batches, DataConfig, RandomBatches, open_data
 from common.data.files import find_files
 from common.data.token_file import cache_key
@@ -69,6 +69,10 @@ class Job:
     @property
     def computing_on(self) -> str:
         """For people."""
+        if self.settings.nodes is not None:
+            ranks, what = self.settings.gpus_per_node or 1, self.gpu.name if self.gpu else "the CPU"
+            ranks_of = f"{ranks} {'ranks' if ranks > 1 else 'rank'} on {what}"
+            return ranks_of if self.settings.nodes == 1 else f"{self.settings.nodes} nodes, {ranks_of} in each,"
         if self.emulated:
             return f"an {self.settings.gpu} accelerator (times only: nothing is learned)"
         return self.gpu.name if self.gpu else "the CPU"
@@ -80,7 +84,7 @@ class Job:
 
     @property
     def store_bytes(self) -> int:
-        """What the store takes on all SSDs together, without activations."""
+        """What the store takes on all SSDs together, without activations; or two commits, one beside the other."""
         settings = self.settings
         moments = 4 if settings.optimizer_dtype == "bf16" else 8
         return self.parameters * (4 + moments) * (1 if settings.single_slot else 2)
@@ -105,6 +109,8 @@ class Job:
         settings, rate = self.settings, self.learning_rate
         source = "random weights" if self.checkpoint is None else str(self.checkpoint)
         store = ", ".join(str(path / self.run_name) for path in self.ssd)
+        if settings.nodes is not None:
+            store = f"a commit every {settings.commit_interval:,} steps in {store}"
         warmup = f" after {rate.warmup:,} of warm-up" if rate.warmup else ""
         lines = {
             "model": f"{settings.model}: {self.architecture}, {format_count(self.parameters)} parameters, {source}",
@@ -119,22 +125,46 @@ class Job:
         return "\n".join(f"{name:8} {text}" for name, text in lines.items())
 
 
+@dataclass(frozen=True)
+class Checked:
+    """What can be said about a run without opening anything large."""
+
+    config: PreTrainedConfig
+    checkpoint: Path | None
+    gpu: Gpu | None
+    seq_len: int
+    ssd: tuple[Path, ...]
+    output: Path
+    run_name: str
+
+
+def check(settings: Settings) -> Checked:
+    """Find what is wrong with the settings, in a few seconds; makes the output directory.
+
+    Raises:
+        UserError: something typed does not exist or does not go together.
+    """
+    config, checkpoint = load_config(settings.model)
+    emulated = is_emulated(settings.gpu)
+    if emulated and settings.save:
+        raise UserError("An emulated accelerator computes nothing, so there is no checkpoint to write: add --no-save.")
+    gpu = None if emulated else pick_gpu(settings.gpu)
+    seq_len = sequence_length(settings, config.get_text_config())
+    if settings.data:
+        find_files(settings.data)
+    ssd, output, run_name = _directories(settings, checkpoint)
+    return Checked(config, checkpoint, gpu, seq_len, ssd, output, run_name)
+
+
 def prepare(settings: Settings) -> Job:
     """Check, choose and open what the run needs; the data are tokenized here, if they were not before.
 
     Raises:
         UserError: something typed does not exist or does not go together.
     """
-    config, checkpoint = load_config(settings.model)
+    found = check(settings)
+    config, checkpoint, seq_len, output = found.config, found.checkpoint, found.seq_len, found.output
     text = config.get_text_config()
-    emulated = is_emulated(settings.gpu)
-    if emulated and settings.save:
-        raise UserError("An emulated accelerator computes nothing, so there is no checkpoint to write: add --no-save.")
-    gpu = None if emulated else pick_gpu(settings.gpu)
-    seq_len = sequence_length(settings, text)
-    if settings.data:
-        find_files(settings.data)
-    ssd, output, run_name = _directories(settings, checkpoint)
     tokenizer = _tokenizer(settings, checkpoint) if settings.data else None
     model = build_meta_model(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -142,8 +172,8 @@ def prepare(settings: Settings) -> Job:
     total = _total_steps(settings, batches)
     rate = LearningRate(settings.schedule, settings.lr, settings.warmup.steps(total), total)
     job = Job(
-        settings, type(model).__name__, text.vocab_size, parameters, checkpoint, gpu, output, ssd, run_name, seq_len,
-        batches, data_key, rate,
+        settings, type(model).__name__, text.vocab_size, parameters, checkpoint, found.gpu, output, found.ssd,
+        found.run_name, seq_len, batches, data_key, rate,
     )  # fmt: skip
     if settings.save:
         _check_space(job)
@@ -181,6 +211,8 @@ def _directories(settings: Settings, checkpoint: Path | None) -> tuple[tuple[Pat
             f"{output} holds a checkpoint already: give another --output, or add --overwrite to replace it "
             "(or --resume to continue the run that made it)."
         )
+    if settings.nodes is not None:
+        return (output,), output, COMMITS
     if not ssd:
         return (output,), output, "store"
     # The same drives serve many runs; --resume finds this one by its output directory.

@@ -41,6 +41,31 @@ class StepLine:
         )
 
 
+@dataclass(frozen=True)
+class ClusterLine:
+    """A step of several ranks in figures."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    tokens_per_second: float
+    """Of all ranks together."""
+    flops_per_second: float
+    sent_bytes: float
+    """By each node to others."""
+    device_bytes: int
+    """Device memory in use by one rank, at its peak so far."""
+    host_bytes: int
+    """Host memory in use by the ranks of one node, at its peak so far."""
+
+    def __str__(self) -> str:
+        return (
+            f"loss {self.loss:.4f}, norm {self.grad_norm:.3g}, {format_count(self.tokens_per_second)} tokens/s, "
+            f"{self.flops_per_second / 1e12:.3g} TFLOP/s, {format_bytes(self.sent_bytes)} across nodes, "
+            f"device {format_bytes(self.device_bytes)}, host {format_bytes(self.host_bytes)}"
+        )
+
+
 class Progress:
     """Shows steps as they are done: on standard error if that is a terminal, else line by line on standard output."""
 
@@ -53,7 +78,7 @@ class Progress:
                 bar_format="step {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}",
             )  # fmt: skip
 
-    def show(self, line: StepLine) -> None:
+    def show(self, line: StepLine | ClusterLine) -> None:
         """A step is done."""
         if self._bar is None:
             print(f"step {line.step}/{self._total}: {line}", flush=True)

@@ -38,6 +38,11 @@ class Report:
     """Per resource, the time for which a step keeps it busy: no step can be shorter than the largest of them."""
     overlap_efficiency: float
     """Largest bound over measured step time: 1 means that all else hides behind it. 0 without any step."""
+    network_sent_bytes_per_step: float = 0.0
+    """By each node to others; counted where they are sent, or, for FSDP2's own strategies, by the formula. The first
+    step of a run fills caches."""
+    planned_network_sent_bytes_per_step: float = 0.0
+    """What the formula says for a step that is not the first."""
 
     def write(self, path: Path) -> None:
         """As JSON, complete or not at all."""
@@ -54,21 +59,31 @@ class Report:
         if not self.steps:
             return "no step was left to take"
         seconds = sum(self.step_seconds)
-        bound = max(self.bound_seconds, key=lambda name: self.bound_seconds[name], default="nothing")
         lines = {
             "loss": f"{self.losses[0]:.4f} in the first step, {self.losses[-1]:.4f} in the last of {self.steps:,}",
-            "time": f"{format_seconds(seconds)}, {format_seconds(seconds / self.steps)} per step, bound by "
-            f"{RESOURCES.get(bound, bound)} ({self.overlap_efficiency:.0%} of the time)",
+            "time": f"{format_seconds(seconds)}, {format_seconds(seconds / self.steps)} per step{self._bound()}",
             "rate": f"{format_count(self.tokens_per_second)} tokens/s, {self.flops_per_second / 1e12:.3g} TFLOP/s "
             f"({self.hardware_flops_per_second / 1e12:.3g} with recomputation)",
             "memory": f"at its peak {format_bytes(self.host_peak_bytes)} of host memory "
             f"({format_bytes(self.host_peak_bytes - self.host_baseline_bytes)} more than before the model), "
             f"{format_bytes(self.device_peak_bytes)} of device memory",
-            "ssd": f"{format_bytes(self.ssd_read_bytes_per_step)} read and "
-            f"{format_bytes(self.ssd_written_bytes_per_step)} written per step; "
-            f"{total_written / 1e12:.3g} TB written in all",
         }
+        if self.bound_seconds:
+            lines["ssd"] = (
+                f"{format_bytes(self.ssd_read_bytes_per_step)} read and "
+                f"{format_bytes(self.ssd_written_bytes_per_step)} written per step; "
+                f"{total_written / 1e12:.3g} TB written in all"
+            )
+        else:
+            lines["network"] = f"{format_bytes(self.network_sent_bytes_per_step)} sent by each node per step"
         return "\n".join(f"{name:8} {text}" for name, text in lines.items())
+
+    def _bound(self) -> str:
+        """What bounds a step, where that was measured."""
+        if not self.bound_seconds:
+            return ""
+        bound = max(self.bound_seconds, key=lambda name: self.bound_seconds[name])
+        return f", bound by {RESOURCES.get(bound, bound)} ({self.overlap_efficiency:.0%} of the time)"
 
 
 RESOURCES = {
@@ -110,6 +125,7 @@ class Measurements:
         memory: tuple[int, int, int],
         io_bytes: tuple[int, int],
         planned_bytes: tuple[int, int],
+        network_bytes: tuple[float, float] = (0.0, 0.0),
     ) -> Report:
         """The whole.
 
@@ -118,6 +134,7 @@ class Measurements:
             memory: peak of the device, peak of the host, baseline of the host.
             io_bytes: read and written in all steps together.
             planned_bytes: what the schedule says that comes to.
+            network_bytes: sent by a node per step, and what the formula says.
         """
         steps = len(self.losses)
         per_step = 1 / steps if steps else 0.0
@@ -142,4 +159,6 @@ class Measurements:
             planned_ssd_written_bytes_per_step=planned_bytes[1] * per_step,
             bound_seconds=bounds,
             overlap_efficiency=max(bounds.values(), default=0.0) / (seconds * per_step) if seconds else 0.0,
+            network_sent_bytes_per_step=network_bytes[0],
+            planned_network_sent_bytes_per_step=network_bytes[1],
         )

@@ -1,12 +1,25 @@
 """What the command line said, checked for what can be checked without looking at the machine."""
 
-from dataclasses import dataclass
+import shlex
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Literal
 
 from cli.schedule import Warmup
 from common.errors import UserError
 
 NO_WARMUP = Warmup(0)
+
+COMMITS = "commits"
+"""Folder inside the output directory where a run of several ranks has its commits."""
+
+Strategy = Literal["fcdp", "zero3", "hybrid"]
+"""As in ``fcdp.fully_shard``, which takes long to import."""
+
+_ONLY_NODES = (
+    "gpus_per_node", "rdzv_endpoint", "node_timeout", "max_restarts", "strategy", "device_cache_threshold"
+)  # fmt: skip
+_ONLY_ENGINE = ("host_memory", "device_memory", "optimizer_dtype", "io", "single_slot")
 
 
 @dataclass(frozen=True)
@@ -55,15 +68,29 @@ class Settings:
     """Where the JSON report goes."""
     trace: Path | None = None
     """Where the trace of the last step goes."""
-    commit_every: int = 1
-    """Steps between two commits."""
+    commit_every: int | None = None
+    """As it was typed; see :attr:`commit_interval`."""
     host_cache: int | None = None
-    """Most host memory for keeping parameters and states from step to step, bytes; None: what is left."""
+    """Most host memory (of each node) for what is kept from step to step, bytes; None: what is left, or is needed."""
     single_slot: bool = False
     """Half the space on SSD, and no way to continue after a crash."""
     io: str = "auto"
     save: bool = True
     """Whether to export a checkpoint at the end."""
+    nodes: int | None = None
+    """Machines that train together; None: the engine for one machine, out of core."""
+    gpus_per_node: int | None = None
+    """Ranks on each machine; None: one for each of its GPUs, or one on the CPU."""
+    rdzv_endpoint: str | None = None
+    """``HOST:PORT`` where the nodes' launchers meet; None: as the environment says."""
+    node_timeout: int = 300
+    """Seconds to wait for a node that does not come or does not answer."""
+    max_restarts: int = 3
+    """After lost ranks."""
+    strategy: Strategy | None = None
+    """None: fcdp."""
+    device_cache_threshold: float | None = None
+    """Part of device memory up to which cached parameters stay there; None: 0.9."""
     debug: bool = False
     arguments: tuple[str, ...] = ()
     """The command line itself, to say how to continue."""
@@ -75,6 +102,23 @@ class Settings:
             raise UserError("--epochs counts passes over data, and there is none: give --data, or --steps instead.")
         if self.resume and self.overwrite:
             raise UserError("--resume continues the run that is there and --overwrite replaces it: give one of them.")
+        if self.nodes is None:
+            self._refuse(_ONLY_NODES, "is for several nodes or ranks: add --nodes N (1 for this machine alone)")
+        else:
+            if self.ssd:
+                raise UserError("--nodes together with --ssd is not there yet: leave --ssd out to train in memory.")
+            self._refuse(_ONLY_ENGINE, "does not go with --nodes, which trains in memory: leave it out")
+
+    def _refuse(self, options: tuple[str, ...], why: str) -> None:
+        """Refuse options that differ from their defaults."""
+        for field in fields(self):
+            if field.name in options and getattr(self, field.name) != field.default:
+                raise UserError(f"--{field.name.replace('_', '-')} {why}.")
+
+    @property
+    def commit_interval(self) -> int:
+        """Steps between two commits. Among nodes each writes 12 bytes per parameter beside the training."""
+        return self.commit_every or (1 if self.nodes is None else 100)
 
     @property
     def output_directory(self) -> Path:
@@ -82,3 +126,11 @@ class Settings:
         if self.output is not None:
             return self.output.expanduser().absolute()
         return (Path("finetune-output") / Path(self.model).expanduser().absolute().name).absolute()
+
+    @property
+    def how_to_continue(self) -> str:
+        """The command that continues this run, as a sentence."""
+        if self.single_slot:
+            return "With --single-slot, a run that ends in the middle of a step cannot be continued."
+        words = [word for word in self.arguments if word not in ("--resume", "--overwrite")]
+        return f"To continue: {shlex.join(['finetune', *words, '--resume'])}"

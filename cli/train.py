@@ -1,11 +1,10 @@
 """The training loop: a thin user of the engine."""
 
-import shlex
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from transformers.utils import logging as transformers_logging
 
@@ -48,14 +47,14 @@ def finetune(settings: Settings, interrupts: Interrupts) -> Result:
             step = engine.step_count + 1
             engine.close()
             committed = f"step {engine.committed_step} is committed"
-            raise Stopped(f"stopped in step {step}; {committed}. {_how_to_continue(settings)}") from None
+            raise Stopped(f"stopped in step {step}; {committed}. {settings.how_to_continue}") from None
         except UserError:
             raise
         except Exception as error:
             engine.close()
             if not isinstance(error, NonFiniteLoss):  # which says so itself
                 error.add_note(f"Step {engine.committed_step} is committed.")
-            error.add_note(_how_to_continue(settings))
+            error.add_note(settings.how_to_continue)
             raise
     job.batches.close()
     return result
@@ -86,7 +85,7 @@ def _open_engine(job: Job) -> Engine:
         host_cache=settings.host_cache,
         seed=settings.seed,
         run_name=job.run_name,
-        commit_every=settings.commit_every,
+        commit_every=settings.commit_interval,
         single_slot=settings.single_slot,
         resume=settings.resume,
         overwrite=settings.overwrite,
@@ -98,7 +97,7 @@ def _open_engine(job: Job) -> Engine:
 
 def _train_and_save(job: Job, engine: Engine, interrupts: Interrupts) -> Result:
     settings = job.settings
-    _check_same_run(job, engine)
+    check_same_run(job, engine)
     if settings.trace is not None:
         engine.keep_trace()
     if settings.resume:
@@ -142,7 +141,7 @@ def _train(job: Job, engine: Engine, interrupts: Interrupts) -> Measurements:
         for step in range(done + 1, job.steps + 1):
             interrupts.check()
             batch = job.batches.batch(step - 1)
-            _check_ids(job, batch)
+            check_ids(job, batch)
             engine.lr = job.learning_rate.at(step)
             engine(**batch).loss.backward()
             report = engine.step()
@@ -195,8 +194,19 @@ class _Occasionally:
         return self._value
 
 
-def _check_same_run(job: Job, engine: Engine) -> None:
-    """Remember what must stay the same, or compare it with what the run began with."""
+class Resumable(Protocol):
+    """What is trained, as far as continuing it goes."""
+
+    step_count: int
+    user_state: dict[str, Any]
+
+
+def check_same_run(job: Job, engine: Resumable) -> None:
+    """Remember what must stay the same, or compare it with what the run began with.
+
+    Raises:
+        UserError: they differ.
+    """
     fixed = job.fixed_settings
     began: dict[str, Any] | None = engine.user_state.get("run")
     if began is None:
@@ -219,20 +229,18 @@ def _check_same_run(job: Job, engine: Engine) -> None:
         raise UserError(f"--resume: this run has {engine.step_count} steps behind it, more than --steps {job.steps}.")
 
 
-def _check_ids(job: Job, batch: dict[str, Any]) -> None:
+def check_ids(job: Job, batch: dict[str, Any]) -> None:
+    """Refuse tokens that the model does not know.
+
+    Raises:
+        UserError: there is one.
+    """
     largest = int(batch["input_ids"].max())
     if largest >= job.vocab_size:
         raise UserError(
             f"The tokenizer gives token {largest}, and the model knows {job.vocab_size:,} tokens (0 to "
             f"{job.vocab_size - 1}): {job.checkpoint} holds a tokenizer that does not belong to its model."
         )
-
-
-def _how_to_continue(settings: Settings) -> str:
-    if settings.single_slot:
-        return "With --single-slot, a run that ends in the middle of a step cannot be continued."
-    words = [word for word in settings.arguments if word not in ("--resume", "--overwrite")]
-    return f"To continue: {shlex.join(['finetune', *words, '--resume'])}"
 
 
 def _where(job: Job, result: Result) -> str:

@@ -108,6 +108,11 @@ class CheckpointSource:
         for name in sorted(persistent & self._made_by.keys()):
             yield name, self._made_by[name].convert(self.model, self.shards.read)[name]
 
+    def stored_as(self, name: str) -> str | None:
+        """The name on disk of the one tensor that is the parameter ``name`` as it is; None if it has to be made."""
+        conversion = self._made_by[self._sources(name)[0]]
+        return conversion.parts[0][1] if conversion.rule is None else None
+
     def _sources(self, name: str) -> list[str]:
         """Those of a parameter's names that the checkpoint has: a tied one may be stored under any of them."""
         return [alias for alias in self.aliases[name] if alias in self._made_by]

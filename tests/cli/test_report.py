@@ -12,6 +12,7 @@ FIELDS = {
     "hardware_flops_per_second", "device_peak_bytes", "host_peak_bytes", "host_baseline_bytes",
     "ssd_read_bytes_per_step", "ssd_written_bytes_per_step", "planned_ssd_read_bytes_per_step",
     "planned_ssd_written_bytes_per_step", "bound_seconds", "overlap_efficiency",
+    "network_sent_bytes_per_step", "planned_network_sent_bytes_per_step",
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import pytest
 from cli.prepare import Job
 from cli.schedule import LearningRate
 from cli.settings import Settings
-from cli.train import _check_same_run
+from cli.train import check_same_run
 from common.data import RandomBatches
 from common.errors import UserError
 
@@ -28,10 +28,10 @@ def job(**changes: Any) -> Job:
 
 def test_a_new_run_remembers_its_settings_and_may_go_on_with_them() -> None:
     engine: Any = SimpleNamespace(user_state={}, step_count=0)
-    _check_same_run(job(), engine)
+    check_same_run(job(), engine)
     assert engine.user_state["run"]["--batch-size"] == 4
     engine.step_count = 10
-    _check_same_run(job(), engine)
+    check_same_run(job(), engine)
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -44,14 +44,14 @@ def test_a_new_run_remembers_its_settings_and_may_go_on_with_them() -> None:
 def test_another_setting_is_refused_by_name(change: dict[str, Any], message: str) -> None:
     engine: Any = SimpleNamespace(user_state={"run": job().fixed_settings}, step_count=3)
     with pytest.raises(UserError, match=message):
-        _check_same_run(job(**change), engine)
+        check_same_run(job(**change), engine)
 
 
 def test_a_constant_rate_may_go_on_for_longer_but_not_be_over_already() -> None:
     engine: Any = SimpleNamespace(user_state={"run": job(schedule="constant").fixed_settings}, step_count=7)
-    _check_same_run(job(schedule="constant", total=100), engine)
+    check_same_run(job(schedule="constant", total=100), engine)
     with pytest.raises(UserError, match="7 steps behind it, more than --steps 6"):
-        _check_same_run(job(schedule="constant", total=6), engine)
+        check_same_run(job(schedule="constant", total=6), engine)
 
 
 def test_the_header_says_what_it_will_cost() -> None:

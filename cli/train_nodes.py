@@ -1,0 +1,280 @@
+"""The training loop of ``finetune --nodes``, as every rank runs it. Rank 0 speaks for all."""
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import platform
+import socket
+import time
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import common
+from cli.history import History
+from cli.interrupts import Stopped
+from cli.launch import LAUNCH
+from cli.prepare import Job, prepare
+from cli.progress import ClusterLine, Progress
+from cli.rank import Rank
+from cli.report import Measurements
+from cli.settings import COMMITS, Settings
+from cli.train import check_ids, check_same_run, quiet_transformers
+from common.errors import FinetuneError, UserError
+from common.hardware import list_gpus
+from fcdp.commits import Commits
+from fcdp.topology import Topology
+from fcdp.trainer import Trainer, TrainerConfig
+
+_STUCK = timedelta(minutes=30)
+"""How long a collective may wait for a rank that is alive: one may read its weights from slower drives than others."""
+_MAY_DIFFER = {"debug", "report", "arguments", "resume", "overwrite", "gpus_per_node", "rdzv_endpoint", "node_timeout"}
+"""Settings that nodes need not agree about, or that others check with better words."""
+
+
+def train(settings: Settings, rank: Rank) -> None:
+    """All of it: meet, compare, prepare, train, export, report.
+
+    Raises:
+        Stopped, UserError, FinetuneError: as in :func:`cli.train.finetune`; some on one rank only.
+    """
+    if not settings.debug:
+        quiet_transformers()
+    settings = dataclasses.replace(settings, gpus_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
+    device = _device(settings, int(os.environ["LOCAL_RANK"]))
+    store = _meet(settings, rank, device)
+    topology = Topology.from_environment(device=device)
+    launches = _compare(settings)
+    if rank.rank == 0:
+        job = prepare(settings)
+        if not rank.restarts:
+            print(job.header(), flush=True)
+        store.set("prepared", "")
+    else:
+        while not store.check(["prepared"]):  # not a collective: tokenizing may take longer than those may wait
+            time.sleep(0.1)
+        job = prepare(settings)
+    _check_shared(job, rank.rank)
+    trainer = _open_trainer(job, topology, launches)
+    try:
+        _train_and_save(job, trainer, rank)
+    except FinetuneError as error:
+        if trainer.newest_commit() is not None:
+            error.add_note(settings.how_to_continue)
+        raise
+    rank.disconnect()
+    dist.barrier()
+    trainer.close()
+    topology.close()
+    dist.destroy_process_group()
+    job.batches.close()
+
+
+def _device(settings: Settings, local_rank: int) -> torch.device:
+    if settings.gpu == "cpu" or not list_gpus():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _meet(settings: Settings, rank: Rank, device: torch.device) -> dist.Store:
+    """Connect to the other ranks, with a store for this start alone, which is returned, and a client of it for news."""
+    timeout = timedelta(seconds=settings.node_timeout)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, rank.world, is_master=rank.rank == 0, timeout=timeout, wait_for_workers=False)
+    news = dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    rank.connect(news, settings.node_timeout)
+    dist.init_process_group(
+        "gloo" if device.type == "cpu" else "cuda:nccl,cpu:gloo",
+        store=dist.PrefixStore("group", store),
+        rank=rank.rank,
+        world_size=rank.world,
+        timeout=_STUCK,  # ranks that are lost are noticed much earlier, by their silence
+    )
+    return store
+
+
+def _compare(settings: Settings) -> set[str]:
+    """Refuse nodes that differ in code, libraries or options. Returns the launches of all nodes.
+
+    Raises:
+        UserError: names the first difference, on every rank.
+    """
+    own = {
+        **{name: str(value) for name, value in vars(settings).items() if name not in _MAY_DIFFER},
+        "model": Path(settings.model).name,  # a checkpoint may lie elsewhere on each node
+        "data": str([Path(name).name for name in settings.data]),
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        **{library: version(library) for library in ("torch", "transformers", "safetensors")},
+        "finetune's code": _code(),
+    }
+    mine = (socket.gethostname(), os.environ[LAUNCH], own)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    first_host, _, first = everyone[0]
+    for number, (host, _, other) in enumerate(everyone):
+        for name in sorted(first):
+            if first[name] != other[name]:
+                what = f"--{name.replace('_', '-')}" if hasattr(settings, name) else name
+                raise UserError(
+                    f"The nodes were not started alike: {what} is {first[name]} on {first_host} (rank 0), and "
+                    f"{other[name]} on {host} (rank {number}). Start the same command with the same code on each."
+                )
+    return {launch for _, launch, _ in everyone}
+
+
+def _code() -> str:
+    """A short digest of our own source."""
+    digest = hashlib.sha256()
+    root = Path(str(common.__file__)).parents[1]
+    for package in ("cli", "common", "fcdp", "fuyou"):
+        for file in sorted((root / package).rglob("*.py")):
+            digest.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _check_shared(job: Job, rank: int) -> None:
+    """All ranks write commits into one directory: make sure that it is one.
+
+    Raises:
+        UserError: this rank does not see what rank 0 writes.
+    """
+    probe = job.output / f".finetune-{os.environ['MASTER_PORT']}"
+    if rank == 0:
+        probe.touch()
+    dist.barrier()
+    deadline = time.monotonic() + 10  # network file systems may show new files late
+    while not probe.exists():
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"--output {job.output} is not one directory for all nodes: a file that rank 0 has made in it is not "
+                f"there on {socket.gethostname()}. Give a place on a file system that all nodes share."
+            )
+        time.sleep(0.1)
+        os.listdir(job.output)
+    dist.barrier()
+    if rank == 0:
+        probe.unlink()
+
+
+def _open_trainer(job: Job, topology: Topology, launches: set[str]) -> Trainer:
+    settings = job.settings
+    directory = job.output / COMMITS
+    # Rank 0 decides for all: network file systems may not show all nodes the same.
+    told = [_is_continued(settings, Commits(directory), launches) if topology.rank == 0 else None]
+    dist.broadcast_object_list(told)
+    config = TrainerConfig(
+        strategy=settings.strategy or "fcdp",
+        dtype=settings.dtype,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm or None,
+        micro_batch=settings.micro_batch,
+        seed=settings.seed,
+        host_cache_bytes=None if settings.host_cache is None else settings.host_cache // topology.ranks_per_node,
+        device_cache_threshold=0.9 if settings.device_cache_threshold is None else settings.device_cache_threshold,
+    )
+    trainer = Trainer(job.checkpoint or settings.model, topology, config, directory)
+    if told[0]:
+        trainer.resume()
+    else:
+        trainer.begin()
+    check_same_run(job, trainer)
+    trainer.user_state["launches"] = sorted({*trainer.user_state.get("launches", ()), *launches})
+    return trainer
+
+
+def _is_continued(settings: Settings, commits: Commits, launches: set[str]) -> bool:
+    """Whether to go on from a commit; if not, commits that are there go: ``--overwrite`` was given, or the launcher
+    would not have come so far."""
+    newest = commits.newest()
+    # Started again by a launcher that has had a part in this run: --resume goes without saying.
+    again = newest is not None and launches & set(commits.describe(newest)["user"].get("launches", ()))
+    if settings.resume or again:
+        return True
+    commits.discard()
+    return False
+
+
+def _train_and_save(job: Job, trainer: Trainer, rank: Rank) -> None:
+    settings, speaks = job.settings, rank.rank == 0
+    if speaks and (settings.resume or rank.restarts):
+        after = f" (start {rank.restarts + 1}: a rank was lost)" if rank.restarts else ""
+        print(f"resume   after step {trainer.step_count:,} of {job.steps:,}{after}", flush=True)
+    measured, sent = _train(job, trainer, rank)
+    rank.where = "after the last step"
+    trainer.commit()
+    if settings.save:
+        if speaks:
+            print(f"writing the checkpoint to {job.output}", flush=True)
+        trainer.save_pretrained(job.output)
+    if not speaks:
+        return
+    per_step = sent / len(measured.losses) if measured.losses else 0.0
+    planned = trainer.planned_sent_bytes(settings.batch_size)
+    report = measured.report(
+        (trainer.parameters, trainer.trainable_parameters),
+        (trainer.device_peak_bytes, trainer.host_peak_bytes, trainer.host_baseline_bytes),
+        (0, 0),
+        (0, 0),
+        (per_step if trainer.counts_sent_bytes else planned, planned),
+    )
+    if settings.report is not None:
+        report.write(settings.report.expanduser())
+    print(report.summary(0))
+    print(_where(job), flush=True)
+
+
+def _train(job: Job, trainer: Trainer, rank: Rank) -> tuple[Measurements, int]:
+    """All steps that are left. Returns measurements, and the bytes that this rank's node has sent to others."""
+    settings, done, sent = job.settings, trainer.step_count, 0
+    ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    measured = Measurements(
+        settings.batch_size * job.seq_len,
+        trainer.model_flops_per_token(job.seq_len),
+        trainer.hardware_flops_per_token(job.seq_len),
+    )
+    planned = trainer.planned_sent_bytes(settings.batch_size)
+    with contextlib.ExitStack() as stack:
+        history = stack.enter_context(History(job.output, done)) if rank.rank == 0 else None
+        progress = stack.enter_context(Progress(job.steps, done)) if rank.rank == 0 else None
+        ended = time.perf_counter()
+        for step in range(done + 1, job.steps + 1):
+            rank.where = f"in step {step}"
+            batch = job.batches.batch(step - 1)
+            check_ids(job, batch)
+            rate = job.learning_rate.at(step)
+            result = trainer.train_step(batch, rate, rank.stopping)
+            if step % settings.commit_interval == 0:
+                trainer.commit()
+            began, ended = ended, time.perf_counter()
+            node_sent = result.sent_bytes * ranks_per_node if trainer.counts_sent_bytes else planned
+            sent += int(node_sent)
+            measured.add(result.loss, ended - began, {})
+            if history is not None and progress is not None:
+                history.append(step, result.loss, result.grad_norm, rate)
+                tokens = measured.tokens_per_step / (ended - began)
+                progress.show(ClusterLine(
+                    step, result.loss, result.grad_norm, tokens, tokens * measured.model_flops, node_sent,
+                    trainer.device_peak_bytes, trainer.host_peak_bytes,
+                ))  # fmt: skip
+            if result.stop and step < job.steps:
+                trainer.commit()
+                raise Stopped(f"stopped after step {step}, which is committed. {settings.how_to_continue}")
+    return measured, sent
+
+
+def _where(job: Job) -> str:
+    lines = {"commits": f"{job.output / COMMITS} (may be deleted when this run is not to be continued)"}
+    if job.settings.save:
+        lines["saved"] = f"{job.output}, for AutoModelForCausalLM.from_pretrained"
+    if job.settings.report is not None:
+        lines["report"] = str(job.settings.report)
+    return "\n".join(f"{name:8} {text}" for name, text in lines.items())

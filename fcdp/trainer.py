@@ -1,0 +1,362 @@
+"""A causal language model that the ranks of a cluster train together: what :class:`fuyou.Engine` is on one machine.
+
+Every rank calls everything alike and gives the whole batch, of which it takes its rows. Losses and gradients are means
+over all labels of the batch, so they do not depend on how many ranks there are, but for rounding.
+"""
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from common.data import document_mask
+from common.errors import UserError
+from common.memory_meter import PeakMeter
+from common.models.export import CheckpointWriter, copy_tokenizer_files
+from common.models.flops import hardware_flops_per_token, model_flops_per_token
+from common.models.meta import build_meta_model
+from common.models.presets import load_config
+from common.models.sources import CheckpointSource, RandomSource, WeightSource
+from fcdp.commits import Commits
+from fcdp.shard import Strategy, fully_shard, sharding
+from fcdp.topology import Topology
+from fcdp.weights import gather_blocks, load, materialise, widen
+from fuyou import NonFiniteLoss
+from fuyou.gradients import sum_of_squares
+from fuyou.records import wants_decay
+from fuyou.stack import StreamedModel, shifted_labels, summed_loss
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+#: Largest shard of an exported checkpoint. Rank 0 holds one.
+_SHARD_BYTES = 2_000_000_000
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """Options of :class:`Trainer`."""
+
+    strategy: Strategy = "fcdp"
+    dtype: str = "bf16"
+    """What blocks compute in and what crosses the network, gradients too; masters and moments are fp32."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    """For matrices only: biases and norms do not decay."""
+    max_grad_norm: float | None = None
+    micro_batch: int | None = None
+    """Sequences that a rank computes at once; None: its whole part of the batch."""
+    seed: int = 0
+    """Of random weights and dropout."""
+    host_cache_bytes: int | None = None
+    """Per rank; see :func:`fcdp.fully_shard`."""
+    device_cache_threshold: float = 0.9
+
+
+@dataclass(frozen=True)
+class ClusterStep:
+    """One finished step, the same on every rank but for the last two."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    """Norm of the whole gradient before clipping."""
+    stop: bool
+    """Whether any rank asked to stop after this step."""
+    seconds: float
+    sent_bytes: int
+    """That this rank sent to other nodes, by the strategy's own count; 0 for strategies of FSDP2's, which do not count.
+    """
+
+
+class Trainer:
+    """Trains ``model`` on all ranks of ``topology``. Making one is collective, and so is every method that computes.
+
+    Blocks are recomputed in the backward pass where the family supports it.
+
+    Args:
+        model: checkpoint directory, which every node must be able to read, or a preset's name.
+        commits: folder for commits, on a file system that all nodes share.
+
+    Raises:
+        UserError, FinetuneError: on every rank whose files are not what they should be.
+    """
+
+    def __init__(self, model: str | os.PathLike[str], topology: Topology, config: TrainerConfig, commits: Path):
+        self._topology, self._options = topology, config
+        self._dtype = _DTYPES[config.dtype]
+        self._device = topology.device
+        self._meter = PeakMeter(self._pids_of_node())
+        if topology.local_rank == 0:
+            self._meter.start()
+        self.config, self._checkpoint = load_config(model)
+        self._plain = build_meta_model(self.config, dtype=self._dtype)
+        stack = StreamedModel(self._plain, torch.device("cpu"))
+        self._block_prefix, self._isolates_documents = stack.block_prefix, stack.isolates_documents
+        self._source: WeightSource = (
+            CheckpointSource(self._checkpoint, self._plain)
+            if self._checkpoint
+            else RandomSource(self._plain, config.seed)
+        )
+        self._source.check()
+        self._model: Any = build_meta_model(self.config, dtype=self._dtype)
+        widen(self._model)
+        if self._model.supports_gradient_checkpointing:
+            self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        fully_shard(
+            self._model,
+            topology,
+            config.strategy,
+            mp_policy=MixedPrecisionPolicy(self._dtype, self._dtype),
+            device_cache_threshold=config.device_cache_threshold,
+            host_cache_bytes=config.host_cache_bytes,
+        )
+        materialise(self._model, self._device)
+        self._sharding = sharding(self._model)
+        self._optimizer = self._make_optimizer()
+        self._commits = Commits(commits)
+        self.parameters = sum(parameter.numel() for parameter in self._model.parameters())
+        self.trainable_parameters = self.parameters
+        self.step_count = 0
+        self.committed_step = 0
+        self._is_committed = False
+        self.user_state: dict[str, Any] = {}
+        """JSON that is committed with every step."""
+
+    # -- where the states come from ---------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Load the weights that training starts from."""
+        load(self._model, self._source)
+        self._sharding.invalidate()
+
+    def resume(self) -> None:
+        """Continue from the newest commit, whatever number of ranks made it.
+
+        Raises:
+            UserError: there is none, or it is not of this model or dtype.
+        """
+        told = [self._commits.newest()]
+        dist.broadcast_object_list(told)  # network file systems may not show all nodes the same
+        step = told[0]
+        if step is None:
+            raise UserError(f"There is nothing to continue: no commit in {self._commits.directory}.")
+        saved = self._commits.describe(step)
+        for what, now in self._identity().items():
+            if saved.get(what) != now:
+                raise UserError(
+                    f"The run in {self._commits.directory} has {what} {saved.get(what)}, and this one {now}. "
+                    "Give what it began with, or begin a new run in another place."
+                )
+        self._commits.load(step, self._state())
+        for name, value in self._source.read_buffers():
+            self._model.get_buffer(name).copy_(value)
+        for parameter in self._model.parameters():
+            self._optimizer.state[parameter]["step"].fill_(step)
+        self._sharding.invalidate()
+        self.step_count = self.committed_step = step
+        self._is_committed = True
+        self.user_state = saved["user"]
+
+    def commit(self) -> None:
+        """Put the state after the last step on the drives, unless it is there."""
+        if self.step_count != self.committed_step or not self._is_committed:
+            description = {**self._identity(), "user": self.user_state}
+            self._commits.save(self.step_count, self._state(), description)
+            self.committed_step = self.step_count
+            self._is_committed = True
+
+    def _identity(self) -> dict[str, Any]:
+        return {"model type": self.config.model_type, "parameters": self.parameters, "--dtype": self._options.dtype}
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        """Everything that changes: parameters and moments. Data and dropout are functions of the step's number."""
+        state = {}
+        for name, parameter in self._model.named_parameters():
+            moments = self._optimizer.state[parameter]
+            state[f"master.{name}"] = parameter.detach()
+            state[f"mean.{name}"] = moments["exp_avg"]
+            state[f"variance.{name}"] = moments["exp_avg_sq"]
+        return state
+
+    def _make_optimizer(self) -> torch.optim.AdamW:
+        options = self._options
+        groups: list[dict[str, Any]] = [
+            {"params": [], "weight_decay": options.weight_decay},
+            {"params": [], "weight_decay": 0.0},
+        ]
+        for name, parameter in self._model.named_parameters():
+            groups[0 if wants_decay(name, parameter.shape) else 1]["params"].append(parameter)
+        groups = [group for group in groups if group["params"]]
+        optimizer = torch.optim.AdamW(groups, betas=options.betas, eps=options.eps, fused=True)
+        for parameter in self._model.parameters():  # as AdamW would at its first step: commits need a place to load to
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=self._device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+        return optimizer
+
+    # -- training ---------------------------------------------------------------------------------------------------
+
+    def train_step(self, batch: Mapping[str, torch.Tensor], lr: float, stop: bool = False) -> ClusterStep:
+        """Forward, backward and update.
+
+        Args:
+            batch: ``input_ids`` and ``labels`` int64 ``[B, S]`` (not shifted, -100 where no loss is wanted) and
+                ``position_ids`` ``[B, S]``, restarting at each document: of all ranks together, the same on each.
+            stop: this rank wishes to stop after this step: all ranks will know.
+
+        Raises:
+            NonFiniteLoss: loss or gradient is NaN or infinite, on every rank; nothing was updated.
+            UserError: fewer sequences than ranks, or no label.
+        """
+        began, sent = time.monotonic(), self._sharding.traffic.across
+        step, world, rank = self.step_count + 1, self._topology.world_size, self._topology.rank
+        torch.manual_seed(((self._options.seed << 20) + step) * 65_537 % (1 << 62) + rank)
+        targets = shifted_labels(batch["labels"])
+        items = int((targets != -100).sum())
+        if items == 0:
+            raise UserError("No token of this batch has a label (all are -100): there is nothing to learn from it.")
+        parts = self._split({**batch, "targets": targets})
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for index, part in enumerate(parts):
+            self._sharding.set_is_last_micro_batch(index == len(parts) - 1)
+            loss = summed_loss(self._logits(part), part["targets"]) / items
+            (loss * world).backward()  # FSDP2 averages over ranks
+            total += loss.detach()
+        loss_value, norm, stopping = self._agree(total, stop)
+        if not math.isfinite(loss_value) or not math.isfinite(norm):
+            what = f"loss of step {step} is {loss_value}" if not math.isfinite(loss_value) else (
+                f"gradient norm of step {step} is {norm}"
+            )  # fmt: skip
+            raise NonFiniteLoss(f"The {what}.", step, self.committed_step)
+        limit = self._options.max_grad_norm
+        if limit is not None and norm > limit:
+            torch._foreach_mul_(self._gradients(), limit / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does it
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.step_count = step
+        return ClusterStep(
+            step, loss_value, norm, stopping, time.monotonic() - began, self._sharding.traffic.across - sent
+        )
+
+    def micro_batches(self, rows: int) -> int:
+        """How many micro-batches every rank computes in a step of ``rows`` sequences."""
+        most = math.ceil(rows / self._topology.world_size)
+        return math.ceil(most / (self._options.micro_batch or most))
+
+    def _split(self, batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """This rank's rows, in as many micro-batches as every rank has: collectives must match."""
+        rows, world, rank = batch["input_ids"].shape[0], self._topology.world_size, self._topology.rank
+        if rows < world:
+            raise UserError(f"--batch-size {rows} is less than one sequence for each of {world} ranks.")
+        first, last = rows * rank // world, rows * (rank + 1) // world
+        count = self.micro_batches(rows)
+        width = math.ceil(math.ceil(rows / world) / count)
+        parts = []
+        for start in range(first, first + count * width, width):
+            stop = min(start + width, last)
+            if start < stop:
+                part = {name: value[start:stop] for name, value in batch.items()}
+            else:  # this rank has a sequence less than others: one more, that teaches nothing
+                part = {name: value[:1] for name, value in batch.items()}
+                part["targets"] = torch.full_like(part["targets"], -100)
+            parts.append({name: value.to(self._device, non_blocking=True) for name, value in part.items()})
+        return parts
+
+    def _logits(self, part: dict[str, torch.Tensor]) -> torch.Tensor:
+        inputs = {"input_ids": part["input_ids"], "position_ids": part["position_ids"]}
+        if not self._isolates_documents:
+            inputs["attention_mask"] = document_mask(part["position_ids"], self._dtype)
+        logits: torch.Tensor = self._model(**inputs, use_cache=False).logits
+        return logits
+
+    def _agree(self, loss: torch.Tensor, stop: bool) -> tuple[float, float, bool]:
+        """Loss and gradient norm of the whole batch, and whether any rank asked to stop: one small message."""
+        # Sharded over nodes and ranks alike, or replicated on every node.
+        copies = self._topology.nodes if self._sharding.strategy == "hybrid" else 1
+        squares = sum((sum_of_squares(value.flatten()) for value in self._gradients()), loss.new_zeros(()))
+        told = torch.stack([loss, squares / copies, loss.new_tensor(float(stop))])
+        dist.all_reduce(told)
+        return float(told[0]), math.sqrt(float(told[1])), bool(told[2] > 0)
+
+    def _gradients(self) -> list[torch.Tensor]:
+        """This rank's part of every gradient."""
+        found = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+        return [cast(DTensor, gradient).to_local() for gradient in found]
+
+    # -- results ----------------------------------------------------------------------------------------------------
+
+    def save_pretrained(self, directory: Path) -> None:
+        """Export a Hugging Face checkpoint in the compute dtype. All ranks gather, a block at a time; rank 0 writes."""
+        leads = self._topology.rank == 0
+        writer = CheckpointWriter(directory, self._plain, self.config, self._dtype, _SHARD_BYTES) if leads else None
+        for named in gather_blocks(self._model, self._block_prefix, self._dtype):
+            if writer is not None:
+                writer.add(named)
+        if writer is not None:
+            writer.finish()
+            if self._checkpoint is not None:
+                copy_tokenizer_files(self._checkpoint, directory)
+        dist.barrier()
+
+    def newest_commit(self) -> int | None:
+        """The step that :meth:`resume` would continue from."""
+        return self._commits.newest()
+
+    # -- figures ----------------------------------------------------------------------------------------------------
+
+    def planned_sent_bytes(self, rows: int) -> float:
+        """Bytes that a node sends to others in a step of ``rows`` sequences, not the first, by the formulas."""
+        gloo = self._device.type == "cpu"
+        return self._sharding.bytes_across_nodes(self.micro_batches(rows), gloo=gloo)
+
+    @property
+    def counts_sent_bytes(self) -> bool:
+        """Whether steps tell what they sent; else only the formula knows."""
+        return self._sharding.strategy == "fcdp"
+
+    def model_flops_per_token(self, seq_len: int) -> float:
+        """6 per parameter and token, plus attention; recomputation not counted."""
+        return model_flops_per_token(self._plain, seq_len)
+
+    def hardware_flops_per_token(self, seq_len: int) -> float:
+        """The same with the recomputed forward pass counted, where there is one."""
+        recomputed = self._model.supports_gradient_checkpointing
+        return (hardware_flops_per_token if recomputed else model_flops_per_token)(self._plain, seq_len)
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """Most memory that the ranks of this node held together; for the first rank of a node."""
+        return self._meter.peak_bytes
+
+    @property
+    def host_baseline_bytes(self) -> int:
+        """The same before the model was touched."""
+        return self._meter.baseline_bytes
+
+    @property
+    def device_peak_bytes(self) -> int:
+        """Most device memory in use by this rank; 0 where the CPU computes."""
+        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
+
+    def _pids_of_node(self) -> Any:
+        everyone: list[Any] = [None] * self._topology.world_size
+        dist.all_gather_object(everyone, (self._topology.node, os.getpid()))
+        pids = [pid for node, pid in everyone if node == self._topology.node]
+        return lambda: pids
+
+    def close(self) -> None:
+        """Let go of host memory. On every rank, before ``Topology.close()``."""
+        self._sharding.close()
+        self._meter.stop()

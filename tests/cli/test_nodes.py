@@ -1,0 +1,248 @@
+"""``finetune --nodes``: how nodes find each other, runs of several ranks, and what becomes of them when things fail.
+
+Two launchers on loopback stand for two nodes. Starting ranks takes seconds, so a start serves several checks.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from cli.main import main
+from cli.rendezvous import expand_node_list, find_meeting
+from cli.settings import Settings
+from common.errors import UserError
+from tests.cli.conftest import Finetune
+from tests.cli.test_train import history
+
+ROOT = Path(__file__).parents[2]
+COMMON = (
+    "--batch-size", "4", "--seq-len", "32", "--gpu", "cpu", "--lr", "1e-3", "--schedule", "constant", "--dtype", "fp32",
+    "--max-grad-norm", "1",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reference(
+    checkpoint: Path, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[dict[str, Any]], Path]:
+    """Eight steps on one machine: the history, and the output."""
+    output = tmp_path_factory.mktemp("reference") / "out"
+    words = ["--model", checkpoint, "--data", data, *COMMON, "--steps", 8, "--output", output]
+    assert main([str(word) for word in words]) == 0
+    return history(output), output
+
+
+def same(got: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    assert [line["step"] for line in got] == [line["step"] for line in wanted]
+    for name in ("loss", "grad_norm", "lr"):
+        assert [line[name] for line in got] == pytest.approx([line[name] for line in wanted], rel=2e-5), name
+
+
+def test_two_ranks_train_as_the_engine_does_and_three_go_on(
+    finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path, reference: tuple[list[dict[str, Any]], Path]
+) -> None:
+    output, report = tmp_path / "out", tmp_path / "report.json"
+    command = ("--model", checkpoint, "--data", data, *COMMON, "--output", output, "--nodes", 1)
+    done = finetune(*command, "--gpus-per-node", 2, "--micro-batch", 1, "--steps", 5, "--no-save", "--report", report)
+    assert done.status == 0, done.err
+    assert "2 ranks on the CPU in fp32" in done.out and "step 5/5: loss " in done.out
+    assert json.loads(report.read_text())["network_sent_bytes_per_step"] == 0
+    assert done.err == ""
+    again = finetune(*command, "--gpus-per-node", 2, "--steps", 8)
+    assert again.status == 2 and "--resume to continue it" in again.err
+    done = finetune(*command, "--gpus-per-node", 3, "--steps", 8, "--resume")
+    assert done.status == 0, done.err
+    assert "resume   after step 5 of 8" in done.out
+    same(history(output), reference[0])
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(path) for path in (output, reference[1]))
+    for (name, one), (_, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5, msg=name)
+    files = {path.name for path in output.iterdir()} - {"commits"}
+    assert files == {path.name for path in reference[1].iterdir()} - {"store"}
+
+
+class Node:
+    """A launcher in a process of its own, with what it says."""
+
+    def __init__(self, name: str, folder: Path, *words: object):
+        self.log = folder / f"{name}.log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "cli.main", *map(str, words)], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """By number in the whole run."""
+        children = psutil.Process(self.process.pid).children()
+        return {int(child.environ()["RANK"]): child for child in children if "cli.rank" in child.cmdline()}
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                child.kill()
+            self.process.kill()
+        self.process.wait()
+
+
+class Pair:
+    """Two nodes that meet on loopback."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self.nodes: list[Node] = []
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+
+    def start(self, *words: object, second: tuple[object, ...] = ()) -> None:
+        for name, more in (("first", ()), ("second", second)):
+            meet = ("--nodes", 2, "--rdzv-endpoint", self.endpoint)
+            self.nodes.append(Node(name, self._folder, *words, *meet, *more))
+
+    def wait_for(self, pattern: str, seconds: float = 60) -> None:
+        deadline = time.monotonic() + seconds
+        while not any(re.search(pattern, node.said, re.MULTILINE) for node in self.nodes):
+            alive = any(node.process.poll() is None for node in self.nodes)
+            assert alive and time.monotonic() < deadline, "\n----\n".join(node.said for node in self.nodes)
+            time.sleep(0.02)
+
+    def statuses(self, seconds: float) -> list[int]:
+        """Of both, once they have ended within ``seconds``."""
+        deadline = time.monotonic() + seconds
+        return [node.process.wait(max(0.0, deadline - time.monotonic())) for node in self.nodes]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    nodes = Pair(tmp_path)
+    yield nodes
+    for node in nodes.nodes:
+        node.end()
+
+
+def test_a_killed_rank_a_restart_from_the_last_commit_and_ctrl_c(
+    pair: Pair, checkpoint: Path, data: Path, tmp_path: Path, reference: tuple[list[dict[str, Any]], Path]
+) -> None:
+    output = tmp_path / "out"
+    command = ("--model", checkpoint, "--data", data, *COMMON, "--output", output)
+    pair.start(*command, "--steps", 100_000, "--commit-every", 3)
+    pair.wait_for(r"^step 5/")
+    ranks = {number: process for node in pair.nodes for number, process in node.ranks().items()}
+    assert sorted(ranks) == [0, 1]
+    ranks[1].send_signal(signal.SIGKILL)
+    pair.wait_for(r"^resume   after step \d+ of 100,000 \(start 2: a rank was lost\)")
+    steps = r"^resume .*\n(step .*\n){9}"
+    pair.wait_for(steps)
+    pair.nodes[1].process.send_signal(signal.SIGINT)
+    assert pair.statuses(20) == [130, 130]
+    said = "".join(node.said for node in pair.nodes)
+    assert "finetune: rank 0 of 2: " in said  # the survivor, when the other was killed
+    for noise in ("terminate called", "Traceback", "torch/distributed"):
+        assert noise not in said
+    after = [re.search(r"^stopped after step (\d+), which is committed. To continue: finetune .* --resume$", node.said,
+                       re.MULTILINE) for node in pair.nodes]  # fmt: skip
+    assert after[0] is not None and after[1] is not None and after[0][1] == after[1][1]
+    got = history(output)
+    assert len(got) == int(after[0][1])
+    same(got[:8], reference[0])
+    sent = re.search(r"([\d.]+) KiB across nodes", said)
+    assert sent is not None and float(sent[1]) > 100  # each node sends half of 51 K parameters and of as many gradients
+    assert [path.name for path in (output / "commits").iterdir()] == [f"step-{after[0][1]}"]
+
+
+def test_nodes_that_differ_are_told_how(pair: Pair, checkpoint: Path, tmp_path: Path) -> None:
+    words = ("--model", checkpoint, *COMMON, "--steps", 2, "--output", tmp_path / "out")
+    pair.start(*words, second=("--eps", "1e-6"))
+    assert pair.statuses(60) == [2, 2]
+    for node in pair.nodes:
+        waiting, error = node.said.splitlines()
+        assert waiting == f"nodes    waiting for 2 of them at {pair.endpoint}"
+        assert error.startswith("finetune: error: The nodes were not started alike: --eps is 1e-0")
+
+
+def test_a_node_that_never_comes(finetune: Finetune, checkpoint: Path, pair: Pair) -> None:
+    command = ("--model", checkpoint, *COMMON, "--nodes", 2, "--rdzv-endpoint", pair.endpoint, "--node-timeout", 1)
+    began = time.monotonic()
+    outcome = finetune(*command)
+    assert outcome.status == 1
+    assert outcome.err.startswith(f"finetune: error: Not all 2 nodes have come to {pair.endpoint} within 1.0 s")
+    assert outcome.err.count("\n") == 1 and "To continue" not in outcome.err
+    assert time.monotonic() - began < 20
+
+
+def slurm(**more: str) -> dict[str, str]:
+    step = {
+        "STEP_NODELIST": "127.0.0.[1-2]",
+        "STEP_NUM_NODES": "2",
+        "STEP_NUM_TASKS": "2",
+        "JOB_ID": "7",
+        "STEP_ID": "1",
+    }
+    return {f"SLURM_{name}": value for name, value in (step | more).items()}
+
+
+def test_where_nodes_meet() -> None:
+    two = Settings("m", nodes=2)
+    given = find_meeting(Settings("m", nodes=2, rdzv_endpoint="127.0.0.1"), slurm())
+    assert (given.endpoint, given.address, given.is_host) == ("127.0.0.1:29400", "127.0.0.1", True)
+    other = find_meeting(Settings("m", nodes=2, rdzv_endpoint="127.0.0.1"), {})
+    assert not other.is_host  # the first one on this machine holds it
+    from_torchrun = find_meeting(two, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29777"})
+    assert (from_torchrun.endpoint, from_torchrun.interface) == ("127.0.0.1:29777", "lo")
+    from_slurm = find_meeting(two, slurm())
+    assert from_slurm.host == "127.0.0.1" and 20_000 <= from_slurm.port < 30_000
+    assert from_slurm.run_id != find_meeting(two, slurm(STEP_ID="2")).run_id
+    alone = find_meeting(Settings("m", nodes=1), {})
+    assert alone.is_host and alone.port == 0
+
+
+@pytest.mark.parametrize(("options", "environment", "message"), [
+    ({}, {}, "--rdzv-endpoint"),
+    ({}, {"SLURM_JOB_ID": "7"}, "srun --nodes 2 --ntasks-per-node 1"),
+    ({}, slurm(STEP_NUM_NODES="3", STEP_NUM_TASKS="3"), "give --nodes 3"),
+    ({}, slurm(STEP_NUM_TASKS="16"), "started finetune 16 times on 2 nodes"),
+    ({"rdzv_endpoint": "node0:port"}, {}, "'node0:port' is not HOST:PORT"),
+    ({"rdzv_endpoint": "no-such-node.invalid:1"}, {}, "cannot be reached"),
+])  # fmt: skip
+def test_no_way_to_meet(options: dict[str, Any], environment: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        find_meeting(Settings("m", nodes=2, **options), environment)
+
+
+def test_slurm_writes_lists_short() -> None:
+    assert expand_node_list("login") == ["login"]
+    assert expand_node_list("gpu[08-10,3],login,a[1-2]b[3-4]") == [
+        "gpu08", "gpu09", "gpu10", "gpu3", "login", "a1b3", "a1b4", "a2b3", "a2b4",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--nodes", "2", "--ssd", "/tmp"], "--nodes together with --ssd is not there yet"),
+    (["--nodes", "2", "--optimizer-dtype", "bf16"], "--optimizer-dtype does not go with --nodes"),
+    (["--strategy", "zero3"], "--strategy is for several nodes or ranks: add --nodes"),
+    (["--nodes", "1", "--gpu", "4090"], "every rank has a GPU of its own"),
+    (["--nodes", "4", "--gpu", "cpu", "--gpus-per-node", "4"], "less than one sequence for each of 16 ranks (4 x 4)"),
+    (["--demo", "--nodes", "2"], "cannot be combined with --nodes"),
+])  # fmt: skip
+def test_options_that_do_not_go_together(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*([] if "--demo" in words else ["--model", "m"]), *words]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1

@@ -1,0 +1,96 @@
+"""The trainer of several ranks against an ordinary loop in one process; commits by other numbers of ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from common.models.meta import build_meta_model
+from common.models.presets import load_config
+from common.models.sources import RandomSource
+from tests.fcdp.pool import Pool
+from tests.fcdp.trainer_cases import VOCABULARY, Run, batch, diverge, rate, train
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 36, "intermediate_size": 52, "num_hidden_layers": 2,
+    "num_attention_heads": 3, "num_key_value_heads": 1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["untied", "tied", "experts"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sizes are multiples of nothing. The tied one comes in several shards, beside a file that is none of them; experts
+    are stored one by one and fused in the model."""
+    torch.manual_seed(0)
+    directory = tmp_path_factory.mktemp("model")
+    if request.param == "experts":
+        MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=5)).save_pretrained(directory)
+        return directory
+    tied = request.param == "tied"
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=tied))
+    model.save_pretrained(directory, max_shard_size="20KB" if tied else "1GB")
+    if tied:
+        first = next(iter(directory.glob("model-*.safetensors")))
+        save_file({name: value * 9 for name, value in load_file(first).items()}, directory / "old.safetensors")
+    return directory
+
+
+def ordinary(model: Any, steps: int, rows: int = 5) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """An ordinary loop over the same batches."""
+    wide = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    flat = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    groups = [{"params": wide, "weight_decay": 0.01}, {"params": flat, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups)
+    losses, norms = [], []
+    for step in range(1, steps + 1):
+        loss = model.train()(**batch(step, rows), use_cache=False).loss
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, {name: value.detach() for name, value in model.named_parameters()}
+
+
+def test_any_number_of_ranks_trains_as_one_and_continues_as_another(
+    pool: Pool, checkpoint: Path, tmp_path: Path
+) -> None:
+    losses, norms, weights = ordinary(AutoModelForCausalLM.from_pretrained(checkpoint), 5)
+    first = pool.run((2, 2), train, Run(str(checkpoint), tmp_path / "commits", options={"micro_batch": 1}))
+    assert [path.name for path in (tmp_path / "commits").iterdir()] == ["step-3"]
+    run = Run(str(checkpoint), tmp_path / "commits", "hybrid", 2, resume=True, save=tmp_path / "tuned")
+    second = pool.run((3, 1), train, run)
+    for outcomes, part in ((first, slice(0, 3)), (second, slice(3, 5))):
+        assert all(outcome.losses == outcomes[0].losses for outcome in outcomes)
+        assert outcomes[0].losses == pytest.approx(losses[part], rel=1e-5)
+        assert outcomes[0].norms == pytest.approx(norms[part], rel=1e-4)
+    # No rank holds more than a fourth of the rows of each parameter, rounded up.
+    assert sum(outcome.held for outcome in first) == sum(value.numel() for value in weights.values())
+    most = sum(-(-value.shape[0] // 4) * value[0].numel() for value in weights.values())
+    assert max(outcome.held for outcome in first) == most
+    assert 2 * first[0].sent == pytest.approx(first[0].planned, rel=0.01)
+    tuned = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "tuned").named_parameters())
+    assert tuned.keys() == weights.keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(tuned[name], value, rtol=1e-3, atol=2e-5)
+
+
+def test_a_preset_begins_with_the_weights_of_the_engine_on_one_machine(pool: Pool, tmp_path: Path) -> None:
+    config, _ = load_config("llama-10m")
+    meta = build_meta_model(config)
+    source = RandomSource(meta, 3)
+    run = Run("llama-10m", tmp_path / "commits", "zero3", 0, save=tmp_path / "out", options={"seed": 3})
+    pool.run((2, 2), train, run)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for name, value in source.read([name for name, _ in meta.named_parameters()]):
+        assert torch.equal(saved.get_parameter(name), value), name
+
+
+def test_a_loss_that_is_not_finite_ends_every_rank(pool: Pool, checkpoint: Path, tmp_path: Path) -> None:
+    for said in pool.run((2, 2), diverge, Run(str(checkpoint), tmp_path)):
+        assert "of step 2 is nan" in said and "step 0 is committed" in said

@@ -1,0 +1,91 @@
+"""What ranks do in the tests of the trainer."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fcdp
+from fcdp.trainer import Trainer, TrainerConfig
+from fuyou import NonFiniteLoss
+
+VOCABULARY = 67
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, or a part of one."""
+
+    model: str
+    folder: Path
+    strategy: Any = "fcdp"
+    steps: int = 3
+    rows: int = 5
+    """More than a multiple of 2, 3 and 4 ranks: some compute a sequence more than others."""
+    resume: bool = False
+    save: Path | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    losses: list[float]
+    norms: list[float]
+    sent: int
+    planned: float
+    held: int
+    """Elements of parameters that this rank holds."""
+
+
+def batch(step: int, rows: int) -> dict[str, torch.Tensor]:
+    """Two documents in each row, with unequal numbers of labels."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, VOCABULARY, (rows, 10), generator=generator)
+    labels = ids.clone()
+    labels[:, 0] = labels[:, 4] = -100
+    labels[1, 5:] = -100
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        "position_ids": torch.cat([torch.arange(4), torch.arange(6)]).repeat(rows, 1),
+    }
+
+
+def rate(step: int) -> float:
+    return 1e-2 / step
+
+
+def train(topology: fcdp.Topology, run: Run) -> Outcome:
+    config = TrainerConfig(**{"strategy": run.strategy, "dtype": "fp32", "max_grad_norm": 0.5, **run.options})
+    trainer = Trainer(run.model, topology, config, run.folder)
+    trainer.resume() if run.resume else trainer.begin()
+    losses, norms = [], []
+    sent = 0
+    for step in range(trainer.step_count + 1, trainer.step_count + run.steps + 1):
+        done = trainer.train_step(batch(step, run.rows), rate(step))
+        losses.append(done.loss)
+        norms.append(done.grad_norm)
+        sent = done.sent_bytes
+    trainer.user_state["steps"] = trainer.step_count
+    trainer.commit()
+    if run.save is not None:
+        trainer.save_pretrained(run.save)
+    held = sum(parameter.to_local().numel() for parameter in trainer._model.parameters())
+    planned = trainer.planned_sent_bytes(run.rows)
+    trainer.close()
+    return Outcome(losses, norms, sent, planned, held)
+
+
+def diverge(topology: fcdp.Topology, run: Run) -> str:
+    """A step whose loss is not finite: every rank says so, and nothing hangs."""
+    trainer = Trainer(run.model, topology, TrainerConfig(dtype="fp32"), run.folder)
+    trainer.begin()
+    trainer.train_step(batch(1, run.rows), 1e30)
+    try:
+        trainer.train_step(batch(2, run.rows), 1e-3)
+    except NonFiniteLoss as error:
+        return str(error)
+    finally:
+        trainer.close()
+    return "finite"
