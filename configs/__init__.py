@@ -1,1 +1,1 @@
-"""Presets as TOML: models, GPUs. Read through ``importlib.resources`` so that they travel in the wheel."""
+"""Presets as TOML: models, GPUs, clusters. Read through ``importlib.resources`` so that they travel in the wheel."""

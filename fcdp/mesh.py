@@ -128,7 +128,7 @@ class Scope:
             return cls(_SYMBOLS[word])
         match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", word)
         if match:
-            return cls(f"{int(match[1])}x{int(match[2])}")
+            return cls("N" if match.groups() == ("1", "1") else f"{int(match[1])}x{int(match[2])}")
         raise UserError(
             f"{text!r} is no scope.{did_you_mean(word, _SYMBOLS)} Write N (not sharded), pair, I (in a node), "
             "G (over all ranks), or ranks per node x nodes, such as 4x1 or 8x2."
@@ -145,6 +145,8 @@ class Scope:
     def coarser_than(self, other: "Scope") -> bool | None:
         """Whether it has fewer shards in any direction; None where only a cluster can tell."""
         mine, theirs = self.numbers, other.numbers
+        if "N" in (self.text, other.text) or "G" in (self.text, other.text):
+            return self != other and (self.text == "N" or other.text == "G")
         if mine is None and theirs is None:
             return _ORDER[self.text] < _ORDER[other.text]
         if mine is None or theirs is None:

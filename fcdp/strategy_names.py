@@ -2,7 +2,7 @@
 
 import re
 from itertools import product
-from typing import get_args
+from typing import cast, get_args
 
 from common.errors import UserError, did_you_mean
 from fcdp.mesh import Scope
@@ -85,8 +85,8 @@ def parse_strategy(text: str) -> Strategy:
 
     Args:
         text: a preset (``zero3``, ``paro-iig``), three letters (``IGG``), or three scopes (``I/G/G``, ``4x1/4x1/8x1``,
-            ``pair/node/cluster``); scopes may have ``+device``, ``+host`` or ``+adaptive`` appended, the tier of the
-            cache. ``auto`` is for :mod:`fcdp.planning` to answer.
+            ``pair/node/cluster``). To scopes, ``+device``, ``+host`` or ``+adaptive`` adds the tier of the cache, and
+            ``+second`` second shards in the node. ``auto`` is for :mod:`fcdp.planning` to answer.
 
     Raises:
         UserError: no such strategy, or one that breaks a rule.
@@ -94,19 +94,26 @@ def parse_strategy(text: str) -> Strategy:
     name = text.strip().lower()
     if name in PRESETS:
         return PRESETS[name]
-    scopes, plus, tier = name.partition("+")
-    if plus and scopes in PRESETS:
-        raise UserError(f"{text!r}: {scopes} says where its cache lives. Write scopes instead: I/G/G+{tier}.")
+    scopes, *extras = name.split("+")
+    if scopes in PRESETS:
+        raise UserError(f"{text!r}: a preset comes with its cache. Write scopes instead, such as I/G/G+{extras[0]}.")
     if re.fullmatch(r"[nig]{3}", scopes):
         scopes = "/".join(scopes)
     parts = scopes.split("/")
     if len(parts) != 3:
         raise UserError(_unknown(text))
-    if plus and tier not in get_args(Tier):
-        raise UserError(f"{text!r}: {tier!r} is no tier of a cache.{did_you_mean(tier, get_args(Tier))}")
     p, g, os = (Scope.parse(part) for part in parts)
-    cache: Tier | None = next((known for known in get_args(Tier) if known == tier), None)
-    return Strategy(text.strip(), p, g, os, cache=cache, ring="hierarchical")
+    second, cache = None, None
+    for extra in extras:
+        if extra == "second":
+            second = Scope("I")
+        elif extra in get_args(Tier):
+            cache = cast(Tier, extra)
+        else:
+            known = (*get_args(Tier), "second")
+            raise UserError(f"{text!r}: {extra!r} is no tier of a cache.{did_you_mean(extra, known)}")
+    written = "+".join(["/".join(map(str, (p, g, os))), *extras])
+    return Strategy(written, p, g, os, second=second, cache=cache, ring="hierarchical")
 
 
 def _unknown(text: str) -> str:

@@ -1,18 +1,19 @@
 """The planner: every admissible strategy, what each costs, and the fastest that fits (AMSP section V)."""
 
+import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
 from common.errors import UserError
 from common.units import format_bytes
-from fcdp.mesh import Levels, Mesh, Scope
+from fcdp.mesh import Levels, Scope
 from fcdp.planning.cluster import Cluster
 from fcdp.planning.estimate import Estimate, estimate
 from fcdp.planning.workload import Workload
 from fcdp.strategy import Layout, Strategy, Tier
-from fcdp.strategy_names import PARO, PRESETS
+from fcdp.strategy_names import PARO, PRESETS, parse_strategy
 
 Objective = Literal["step", "communication"]
 
@@ -34,47 +35,58 @@ class Plan:
         return {"choice": chosen, "strategies": [found.as_dict() for found in self.estimates]}
 
 
-def meshes(levels: Levels) -> list[Scope]:
+def scopes_of(levels: Levels) -> list[Scope]:
     """Scopes that pass AMSP's filters (V-B): they divide ranks and nodes without rest (equations 5 and 6), and take all
-    ranks of a node before a second node (equation 7). From none to all."""
-    inner = [f"{ranks}x1" for ranks in range(1, levels.ranks_per_node + 1) if _fits(f"{ranks}x1", levels)]
-    outer = [f"{levels.ranks_per_node}x{nodes}" for nodes in range(2, levels.nodes + 1) if levels.nodes % nodes == 0]
-    return [Scope(text) for text in (*inner, *outer)]
+    ranks of a node before a second node (equation 7). From none to all, by letter where they have one."""
+    node = levels.ranks_per_node
+    texts = [f"{ranks}x1" for ranks in range(1, node + 1)] + [f"{node}x{nodes}" for nodes in range(2, levels.nodes + 1)]
+    letters = {Scope(letter).on(levels): Scope(letter) for letter in "GIN"}  # N last: on one rank all are the same
+    found = []
+    for text in texts:
+        with contextlib.suppress(UserError):
+            scope = Scope.parse(text)
+            found.append(letters.get(scope.on(levels), scope))
+    return found
 
 
 def admissible(levels: Levels) -> list[Strategy]:
-    """Every strategy that the papers' rules leave: AMSP's meshes, PaRO's four that AMSP's rule excludes, each with every
-    tier of a cache that makes sense, second shards inside the node, and the presets."""
+    """Every strategy that the papers' rules leave, each once, under a name that ``--strategy`` understands.
+
+    The presets; AMSP's meshes and PaRO's four that AMSP's rule excludes, P's shards in device or in host memory where
+    there is a choice; and second shards inside the node where P is sharded across nodes.
+    """
     found: dict[tuple[object, ...], Strategy] = {}
 
     def add(strategy: Strategy) -> None:
-        # Preferred first: a preset's name where there is one for this point of the space.
+        # On these levels, names may mean the same: 8x1 is I. The first one stays.
         layout = strategy.on(levels)
-        key = (layout.p, layout.g, layout.os, layout.second, layout.cache, strategy.precision, strategy.ring)
-        found.setdefault(key, strategy)
+        point = (layout.p, layout.g, layout.os, layout.second, layout.cache, strategy.precision, strategy.ring)
+        found.setdefault(point, strategy)
 
     for preset in PRESETS.values():
-        if _on(preset, levels):
+        with contextlib.suppress(UserError):  # a pair needs a level of its own, 8x4 four nodes
             add(preset)
-    scopes = meshes(levels)
-    node = levels.ranks_per_node
-    for p, g, os in product(scopes, repeat=3):
-        if not (_holds(os, g, levels) and _holds(g, p, levels)):
-            continue  # equations 3 and 4
-        for ring, cache in product(("flat", "hierarchical"), ("device", "host", "adaptive")):
-            strategy = _named(p, g, os, cache, ring)
-            if strategy is not None:
-                add(strategy)
-            if (p.numbers or (1, 1))[1] > 1 and node > 1 and cache != "adaptive":
-                name = f"{p}/{g}/{os}+{cache}-second"
-                add(Strategy(name, p, g, os, second=Scope("I"), cache=cache, ring=ring))  # type: ignore[arg-type]
-    for letters in PARO:
-        p, g, os = (Scope(letter) for letter in letters)
-        for cache in ("device", "host", "adaptive"):
-            strategy = _named(p, g, os, cache, "hierarchical")
-            if strategy is not None:
-                add(strategy)
+    scopes = scopes_of(levels)
+    mesh = {scope: scope.on(levels) for scope in scopes}
+    triples = [
+        (p, g, os)
+        for p, g, os in product(scopes, repeat=3)
+        if mesh[os].holds(mesh[g]) and mesh[g].holds(mesh[p])  # equations 3 and 4
+    ]
+    triples += [(Scope(p), Scope(g), Scope(os)) for p, g, os in PARO]
+    for p, g, os in triples:
+        add(_strategy(p, g, os))
+        if mesh[p].nodes == 1 and 1 < mesh[p].shards < mesh[os].shards:
+            add(_strategy(p, g, os, cache="host"))
+        if mesh[p].nodes > 1 and levels.ranks_per_node > 1:
+            add(_strategy(p, g, os, second=True, cache="device"))
+            add(_strategy(p, g, os, second=True, cache="host"))
     return list(found.values())
+
+
+def _strategy(p: Scope, g: Scope, os: Scope, *, second: bool = False, cache: Tier | None = None) -> Strategy:
+    """As :func:`parse_strategy` reads its name."""
+    return parse_strategy("/".join(map(str, (p, g, os))) + (f"+{cache}" if cache else "") + ("+second" if second else ""))
 
 
 def plan(
@@ -149,41 +161,3 @@ def _best(estimates: Sequence[Estimate], objective: Objective) -> Estimate | Non
 
 def _time(objective: Objective) -> Callable[[Estimate], float]:
     return (lambda found: found.step_seconds) if objective == "step" else (lambda found: found.communication_seconds)
-
-
-def _named(p: Scope, g: Scope, os: Scope, cache: str, ring: str) -> Strategy | None:
-    """The strategy with this cache, under a name that ``--strategy`` understands; None where the cache makes none."""
-    text = f"{p}/{g}/{os}"
-    try:
-        plain = Strategy(text, p, g, os, ring=ring)  # type: ignore[arg-type]
-        if cache == "device":
-            return plain
-        tier: Tier = "host" if cache == "host" else "adaptive"
-        return replace(plain, name=f"{text}+{tier}", cache=tier) if (p.numbers or (0, 2))[1] == 1 and p != os else None
-    except UserError:
-        return None
-
-
-def _fits(text: str, levels: Levels) -> bool:
-    try:
-        Scope(text).on(levels)
-    except UserError:
-        return False
-    return True
-
-
-def _on(strategy: Strategy, levels: Levels) -> bool:
-    """Whether a preset can be had on these levels: a pair needs a level of its own, 8x4 needs four nodes."""
-    try:
-        strategy.on(levels)
-    except UserError:
-        return False
-    return True
-
-
-def _holds(outer: Scope, inner: Scope, levels: Levels) -> bool:
-    return _mesh(outer, levels).holds(_mesh(inner, levels))
-
-
-def _mesh(scope: Scope, levels: Levels) -> Mesh:
-    return scope.on(levels)
