@@ -7,14 +7,18 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from cli.interrupts import Interrupts, Stopped
 from cli.options import build_command, expand_pattern
 from cli.settings import Settings
 from common.errors import FinetuneError, UserError
+
+if TYPE_CHECKING:
+    from cli.plan_cluster import ClusterSettings
 
 INTERRUPTED = 130
 """128 + SIGINT, as shells have it."""
@@ -28,8 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     interrupts = Interrupts()
 
-    def run(**options: Any) -> None:
-        _run(interrupts, tuple(arguments), **options)
+    def run(**options: Any) -> int | None:
+        return _run(interrupts, tuple(arguments), **options)
 
     try:
         with interrupts:
@@ -51,15 +55,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(" ".join([f"{type(error).__name__}: {_one_line(error)}.", *notes]), 1, debug)
 
 
-def _run(interrupts: Interrupts, arguments: tuple[str, ...], demo: bool, **options: Any) -> None:
+def _run(interrupts: Interrupts, arguments: tuple[str, ...], demo: bool, **options: Any) -> int | None:
     if demo:
         _refuse_with_demo(options)
         from cli.demo import run_demo
 
         run_demo(options["output"], options["report"], options["debug"], interrupts)
-        return
+        return None
     if options["model"] is None:
         raise UserError("Give the model to fine-tune with --model DIR or --model PRESET, or try --demo.")
+    clustered = _take_cluster_options(options)
+    if clustered is not None:
+        from cli.plan_cluster import plan_cluster
+
+        return plan_cluster(clustered)
     for name in ("ssd", "data"):
         found = [path for word in options[name] for path in expand_pattern(f"--{name}", word)]
         options[name] = tuple(found)
@@ -68,6 +77,29 @@ def _run(interrupts: Interrupts, arguments: tuple[str, ...], demo: bool, **optio
     from cli.train import finetune
 
     finetune(settings, interrupts)
+    return None
+
+
+_CLUSTER = ("cluster", "nodes", "gpus_per_node", "levels", "strategy", "trainable", "quantise", "as_json")
+
+
+def _take_cluster_options(options: dict[str, Any]) -> "ClusterSettings | None":
+    """What a plan for a cluster needs, taken out of ``options``; None: one machine trains."""
+    source = click.get_current_context().get_parameter_source
+    given = {name for name in options if source(name) is not ParameterSource.DEFAULT}
+    taken = {name: options.pop(name) for name in _CLUSTER}
+    if not options.pop("plan"):
+        if given & set(_CLUSTER):
+            names = ", ".join(
+                sorted(f"--{name.removeprefix('as_').replace('_', '-')}" for name in given & set(_CLUSTER))
+            )
+            raise UserError(f"{names}: this only plans so far. Add --plan.")
+        return None
+    from cli.plan_cluster import ClusterSettings
+
+    batch = options["batch_size"] if "batch_size" in given else None
+    shared = {name: options[name] for name in ("model", "micro_batch", "seq_len")}
+    return ClusterSettings(batch_size=batch, **shared, **taken)
 
 
 def _refuse_with_demo(options: dict[str, Any]) -> None:

@@ -150,7 +150,7 @@ def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> No
     ctx.exit()
 
 
-def build_command(run: Callable[..., None]) -> click.Command:
+def build_command(run: Callable[..., int | None]) -> click.Command:
     """The command: parses, then calls ``run`` with one keyword argument per option."""
     size = _Checked("size", _memory)
     positive = click.IntRange(min=1)
@@ -223,6 +223,30 @@ def build_command(run: Callable[..., None]) -> click.Command:
         help="How SSDs are read and written.",
     )
     add("--single-slot", is_flag=True, help="Half the space on SSD, but a crash loses the run.")
+
+    add = group("Cluster")
+    add("--nodes", type=positive, metavar="N", help="Machines. Default: as many as --cluster has.")
+    add("--gpus-per-node", type=positive, metavar="N", help="Default: as many as --cluster has.")
+    add("--levels", metavar="N,N,...", help="Ranks by level instead, fastest first: 2,4,16 is 16 nodes of 4 pairs.")
+    add("--cluster", metavar="PRESET|FILE", help="Hardware to plan for: a preset, or a profile's file.")
+    add(
+        "--strategy",
+        default="auto",
+        show_default=True,
+        metavar="NAME|P/G/OS",
+        help="Over which ranks parameters, gradients and optimizer states are sharded: zero3, fcdp, IGG, 4x1/4x1/8x1.",
+    )
+    add(
+        "--trainable",
+        type=click.FloatRange(min=0, min_open=True, max=1),
+        default=1.0,
+        show_default=True,
+        metavar="X",
+        help="Part of the parameters to plan as trainable: about 0.01 with LoRA.",
+    )
+    add("--quantise", is_flag=True, help="Let the plan choose strategies that send fewer bits.")
+    add("--plan", is_flag=True, help="Print what training would take, and do not train.")
+    add("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 
     add = group("Training")
     add("--steps", type=positive, metavar="N", help="Default: one epoch with --data, 10 steps without.")

@@ -1,8 +1,8 @@
 """Scopes over which tensors are sharded: none, a pair, a node, all ranks, or any mesh of ranks in a node by nodes.
 
-A cluster has levels, fastest first: 8 ranks in a node and 128 nodes are ``Levels((8, 128))``; a node of four GPUs with
-two dies each, sixteen times, is ``Levels((2, 4, 16))``. A :class:`Scope` is what people write; on given levels it becomes
-a :class:`Mesh`, how many ranks of each level share one copy.
+A cluster has levels, fastest first: 8 ranks in a node and 128 nodes are ``Levels((8, 128))``; sixteen nodes of four
+GPUs with two dies each are ``Levels((2, 4, 16))``. A :class:`Scope` is what people write; on given levels it becomes a
+:class:`Mesh`, how many ranks of each level share one copy.
 """
 
 import re
@@ -39,7 +39,9 @@ class Levels:
             UserError: the text is no such list.
         """
         if not re.fullmatch(r"\s*\d+(\s*,\s*\d+)+\s*", text):
-            raise UserError(f"{text!r} is no list of levels. Write ranks per node and nodes (8,128), or 2,4,16 and so on.")
+            raise UserError(
+                f"{text!r} is no list of levels. Write ranks per node and nodes (8,128), or 2,4,16 and so on."
+            )
         return cls(tuple(int(part) for part in text.split(",")))
 
     @property
@@ -181,8 +183,8 @@ def _fill(numbers: tuple[int, int], levels: Levels) -> Mesh:
     ranks, nodes = numbers
     if ranks > levels.ranks_per_node or levels.ranks_per_node % ranks:
         raise UserError(
-            f"Scope {ranks}x{nodes}: {ranks} does not divide the {levels.ranks_per_node} ranks of a node, so some would "
-            "be left over (AMSP V-B, equations 3 and 5)."
+            f"Scope {ranks}x{nodes}: {ranks} does not divide the {levels.ranks_per_node} ranks of a node, so some would be "
+            "left over (AMSP V-B, equations 3 and 5)."
         )
     if nodes > levels.nodes or levels.nodes % nodes:
         raise UserError(

@@ -3,11 +3,11 @@
 Every strategy of PaRO, AMSP, ZeRO-topo and FCDP is a point in one space (``presets.py`` names them):
 
 * P, G and OS each have a scope. P is gathered over its scope at every use; G is reduced over its scope by every
-  micro-batch, and over the rest of the cluster once per step; new parameters are spread from OS's scope to P's once per
-  step (PaRO 3.3).
-* P's shards live in device memory. With scope between N and that of OS they are a cache of what OS's ranks hold, and may
-  live in host memory instead (FCDP). Besides, a *second* set of shards inside the node may be kept from forward to
-  backward (ZeRO++).
+  micro-batch, and over the rest of the cluster once per step; new parameters are spread from OS's scope to P's once
+  per step (PaRO 3.3).
+* P's shards live in device memory. With a scope between N and that of OS they are a cache of what OS's ranks hold, and
+  may live in host memory instead (FCDP). Besides, a *second* set of shards inside the node may be kept from forward
+  to backward (ZeRO++).
 
 OS here includes the fp32 master weights. What P, G, OS, the ranks and the caches cost is worked out in ``planning``.
 """
@@ -104,7 +104,7 @@ class Strategy:
         p, g, os = self.p.on(levels), self.g.on(levels), self.os.on(levels)
         _check_order(self, not os.holds(p), not os.holds(g), not g.holds(p))
         second = None if self.second is None else self.second.on(levels)
-        if second is not None and p == second and self.precision.second == self.precision.gather:
+        if p == second and self.precision.second == "bf16":
             second = None  # on one node they are the same shards
         cached = second is not None or 1 < p.shards < os.shards
         cache: Tier = (self.cache or "device") if cached else "none"
@@ -136,9 +136,7 @@ class Layout:
         return self.second is None and self.cache in ("host", "adaptive")
 
 
-def _check_order(
-    strategy: Strategy, os_under_p: bool | None, os_under_g: bool | None, g_under_p: bool | None
-) -> None:
+def _check_order(strategy: Strategy, os_under_p: bool | None, os_under_g: bool | None, g_under_p: bool | None) -> None:
     """The dependency rules; None is a comparison that only a cluster can decide.
 
     PaRO and AMSP agree that OS is sharded at least as finely as P and G. On G against P they differ: AMSP (IV-B) and
@@ -153,7 +151,7 @@ def _check_order(
     letters = all(scope.text in ("N", "I", "G") for scope in (strategy.p, strategy.g, strategy.os))
     if g_under_p and not letters:
         raise UserError(
-            f"{strategy.name}: G ({strategy.g}) is sharded less finely than P ({strategy.p}): ranks would hold gradients "
-            "of parameters that are not theirs (AMSP IV-B, equations 3 and 4; ZeRO-topo V). PaRO's INI, ING, GNG and "
+            f"{strategy.name}: G ({strategy.g}) is sharded less finely than P ({strategy.p}): ranks would hold "
+            "gradients of parameters that are not theirs (AMSP IV-B, equations 3 and 4; ZeRO-topo V). PaRO's INI, ING, GNG and "
             "GIG are the exceptions, and are written in letters."
         )

@@ -1,7 +1,7 @@
 """The planner of sharding strategies: what each costs in memory, bytes and time on a cluster, and which is fastest."""
 
 from fcdp.planning.cluster import Cluster, cluster_names, load_cluster
-from fcdp.planning.collectives import Collective, step_collectives
+from fcdp.planning.collectives import Collective, bytes_per_node, step_collectives
 from fcdp.planning.estimate import Estimate, estimate
 from fcdp.planning.search import Plan, admissible, plan
 from fcdp.planning.workload import Workload
@@ -13,6 +13,7 @@ __all__ = [
     "Plan",
     "Workload",
     "admissible",
+    "bytes_per_node",
     "cluster_names",
     "estimate",
     "load_cluster",

@@ -90,9 +90,11 @@ def _read_preset(name: str, fields: dict[str, Any]) -> Cluster:
     levels = Levels(tuple(section["size"] for section in sections))
     links = []
     for section in sections:
-        shared = levels.ranks_per_node if "gb_per_s_per_node" in section else 1
-        rate = section.get("gb_per_s_per_node", section.get("gb_per_s"))
-        links.append(Link(rate * 1e9 / shared, section["latency_us"] * 1e-6))
+        if "gb_per_s_per_node" in section:
+            rate = section["gb_per_s_per_node"] / levels.ranks_per_node
+        else:
+            rate = section["gb_per_s"]
+        links.append(Link(rate * 1e9, section["latency_us"] * 1e-6))
     leaves = fields.get("leaf_of_node")
     return Cluster(
         name=name,

@@ -46,8 +46,7 @@ class AlphaBeta:
         if mesh.shards == 1:
             return 0.0
         moving = [
-            part * nbytes / link.bytes_per_second
-            for part, link in zip(ring_parts(mesh, ring), self.links, strict=True)
+            part * nbytes / link.bytes_per_second for part, link in zip(ring_parts(mesh, ring), self.links, strict=True)
         ]
         if ring == "flat":
             once = self._flat(mesh, moving)

@@ -73,7 +73,7 @@ def admissible(levels: Levels) -> list[Strategy]:
         for p, g, os in product(scopes, repeat=3)
         if mesh[os].holds(mesh[g]) and mesh[g].holds(mesh[p])  # equations 3 and 4
     ]
-    triples += [(Scope(p), Scope(g), Scope(os)) for p, g, os in PARO]
+    triples += [(Scope(letters[0]), Scope(letters[1]), Scope(letters[2])) for letters in PARO]
     for p, g, os in triples:
         add(_strategy(p, g, os))
         if mesh[p].nodes == 1 and 1 < mesh[p].shards < mesh[os].shards:
@@ -86,7 +86,9 @@ def admissible(levels: Levels) -> list[Strategy]:
 
 def _strategy(p: Scope, g: Scope, os: Scope, *, second: bool = False, cache: Tier | None = None) -> Strategy:
     """As :func:`parse_strategy` reads its name."""
-    return parse_strategy("/".join(map(str, (p, g, os))) + (f"+{cache}" if cache else "") + ("+second" if second else ""))
+    return parse_strategy(
+        "/".join(map(str, (p, g, os))) + (f"+{cache}" if cache else "") + ("+second" if second else "")
+    )
 
 
 def plan(
@@ -131,7 +133,9 @@ def plan(
 
     candidates = admissible(cluster.levels) if strategies is None else strategies
     estimates = [cost(strategy.on(cluster.levels)) for strategy in candidates]
-    eligible = [found for found in estimates if found.fits and (allow_quantised or found.layout.strategy.precision.exact)]
+    eligible = [
+        found for found in estimates if found.fits and (allow_quantised or found.layout.strategy.precision.exact)
+    ]
     choice = _best(eligible, objective)
     key = _time(objective)
     ordered = sorted(estimates, key=lambda found: (not found.fits, key(found), found.memory.device))

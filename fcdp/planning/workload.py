@@ -115,8 +115,8 @@ def _block_activation_bytes(config: PreTrainedConfig, gated: bool) -> float:
     """Bytes per token that one block saves in bf16, by Korthikanti et al. (arXiv:2205.05198, section 4.1).
 
     Theirs is 34 per hidden unit with dropout masks and without attention scores. Here without the masks (2), with the
-    model's own sizes: inputs of two norms; attention's input, queries, keys, values and result; the input of the MLP, and
-    of its inner width the activation function's input and output, with a gate also the gate and the product.
+    model's own sizes: inputs of two norms; attention's input, queries, keys, values and result; the input of the MLP,
+    and of its inner width the activation function's input and output, with a gate also the gate and the product.
     """
     hidden, heads = config.hidden_size, config.num_attention_heads
     head = getattr(config, "head_dim", None) or hidden // heads
