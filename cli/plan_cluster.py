@@ -8,6 +8,7 @@ from common.models.presets import load_config
 from common.units import format_bytes, format_count, format_seconds
 from fcdp.mesh import Levels
 from fcdp.planning import Cluster, Estimate, Plan, Workload, bytes_per_node, cluster_names, load_cluster, plan
+from fcdp.planning.node_order import group_of, groups_across_leaves, node_order
 from fcdp.planning.search import refusal
 from fcdp.strategy_names import AUTO, parse_strategy
 
@@ -53,7 +54,7 @@ def plan_cluster(settings: ClusterSettings) -> int:
     quantise = settings.quantise or chosen is not None
     found = plan(workload, cluster, strategies=chosen, allow_quantised=quantise)
     if settings.as_json:
-        print(json.dumps(found.as_dict(), indent=1))
+        print(json.dumps({**found.as_dict(), "node_order": _node_order(found, cluster)}, indent=1))
     if found.choice is None:
         raise refusal(found, cluster)
     if not settings.as_json:
@@ -106,6 +107,13 @@ def _workload(settings: ClusterSettings, cluster: Cluster) -> Workload:
     )
 
 
+def _node_order(found: Plan, cluster: Cluster) -> list[int] | None:
+    """How to number nodes for the choice, where the cluster says which leaf switches they hang on."""
+    if found.choice is None or cluster.leaf_of_node is None:
+        return None
+    return node_order(cluster.leaf_of_node, group_of(found.choice.layout))
+
+
 _HEADINGS = ("strategy", "P", "G", "OS", "cache", "device", "host", "gather", "reduce", "spread", "inside", "step")
 
 
@@ -129,6 +137,14 @@ def render(found: Plan, workload: Workload, cluster: Cluster) -> str:
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     if choice is not None:
         lines += ["", *_details(choice)]
+    order = _node_order(found, cluster)
+    if order is not None and choice is not None and cluster.leaf_of_node is not None:
+        group = group_of(choice.layout)
+        crossing = groups_across_leaves(order, cluster.leaf_of_node, group)
+        lines.append(
+            f"  number nodes in this order, so that {len(order) // group - crossing} of {len(order) // group} groups of "
+            f"{group} stay under one leaf switch: {' '.join(map(str, order))}"
+        )
     return "\n".join(lines)
 
 

@@ -183,8 +183,8 @@ def _fill(numbers: tuple[int, int], levels: Levels) -> Mesh:
     ranks, nodes = numbers
     if ranks > levels.ranks_per_node or levels.ranks_per_node % ranks:
         raise UserError(
-            f"Scope {ranks}x{nodes}: {ranks} does not divide the {levels.ranks_per_node} ranks of a node, so some would be "
-            "left over (AMSP V-B, equations 3 and 5)."
+            f"Scope {ranks}x{nodes}: {ranks} does not divide the {levels.ranks_per_node} ranks of a node, so some "
+            "would be left over (AMSP V-B, equations 3 and 5)."
         )
     if nodes > levels.nodes or levels.nodes % nodes:
         raise UserError(

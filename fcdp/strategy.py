@@ -152,6 +152,6 @@ def _check_order(strategy: Strategy, os_under_p: bool | None, os_under_g: bool |
     if g_under_p and not letters:
         raise UserError(
             f"{strategy.name}: G ({strategy.g}) is sharded less finely than P ({strategy.p}): ranks would hold "
-            "gradients of parameters that are not theirs (AMSP IV-B, equations 3 and 4; ZeRO-topo V). PaRO's INI, ING, GNG and "
-            "GIG are the exceptions, and are written in letters."
+            "gradients of parameters that are not theirs (AMSP IV-B, equations 3 and 4; ZeRO-topo V). PaRO's INI, ING, "
+            "GNG and GIG are the exceptions, and are written in letters."
         )

@@ -64,7 +64,7 @@ def cluster_names() -> list[str]:
 
 
 def load_cluster(name: str) -> Cluster:
-    """The cluster called ``name``: a preset, or the file of a profile.
+    """The cluster called ``name``: a preset, a file written like one (``.toml``), or a profile's file.
 
     Raises:
         UserError: no such preset or file.
@@ -74,7 +74,7 @@ def load_cluster(name: str) -> Cluster:
         return _read_preset(name, tomllib.loads(presets[name].read_text(encoding="utf-8")))
     path = Path(name).expanduser()
     if path.is_file():
-        return _read_profile(path)
+        return _read_file(path) if path.suffix == ".toml" else _read_profile(path)
     hint = did_you_mean(name, presets) or f" There are {', '.join(sorted(presets))}."
     raise UserError(f"{name!r} is neither a cluster preset nor the file of a cluster's profile.{hint}")
 
@@ -108,6 +108,13 @@ def _read_preset(name: str, fields: dict[str, Any]) -> Cluster:
         rates=AlphaBeta(tuple(links), fields["start_us"] * 1e-6),
         leaf_of_node=None if leaves is None else tuple(leaves),
     )
+
+
+def _read_file(path: Path) -> Cluster:
+    try:
+        return _read_preset(path.stem, tomllib.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} does not describe a cluster: {type(error).__name__}: {error}.") from error
 
 
 def _read_profile(path: Path) -> Cluster:

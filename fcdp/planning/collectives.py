@@ -9,6 +9,7 @@ from math import prod
 from typing import Literal
 
 from common.errors import UserError
+from common.quantisation import BLOCK, quantised_nbytes
 from fcdp.mesh import Mesh
 from fcdp.planning.workload import Workload
 from fcdp.strategy import Format, Layout, Ring
@@ -17,14 +18,12 @@ Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
 Phase = Literal["forward", "backward", "reduce", "spread"]
 """When: in every forward, in every backward, after the last backward, or before the next forward."""
 
-#: Elements that share one fp32 scale where anything is quantised; ``common.quantisation.BLOCK``.
-QUANTISATION_BLOCK = 256
-
 BYTES_PER_ELEMENT: dict[Format, float] = {
     "bf16": 2.0,
-    "int8": 1.0 + 4.0 / QUANTISATION_BLOCK,
-    "int4": 0.5 + 4.0 / QUANTISATION_BLOCK,
+    "int8": quantised_nbytes(BLOCK, 8) / BLOCK,
+    "int4": quantised_nbytes(BLOCK, 4) / BLOCK,
 }
+"""Scales included."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def step_collectives(layout: Layout, workload: Workload, *, select_and_drop: boo
             over the scope of OS, then an all-reduce over its replicas.
 
     Raises:
-        UserError: AMSP's way where G is neither P nor OS, or finer than P is not.
+        UserError: AMSP's way where G is sharded neither as P nor as OS.
     """
     strategy, p, g, os = layout.strategy, layout.p, layout.g, layout.os
     world, s = layout.levels.whole, workload.micro_batches

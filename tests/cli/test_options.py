@@ -104,6 +104,6 @@ def test_help_is_quick_and_in_groups() -> None:
     script = "import sys; from cli.main import main; main(['--help']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     headings = [line for line in done.stdout.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert headings == ["Model:", "Data:", "Memory:", "Training:", "Output:", "Other:", "Examples:"]
+    assert headings == ["Model:", "Data:", "Memory:", "Cluster:", "Training:", "Output:", "Other:", "Examples:"]
     assert done.stdout.splitlines()[-1] == "False", "PyTorch takes seconds to import"
     assert "--ssd /mnt/nvme* --model gpt3-175b" in done.stdout
