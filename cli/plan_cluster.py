@@ -140,10 +140,11 @@ def render(found: Plan, workload: Workload, cluster: Cluster) -> str:
     order = _node_order(found, cluster)
     if order is not None and choice is not None and cluster.leaf_of_node is not None:
         group = group_of(choice.layout)
-        crossing = groups_across_leaves(order, cluster.leaf_of_node, group)
+        groups = len(order) // group
+        inside = groups - groups_across_leaves(order, cluster.leaf_of_node, group)
         lines.append(
-            f"  number nodes in this order, so that {len(order) // group - crossing} of {len(order) // group} groups of "
-            f"{group} stay under one leaf switch: {' '.join(map(str, order))}"
+            f"  number nodes in this order, so that {inside} of {groups} groups of {group} stay under one leaf "
+            f"switch: {' '.join(map(str, order))}"
         )
     return "\n".join(lines)
 

@@ -60,12 +60,6 @@ class Levels:
         return prod(self.sizes)
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Of the links that each level adds: ``node`` joins ranks of a node, ``cluster`` joins nodes."""
-        inner = len(self.sizes) - 2
-        return (*(("pair",) if inner == 1 else tuple(f"inner{i}" for i in range(inner))), "node", "cluster")
-
-    @property
     def whole(self) -> "Mesh":
         """All ranks as one mesh."""
         return Mesh(self.sizes)

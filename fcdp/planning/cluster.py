@@ -96,6 +96,8 @@ def _read_preset(name: str, fields: dict[str, Any]) -> Cluster:
             rate = section["gb_per_s"]
         links.append(Link(rate * 1e9, section["latency_us"] * 1e-6))
     leaves = fields.get("leaf_of_node")
+    if leaves is not None and len(leaves) != levels.nodes:
+        raise UserError(f"{name}: leaf_of_node has {len(leaves)} entries for {levels.nodes} nodes.")
     return Cluster(
         name=name,
         title=fields["name"],

@@ -60,13 +60,11 @@ class AlphaBeta:
 
     def _flat(self, mesh: Mesh, moving: list[float]) -> float:
         """Every step of the ring takes as long as its slowest link; NCCL adds up the latencies of those passed."""
-        steps, latency = mesh.shards - 1, 0.0
-        beyond = mesh.shards
+        latency, beyond = 0.0, mesh.shards
         for extent, link in zip(mesh.extents, self.links, strict=True):
             here = beyond - beyond // extent
             latency += here * link.latency_seconds
             beyond //= extent
-        assert steps >= 0
         return self.start_seconds + latency + max(moving)
 
     def _overlapped(self, mesh: Mesh, moving: list[float]) -> float:

@@ -67,7 +67,7 @@ def admissible(levels: Levels) -> list[Strategy]:
         with contextlib.suppress(UserError):  # a pair needs a level of its own, 8x4 four nodes
             add(preset)
     scopes = scopes_of(levels)
-    mesh = {scope: scope.on(levels) for scope in scopes}
+    mesh = {scope: scope.on(levels) for scope in (*scopes, *map(Scope, "NIG"))}
     triples = [
         (p, g, os)
         for p, g, os in product(scopes, repeat=3)
