@@ -14,7 +14,8 @@ from fcdp.mesh import Mesh
 from fcdp.planning.workload import Workload
 from fcdp.strategy import Format, Layout, Ring
 
-Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
+Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
+"""``broadcast``: every rank in turn gives its part to all others; at the end, what an all-gather gives."""
 Phase = Literal["forward", "backward", "reduce", "spread"]
 """When: in every forward, in every backward, after the last backward, or before the next forward."""
 
@@ -74,9 +75,9 @@ def step_collectives(layout: Layout, workload: Workload, *, select_and_drop: boo
     """All collectives of one step that move anything.
 
     Args:
-        select_and_drop: reduce gradients as AMSP does (IV-C, equations for T_p, T_g and T_os), whose ranks hold whole
-            tensors of optimizer states: by all-reduces of which each rank keeps its part. Otherwise reduce-scatters
-            over the scope of OS, then an all-reduce over its replicas.
+        select_and_drop: communicate as AMSP does (IV-C, equations for T_p, T_g and T_os), whose ranks hold whole
+            tensors of optimizer states: all-reduces of G of which each rank keeps its part, and broadcasts of new P.
+            Otherwise G is reduce-scattered over the scope of OS and all-reduced over its replicas, and P gathered.
 
     Raises:
         UserError: AMSP's way where G is sharded neither as P nor as OS.
@@ -110,7 +111,8 @@ def step_collectives(layout: Layout, workload: Workload, *, select_and_drop: boo
         add("reduce G", "reduce_scatter", g, reduce * trained, s, "backward")
         add("reduce G to OS", "reduce_scatter", os.over(g), 2.0 * trained / g.shards, 1, "reduce")
         add("reduce G over replicas", "all_reduce", world.over(os), 2.0 * trained / os.shards, 1, "reduce")
-    add("spread new P", "all_gather", os.over(p), 2.0 * trained / p.shards, 1, "spread")
+    spread: Operation = "broadcast" if select_and_drop else "all_gather"
+    add("spread new P", spread, os.over(p), 2.0 * trained / p.shards, 1, "spread")
     return found
 
 

@@ -45,6 +45,9 @@ class AlphaBeta:
         """See :class:`Rates`. An all-reduce is a reduce-scatter and an all-gather, or a tree where that is faster."""
         if mesh.shards == 1:
             return 0.0
+        if operation == "broadcast":
+            # Unlike in a gather, nobody sends while a part that it has itself goes round: all of the buffer, in turn.
+            nbytes *= mesh.shards / (mesh.shards - 1)
         moving = [
             part * nbytes / link.bytes_per_second for part, link in zip(ring_parts(mesh, ring), self.links, strict=True)
         ]

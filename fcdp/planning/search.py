@@ -18,7 +18,7 @@ from fcdp.strategy_names import PARO, PRESETS, parse_strategy
 Objective = Literal["step", "communication"]
 
 SAME = 0.01
-"""Step times closer than this part are the same as far as a model of them can tell."""
+"""Times closer than this part are the same as far as a model of them can tell."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,8 @@ def plan(
         strategies: those to choose from. None: all that are admissible.
         objective: ``step``: the time of a step; among those within :data:`SAME` of the fastest, the one with the least
             communication, because what is hidden today need not be tomorrow, and then the least memory.
-            ``communication``: AMSP's equation 1, which leaves overlap out.
+            ``communication``: AMSP's equation 1, which leaves overlap out; among those that are the same, the one with
+            the least memory.
         allow_quantised: whether a strategy that quantises may be chosen. All are listed either way.
         checkpointing: None: only where a strategy does not fit without.
         select_and_drop: reduce as AMSP does.
@@ -157,9 +158,9 @@ def _best(estimates: Sequence[Estimate], objective: Objective) -> Estimate | Non
         return None
     key = _time(objective)
     fastest = min(map(key, estimates))
-    if objective == "communication":
-        return min(estimates, key=lambda found: (key(found), found.memory.device))
     near = [found for found in estimates if key(found) <= fastest * (1 + SAME)]
+    if objective == "communication":
+        return min(near, key=lambda found: (found.memory.device, found.memory.host))
     return min(near, key=lambda found: (found.communication_seconds, found.memory.device, found.memory.host))
 
 

@@ -1,5 +1,7 @@
 """What of the papers' tables our planner gives back, pinned, so that a change of its model shows here."""
 
+import pytest
+
 from fcdp.strategy_names import PRESETS
 from scripts.reproduce_strategies import (
     AMSP_TABLE_IV,
@@ -40,11 +42,11 @@ def test_the_principles_of_the_text_contradict_the_table_where_we_say_so() -> No
         assert by_the_text(column) ^ marked == exceptions
 
 
-def test_amsps_choice_for_13b_comes_out_where_it_was_first_needed() -> None:
-    theirs, gpus, _ = AMSP_TABLE_IV["llama-13b"]
-    choice = amsp_plan("llama-13b", gpus, "communication").choice
+@pytest.mark.parametrize(("model", "gpus"), [("llama-7b", 8), ("llama-7b", 512), ("llama-13b", 8)])
+def test_amsps_choices_that_come_out(model: str, gpus: int) -> None:
+    choice = amsp_plan(model, gpus, "communication").choice
     assert choice is not None
-    assert choice.name == theirs
+    assert choice.name == AMSP_TABLE_IV[model][0]
 
 
 def test_largest_models_on_two_frontier_nodes() -> None:

@@ -88,7 +88,7 @@ def test_quantised_collectives_move_half_and_a_quarter_plus_scales() -> None:
 
 def test_amsps_formulas() -> None:
     """IV-C, p = 2x1, g = os = 8x1 on 8 x 16 ranks, M = 3: 2M gathers and M reduce-scatters of 2 Phi over 2, M-1
-    all-reduces of 2 Phi / 2 over 4, one all-reduce over all 64 that share a shard, a spread over 4."""
+    all-reduces of 2 Phi / 2 over 4, one all-reduce over all 64 that share a shard, broadcasts over 4."""
     strategy = replace(parse_strategy("2x1/8x1/8x1"), ring="flat")
     layout = strategy.on(Levels((8, 16)))
     found = step_collectives(layout, Workload(PSI, PSI, blocks=1, micro_batches=3), select_and_drop=True)
@@ -98,7 +98,7 @@ def test_amsps_formulas() -> None:
         ("reduce_scatter", (2, 1), 2 * PSI, 3),
         ("all_reduce", (4, 1), PSI, 2),
         ("all_reduce", (4, 16), PSI, 1),
-        ("all_gather", (4, 1), PSI, 1),
+        ("broadcast", (4, 1), PSI, 1),
     ]
     odd = parse_strategy("2x1/4x1/8x1").on(Levels((8, 16)))
     with pytest.raises(UserError, match="IV-C3"):

@@ -56,6 +56,11 @@ def test_small_all_reduces_over_many_nodes_take_a_tree() -> None:
     )
 
 
+def test_parts_broadcast_in_turn_take_the_whole_buffer() -> None:
+    expected = 5e-6 + 3 * 1e-6 + GB / 100e9
+    assert RATES.seconds("broadcast", Mesh((4, 1)), GB, "flat") == pytest.approx(expected)
+
+
 def test_one_rank_takes_no_time() -> None:
     assert RATES.seconds("all_gather", Mesh((1, 1)), GB, "flat") == 0.0
 
