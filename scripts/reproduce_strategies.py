@@ -291,9 +291,8 @@ GPUs (VI-A4), so both ends are shown.
 * 7B comes out from 8 to 512 GPUs, 13B on the 8 GPUs where it is first needed.
 * On 1024 GPUs M = 1, where AMSP's T_g has the factor M-1 = 0: G may be sharded as OS for nothing, and is. P and OS of
   7B are theirs there, too. That table IV has G = P suggests that its choices were made with more micro-batches.
-* 13B on more nodes: ours takes P over 2 and pays for it with OS over several nodes, since M gathers inside the node
-  cost more than one broadcast across nodes. Theirs is what also runs on one node, as the paper's figures 11 and 12
-  want.
+* 13B on 16 to 256 GPUs: ours takes P over 2 and makes room for it with OS over all or 16 nodes, since M gathers inside
+  the node cost more than one broadcast across nodes. Theirs also runs on one node, where figures 11 and 12 begin.
 * 30B on 32 GPUs: OS is theirs, P over 4 is not: by the paper's own formulas it fits in 80 GB and moves less than P over
   8. What its solver saw that excluded it is not in the paper: its bandwidths are in a figure (3) without numbers, and
   its memory for activations and buffers is not given. The two differ by 0.1 % of a step.
