@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from cli.interrupts import Interrupts, Stopped
 from cli.options import build_command, expand_pattern
@@ -54,16 +55,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(" ".join([f"{type(error).__name__}: {_one_line(error)}.", *notes]), 1, debug)
 
 
-#: What only --plan takes.
+#: What only --plan takes: for one machine, and for a cluster.
 PLAN_OPTIONS = ("drive", "ssds", "scheme", "max_model", "json")
+CLUSTER_PLAN_OPTIONS = ("cluster", "levels", "trainable", "quantise")
 
 
 def _run(
     interrupts: Interrupts, arguments: tuple[str, ...], demo: bool, profile: bool, plan: bool, **options: Any
 ) -> int:
     plans = {name: options.pop(name) for name in PLAN_OPTIONS}
+    clusters = {name: options.pop(name) for name in CLUSTER_PLAN_OPTIONS}
     if not plan:
-        for name, value in plans.items():
+        for name, value in (plans | clusters).items():
             if value and value != "ours":
                 raise UserError(f"--{name.replace('_', '-')} belongs to --plan: add that.")
     else:
@@ -80,7 +83,12 @@ def _run(
 
         run_demo(options["output"], options["report"], options["debug"], interrupts)
         return 0
+    if plan and (options["nodes"] or clusters["cluster"] or clusters["levels"]):
+        return _plan_cluster(plans, clusters, options)
     if plan:
+        for name, value in clusters.items():
+            if value:
+                raise UserError(f"--{name} belongs to plans for a cluster: add --cluster.")
         return _plan(arguments, plans, options)
     if options["model"] is None:
         raise UserError("Give the model to fine-tune with --model DIR or --model PRESET, or try --demo.")
@@ -124,6 +132,22 @@ def _plan(arguments: tuple[str, ...], plans: dict[str, Any], options: dict[str, 
     from cli.plan import PlanOptions, run_plan
 
     return run_plan(settings_of(arguments, options), PlanOptions(**plans))
+
+
+def _plan_cluster(plans: dict[str, Any], clusters: dict[str, Any], options: dict[str, Any]) -> int:
+    if options["ssd"]:
+        raise UserError("--nodes together with --ssd is not there yet: leave --ssd out to plan for training in memory.")
+    if options["model"] is None:
+        raise UserError("Give the model to plan for, --model DIR or --model PRESET.")
+    for name, value in plans.items():
+        if name != "json" and value and value != "ours":
+            raise UserError(f"--{name.replace('_', '-')} belongs to plans for one machine, not for a cluster.")
+    from cli.plan_cluster import ClusterSettings, plan_cluster
+
+    typed = click.get_current_context().get_parameter_source("batch_size") is not ParameterSource.DEFAULT
+    shared = {name: options[name] for name in ("model", "nodes", "gpus_per_node", "micro_batch", "seq_len", "strategy")}
+    batch = options["batch_size"] if typed else None
+    return plan_cluster(ClusterSettings(**shared, **clusters, batch_size=batch, as_json=plans["json"]))
 
 
 def _refuse_with(option: str, why: str, options: dict[str, Any], others: tuple[str, ...]) -> None:

@@ -208,7 +208,7 @@ def build_command(run: Callable[..., int]) -> click.Command:
         "--host-cache",
         type=size,
         metavar="SIZE",
-        help="Host memory (of each node) to keep parameters and states in from step to step. Default: what is left; 0: none.",
+        help="Host memory (of each node) to keep parameters and states in between steps. Default: what is left. 0: none.",
     )
     add("--micro-batch", type=positive, metavar="N", help="Sequences computed at once. Default: as many as fit.")
     add(
@@ -234,7 +234,7 @@ def build_command(run: Callable[..., int]) -> click.Command:
     )
     add("--single-slot", is_flag=True, help="Half the space on SSD, but a crash loses the run.")
 
-    add = group("Nodes")
+    add = group("Cluster")
     add(
         "--nodes",
         type=positive,
@@ -265,8 +265,9 @@ def build_command(run: Callable[..., int]) -> click.Command:
     )
     add(
         "--strategy",
-        type=click.Choice(["fcdp", "zero3", "hybrid"]),
-        help="fcdp: parameters cached in host memory; zero3: plain FSDP2; hybrid: FSDP2 inside nodes. Default: fcdp.",
+        metavar="NAME|P/G/OS",
+        help="fcdp: parameters cached in host memory; zero3: plain FSDP2; hybrid: FSDP2 inside nodes. Default: fcdp. "
+        "--plan knows more, IGG and 4x1/4x1/8x1 too, and finds the best.",
     )
     add(
         "--device-cache-threshold",
@@ -347,6 +348,15 @@ def build_command(run: Callable[..., int]) -> click.Command:
         help="Plan what this program does, or what the paper's Fuyou did.",
     )
     add("--max-model", is_flag=True, help="Plan the largest preset that fits.")
+    add("--cluster", metavar="PRESET|FILE", help="Plan for a cluster: a preset, or a profile's file.")
+    add("--levels", metavar="N,N,...", help="Its ranks by level, fastest first: 2,4,16 is 16 nodes of 4 pairs.")
+    add(
+        "--trainable",
+        type=click.FloatRange(min=0, min_open=True, max=1),
+        metavar="X",
+        help="Part of the parameters to plan as trainable on a cluster: about 0.01 with LoRA. Default: 1.",
+    )
+    add("--quantise", is_flag=True, help="Let the plan for a cluster choose strategies that send fewer bits.")
     add("--json", is_flag=True, help="Print the plan as JSON.")
     add(
         "--profile",

@@ -3,7 +3,7 @@
 import shlex
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from cli.schedule import Warmup
 from common.errors import UserError
@@ -87,7 +87,7 @@ class Settings:
     """Seconds to wait for a node that does not come or does not answer."""
     max_restarts: int = 3
     """After lost ranks."""
-    strategy: Strategy | None = None
+    strategy: str | None = None
     """None: fcdp."""
     device_cache_threshold: float | None = None
     """Part of device memory up to which cached parameters stay there; None: 0.9."""
@@ -102,6 +102,11 @@ class Settings:
             raise UserError("--epochs counts passes over data, and there is none: give --data, or --steps instead.")
         if self.resume and self.overwrite:
             raise UserError("--resume continues the run that is there and --overwrite replaces it: give one of them.")
+        if self.strategy is not None and self.strategy not in get_args(Strategy):
+            known = ", ".join(get_args(Strategy))
+            raise UserError(
+                f"--strategy {self.strategy} cannot be trained with yet: there are {known}. Add --plan to plan with it."
+            )
         if self.nodes is None:
             self._refuse(_ONLY_NODES, "is for several nodes or ranks: add --nodes N (1 for this machine alone)")
         else:

@@ -1,1 +1,1 @@
-"""Presets as TOML: models, GPUs, drives. Read through ``importlib.resources`` so that they travel in the wheel."""
+"""Presets as TOML: models, GPUs, drives, clusters. Read through ``importlib.resources``: they travel in the wheel."""

@@ -1,0 +1,203 @@
+"""Scopes over which tensors are sharded: none, a pair, a node, all ranks, or any mesh of ranks in a node by nodes.
+
+A cluster has levels, fastest first: 8 ranks in a node and 128 nodes are ``Levels((8, 128))``; sixteen nodes of four
+GPUs with two dies each are ``Levels((2, 4, 16))``. A :class:`Scope` is what people write; on given levels it becomes a
+:class:`Mesh`, how many ranks of each level share one copy.
+"""
+
+import re
+from dataclasses import dataclass
+from math import prod
+
+from common.errors import UserError, did_you_mean
+
+#: What people write for scopes that mean the same on every cluster. PaRO's letters (3.1.1), ZeRO-topo's names (V).
+_SYMBOLS = {"n": "N", "none": "N", "i": "I", "node": "I", "g": "G", "cluster": "G", "pair": "pair"}
+_ORDER = {"N": 0, "pair": 1, "I": 2, "G": 3}
+
+
+@dataclass(frozen=True)
+class Levels:
+    """A cluster's ranks by level, fastest first; the last level counts nodes, all others are inside a node."""
+
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.sizes) < 2 or min(self.sizes) < 1:
+            raise UserError(
+                f"Levels are two or more positive numbers, ranks in a node first and nodes last, not {self}."
+            )
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.sizes))
+
+    @classmethod
+    def parse(cls, text: str) -> "Levels":
+        """``"8,128"``, or ``"2,4,16"``: two dies in a GPU, four GPUs in a node, sixteen nodes.
+
+        Raises:
+            UserError: the text is no such list.
+        """
+        if not re.fullmatch(r"\s*\d+(\s*,\s*\d+)+\s*", text):
+            raise UserError(
+                f"{text!r} is no list of levels. Write ranks per node and nodes (8,128), or 2,4,16 and so on."
+            )
+        return cls(tuple(int(part) for part in text.split(",")))
+
+    @property
+    def ranks_per_node(self) -> int:
+        """R in AMSP, M in PaRO."""
+        return prod(self.sizes[:-1])
+
+    @property
+    def nodes(self) -> int:
+        """N in AMSP, g in PaRO."""
+        return self.sizes[-1]
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return prod(self.sizes)
+
+    @property
+    def whole(self) -> "Mesh":
+        """All ranks as one mesh."""
+        return Mesh(self.sizes)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How many ranks of each level share one copy of a tensor. Level by level as in :class:`Levels`."""
+
+    extents: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.ranks_per_node}x{self.nodes}"
+
+    @property
+    def shards(self) -> int:
+        """Into how many parts the tensor is cut."""
+        return prod(self.extents)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """s^0 in AMSP."""
+        return prod(self.extents[:-1])
+
+    @property
+    def nodes(self) -> int:
+        """s^1 in AMSP."""
+        return self.extents[-1]
+
+    @property
+    def pair(self) -> tuple[int, int]:
+        """Ranks per node, nodes."""
+        return self.ranks_per_node, self.nodes
+
+    def holds(self, other: "Mesh") -> bool:
+        """Whether every group of ``other`` lies in one group of this mesh: finer, or equal."""
+        return all(mine % theirs == 0 for mine, theirs in zip(self.extents, other.extents, strict=True))
+
+    def over(self, other: "Mesh") -> "Mesh":
+        """The ranks of this mesh that have the same place in groups of ``other``, which it holds."""
+        return Mesh(tuple(mine // theirs for mine, theirs in zip(self.extents, other.extents, strict=True)))
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Over which ranks a tensor is sharded, as written: ``N``, ``pair``, ``I``, ``G``, or ``4x2`` (ranks x nodes)."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+    @classmethod
+    def parse(cls, text: str) -> "Scope":
+        """Letters and names in any case.
+
+        Raises:
+            UserError: the text is no scope.
+        """
+        word = text.strip().lower()
+        if word in _SYMBOLS:
+            return cls(_SYMBOLS[word])
+        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", word)
+        if match:
+            return cls("N" if match.groups() == ("1", "1") else f"{int(match[1])}x{int(match[2])}")
+        raise UserError(
+            f"{text!r} is no scope.{did_you_mean(word, _SYMBOLS)} Write N (not sharded), pair, I (in a node), "
+            "G (over all ranks), or ranks per node x nodes, such as 4x1 or 8x2."
+        )
+
+    @property
+    def numbers(self) -> tuple[int, int] | None:
+        """Ranks per node and nodes, if written so."""
+        if self.text in _ORDER:
+            return None
+        ranks, _, nodes = self.text.partition("x")
+        return int(ranks), int(nodes)
+
+    def coarser_than(self, other: "Scope") -> bool | None:
+        """Whether it has fewer shards in any direction; None where only a cluster can tell."""
+        mine, theirs = self.numbers, other.numbers
+        if "N" in (self.text, other.text) or "G" in (self.text, other.text):
+            return self != other and (self.text == "N" or other.text == "G")
+        if mine is None and theirs is None:
+            return _ORDER[self.text] < _ORDER[other.text]
+        if mine is None or theirs is None:
+            return None
+        return mine[0] < theirs[0] or mine[1] < theirs[1]
+
+    def on(self, levels: Levels) -> Mesh:
+        """The mesh it is on a cluster.
+
+        Raises:
+            UserError: it breaks one of the rules by which AMSP (V-B, equations 5 to 7) keeps to useful meshes.
+        """
+        ones = (1,) * len(levels.sizes)
+        if self.text == "N":
+            return Mesh(ones)
+        if self.text == "G":
+            return levels.whole
+        if self.text == "I":
+            return Mesh((*levels.sizes[:-1], 1))
+        if self.text == "pair":
+            if len(levels.sizes) < 3:
+                raise UserError(
+                    f"The cluster's levels are {levels}: there is no pair in them. Declare it: --levels 2,4,16."
+                )
+            return Mesh((levels.sizes[0], *ones[1:]))
+        numbers = self.numbers
+        assert numbers is not None
+        return _fill(numbers, levels)
+
+
+def _fill(numbers: tuple[int, int], levels: Levels) -> Mesh:
+    ranks, nodes = numbers
+    if ranks > levels.ranks_per_node or levels.ranks_per_node % ranks:
+        raise UserError(
+            f"Scope {ranks}x{nodes}: {ranks} does not divide the {levels.ranks_per_node} ranks of a node, so some "
+            "would be left over (AMSP V-B, equations 3 and 5)."
+        )
+    if nodes > levels.nodes or levels.nodes % nodes:
+        raise UserError(
+            f"Scope {ranks}x{nodes}: {nodes} does not divide the {levels.nodes} nodes, so some would be left over "
+            "(AMSP V-B, equations 4 and 6)."
+        )
+    if nodes > 1 and ranks != levels.ranks_per_node:
+        raise UserError(
+            f"Scope {ranks}x{nodes} crosses nodes before it has used the {levels.ranks_per_node} ranks of one "
+            f"(AMSP V-B, equation 7). {levels.ranks_per_node}x{nodes} and {ranks * nodes}x1 are what may be meant."
+        )
+    extents = []
+    for size in levels.sizes[:-1]:
+        taken = min(size, ranks)
+        if size % taken or ranks % taken:
+            raise UserError(
+                f"Scope {numbers[0]}x{nodes} does not fill the levels {levels} from the fastest one up "
+                "(AMSP V-B, equation 7, for the levels inside a node)."
+            )
+        extents.append(taken)
+        ranks //= taken
+    return Mesh((*extents, nodes))

@@ -1,0 +1,22 @@
+"""The planner of sharding strategies: what each costs in memory, bytes and time on a cluster, and which is fastest."""
+
+from fcdp.planning.cluster import Cluster, cluster_names, load_cluster
+from fcdp.planning.collectives import Collective, bytes_per_node, step_collectives
+from fcdp.planning.estimate import Estimate, estimate
+from fcdp.planning.search import Plan, admissible, plan
+from fcdp.planning.workload import Workload
+
+__all__ = [
+    "Cluster",
+    "Collective",
+    "Estimate",
+    "Plan",
+    "Workload",
+    "admissible",
+    "bytes_per_node",
+    "cluster_names",
+    "estimate",
+    "load_cluster",
+    "plan",
+    "step_collectives",
+]

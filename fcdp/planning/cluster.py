@@ -1,0 +1,139 @@
+"""The cluster a plan is for: a preset with its sources (``configs/clusters``), or a profile of one that is there."""
+
+import json
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError, did_you_mean
+from common.units import parse_bytes
+from fcdp.mesh import Levels
+from fcdp.planning.rates import AlphaBeta, Link, Measured, Rates
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hardware: memory, computing and links."""
+
+    name: str
+    title: str
+    levels: Levels
+    device_memory_bytes: int
+    """Of one device, all of it."""
+    host_memory_bytes: int
+    """Of one node."""
+    flops_per_second: float
+    """What training reaches on one device while nothing waits for the network."""
+    memory_bytes_per_second: float
+    """Of the device's own memory: what an optimizer step is bound by."""
+    host_link_bytes_per_second: float
+    """Of one device, to host memory or from it, while all devices of the node copy."""
+    rates: Rates
+    leaf_of_node: tuple[int, ...] | None = None
+    """Leaf switch of each node, where known; see :mod:`fcdp.planning.node_order`."""
+
+    def resized(self, levels: Levels) -> "Cluster":
+        """The same hardware with other numbers of ranks and nodes.
+
+        Raises:
+            UserError: another number of levels, or of ranks per node: a node's links are shared by its ranks.
+        """
+        if levels == self.levels:
+            return self
+        if not isinstance(self.rates, AlphaBeta):
+            raise UserError(f"{self.name} was measured with levels {self.levels}; for {levels} there are no times.")
+        if len(levels.sizes) != len(self.levels.sizes):
+            raise UserError(
+                f"{self.name} has {len(self.levels.sizes)} levels ({self.levels}), but {levels} are "
+                f"{len(levels.sizes)}. Give as many."
+            )
+        *inner, outer = self.rates.links
+        share = self.levels.ranks_per_node / levels.ranks_per_node
+        links = (*inner, replace(outer, bytes_per_second=outer.bytes_per_second * share))
+        leaves = self.leaf_of_node if levels.nodes == self.levels.nodes else None
+        return replace(self, levels=levels, rates=replace(self.rates, links=links), leaf_of_node=leaves)
+
+
+def cluster_names() -> list[str]:
+    """Names of all cluster presets, sorted."""
+    return sorted(_presets())
+
+
+def load_cluster(name: str) -> Cluster:
+    """The cluster called ``name``: a preset, a file written like one (``.toml``), or a profile's file.
+
+    Raises:
+        UserError: no such preset or file.
+    """
+    presets = _presets()
+    if name in presets:
+        return _read_preset(name, tomllib.loads(presets[name].read_text(encoding="utf-8")))
+    path = Path(name).expanduser()
+    if path.is_file():
+        return _read_file(path) if path.suffix == ".toml" else _read_profile(path)
+    hint = did_you_mean(name, presets) or f" There are {', '.join(sorted(presets))}."
+    raise UserError(f"{name!r} is neither a cluster preset nor the file of a cluster's profile.{hint}")
+
+
+def _presets() -> dict[str, Traversable]:
+    """Preset file by name. They are package data, so that an installed wheel has them in any directory."""
+    folder = files("configs").joinpath("clusters")
+    return {file.name.removesuffix(".toml"): file for file in folder.iterdir() if file.name.endswith(".toml")}
+
+
+def _read_preset(name: str, fields: dict[str, Any]) -> Cluster:
+    sections: Sequence[dict[str, Any]] = fields["level"]
+    levels = Levels(tuple(section["size"] for section in sections))
+    links = []
+    for section in sections:
+        if "gb_per_s_per_node" in section:
+            rate = section["gb_per_s_per_node"] / levels.ranks_per_node
+        else:
+            rate = section["gb_per_s"]
+        links.append(Link(rate * 1e9, section["latency_us"] * 1e-6))
+    leaves = fields.get("leaf_of_node")
+    if leaves is not None and len(leaves) != levels.nodes:
+        raise UserError(f"{name}: leaf_of_node has {len(leaves)} entries for {levels.nodes} nodes.")
+    return Cluster(
+        name=name,
+        title=fields["name"],
+        levels=levels,
+        device_memory_bytes=parse_bytes(fields["device_memory"]),
+        host_memory_bytes=parse_bytes(fields["host_memory"]),
+        flops_per_second=fields["bf16_tflops"] * fields["reached"] * 1e12,
+        memory_bytes_per_second=fields["memory_gb_per_s"] * 1e9,
+        host_link_bytes_per_second=fields["host_link_gb_per_s"] * 1e9,
+        rates=AlphaBeta(tuple(links), fields["start_us"] * 1e-6),
+        leaf_of_node=None if leaves is None else tuple(leaves),
+    )
+
+
+def _read_file(path: Path) -> Cluster:
+    try:
+        return _read_preset(path.stem, tomllib.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} does not describe a cluster: {type(error).__name__}: {error}.") from error
+
+
+def _read_profile(path: Path) -> Cluster:
+    """What ``Cluster`` needs under its fields' names, levels as a list, and ``collectives`` (see ``Measured``)."""
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        return Cluster(
+            name=path.name,
+            title=facts.get("title", path.name),
+            levels=Levels(tuple(facts["levels"])),
+            device_memory_bytes=int(facts["device_memory_bytes"]),
+            host_memory_bytes=int(facts["host_memory_bytes"]),
+            flops_per_second=float(facts["flops_per_second"]),
+            memory_bytes_per_second=float(facts["memory_bytes_per_second"]),
+            host_link_bytes_per_second=float(facts["host_link_bytes_per_second"]),
+            rates=Measured.from_facts(facts),
+            leaf_of_node=tuple(facts["leaf_of_node"]) if facts.get("leaf_of_node") else None,
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is not a cluster's profile: {type(error).__name__}: {error}.") from error

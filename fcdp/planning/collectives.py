@@ -1,0 +1,123 @@
+"""What a step sends: every collective of a layout with its ranks and bytes, and what of it crosses which level.
+
+Notation of PaRO: Psi parameters, Psi' trainable, s micro-batches. All bytes are those of a whole model; a rank's share
+of a collective follows from its ranks.
+"""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from common.errors import UserError
+from common.quantisation import BLOCK, quantised_nbytes
+from fcdp.mesh import Mesh
+from fcdp.planning.workload import Workload
+from fcdp.strategy import Format, Layout, Ring
+
+Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
+"""``broadcast``: every rank in turn gives its part to all others; at the end, what an all-gather gives."""
+Phase = Literal["forward", "backward", "reduce", "spread"]
+"""When: in every forward, in every backward, after the last backward, or before the next forward."""
+
+BYTES_PER_ELEMENT: dict[Format, float] = {
+    "bf16": 2.0,
+    "int8": quantised_nbytes(BLOCK, 8) / BLOCK,
+    "int4": quantised_nbytes(BLOCK, 4) / BLOCK,
+}
+"""Scales included."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of collective of a step. Every rank of the cluster is in one group of it."""
+
+    purpose: str
+    """For people: ``gather P, forward``."""
+    operation: Operation
+    mesh: Mesh
+    """The group's ranks by level."""
+    nbytes: float
+    """Of the whole buffer: what a gather ends with, what a reduction begins with, of all units together."""
+    times: int
+    """Per step."""
+    phase: Phase
+    ring: Ring
+
+    def sent_by_rank(self) -> tuple[float, ...]:
+        """Bytes that a rank sends per step, on average over ranks, by level of the link."""
+        passes = 2 if self.operation == "all_reduce" else 1
+        return tuple(self.times * passes * part * self.nbytes for part in ring_parts(self.mesh, self.ring))
+
+
+def ring_parts(mesh: Mesh, ring: Ring) -> tuple[float, ...]:
+    """Part of the buffer that a rank sends over links of each level in an all-gather or a reduce-scatter.
+
+    * Level after level (``hierarchical``, ``ho``): among the e ranks of a level every rank sends (e-1)/e of what the
+      slower levels leave it, which is 1/(product of the faster levels) of the buffer.
+    * One ring through all E ranks: every rank sends (E-1)/E to its neighbour, and the neighbour of one rank in each
+      group of a level lies beyond that level.
+    """
+    extents = mesh.extents
+    if ring == "flat":
+        shards = mesh.shards
+        outermost = max((level for level, extent in enumerate(extents) if extent > 1), default=0)
+        parts = []
+        for level, extent in enumerate(extents):
+            # The ring closes over the outermost level: all of its links are used, of faster levels all but the last.
+            crossing = 1.0 if level == outermost else (extent - 1) / extent
+            reached = crossing / prod(extents[:level]) if level <= outermost else 0.0
+            parts.append(reached * (shards - 1) / shards)
+        return tuple(parts)
+    return tuple((extent - 1) / extent / prod(extents[:level]) for level, extent in enumerate(extents))
+
+
+def step_collectives(layout: Layout, workload: Workload, *, select_and_drop: bool = False) -> list[Collective]:
+    """All collectives of one step that move anything.
+
+    Args:
+        select_and_drop: communicate as AMSP does (IV-C, equations for T_p, T_g and T_os), whose ranks hold whole
+            tensors of optimizer states: all-reduces of G of which each rank keeps its part, and broadcasts of new P.
+            Otherwise G is reduce-scattered over the scope of OS and all-reduced over its replicas, and P gathered.
+
+    Raises:
+        UserError: AMSP's way where G is sharded neither as P nor as OS.
+    """
+    strategy, p, g, os = layout.strategy, layout.p, layout.g, layout.os
+    world, s = layout.levels.whole, workload.micro_batches
+    psi, trained = workload.parameters, workload.trainable
+    gather = BYTES_PER_ELEMENT[strategy.precision.gather]
+    reduce = BYTES_PER_ELEMENT[strategy.precision.reduce]
+    ring = strategy.ring
+    found: list[Collective] = []
+
+    def add(purpose: str, operation: Operation, mesh: Mesh, nbytes: float, times: int, phase: Phase) -> None:
+        if mesh.shards > 1 and times:
+            found.append(Collective(purpose, operation, mesh, nbytes, times, phase, ring))
+
+    add("gather P, forward", "all_gather", p, gather * psi, s, "forward")
+    if layout.second is None:
+        add("gather P, backward", "all_gather", p, gather * psi, s, "backward")
+    else:
+        second = BYTES_PER_ELEMENT[strategy.precision.second]
+        add("gather second shards, backward", "all_gather", layout.second, second * psi, s, "backward")
+
+    if select_and_drop:
+        if g not in (p, os) or not g.holds(p):
+            raise UserError(f"{strategy.name}: AMSP has G sharded as P or as OS (IV-C3), not over {g}.")
+        add("reduce G", "reduce_scatter", p, 2.0 * trained, s, "backward")
+        add("reduce G, keep a part", "all_reduce", g.over(p), 2.0 * trained / p.shards, s - 1, "backward")
+        add("reduce G, last", "all_reduce", world.over(p), 2.0 * trained / p.shards, 1, "reduce")
+    else:
+        add("reduce G", "reduce_scatter", g, reduce * trained, s, "backward")
+        add("reduce G to OS", "reduce_scatter", os.over(g), 2.0 * trained / g.shards, 1, "reduce")
+        add("reduce G over replicas", "all_reduce", world.over(os), 2.0 * trained / os.shards, 1, "reduce")
+    spread: Operation = "broadcast" if select_and_drop else "all_gather"
+    add("spread new P", spread, os.over(p), 2.0 * trained / p.shards, 1, "spread")
+    return found
+
+
+def bytes_per_node(collectives: list[Collective], layout: Layout) -> tuple[float, float]:
+    """Bytes that one node's ranks send per step: to other nodes, and to each other."""
+    sent = [collective.sent_by_rank() for collective in collectives]
+    ranks = layout.levels.ranks_per_node
+    return ranks * sum(parts[-1] for parts in sent), ranks * sum(sum(parts[:-1]) for parts in sent)

@@ -1,0 +1,78 @@
+"""What a layout holds in device and host memory. PaRO table 2, AMSP IV-D, ZeRO-topo tables V and VI, FCDP VI-A.
+
+Mixed precision with Adam: 2 bytes of P and 12 of OS (fp32 master, momentum, variance) per parameter, 2 of G per
+trainable one. To these model states come activations and what a device needs while a block computes.
+"""
+
+from dataclasses import dataclass
+
+from fcdp.planning.collectives import BYTES_PER_ELEMENT
+from fcdp.planning.workload import Workload
+from fcdp.strategy import Layout
+
+P_BYTES, G_BYTES, OS_BYTES = 2.0, 2.0, 12.0
+"""Per parameter: in bf16, in bf16, and K of the papers."""
+
+RUNTIME_BYTES = 2 * 2**30
+"""Of the driver's context, the libraries' workspaces and the communicators' buffers. Assumed, not measured."""
+
+ADAPTIVE_THRESHOLD = 0.9
+"""Part of device memory up to which an adaptive cache keeps shards there, as in ``fcdp.fully_shard``."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes."""
+
+    parameters: float
+    """P's shards on a device."""
+    second: float
+    """Second shards on a device."""
+    gradients: float
+    optimizer: float
+    activations: float
+    working: float
+    """Gathered blocks, whole gradients of one, and what the runtime takes."""
+    host: float
+    """Cached shards in the memory of one node."""
+    cached: float
+    """Of them, one device's."""
+
+    @property
+    def states(self) -> float:
+        """P, G and OS on a device: what the papers' tables give."""
+        return self.parameters + self.second + self.gradients + self.optimizer
+
+    @property
+    def device(self) -> float:
+        """All of a device's. An adaptive cache takes more while there is room."""
+        return self.states + self.activations + self.working
+
+
+def memory_of(layout: Layout, workload: Workload, *, checkpointing: bool) -> Memory:
+    """What ``layout`` takes."""
+    psi, trained = workload.parameters, workload.trainable
+    on_device = layout.os if layout.p_in_cache else layout.p
+    cached = second = 0.0
+    if layout.p_in_cache:
+        cached = P_BYTES * psi / layout.p.shards
+    elif layout.second is not None:
+        nbytes = BYTES_PER_ELEMENT[layout.strategy.precision.second] * psi / layout.second.shards
+        cached, second = (0.0, nbytes) if layout.cache == "device" else (nbytes, 0.0)
+    return Memory(
+        parameters=P_BYTES * psi / on_device.shards,
+        second=second,
+        gradients=G_BYTES * trained / layout.g.shards,
+        optimizer=OS_BYTES * trained / layout.os.shards,
+        activations=workload.activation_bytes(checkpointing),
+        working=RUNTIME_BYTES + _gathered(layout, workload),
+        host=cached * layout.levels.ranks_per_node,
+        cached=cached,
+    )
+
+
+def _gathered(layout: Layout, workload: Workload) -> float:
+    """Blocks that are whole for a while: the one that computes and the one fetched ahead, and one block's gradients."""
+    parameters = 2 * P_BYTES * workload.parameters / workload.units if layout.p.shards > 1 else 0.0
+    gradients = G_BYTES * workload.trainable / workload.units if layout.g.shards > 1 else 0.0
+    return parameters + gradients

@@ -1,0 +1,47 @@
+"""In which order to number nodes so that those that communicate most are under one leaf switch (AMSP V-D, figure 10).
+
+Consecutive nodes form the groups over which a scope of s^1 nodes shards. Traffic of a group whose nodes hang on one
+leaf switch never reaches a spine switch.
+"""
+
+from collections.abc import Sequence
+
+from common.errors import UserError
+from fcdp.strategy import Layout
+
+
+def node_order(leaf_of_node: Sequence[int], group: int) -> list[int]:
+    """Node indices in the order to number them in: whole groups of every leaf first, then what is left over.
+
+    Args:
+        leaf_of_node: the leaf switch of each node.
+        group: s^1, nodes in a group.
+
+    Raises:
+        UserError: groups of this size leave nodes over.
+    """
+    if group < 1 or len(leaf_of_node) % group:
+        raise UserError(f"{len(leaf_of_node)} nodes are no whole number of groups of {group}.")
+    by_leaf: dict[int, list[int]] = {}
+    for node, leaf in enumerate(leaf_of_node):
+        by_leaf.setdefault(leaf, []).append(node)
+    whole: list[int] = []
+    rest: list[list[int]] = []
+    for nodes in by_leaf.values():
+        kept = len(nodes) // group * group
+        whole += nodes[:kept]
+        rest.append(nodes[kept:])
+    # The largest remainders first: each takes in as few others as it can to make a group.
+    rest.sort(key=len, reverse=True)
+    return whole + [node for nodes in rest for node in nodes]
+
+
+def groups_across_leaves(order: Sequence[int], leaf_of_node: Sequence[int], group: int) -> int:
+    """How many groups of an order have nodes under more than one leaf switch."""
+    starts = range(0, len(order), group)
+    return sum(len({leaf_of_node[node] for node in order[start : start + group]}) > 1 for start in starts)
+
+
+def group_of(layout: Layout) -> int:
+    """Nodes of the smallest group that crosses nodes, which communicates most often; 1 if none does."""
+    return min((mesh.nodes for mesh in (layout.p, layout.g, layout.os) if mesh.nodes > 1), default=1)

@@ -1,0 +1,167 @@
+"""How long one collective takes: by a latency and a bandwidth for each level, or by what was measured on a cluster."""
+
+import bisect
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol, get_args
+
+from common.errors import UserError
+from fcdp.mesh import Mesh
+from fcdp.planning.collectives import Operation, ring_parts
+from fcdp.strategy import Ring
+
+
+class Rates(Protocol):
+    """What the planner asks of either."""
+
+    def seconds(self, operation: Operation, mesh: Mesh, nbytes: float, ring: Ring) -> float:
+        """Of one collective over ``mesh`` whose whole buffer has ``nbytes``, while all other groups do the same."""
+        ...
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects the groups of a level."""
+
+    bytes_per_second: float
+    """Of one rank, one way, while all ranks send: a node's network cards divided by its ranks."""
+    latency_seconds: float
+    """Of one step of a ring."""
+
+
+@dataclass(frozen=True)
+class AlphaBeta:
+    """alpha + beta n, level by level (AMSP IV-A; the steps of a ring by level as in NCCL's own model, tuning.cc)."""
+
+    links: tuple[Link, ...]
+    """By level, fastest first."""
+    start_seconds: float = 0.0
+    """Of launching a collective on one level."""
+
+    def seconds(self, operation: Operation, mesh: Mesh, nbytes: float, ring: Ring) -> float:
+        """See :class:`Rates`. An all-reduce is a reduce-scatter and an all-gather, or a tree where that is faster."""
+        if mesh.shards == 1:
+            return 0.0
+        if operation == "broadcast":
+            # Unlike in a gather, nobody sends while a part that it has itself goes round: all of the buffer, in turn.
+            nbytes *= mesh.shards / (mesh.shards - 1)
+        moving = [
+            part * nbytes / link.bytes_per_second for part, link in zip(ring_parts(mesh, ring), self.links, strict=True)
+        ]
+        if ring == "flat":
+            once = self._flat(mesh, moving)
+        elif ring == "ho":
+            once = self._overlapped(mesh, moving)
+        else:
+            once = sum(moving) + self._latencies(mesh)
+        if operation != "all_reduce":
+            return once
+        return min(2 * once, self._tree(mesh, moving)) if ring == "flat" else 2 * once
+
+    def _flat(self, mesh: Mesh, moving: list[float]) -> float:
+        """Every step of the ring takes as long as its slowest link; NCCL adds up the latencies of those passed."""
+        latency, beyond = 0.0, mesh.shards
+        for extent, link in zip(mesh.extents, self.links, strict=True):
+            here = beyond - beyond // extent
+            latency += here * link.latency_seconds
+            beyond //= extent
+        return self.start_seconds + latency + max(moving)
+
+    def _overlapped(self, mesh: Mesh, moving: list[float]) -> float:
+        """HO-Ring (PaRO 3.4): while a block crosses nodes, the one before it goes round inside; the last one has to
+        go round by itself."""
+        blocks = mesh.extents[-1]
+        inside, across = sum(moving[:-1]), moving[-1]
+        overlapped = max(across, inside * (blocks - 1) / blocks) + inside / blocks
+        return overlapped + self._latencies(mesh)
+
+    def _tree(self, mesh: Mesh, moving: list[float]) -> float:
+        """Double binary trees across nodes: few steps, at nine tenths of a ring's bandwidth (NCCL's tuning.cc)."""
+        *inside, across = zip(mesh.extents, self.links, strict=True)
+        steps = sum((extent - 1) * link.latency_seconds for extent, link in inside)
+        steps += math.ceil(math.log2(across[0])) * across[1].latency_seconds
+        return self.start_seconds + 2 * (steps + max(moving) / 0.9)
+
+    def _latencies(self, mesh: Mesh) -> float:
+        used = [(extent, link) for extent, link in zip(mesh.extents, self.links, strict=True) if extent > 1]
+        return sum(self.start_seconds + (extent - 1) * link.latency_seconds for extent, link in used)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One measurement."""
+
+    operation: Operation
+    ring: Ring
+    mesh: tuple[int, ...]
+    """Extents by level."""
+    nbytes: int
+    """Of the whole buffer."""
+    seconds: float
+    """Median, while all groups of the cluster did the same."""
+
+
+class Measured:
+    """Collective times by interpolation between measurements (AMSP IV-A).
+
+    Between two sizes the effective bandwidth is interpolated over the logarithm of the size; a smaller buffer than any
+    measured takes as long as the smallest; a larger one has the bandwidth of the largest.
+
+    Raises:
+        UserError: no measurements, or one without bytes or time.
+    """
+
+    def __init__(self, timings: Iterable[Timing]):
+        self.timings = list(timings)
+        self._by_kind: dict[tuple[str, str, tuple[int, ...]], list[tuple[float, float]]] = {}
+        for timing in self.timings:
+            if timing.nbytes <= 0 or timing.seconds <= 0:
+                raise UserError(f"A measurement of {timing.nbytes} bytes in {timing.seconds} s cannot be one.")
+            kind = (timing.operation, timing.ring, timing.mesh)
+            self._by_kind.setdefault(kind, []).append((timing.nbytes, timing.seconds))
+        for points in self._by_kind.values():
+            points.sort()
+        if not self._by_kind:
+            raise UserError("A cluster's profile has no measurements of collectives in it.")
+
+    def seconds(self, operation: Operation, mesh: Mesh, nbytes: float, ring: Ring) -> float:
+        """See :class:`Rates`.
+
+        Raises:
+            UserError: nothing was measured on this mesh.
+        """
+        if mesh.shards == 1 or not nbytes:
+            return 0.0
+        points = self._by_kind.get((operation, ring, mesh.extents))
+        if points is None:
+            raise UserError(
+                f"The cluster's profile has no {ring} {operation} over {'x'.join(map(str, mesh.extents))} ranks. "
+                "Measure it, or plan with a preset."
+            )
+        place = bisect.bisect_left(points, (nbytes, 0.0))
+        if place == 0:
+            return points[0][1]
+        if place == len(points):
+            return nbytes * points[-1][1] / points[-1][0]
+        (low, low_seconds), (high, high_seconds) = points[place - 1], points[place]
+        weight = math.log(nbytes / low) / math.log(high / low)
+        return nbytes / ((1 - weight) * low / low_seconds + weight * high / high_seconds)
+
+    def save(self, path: Path, **facts: Any) -> None:
+        """Write the measurements as JSON, with whatever else is known of the cluster beside them."""
+        body = {**facts, "collectives": [asdict(timing) for timing in self.timings]}
+        path.write_text(json.dumps(body, indent=1), encoding="utf-8")
+
+    @classmethod
+    def from_facts(cls, facts: dict[str, Any]) -> "Measured":
+        """From what :meth:`save` wrote, read back."""
+        timings = []
+        for entry in facts.get("collectives", []):
+            timing = Timing(**{**entry, "mesh": tuple(entry["mesh"])})
+            if timing.operation not in get_args(Operation) or timing.ring not in get_args(Ring):
+                raise UserError(f"A cluster's profile has a {timing.ring} {timing.operation}, which is unknown here.")
+            timings.append(timing)
+        return cls(timings)

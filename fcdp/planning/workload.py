@@ -1,0 +1,127 @@
+"""What is trained: a model and a batch, as far as memory, communication and computing depend on them."""
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedConfig
+
+from common.errors import UserError
+from common.models.flops import active_parameters, model_flops_per_token
+from common.models.meta import build_meta_model
+from common.models.structure import find_blocks
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A step of one rank: ``micro_batches`` times ``micro_batch`` sequences of ``seq_len`` tokens."""
+
+    parameters: float
+    """Psi: all of them, tied ones once."""
+    trainable: float
+    """Psi': those that have gradients and optimizer states."""
+    blocks: int
+    """Transformer blocks: what is gathered, reduced and checkpointed one by one."""
+    block_activation_bytes: float = 0.0
+    """Saved for the backward pass per token and block, in bf16."""
+    hidden_bytes: float = 0.0
+    """Of a block's input per token, in bf16: what checkpointing keeps."""
+    logits_bytes: float = 0.0
+    """Of the loss per token: logits in bf16, in fp32, and their gradient."""
+    forward_flops_per_token: float = 0.0
+    """Of the forward pass."""
+    weight_flops_per_token: float = 0.0
+    """Of the gradients of trainable weights."""
+    seq_len: int = 1
+    micro_batch: int = 1
+    """Sequences that a rank computes at once."""
+    micro_batches: int = 1
+    """How many of them accumulate before the optimizer steps: s in PaRO, M in AMSP."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.trainable <= self.parameters:
+            raise UserError(
+                f"{self.trainable:,.0f} trainable parameters of {self.parameters:,.0f}: it must be more than 0 and at "
+                "most all of them."
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Of one micro-batch."""
+        return self.seq_len * self.micro_batch
+
+    @property
+    def units(self) -> int:
+        """Pieces in which parameters travel: every block, and the embedding and head together."""
+        return self.blocks + 1
+
+    @property
+    def forward_flops(self) -> float:
+        """Of one micro-batch."""
+        return self.tokens * self.forward_flops_per_token
+
+    def backward_flops(self, checkpointing: bool) -> float:
+        """Of one micro-batch: gradients of activations cost a forward, those of weights what is trainable."""
+        again = self.forward_flops_per_token if checkpointing else 0.0
+        return self.tokens * (self.forward_flops_per_token + self.weight_flops_per_token + again)
+
+    def activation_bytes(self, checkpointing: bool) -> float:
+        """Of one micro-batch, with attention that does not keep its scores (flash attention)."""
+        block = self.tokens * self.block_activation_bytes
+        kept = self.blocks * self.tokens * self.hidden_bytes + block if checkpointing else self.blocks * block
+        return kept + self.tokens * self.logits_bytes
+
+    @classmethod
+    def of_model(
+        cls,
+        config: PreTrainedConfig,
+        *,
+        seq_len: int,
+        micro_batch: int = 1,
+        micro_batches: int = 1,
+        trainable_ratio: float = 1.0,
+    ) -> "Workload":
+        """The workload of a Hugging Face model.
+
+        Args:
+            trainable_ratio: trainable parameters over all parameters.
+        """
+        model = build_meta_model(config)
+        _, blocks = find_blocks(model)
+        parameters = float(sum(parameter.numel() for parameter in model.parameters()))
+        active = active_parameters(model, model)
+        attention = (model_flops_per_token(model, seq_len) - 6.0 * active) / 3
+        text = config.get_text_config()
+        return cls(
+            parameters=parameters,
+            trainable=parameters * trainable_ratio,
+            blocks=len(list(blocks.children())),
+            block_activation_bytes=_block_activation_bytes(text, _is_gated(model)),
+            hidden_bytes=2.0 * text.hidden_size,
+            logits_bytes=(2.0 + 4.0 + 4.0) * text.vocab_size,
+            forward_flops_per_token=2.0 * active + attention,
+            # Scores and weighted values have two inputs: their backward is two forwards, whatever is trainable.
+            weight_flops_per_token=2.0 * active * trainable_ratio + attention,
+            seq_len=seq_len,
+            micro_batch=micro_batch,
+            micro_batches=micro_batches,
+        )
+
+
+def _is_gated(model: object) -> bool:
+    names = (name for name, _ in model.named_modules())  # type: ignore[attr-defined]
+    return any(name.endswith(("gate_proj", "gate_up_proj")) for name in names)
+
+
+def _block_activation_bytes(config: PreTrainedConfig, gated: bool) -> float:
+    """Bytes per token that one block saves in bf16, by Korthikanti et al. (arXiv:2205.05198, section 4.1).
+
+    Theirs is 34 per hidden unit with dropout masks and without attention scores. Here without the masks (2), with the
+    model's own sizes: inputs of two norms; attention's input, queries, keys, values and result; the input of the MLP,
+    and of its inner width the activation function's input and output, with a gate also the gate and the product.
+    """
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    head = getattr(config, "head_dim", None) or hidden // heads
+    keys = (getattr(config, "num_key_value_heads", None) or heads) * head
+    inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
+    norms, mlp = 2 * hidden, hidden + (4 if gated else 2) * inner
+    attention = hidden + heads * head + 2 * keys + heads * head
+    return 2.0 * (norms + attention + mlp)

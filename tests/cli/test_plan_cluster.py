@@ -1,0 +1,87 @@
+"""``finetune --plan`` for clusters: what it prints, as a table and as JSON, and what it refuses."""
+
+import json
+
+import pytest
+
+from cli.main import main
+from common.models.presets import load_config
+from fcdp.mesh import Levels
+from fcdp.planning import Workload, estimate, load_cluster
+from fcdp.strategy_names import parse_strategy
+
+A800 = ["--plan", "--cluster", "a800-hdr", "--model", "llama-7b"]
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
+    assert main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_json_has_what_is_promised_and_is_what_the_planner_says(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, *A800, "--nodes", "128", "--gpus-per-node", "8")
+    promised = {
+        "name", "p", "g", "os", "cache", "device_bytes", "host_bytes", "inter_node_bytes_per_step",
+        "intra_node_bytes_per_step", "step_seconds", "fits",
+    }  # fmt: skip
+    assert all(promised <= strategy.keys() for strategy in found["strategies"])
+    assert found["choice"] in found["strategies"]
+    assert found["choice"]["fits"]
+    by_name = {strategy["name"]: strategy for strategy in found["strategies"]}
+    assert {"ddp", "zero1", "zero2", "zero3", "mics", "zero++", "fcdp", "paro-iig", "amsp-7b"} <= by_name.keys()
+    workload = Workload.of_model(load_config("llama-7b")[0], seq_len=1024)
+    cluster = load_cluster("a800-hdr")
+    for name in ("zero3", "fcdp", "4x1/4x1/I"):
+        layout = parse_strategy(name).on(Levels((8, 128)))
+        expected = estimate(layout, workload, cluster, checkpointing=by_name[name]["checkpointing"])
+        assert by_name[name] == json.loads(json.dumps(expected.as_dict()))
+    assert by_name["zero3"]["p"] == [8, 128]
+
+
+def test_table_names_every_strategy_that_fits_and_the_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*A800, "--nodes", "2", "--batch-size", "64", "--seq-len", "2048", "--trainable", "0.01"]
+    found = planned(capsys, *words)
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "4 micro-batches of 1 x 2048 tokens" in out
+    for strategy in found["strategies"]:
+        assert (f"\n{strategy['name']} " in out) == strategy["fits"]
+    assert f"choice: {found['choice']['name']}, " in out
+
+
+def test_one_strategy_on_three_levels(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--plan", "--cluster", "frontier", "--levels", "2,4,2", "--model", "gpt-neox-20b"]
+    found = planned(capsys, *words, "--strategy", "zero-topo")
+    assert [strategy["name"] for strategy in found["strategies"]] == ["zero-topo"]
+    assert (found["choice"]["p"], found["choice"]["g"], found["choice"]["os"]) == ([2, 1], [8, 1], [8, 2])
+
+
+def test_order_of_nodes_under_leaf_switches(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
+    preset = (
+        "name = 'x'\ndevice_memory = '80GB'\nhost_memory = '1TB'\nbf16_tflops = 300\nreached = 0.5\n"
+        "memory_gb_per_s = 2000\nhost_link_gb_per_s = 25\nstart_us = 8\nleaf_of_node = [0, 1, 0, 1]\n"
+        "[[level]]\nsize = 8\ngb_per_s = 200\nlatency_us = 3\n"
+        "[[level]]\nsize = 4\ngb_per_s_per_node = 100\nlatency_us = 10\n"
+    )
+    (tmp_path / "mine.toml").write_text(preset)
+    words = ["--plan", "--cluster", str(tmp_path / "mine.toml"), "--model", "llama-7b", "--strategy", "8x1/8x1/8x2"]
+    assert planned(capsys, *words)["node_order"] == [0, 2, 1, 3]
+    assert main(words) == 0
+    assert "2 of 2 groups of 2 stay under one leaf switch: 0 2 1 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--plan", "--model", "llama-7b"], "--cluster PRESET"),
+    ([*A800, "--cluster", "a800"], "Did you mean 'a800-hdr'"),
+    ([*A800, "--batch-size", "1000"], "no multiple of 1024"),
+    ([*A800, "--levels", "8,4", "--nodes", "8"], "--levels 8,4 has 4 where --nodes says 8"),
+    ([*A800, "--strategy", "zero4"], "Did you mean 'zero"),
+    ([*A800, "--nodes", "1", "--model", "gpt3-805b"], "No strategy fits"),
+    (["--plan", "--cluster", "a40-edr", "--model", "llama-7b", "--gpus-per-node", "3"], "fastest level"),
+    (["--model", "m", "--nodes", "2"], "Add --plan"),
+])  # fmt: skip
+def test_refuses_in_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert message in err

@@ -1,0 +1,74 @@
+"""Block quantisation: error bounds, sizes, and the same values as a plain twin."""
+
+import pytest
+import torch
+
+from common.quantisation import BLOCK, Bits, dequantise, quantise, quantised_nbytes
+
+
+def twin(values: list[float], largest: int) -> list[float]:
+    """One block, element by element, in double precision."""
+    scale = max(map(abs, values)) / largest
+    return [round(value / scale) * scale if scale else 0.0 for value in values]
+
+
+@pytest.mark.parametrize(("bits", "largest"), [(8, 127), (4, 7)])
+@pytest.mark.parametrize("count", [1, 199, BLOCK, BLOCK + 1, 3 * BLOCK + 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_element_is_within_half_a_step_of_its_own_block(
+    bits: Bits, largest: int, count: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(count)
+    # Blocks of very different size: each has to have a scale of its own.
+    tensor = (torch.randn(count) * 10.0 ** (torch.arange(count) // BLOCK * 3 - 3)).to(dtype)
+    packed = quantise(tensor, bits)
+    back = dequantise(packed, dtype=torch.float32)
+    assert back.shape == (count,)
+    assert packed.nbytes == quantised_nbytes(count, bits)
+    for start in range(0, count, BLOCK):
+        block, found = tensor[start : start + BLOCK].float(), back[start : start + BLOCK]
+        bound = block.abs().max() / largest / 2
+        assert (block - found).abs().max() <= bound * 1.0001
+        expected = torch.tensor(twin(block.tolist(), largest))
+        # Where a value lies on the border of two steps, fp32 and double may round differently: one step, rarely.
+        differ = (found - expected).abs() > bound * 0.01
+        assert differ.float().mean() <= 0.01
+
+
+def test_bytes_are_a_half_and_a_quarter_of_bf16_plus_scales() -> None:
+    count = 64 * BLOCK
+    assert quantised_nbytes(count, 8) == count + 64 * 4
+    assert quantised_nbytes(count, 4) == count // 2 + 64 * 4
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_extremes_signs_and_order(bits: Bits) -> None:
+    largest = 127 if bits == 8 else 7
+    steps = torch.arange(-largest, largest + 1, dtype=torch.float32).repeat(2)[:BLOCK]
+    packed = quantise(steps, bits)
+    assert torch.equal(dequantise(packed, dtype=torch.float32), steps), "whole steps come back as they are"
+    assert packed.values.dtype == (torch.int8 if bits == 8 else torch.uint8)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_zeros_denormals_and_what_is_not_finite(bits: Bits) -> None:
+    assert not dequantise(quantise(torch.zeros(3), bits)).any()
+    tiny = torch.full((BLOCK,), 1e-45)
+    assert dequantise(quantise(tiny, bits), dtype=torch.float32).abs().max() <= 1e-44
+    spoilt = torch.ones(2 * BLOCK)
+    spoilt[3] = torch.inf
+    back = dequantise(quantise(spoilt, bits))
+    assert back[:BLOCK].isnan().all()
+    assert torch.equal(back[BLOCK:].float(), torch.ones(BLOCK)), "other blocks know nothing of it"
+
+
+def test_whole_blocks_can_travel_by_themselves() -> None:
+    torch.manual_seed(0)
+    tensor = torch.randn(4 * BLOCK)
+    whole = dequantise(quantise(tensor, 4))
+    parts = [dequantise(quantise(part, 4)) for part in tensor.chunk(4)]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def test_an_empty_tensor_stays_empty() -> None:
+    assert dequantise(quantise(torch.empty(0), 8)).numel() == 0

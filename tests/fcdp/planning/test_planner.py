@@ -1,0 +1,220 @@
+"""Memory, step time and choice, against the papers' formulas and against exhaustive checks."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.errors import UserError
+from common.models.presets import load_config
+from fcdp.mesh import Levels, Mesh
+from fcdp.planning import Cluster, Workload, admissible, cluster_names, estimate, load_cluster, plan
+from fcdp.planning.memory import RUNTIME_BYTES, memory_of
+from fcdp.planning.node_order import groups_across_leaves, node_order
+from fcdp.planning.search import SAME, refusal, scopes_of
+from fcdp.strategy_names import PRESETS, parse_strategy
+
+PSI = 8e9
+WORKLOAD = Workload(PSI, PSI, blocks=31, forward_flops_per_token=2 * PSI, weight_flops_per_token=2 * PSI, seq_len=4096)
+
+
+def dgx(nodes: int = 4) -> Cluster:
+    return load_cluster("a800-hdr").resized(Levels((8, nodes)))
+
+
+@pytest.mark.parametrize(("name", "parameters", "second", "gradients", "optimizer", "host"), [
+    # Per parameter on 8 x 4 ranks, from PaRO's table 2 and FCDP VI-A.
+    ("ddp", 2, 0, 2, 12, 0),
+    ("zero1", 2, 0, 2, 12 / 32, 0),
+    ("zero2", 2, 0, 2 / 32, 12 / 32, 0),
+    ("zero3", 2 / 32, 0, 2 / 32, 12 / 32, 0),
+    ("mics", 2 / 8, 0, 2 / 8, 12 / 8, 0),
+    ("zero++-exact", 2 / 32, 2 / 8, 2 / 32, 12 / 32, 0),
+    ("paro-igg", 2 / 8, 0, 2 / 32, 12 / 32, 0),
+    ("paro-nig", 2, 0, 2 / 8, 12 / 32, 0),
+    ("fcdp", 2 / 32, 0, 2 / 32, 12 / 32, 2),
+    ("G/G/G+host+second", 2 / 32, 0, 2 / 32, 12 / 32, 2),
+])  # fmt: skip
+def test_states_are_those_of_the_papers_tables(
+    name: str, parameters: float, second: float, gradients: float, optimizer: float, host: float
+) -> None:
+    memory = memory_of(parse_strategy(name).on(Levels((8, 4))), WORKLOAD, checkpointing=False)
+    found = [memory.parameters, memory.second, memory.gradients, memory.optimizer, memory.host]
+    assert found == pytest.approx([PSI * each for each in (parameters, second, gradients, optimizer, host)])
+
+
+def test_zero_topos_tables_v_and_vi() -> None:
+    memory = memory_of(PRESETS["zero-topo"].on(Levels((2, 4, 2))), WORKLOAD, checkpointing=False)
+    assert memory.parameters + memory.second == pytest.approx(PSI * (1 + 0.5 * (1 + 4 / 256)))
+    assert memory.gradients == pytest.approx(PSI / 4)
+
+
+def test_frozen_parameters_have_neither_gradients_nor_states() -> None:
+    adapters = replace(WORKLOAD, trainable=PSI / 100)
+    memory = memory_of(PRESETS["mics"].on(Levels((8, 4))), adapters, checkpointing=False)
+    assert (memory.parameters, memory.gradients + memory.optimizer) == pytest.approx((PSI / 4, 0.14 * PSI / 8))
+
+
+def test_activations_of_llama_7b() -> None:
+    """By hand, per token and block: 2 norms, attention's input, q, k, v and result, the MLP's input and 4 times its
+    inner width, 2 bytes each; the loss has 10 bytes for each of 32,000 words."""
+    workload = Workload.of_model(load_config("llama-7b")[0], seq_len=4096, micro_batch=2)
+    tokens, block = 2 * 4096, 2 * (2 * 4096 + 5 * 4096 + 4096 + 4 * 11008)
+    assert workload.parameters == 6_738_415_616
+    assert workload.activation_bytes(False) == tokens * (32 * block + 10 * 32000)
+    assert workload.activation_bytes(True) == tokens * (32 * 2 * 4096 + block + 10 * 32000)
+    ungated = Workload.of_model(load_config("gpt2-125m")[0], seq_len=8)
+    assert ungated.block_activation_bytes == 32 * 768, "Korthikanti's 34 without two bytes of dropout masks"
+
+
+def test_flops_of_frozen_weights() -> None:
+    config = load_config("gpt2-125m")[0]
+    full, frozen = (Workload.of_model(config, seq_len=128, trainable_ratio=ratio) for ratio in (1.0, 1e-9))
+    attention = 4 * 128 * 12 * 768
+    assert full.forward_flops_per_token == frozen.forward_flops_per_token == 2 * full.parameters + attention
+    assert full.weight_flops_per_token == 2 * full.parameters + attention
+    assert frozen.weight_flops_per_token == pytest.approx(attention)
+
+
+def test_a_step_that_computes_little_lasts_as_long_as_its_communication() -> None:
+    idle = replace(WORKLOAD, forward_flops_per_token=0, weight_flops_per_token=0)
+    found = estimate(PRESETS["zero3"].on(Levels((8, 4))), idle, dgx(), checkpointing=False)
+    update = 28 * PSI / 32 / dgx().memory_bytes_per_second
+    assert found.step_seconds == pytest.approx(found.communication_seconds + update)
+
+
+def test_a_step_that_computes_much_hides_all_but_the_ends() -> None:
+    busy = replace(WORKLOAD, forward_flops_per_token=200 * PSI, micro_batches=2)
+    found = estimate(PRESETS["zero3"].on(Levels((8, 4))), busy, dgx(), checkpointing=False)
+    assert found.step_seconds - found.compute_seconds == pytest.approx(found.communication_seconds / 32)
+
+
+def test_recomputation_takes_another_forward_and_less_memory() -> None:
+    workload = replace(WORKLOAD, block_activation_bytes=100.0, hidden_bytes=1.0)
+    plain, again = (
+        estimate(PRESETS["ddp"].on(Levels((8, 1))), workload, dgx(1), checkpointing=value) for value in (False, True)
+    )
+    assert again.compute_seconds - plain.compute_seconds == pytest.approx(
+        workload.forward_flops / dgx().flops_per_second
+    )
+    assert plain.memory.activations - again.memory.activations == 4096 * (31 * 100 - 31 - 100)
+
+
+def test_host_cache_is_read_at_every_use_and_an_adaptive_one_only_for_want_of_room() -> None:
+    slow_host = replace(dgx(), host_link_bytes_per_second=1e9)
+    idle = replace(WORKLOAD, forward_flops_per_token=0, weight_flops_per_token=0)
+    host, adaptive, device = (
+        estimate(parse_strategy(f"I/G/G+{tier}").on(Levels((8, 4))), idle, slow_host, checkpointing=False)
+        for tier in ("host", "adaptive", "device")
+    )
+    update = 28 * PSI / 32 / slow_host.memory_bytes_per_second
+    assert host.step_seconds == pytest.approx(2 * 2 * PSI / 8 / 1e9 + update), "both passes wait for copies alone"
+    assert adaptive.step_seconds == pytest.approx(device.step_seconds), "80 GB have room for all shards"
+    assert adaptive.memory.device == host.memory.device, "what is promised is ZeRO-3's"
+    tight = replace(slow_host, device_memory_bytes=round(host.memory.device))
+    squeezed = estimate(adaptive.layout, idle, tight, checkpointing=False)
+    assert squeezed.step_seconds == pytest.approx(host.step_seconds)
+
+
+def test_scopes_that_pass_the_filters() -> None:
+    assert [str(scope) for scope in scopes_of(Levels((8, 4)))] == ["N", "2x1", "4x1", "I", "8x2", "G"]
+    assert [str(scope) for scope in scopes_of(Levels((2, 3, 3)))] == ["N", "2x1", "I", "G"], "3x1 skips the pair"
+    assert len(scopes_of(Levels((1, 1)))) == 1
+
+
+def test_the_space_has_every_admissible_triple_once() -> None:
+    levels = Levels((4, 4))
+    found = [strategy.on(levels) for strategy in admissible(levels)]
+    scopes = [(1, 1), (2, 1), (4, 1), (4, 2), (4, 4)]
+    triples = {(p, g, os) for p in scopes for g in scopes for os in scopes if p <= g <= os}
+    plain = {(one.p.pair, one.g.pair, one.os.pair) for one in found if one.second is None}
+    paro = {((4, 1), (1, 1), (4, 1)), ((4, 1), (1, 1), (4, 4)), ((4, 4), (1, 1), (4, 4)), ((4, 4), (4, 1), (4, 4))}
+    assert plain == triples | paro
+    keys = [(one.p, one.g, one.os, one.second, one.cache, one.strategy.precision, one.strategy.ring) for one in found]
+    assert len(keys) == len(set(keys))
+    for strategy in admissible(levels):
+        assert parse_strategy(strategy.name).on(levels) == strategy.on(levels), "names mean what was costed"
+
+
+def test_the_choice_is_the_fastest_that_fits_and_changes_no_arithmetic() -> None:
+    workload = Workload.of_model(load_config("llama-13b")[0], seq_len=2048, micro_batches=2)
+    cluster = load_cluster("a40-10gbe")
+    found = plan(workload, cluster)
+    assert found.choice is not None
+    eligible = [one for one in found.estimates if one.fits and one.layout.strategy.precision.exact]
+    fastest = min(one.step_seconds for one in eligible)
+    near = [one for one in eligible if one.step_seconds <= fastest * (1 + SAME)]
+    assert found.choice in near
+    assert found.choice.communication_seconds == min(one.communication_seconds for one in near)
+    for one in found.estimates:
+        assert one.fits == (
+            one.memory.device <= cluster.device_memory_bytes and one.memory.host <= cluster.host_memory_bytes
+        )
+    quantised = plan(workload, cluster, allow_quantised=True).choice
+    assert quantised is not None
+    assert quantised.step_seconds <= found.choice.step_seconds
+
+
+def test_recomputes_only_where_it_does_not_fit_otherwise() -> None:
+    workload = Workload.of_model(load_config("llama-7b")[0], seq_len=2048, micro_batch=8)
+    found = plan(workload, load_cluster("a800-hdr"), strategies=[PRESETS["zero3"], PRESETS["zero1"]])
+    by_name = {one.name: one for one in found.estimates}
+    assert by_name["zero1"].checkpointing
+    assert by_name["zero1"].fits
+    assert by_name["zero3"].checkpointing == (
+        memory_of(by_name["zero3"].layout, workload, checkpointing=False).device > 80e9
+    )
+
+
+def test_says_by_how_much_nothing_fits() -> None:
+    huge = Workload(1e12, 1e12, blocks=100)
+    found = plan(huge, dgx(1))
+    assert found.choice is None
+    assert "takes 1." in str(refusal(found, dgx(1)))
+    assert "TiB" in str(refusal(found, dgx(1)))
+
+
+@pytest.mark.parametrize("name", cluster_names())
+def test_presets_load_and_faster_levels_are_faster(name: str) -> None:
+    cluster = load_cluster(name)
+    rates = [link.bytes_per_second for link in cluster.rates.links]  # type: ignore[attr-defined]
+    assert rates == sorted(rates, reverse=True)
+    fewer = cluster.resized(Levels((*cluster.levels.sizes[:-2], cluster.levels.sizes[-2] // 2, 2)))
+    assert fewer.rates.links[-1].bytes_per_second == 2 * rates[-1], "half the ranks share a node's cards"  # type: ignore[attr-defined]
+
+
+def test_names_and_shapes_of_clusters_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="Did you mean 'a800-hdr'"):
+        load_cluster("a800-hrd")
+    with pytest.raises(UserError, match="3 levels"):
+        load_cluster("frontier").resized(Levels((8, 4)))
+    mine = tmp_path / "mine.toml"
+    mine.write_text("name = 'x'\n")
+    with pytest.raises(UserError, match="does not describe a cluster: KeyError"):
+        load_cluster(str(mine))
+
+
+def test_fcdps_measured_rates() -> None:
+    """Table III: 16 GB gathered over two nodes took 0.949, 3.963, 6.745 and 67.66 s."""
+    for name, seconds in (("a40-edr", 0.949), ("a40-ipoib", 3.963), ("a40-10gbe", 6.745), ("a40-1gbe", 67.66)):
+        cluster = load_cluster(name).resized(Levels((2, 4, 2)))
+        across = 16e9 / 8  # a rank's part of what the node gathers from the other
+        assert cluster.rates.seconds("all_gather", Mesh((1, 1, 2)), across, "flat") == pytest.approx(seconds, rel=0.01)
+
+
+def test_nodes_under_one_leaf_switch_come_together() -> None:
+    leaves = [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2]  # round robin: as bad as AMSP's figure 10b
+    plain = list(range(12))
+    assert groups_across_leaves(plain, leaves, 4) == 3
+    order = node_order(leaves, 4)
+    assert sorted(order) == plain
+    assert groups_across_leaves(order, leaves, 4) == 0
+    uneven = [0, 0, 0, 1, 1, 1, 1, 1]
+    assert groups_across_leaves(node_order(uneven, 4), uneven, 4) == 1, "3 and 5 nodes: one group has to cross"
+    with pytest.raises(UserError, match="no whole number of groups"):
+        node_order(leaves, 5)
+
+
+def test_runtime_is_part_of_what_a_device_needs() -> None:
+    memory = memory_of(PRESETS["ddp"].on(Levels((8, 1))), WORKLOAD, checkpointing=False)
+    assert memory.device == memory.states + RUNTIME_BYTES

@@ -1,0 +1,141 @@
+"""Strategies: what may be written, what each stands for on a cluster, and what is refused with which rule."""
+
+import pytest
+
+from common.errors import UserError
+from fcdp.mesh import Levels, Mesh, Scope
+from fcdp.strategy import Precision, Strategy
+from fcdp.strategy_names import PARO, PRESETS, parse_strategy
+
+DGX = Levels((8, 128))
+FRONTIER = Levels((2, 4, 16))
+
+
+def pairs(text: str, levels: Levels) -> tuple[tuple[int, int], ...]:
+    layout = parse_strategy(text).on(levels)
+    return layout.p.pair, layout.g.pair, layout.os.pair
+
+
+@pytest.mark.parametrize(("text", "levels", "extents"), [
+    ("N", DGX, (1, 1)),
+    ("none", FRONTIER, (1, 1, 1)),
+    ("i", DGX, (8, 1)),
+    ("node", FRONTIER, (2, 4, 1)),
+    ("cluster", FRONTIER, (2, 4, 16)),
+    ("pair", FRONTIER, (2, 1, 1)),
+    ("4x1", DGX, (4, 1)),
+    ("4x1", FRONTIER, (2, 2, 1)),
+    ("8x4", FRONTIER, (2, 4, 4)),
+    ("1x1", DGX, (1, 1)),
+    ("3x1", Levels((6, 2)), (3, 1)),
+])  # fmt: skip
+def test_scopes_fill_levels_from_the_fastest_one_up(text: str, levels: Levels, extents: tuple[int, ...]) -> None:
+    assert Scope.parse(text).on(levels).extents == extents
+
+
+@pytest.mark.parametrize(("text", "levels", "rule"), [
+    ("3x1", DGX, "equations 3 and 5"),
+    ("16x1", DGX, "equations 3 and 5"),
+    ("8x3", DGX, "equations 4 and 6"),
+    ("8x256", DGX, "equations 4 and 6"),
+    ("4x2", DGX, "equation 7"),
+    ("3x1", Levels((2, 3, 4)), "equation 7, for the levels inside a node"),
+    ("pair", DGX, "--levels 2,4,16"),
+])  # fmt: skip
+def test_meshes_that_amsp_filters_out_are_refused_with_its_equation(text: str, levels: Levels, rule: str) -> None:
+    with pytest.raises(UserError, match=rule):
+        Scope.parse(text).on(levels)
+
+
+def test_a_mesh_over_another_is_what_is_left_of_every_level() -> None:
+    assert Mesh((2, 4, 16)).over(Mesh((2, 1, 1))).extents == (1, 4, 16)
+    assert Mesh((2, 4, 1)).holds(Mesh((2, 2, 1)))
+    assert not Mesh((2, 1, 4)).holds(Mesh((2, 4, 1)))
+
+
+@pytest.mark.parametrize(("name", "p", "g", "os"), [
+    ("ddp", (1, 1), (1, 1), (1, 1)),
+    ("zero1", (1, 1), (1, 1), (8, 128)),
+    ("zero2", (1, 1), (8, 128), (8, 128)),
+    ("zero3", (8, 128), (8, 128), (8, 128)),
+    ("mics", (8, 1), (8, 1), (8, 1)),
+    ("hsdp", (8, 1), (8, 1), (8, 1)),
+    ("zero++", (8, 128), (8, 128), (8, 128)),
+    ("fcdp", (8, 1), (8, 128), (8, 128)),
+    ("paro-gng", (8, 128), (1, 1), (8, 128)),
+    ("amsp-30b", (8, 1), (8, 1), (8, 4)),
+    ("I/G/G+host", (8, 1), (8, 128), (8, 128)),
+    ("igg", (8, 1), (8, 128), (8, 128)),
+    ("2x1/8x1/8x2", (2, 1), (8, 1), (8, 2)),
+])  # fmt: skip
+def test_names_on_amsps_testbed(name: str, p: tuple[int, int], g: tuple[int, int], os: tuple[int, int]) -> None:
+    assert pairs(name, DGX) == (p, g, os)
+
+
+def test_zero_topo_uses_three_levels() -> None:
+    assert pairs("zero-topo", FRONTIER) == pairs("pair/node/cluster", FRONTIER) == ((2, 1), (8, 1), (8, 16))
+    layout = PRESETS["zero-topo"].on(FRONTIER)
+    assert layout.second == Mesh((2, 1, 1)), "int8 shards besides the bf16 ones, over the same pair"
+    assert PRESETS["zero-topo-exact"].on(FRONTIER).second is None, "in bf16 they would be the same shards twice"
+    with pytest.raises(UserError, match="there is no pair"):
+        PRESETS["zero-topo"].on(DGX)
+
+
+def test_paros_fourteen_are_those_of_its_table() -> None:
+    table = ["NNN", "NNI", "NNG", "NII", "NIG", "NGG", "INI", "ING", "III", "IIG", "IGG", "GNG", "GIG", "GGG"]
+    assert sorted(PARO) == sorted(table)
+    assert all(PRESETS[f"paro-{scopes.lower()}"].scopes == scopes for scopes in table)
+    left_out = {p + g + os for p in "NIG" for g in "NIG" for os in "NIG"} - set(table)
+    assert len(left_out) == 13
+    for scopes in left_out:
+        with pytest.raises(UserError, match=r"PaRO 3\.1\.3, principle 1"):
+            parse_strategy(scopes)
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("8x1/4x1/8x1", "AMSP IV-B, equations 3 and 4"),
+    ("pair/N/cluster", "PaRO's INI"),
+    ("4x1/4x1/2x1", "principle 1"),
+    ("N/N/G+host", "not sharded, so there is no cache"),
+    ("G/G/G+host", "sharded over G as OS is"),
+    ("N/N/G+second", "FCDP VI-A"),
+    ("zero4", "Did you mean 'zero"),
+    ("I/G/G+hots", "Did you mean 'host'"),
+    ("X/G/G", "is no scope"),
+    ("fcdp+host", "Write scopes instead"),
+    ("I/G", "no strategy"),
+])  # fmt: skip
+def test_refusals_cite_their_rule(text: str, message: str) -> None:
+    with pytest.raises(UserError) as refused:
+        parse_strategy(text)
+    assert message in str(refused.value)
+
+
+def test_rules_that_only_a_cluster_can_decide() -> None:
+    mixed = parse_strategy("I/4x1/G")  # 4x1 is finer than I on nodes of two, and equal on nodes of four
+    assert mixed.on(Levels((4, 2))).g == mixed.on(Levels((4, 2))).p
+    with pytest.raises(UserError, match="G \\(4x1\\) is sharded less finely than P \\(I\\)"):
+        mixed.on(Levels((8, 2)))
+    six = Strategy("six", Scope("2x1"), Scope("2x1"), Scope("3x1"))
+    with pytest.raises(UserError, match="OS \\(3x1\\) is sharded less finely than P"):
+        six.on(Levels((6, 2)))
+
+
+def test_caches() -> None:
+    assert PRESETS["paro-igg"].on(DGX).cache == "device"
+    assert PRESETS["zero3"].on(DGX).cache == "none"
+    assert PRESETS["zero++"].on(DGX).cache == "device"
+    assert PRESETS["fcdp"].on(DGX).cache == "adaptive"
+    one_node = Levels((8, 1))
+    assert PRESETS["fcdp"].on(one_node).cache == "none", "on one node I is G, and nothing crosses nodes"
+    assert PRESETS["zero++"].without_quantisation().on(one_node).second is None
+    with pytest.raises(UserError, match="stay inside a node"):
+        Strategy("x", Scope("G"), Scope("G"), Scope("G"), second=Scope("8x2"))
+    with pytest.raises(UserError, match="there are none"):
+        Strategy("x", Scope("G"), Scope("G"), Scope("G"), precision=Precision(second="int8"))
+
+
+@pytest.mark.parametrize("text", ["8", "8,x", "", "2,,4"])
+def test_levels_that_are_none(text: str) -> None:
+    with pytest.raises(UserError, match="levels"):
+        Levels.parse(text)
