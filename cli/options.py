@@ -208,7 +208,7 @@ def build_command(run: Callable[..., int]) -> click.Command:
         "--host-cache",
         type=size,
         metavar="SIZE",
-        help="Host memory (of each node) to keep parameters and states in between steps. Default: what is left. 0: none.",
+        help="Host memory (of each node) to keep parameters and states in between steps; 0: none. Default: the rest.",
     )
     add("--micro-batch", type=positive, metavar="N", help="Sequences computed at once. Default: as many as fit.")
     add(

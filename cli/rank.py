@@ -163,7 +163,7 @@ def main(arguments: list[str]) -> NoReturn:
     try:
         if rank.stopping:
             raise KeyboardInterrupt
-        build_command(lambda **options: parsed.update(options)).main(arguments, standalone_mode=False)
+        build_command(lambda **options: parsed.update(options) or 0).main(arguments, standalone_mode=False)
         from cli.main import settings_of
         from cli.train_nodes import train
 

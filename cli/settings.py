@@ -87,7 +87,7 @@ class Settings:
     """Seconds to wait for a node that does not come or does not answer."""
     max_restarts: int = 3
     """After lost ranks."""
-    strategy: str | None = None
+    strategy: Strategy | None = None
     """None: fcdp."""
     device_cache_threshold: float | None = None
     """Part of device memory up to which cached parameters stay there; None: 0.9."""

@@ -31,8 +31,9 @@ from fcdp.topology import Topology
 from fcdp.weights import gather_blocks, load, materialise, widen
 from fuyou import NonFiniteLoss
 from fuyou.gradients import sum_of_squares
+from fuyou.loss import cross_entropy, shifted_labels
 from fuyou.records import wants_decay
-from fuyou.stack import StreamedModel, shifted_labels, summed_loss
+from fuyou.stack import StreamedModel
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 #: Largest shard of an exported checkpoint. Rank 0 holds one.
@@ -225,13 +226,15 @@ class Trainer:
         items = int((targets != -100).sum())
         if items == 0:
             raise UserError("No token of this batch has a label (all are -100): there is nothing to learn from it.")
+        share = torch.tensor(items / world, device=self._device)  # FSDP2 averages gradients over ranks
         parts = self._split({**batch, "targets": targets})
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, part in enumerate(parts):
             self._sharding.set_is_last_micro_batch(index == len(parts) - 1)
-            loss = summed_loss(self._logits(part), part["targets"]) / items
-            (loss * world).backward()  # FSDP2 averages over ranks
-            total += loss.detach()
+            logits = self._logits(part)
+            loss, gradient = cross_entropy(logits, part["targets"], share, gradient=True)
+            logits.backward(gradient)
+            total += loss / world
         loss_value, norm, stopping = self._agree(total, stop)
         if not math.isfinite(loss_value) or not math.isfinite(norm):
             what = f"loss of step {step} is {loss_value}" if not math.isfinite(loss_value) else (

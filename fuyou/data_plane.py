@@ -106,7 +106,7 @@ class DataPlane:
             for outer, wanted in ((False, plan.wide_blocks), (True, plan.wide_outer))
             if wanted
         }
-        # Where there is but one gradient buffer, the sum is rounded in place: the next one waits for its download anyway.
+        # Where there is but one gradient buffer, the sum is rounded in place: the next one waits for its download.
         self.gradients = {
             outer: self.wide[outer] if shares else DeviceBuffers(device, largest[outer] * width, count)
             for outer, count, shares in (

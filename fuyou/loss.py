@@ -35,7 +35,7 @@ def cross_entropy(
     Args:
         logits: ``[B, S, V]``; its graph is not looked at.
         targets: int64 ``[B, S]``, already shifted; -100 where there is no loss.
-        items: int64 scalar: how many targets the whole batch has.
+        items: scalar: how many targets the whole batch has.
         gradient: whether the gradient is wanted.
 
     Returns:
