@@ -75,10 +75,13 @@ def _run(
             ("demo", "profile", "data", "resume", "report"),
         )  # fmt: skip
     if profile:
-        _refuse_with("--profile", "trains nothing", {**options, "demo": demo}, ("demo", "data", "resume", "trace"))
+        _refuse_with(
+            "--profile", "trains nothing", {**options, "demo": demo}, ("demo", "data", "nodes", "resume", "trace")
+        )  # fmt: skip
         options["model"] = options["model"] or DEFAULT_PROFILE_MODEL
     if demo:
-        _refuse_with("--demo", "brings everything with it", options, ("model", "data", "ssd", "resume", "trace"))
+        own = ("model", "data", "ssd", "nodes", "resume", "trace")
+        _refuse_with("--demo", "brings everything with it", options, own)
         from cli.demo import run_demo
 
         run_demo(options["output"], options["report"], options["debug"], interrupts)

@@ -71,14 +71,17 @@ def test_order_of_nodes_under_leaf_switches(capsys: pytest.CaptureFixture[str], 
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["--plan", "--model", "llama-7b"], "--cluster PRESET"),
+    (["--plan", "--nodes", "2", "--model", "llama-7b"], "--cluster PRESET"),
     ([*A800, "--cluster", "a800"], "Did you mean 'a800-hdr'"),
     ([*A800, "--batch-size", "1000"], "no multiple of 1024"),
     ([*A800, "--levels", "8,4", "--nodes", "8"], "--levels 8,4 has 4 where --nodes says 8"),
     ([*A800, "--strategy", "zero4"], "Did you mean 'zero"),
     ([*A800, "--nodes", "1", "--model", "gpt3-805b"], "No strategy fits"),
     (["--plan", "--cluster", "a40-edr", "--model", "llama-7b", "--gpus-per-node", "3"], "fastest level"),
-    (["--model", "m", "--nodes", "2"], "Add --plan"),
+    (["--model", "m", "--nodes", "2", "--cluster", "a800-hdr"], "--cluster belongs to --plan"),
+    (["--model", "m", "--nodes", "2", "--strategy", "IGG"], "Add --plan"),
+    ([*A800, "--ssd", "/tmp"], "is not there yet"),
+    (["--plan", "--model", "llama-7b", "--trainable", "0.1"], "add --cluster"),
 ])  # fmt: skip
 def test_refuses_in_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
