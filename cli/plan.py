@@ -242,6 +242,7 @@ def _places(result: Plan) -> list[str]:
     host = [
         f"{min(counts.host_blocks, layers)} of {layers} blocks, {_many(counts.host_block_gradients, 'gradient')}",
         f"{format_bytes(ring)} of optimizer states on their way",
+        result.memory.resident and f"states of {_many(len(result.memory.resident), 'record')} for good",
         counts.host_activations and _many(counts.host_activations, "block input"),
         counts.host_kept and f"{counts.host_kept:,} sets of kept outputs",
     ]

@@ -248,8 +248,8 @@ class Scheduler:
             inputs, output = hidden_arguments(visit, micro)
             kept_input, kept_output = self._kept_arguments(visit, micro) if train else ([], [])
             compute = Task(
-                Op.COMPUTE, [upload, *cleared], flops=self._flops(visit), step=self._list.step, record=visit.record,
-                visit=visit, micro=micro, source=device, gradient=gradient,
+                Op.COMPUTE, [upload, *cleared], flops=self._flops(visit), tokens=self._batch.tokens,
+                step=self._list.step, record=visit.record, visit=visit, micro=micro, source=device, gradient=gradient,
                 first=trains and micro == 0 and not continues, last=micro == self._batch.micro_batches - 1,
             )  # fmt: skip
             compute.inputs = tuple(self._activations.fetch(key, inputs + output, compute) for key in inputs)

@@ -16,7 +16,7 @@ from fuyou.intervals import Interval
 from fuyou.memory_plan import MemoryPlan
 from fuyou.records import Precision, Record
 from fuyou.schedule import FULL_RECOMPUTATION, BatchShape, Recomputation, Scheduler, StepShape
-from fuyou.tasks import SSD_READS, Op, Resource, StepList, Task
+from fuyou.tasks import SSD_READS, Op, Phase, Resource, StepList, Task
 
 #: I/O moves in pieces of at most this size: the stripe of the store.
 _PIECE_BYTES = 4 << 20
@@ -41,6 +41,19 @@ class Rates:
     adam_parameters_per_second: float
     commit_seconds: float = 0.005
     """``fdatasync`` and manifest."""
+    outer_seconds: tuple[tuple[Phase, float], ...] = ()
+    """Per token, of phases outside the blocks, where they were measured; others take their FLOPs' time."""
+    finish_seconds: float = 0.0
+    """At the end of each block's backward visit: its gradient's part of the norm."""
+
+    def compute_seconds(self, task: Task) -> float:
+        """How long a compute task takes."""
+        assert task.visit is not None
+        for phase, seconds in self.outer_seconds:
+            if phase is task.visit.phase:
+                return seconds * task.tokens
+        finish = self.finish_seconds if task.last and task.visit.phase is Phase.BLOCK_BACKWARD else 0.0
+        return task.flops / self.flops_per_second + finish
 
 
 @dataclass
@@ -300,7 +313,7 @@ class Simulator:
         rates = self.rates
         match task.op:
             case Op.COMPUTE:
-                self._occupy(lane, task, Resource.GPU, task.flops / rates.flops_per_second)
+                self._occupy(lane, task, Resource.GPU, rates.compute_seconds(task))
             case Op.STEP:
                 self.later(0.0, lambda: self.finish(task))
             case Op.COMMIT:

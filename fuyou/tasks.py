@@ -93,6 +93,8 @@ class Task:
     """Bytes that it moves."""
     flops: float = 0.0
     """Floating-point operations that it computes."""
+    tokens: float = 0.0
+    """Tokens that it computes on."""
     step: int = 0
     record: int = -1
     visit: Visit | None = None

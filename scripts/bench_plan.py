@@ -161,7 +161,8 @@ def main(ssd: tuple[Path, ...], only: tuple[int, ...], steps: int, json_file: Pa
             rows.append(row)
             click.echo(
                 f"{number:>2}  {row.name:28}{row.bound:>15}{row.deferred_fraction:>7.2f}"
-                f"{row.kept_activation_bytes >> 20:>5} MiB{row.predicted:>9.2f} s{row.measured:>8.2f} s{row.ratio:>7.2f}"
+                f"{row.kept_activation_bytes >> 20:>5} MiB{row.predicted:>9.2f} s{row.measured:>8.2f} s"
+                f"{row.ratio:>7.2f}"
                 f"  ({row.predicted / max(row.steps):.2f} - {row.predicted / min(row.steps):.2f})"
             )
     finally:

@@ -8,7 +8,7 @@ throughput stands what our own scheme would do on the same machine.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import click
@@ -23,14 +23,11 @@ DRIVES = 12
 """Table 3: twelve Intel P5510 of 3.84 TB; their rates are their specification's (configs/drives)."""
 DRIVES_LIMIT = 24.5e9
 """Most bytes per second to and from all drives: what one PCI Express 4.0 link of 16 lanes reached on an A100 server
-(nvbandwidth issues 11 and 53; configs/gpus/a100-80g.toml). Assumed: the paper does not say how the drives are attached,
-but counts SSD traffic as simplex (section 4.3), and more than six drives (27 GB/s of this mix) gained it little (5.7)."""
+(nvbandwidth issues 11 and 53; configs/gpus/a100-80g.toml). Assumed: the paper does not say how the drives are
+attached, but counts SSD traffic as simplex (4.3), and more than six drives (27 GB/s of it) gained little (5.7)."""
 ADAM = 3.9e9
-"""Parameters per second: DeepSpeed's CPU-Adam, on which the paper's optimizer stands, takes 2.57 s for 10 B parameters on
-a server of the same kind (ZeRO-Offload, Ren et al. 2021, arXiv:2101.06840, table 4)."""
-WHOLE_STEP = {"a100-80g": 173e12, "rtx-4090": 156e12}
-"""FLOP/s of steps that the GPU bounds, section 5.3: a second set of rates. (The first: blocks by themselves, 200 and 164.)
-Each is one of the rows, so that row is no prediction then; the others are."""
+"""Parameters per second: DeepSpeed's CPU-Adam, on which the paper's optimizer stands, takes 2.57 s for 10 B parameters
+on a server of the same kind (ZeRO-Offload, Ren et al. 2021, arXiv:2101.06840, table 4)."""
 
 
 @dataclass(frozen=True)
@@ -68,15 +65,12 @@ OVERLAP = (
 SWAPS = ((32, False), (64, True), (80, True))
 
 
-def machine(gpu: str, host_gb: int = 768, whole_step: bool = False) -> Machine:
+def machine(gpu: str, host_gb: int = 768) -> Machine:
     """The server of table 3 with one of its GPUs. Memory modules come in powers of two: a GB is 2**30 bytes."""
-    built = preset_machine(
+    return preset_machine(
         gpu_preset(gpu), drive_preset("intel-p5510-3.84tb"), DRIVES, host_gb << 30, drives_limit=DRIVES_LIMIT,
         adam_parameters_per_second=ADAM,
     )  # fmt: skip
-    if not whole_step:
-        return built
-    return replace(built, rates=replace(built.rates, flops_per_second=WHOLE_STEP[gpu]))
 
 
 @cache
@@ -139,18 +133,14 @@ def report_sizes() -> list[str]:
 def report_throughputs(rows: Sequence[Throughput]) -> list[str]:
     lines = [
         "Throughput in TFLOP/s, recomputation counted (5.3); ours as if it recomputed everything, to compare",
-        f"{'':4}{'model':11}{'GPU':10}{'batch':>5}{'published':>11}{'by block':>10}{'':>7}{'by step':>9}{'':>7}{'ours':>7}"
-        "  source",
+        f"{'':4}{'model':11}{'GPU':10}{'batch':>5}{'published':>11}{'predicted':>11}{'':7}{'ours':>7}  source",
     ]
     for row in rows:
-        block, step = (
-            tflops(paper(row.model, row.batch, machine(row.gpu, whole_step=whole))) for whole in (False, True)
-        )
-        own = ours(row.model, row.batch, machine(row.gpu))
+        on = machine(row.gpu)
+        predicted, own = tflops(paper(row.model, row.batch, on)), ours(row.model, row.batch, on)
         lines.append(
-            f"{'':4}{row.model:11}{row.gpu:10}{row.batch:>5}{row.published:>11.0f}{block:>10.0f}"
-            f"{misses(block, row.published):>7}{step:>9.0f}{misses(step, row.published):>7}"
-            f"{'no fit' if own is None else format(own, '.0f'):>7}  {row.where}"
+            f"{'':4}{row.model:11}{row.gpu:10}{row.batch:>5}{row.published:>11.0f}{predicted:>11.0f}"
+            f"{misses(predicted, row.published):>7}{'no fit' if own is None else format(own, '.0f'):>7}  {row.where}"
         )
     return lines
 
@@ -181,9 +171,11 @@ def main() -> None:
     """Print published figures, predictions, and by how much they differ."""
     on = machine("a100-80g")
     click.echo(
-        f"Rates: A100 200 and RTX 4090 164 TFLOP/s (blocks by themselves), or 173 and 156 (whole steps); {DRIVES} drives, "
-        f"read {on.rates.read_bytes_per_second / 1e9:.1f} and write {on.rates.write_bytes_per_second / 1e9:.1f} GB/s "
-        f"together; Adam {ADAM / 1e9:.1f} G parameters/s. Sources are in this script and in configs/."
+        f"Rates: blocks of a transformer at {on.rates.flops_per_second / 1e12:.0f} TFLOP/s on an A100 and "
+        f"{machine('rtx-4090').rates.flops_per_second / 1e12:.0f} on an RTX 4090;\n"
+        f"{DRIVES} drives, reading {on.rates.read_bytes_per_second / 1e9:.1f} or writing "
+        f"{on.rates.write_bytes_per_second / 1e9:.1f} GB/s together; Adam {ADAM / 1e9:.1f} G parameters/s.\n"
+        "Sources are in this script and in configs/."
     )
     for part in (report_sizes(), report_throughputs(THROUGHPUTS), report_overlap(), report_swaps()):
         click.echo("\n" + "\n".join(part))

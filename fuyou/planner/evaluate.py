@@ -190,9 +190,9 @@ def busy_seconds(tasks: StepList, rates: Rates) -> dict[Resource, float]:
     """Seconds for which the tasks of a step keep each resource busy: no step is shorter than the largest of them."""
     moved = dict.fromkeys(Resource, 0.0)
     for task in tasks.tasks:
-        moved[task.op.resource] += task.flops if task.op.resource is Resource.GPU else task.nbytes
+        moved[task.op.resource] += rates.compute_seconds(task) if task.op.resource is Resource.GPU else task.nbytes
     return {
-        Resource.GPU: moved[Resource.GPU] / rates.flops_per_second,
+        Resource.GPU: moved[Resource.GPU],
         Resource.HOST_TO_DEVICE: moved[Resource.HOST_TO_DEVICE] / rates.upload_bytes_per_second,
         Resource.DEVICE_TO_HOST: moved[Resource.DEVICE_TO_HOST] / rates.download_bytes_per_second,
         Resource.SSD: tasks.ssd_read_bytes() / rates.read_bytes_per_second

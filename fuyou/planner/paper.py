@@ -24,7 +24,7 @@ from fuyou.tasks import Op, Phase, StepList, Task
 #: Buffers of whole blocks that fill device memory: parameters and fp16 gradients, two of each, so that one moves while
 #: the other computes. (With three or five, the largest model on an RTX 4090 would not be the one that the paper names.)
 DEVICE_BUFFERS = BufferCounts(device_blocks=2, device_block_gradients=2, host_blocks=5, host_block_gradients=2)
-#: fp32 host buffers of whole blocks: the optimizer is "based on ZeRO-Infinity's", which holds four tensors of each group
+#: fp32 host buffers of whole blocks: the optimizer is "based on ZeRO-Infinity's", which holds four tensors of a group
 #: (parameter, gradient, mean, variance), for a group that is read, one that is updated, and one that is written.
 STATE_BUFFERS = 3 * 4
 #: Host memory of two Python processes with CUDA's libraries, and of the system.
@@ -200,7 +200,8 @@ class PaperScheme:
         if self.activations_on_host:
             host += inputs * self.activation_bytes + self.swap().nbytes
         return MemoryPlan(
-            counts, Batch(training.rows, training.seq_len, training.rows), _CHUNKS_PER_GROUP * self.update_groups, largest,
+            counts, Batch(training.rows, training.seq_len, training.rows), _CHUNKS_PER_GROUP * self.update_groups,
+            largest,
             self.activation_bytes, 0, training.seq_len, False, False,
             SAVED_BYTES * training.tokens * self.hidden, self.device_bytes, host,
         )  # fmt: skip

@@ -58,7 +58,7 @@ def test_bytes_per_step_are_the_schedulers(job: Training) -> None:
     result = plan(replace(job, deferred_fraction=0.0, keeping=NOTHING), machine(host=140 << 20))
     memory = result.memory
     assert memory is not None
-    scheduler = Scheduler(job.shape, memory.counts)
+    scheduler = Scheduler(job.shape, memory.counts, resident=memory.resident)
     batch = BatchShape(memory.batch.micro_batches, memory.activation_bytes, 1, memory.kept_bytes)
     lists = [scheduler.training_step(step, batch) for step in (1, 2, 3)]
     assert (result.read_bytes, result.written_bytes) == (lists[-1].ssd_read_bytes(), lists[-1].ssd_written_bytes())
