@@ -6,8 +6,6 @@ import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from cli.prepare import sequence_length
 from cli.report import RESOURCES
 from cli.settings import Settings
@@ -39,7 +37,6 @@ from fuyou.trace import write_trace
 WIDTH = 100
 _BAR = 24
 _LABEL = 10
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DOES_NOT_FIT = 1
 """Exit status of a plan that does not fit: it is an answer, and not the one that was hoped for."""
 
@@ -94,7 +91,7 @@ def _training(settings: Settings) -> Training:
     config, _ = load_config(settings.model)
     return training(
         settings.model, settings.batch_size, sequence_length(settings, config),
-        precision=Precision(DTYPES[settings.dtype], DTYPES[settings.optimizer_dtype]),
+        precision=Precision.named(settings.dtype, settings.optimizer_dtype),
         clips=settings.max_grad_norm > 0, single_slot=settings.single_slot, micro_batch=settings.micro_batch,
         host_cache=settings.host_cache,
     )  # fmt: skip

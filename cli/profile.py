@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import torch
-
 from cli.settings import Settings
 from cli.train import quiet_transformers
 from common.hardware import describe_machine, pick_gpu, torch_index
@@ -22,7 +20,6 @@ from fuyou.stack import StreamedModel
 
 DEFAULT_SEQ_LEN = 1024
 _OPERATORS = 8
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 Row = tuple[str, str, str]
 """What, how much, and a remark."""
@@ -43,7 +40,7 @@ def run_profile(settings: Settings) -> None:
         name = "cpu" if gpu is None else f"cuda:{torch_index(gpu)}"
     directories = usable([Path(word).expanduser() for word in settings.ssd] or [_existing(settings.output_directory)])
     device = open_device(name)
-    precision = Precision(_DTYPES[settings.dtype], _DTYPES[settings.optimizer_dtype])
+    precision = Precision.named(settings.dtype, settings.optimizer_dtype)
     context = getattr(config.get_text_config(), "max_position_embeddings", None) or DEFAULT_SEQ_LEN
     shape = model_records(
         StreamedModel(build_meta_model(config, dtype=precision.dtype), device.torch_device), precision
