@@ -1,6 +1,6 @@
 """A sharding strategy: over which ranks parameters, gradients and optimizer states are sharded, and how they travel.
 
-Every strategy of PaRO, AMSP, ZeRO-topo and FCDP is a point in one space (``presets.py`` names them):
+Every strategy of PaRO, AMSP, ZeRO-topo and FCDP is a point in one space (``strategy_names.py`` names them):
 
 * P, G and OS each have a scope. P is gathered over its scope at every use; G is reduced over its scope by every
   micro-batch, and over the rest of the cluster once per step; new parameters are spread from OS's scope to P's once

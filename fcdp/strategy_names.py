@@ -36,9 +36,10 @@ def _presets() -> dict[str, Strategy]:
         _letters("NNG", "zero1"),
         _letters("NGG", "zero2"),
         _letters("GGG", "zero3"),
-        # MiCS and FSDP's hybrid sharding are one point of the space under two names.
+        # One point of the space under three names: MiCS, FSDP's hybrid sharding, and what ``fully_shard`` calls that.
         _letters("III", "mics", ring="hierarchical"),
         _letters("III", "hsdp", ring="hierarchical"),
+        _letters("III", "hybrid", ring="hierarchical"),
         # ZeRO++ (ZeRO-topo III-C): int8 gathers, a second set of shards in the node, int4 all-to-all reductions.
         Strategy(
             "zero++",

@@ -26,7 +26,7 @@ from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from common.models.sources import CheckpointSource, RandomSource, WeightSource
 from fcdp.commits import Commits
-from fcdp.shard import Strategy, fully_shard, sharding
+from fcdp.shard import StrategyName, fully_shard, sharding
 from fcdp.topology import Topology
 from fcdp.weights import gather_blocks, load, materialise, widen
 from fuyou import NonFiniteLoss
@@ -43,7 +43,7 @@ _SHARD_BYTES = 2_000_000_000
 class TrainerConfig:
     """Options of :class:`Trainer`."""
 
-    strategy: Strategy = "fcdp"
+    strategy: StrategyName = "fcdp"
     dtype: str = "bf16"
     """What blocks compute in and what crosses the network, gradients too; masters and moments are fp32."""
     betas: tuple[float, float] = (0.9, 0.999)
