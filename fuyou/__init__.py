@@ -1,5 +1,8 @@
 """One node: fine-tuning out of core, with its schedule, its optimizer process and its store."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 import common
 
 if getattr(common, "PROJECT", None) != "fuyou":
@@ -9,9 +12,22 @@ if getattr(common, "PROJECT", None) != "fuyou":
         f"in {_found}: rename that one, take its folder off the module search path, or run from another folder."
     )
 
-from fuyou.accounting import StepReport
-from fuyou.compute import NonFiniteLoss
-from fuyou.engine import Engine, EngineOutput
-from fuyou.keeping import Keeping
+if TYPE_CHECKING:
+    from fuyou.accounting import StepReport
+    from fuyou.compute import NonFiniteLoss
+    from fuyou.engine import Engine, EngineOutput
+    from fuyou.keeping import Keeping
 
 __all__ = ["Engine", "EngineOutput", "Keeping", "NonFiniteLoss", "StepReport"]
+
+_MODULES = {
+    "Engine": "engine", "EngineOutput": "engine", "Keeping": "keeping", "NonFiniteLoss": "compute",
+    "StepReport": "accounting",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for: the optimizer process needs none of it, and transformers takes seconds to import."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"fuyou.{_MODULES[name]}"), name)

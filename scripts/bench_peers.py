@@ -348,9 +348,9 @@ def run(names: list[str], wanted: list[str], options: Options, work: Path, json_
     tables = {}
     for name in names:
         benchmark = ModelBenchmark(name, wanted, options, deepspeed)
+        benchmark.run()
         say(f"{name}: measuring the drive ...")
         drive = measure_drive(options.ssd)
-        benchmark.run()
         rows = benchmark.table(drive)
         print_table(
             f"{name}: {benchmark.parameters / 1e6:.0f} M parameters, batch {benchmark.rows} x {benchmark.seq_len}; "

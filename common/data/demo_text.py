@@ -1,6 +1,7 @@
 """Real English text that ships with Python, and a tokenizer trained on it: data for a run without any downloads."""
 
 import ast
+import functools
 import sysconfig
 from pathlib import Path
 
@@ -33,12 +34,13 @@ _CHAT_TEMPLATE = (
 )
 
 
-def demo_documents() -> list[str]:
+@functools.cache
+def demo_documents() -> tuple[str, ...]:
     """The chapters of Python's help system and the longer docstrings of its library: about a megabyte of English.
 
-    The same list every time for the same version of Python.
+    The same ones every time for the same version of Python.
     """
-    return _help_topics() + [text for module in _MODULES.split() for text in _docstrings(module)]
+    return (*_help_topics(), *(text for module in _MODULES.split() for text in _docstrings(module)))
 
 
 def train_demo_tokenizer(vocab_size: int, directory: Path) -> None:

@@ -1,11 +1,14 @@
 """A checkpoint, data and a way to run the command, shared by the tests of ``cli``."""
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -71,6 +74,26 @@ def finetune(capfd: pytest.CaptureFixture[str]) -> Finetune:
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Default outputs go to a folder of the test's own."""
     monkeypatch.chdir(tmp_path)
+
+
+@contextlib.contextmanager
+def sending(number: signal.Signals, when: Callable[[], Any]) -> Iterator[None]:
+    """While this context is open, ``number`` is sent to this process once, as soon as ``when()`` is true."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not when():
+            if over.wait(0.02):
+                return
+        os.kill(os.getpid(), number)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
 
 
 def leftovers() -> list[str]:

@@ -137,13 +137,6 @@ def test_loss_that_is_not_a_number(finetune: Finetune, checkpoint: Path, tmp_pat
     assert not (tmp_path / "out" / "config.json").exists()
 
 
-def test_a_second_run_in_the_same_place(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
-    command = ("--model", checkpoint, "--steps", 1, *SMALL, "--output", tmp_path / "out", "--no-save")
-    assert finetune(*command).status == 0
-    check(finetune(*command), 2, "holds a run already", "--resume", "--overwrite")
-    assert finetune(*command, "--overwrite").status == 0
-
-
 @pytest.mark.parametrize("debug", [False, True])
 def test_what_nobody_expected(
     debug: bool, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

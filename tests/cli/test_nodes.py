@@ -111,11 +111,10 @@ class Pair:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+        self.meet = ("--nodes", 2, "--rdzv-endpoint", self.endpoint)
 
-    def start(self, *words: object, second: tuple[object, ...] = ()) -> None:
-        for name, more in (("first", ()), ("second", second)):
-            meet = ("--nodes", 2, "--rdzv-endpoint", self.endpoint)
-            self.nodes.append(Node(name, self._folder, *words, *meet, *more))
+    def start(self, *words: object, names: tuple[str, ...] = ("first", "second")) -> None:
+        self.nodes += [Node(name, self._folder, *words, *self.meet) for name in names]
 
     def wait_for(self, pattern: str, seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
@@ -168,12 +167,15 @@ def test_a_killed_rank_a_restart_from_the_last_commit_and_ctrl_c(
     assert [path.name for path in (output / "commits").iterdir()] == [f"step-{after[0][1]}"]
 
 
-def test_nodes_that_differ_are_told_how(pair: Pair, checkpoint: Path, tmp_path: Path) -> None:
+def test_nodes_that_differ_are_told_how(
+    pair: Pair, checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     words = ("--model", checkpoint, *COMMON, "--steps", 2, "--output", tmp_path / "out")
-    pair.start(*words, second=("--eps", "1e-6"))
-    assert pair.statuses(60) == [2, 2]
-    for node in pair.nodes:
-        waiting, error = node.said.splitlines()
+    pair.start(*words, names=("first",))
+    assert main([str(word) for word in (*words, *pair.meet, "--eps", "1e-6")]) == 2
+    assert pair.statuses(60) == [2]
+    for said in ("".join(capfd.readouterr()), pair.nodes[0].said):
+        waiting, error = said.splitlines()
         assert waiting == f"nodes    waiting for 2 of them at {pair.endpoint}"
         assert error.startswith("finetune: error: The nodes were not started alike: --eps is 1e-0")
 

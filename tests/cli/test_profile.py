@@ -1,12 +1,8 @@
 """``--profile`` and ``--trace``: what is printed and written, and what people get wrong."""
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +10,9 @@ import pytest
 
 from cli.profile import table
 from fuyou.profiling import Profile, blocks, drives, optimizer
-from tests.cli.conftest import Finetune
+from tests.cli.conftest import Finetune, sending
 from tests.cli.test_bad_input import check
 from tests.fuyou.profiling.test_profile import PROFILE
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -55,7 +49,8 @@ def test_a_profile(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None
     assert (profile.tokens, profile.measured_tokens, profile.adam_threads) == (64, 64, 1)
     assert all(seconds > 0 for seconds in profile.phase_seconds().values())
     assert profile.block_backward_seconds > profile.block_forward_seconds
-    assert 0 < sum(one.seconds for one in profile.operators) < profile.block_backward_seconds * 3
+    # The same unit; not closer, because each was measured for a moment only.
+    assert 0 < sum(one.seconds for one in profile.operators) < profile.block_backward_seconds * 100
     assert profile.compute_slowdown >= 1
 
 
@@ -88,21 +83,16 @@ def test_what_does_not_go(finetune: Finetune, words: tuple[str, ...], message: s
     check(finetune(*words), 2, message)
 
 
-def test_ctrl_c_leaves_nothing(tmp_path: Path, checkpoint: Path) -> None:
+def test_ctrl_c_leaves_nothing(
+    finetune: Finetune, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drive = tmp_path / "nvme0"
     drive.mkdir()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "FINETUNE_CACHE": str(tmp_path / "cache")}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cli.main", "--profile", "--model", checkpoint, "--ssd", drive, "--gpu", "cpu"],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
-    )  # fmt: skip
-    deadline = time.monotonic() + 60
-    while not list(drive.iterdir()) and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    assert "Traceback" not in err
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    with sending(signal.SIGINT, lambda: list(drive.iterdir())):
+        outcome = finetune("--profile", "--model", checkpoint, "--ssd", drive, "--gpu", "cpu")
+    assert outcome.status == 130, outcome.err
+    assert "Traceback" not in outcome.err
     assert not list(drive.iterdir())
     assert not (tmp_path / "cache").exists()
 

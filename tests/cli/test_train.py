@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cli.demo import DemoSize, run_demo
 from cli.interrupts import Interrupts
-from tests.cli.conftest import Finetune
+from tests.cli.conftest import Finetune, sending
 from tests.cli.test_report import FIELDS
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +66,12 @@ def test_six_steps_are_three_and_three_more(finetune: Finetune, checkpoint: Path
     }.items():
         refused = finetune(*command, "--steps", 6, "--output", parts, "--resume", *option)
         assert refused.status == 2 and message in refused.err, refused.err
+    again = finetune(*command, "--steps", 6, "--output", parts)
+    assert again.status == 2 and "holds a run already" in again.err
+    assert "--resume" in again.err and "--overwrite" in again.err
     assert history(whole) == history(parts)
+    assert finetune(*command, "--steps", 1, "--output", parts, "--overwrite", "--no-save").status == 0
+    assert history(parts)[0]["step"] == len(history(parts)) == 1
 
 
 def test_throughput_on_random_tokens(finetune: Finetune, tmp_path: Path) -> None:
@@ -80,8 +85,18 @@ def test_throughput_on_random_tokens(finetune: Finetune, tmp_path: Path) -> None
     assert (tmp_path / "finetune-output" / "llama-10m" / "config.json").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_stopped_by_a_signal(number: signal.Signals, finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
+def stopped_in(output: Path, status: int, err: str) -> int:
+    """The last committed step of a run that a signal ended as it should."""
+    assert status == 130, err
+    last = err.strip().splitlines()[-1]
+    committed = len(history(output))
+    assert last.startswith("stopped in step ") and f"step {committed} is committed. To continue: finetune " in last
+    assert last.endswith("--steps 100000 --resume")
+    assert "Traceback" not in err
+    return committed
+
+
+def test_ctrl_c_at_a_terminal(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
     output = tmp_path / "stopped"
     arguments = ["--model", str(checkpoint), *SMALL, "--schedule", "constant", "--output", str(output), "--no-save"]
     process = subprocess.Popen(
@@ -92,23 +107,21 @@ def test_stopped_by_a_signal(number: signal.Signals, finetune: Finetune, checkpo
     for line in process.stdout:
         if line.startswith("step 3/"):
             break
-    # A terminal sends Ctrl-C to every process of the group; `kill` only to one.
-    os.killpg(process.pid, number) if number is signal.SIGINT else process.send_signal(number)
+    os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to every process of the group
     _, err = process.communicate(timeout=30)
-    assert process.returncode == 130, err
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
-    last = err.strip().splitlines()[-1]
-    committed = len(history(output))
-    assert last.startswith("stopped in step ") and f"step {committed} is committed. To continue: finetune " in last
-    assert last.endswith("--steps 100000 --resume")
-    assert "Traceback" not in err
-
-    if number is signal.SIGTERM:
-        return  # one of them is enough for what follows
+    committed = stopped_in(output, process.returncode, err)
     resumed = finetune(*arguments, "--steps", committed + 1, "--resume")
     assert resumed.status == 0, resumed.err
     assert [line["step"] for line in history(output)] == list(range(1, committed + 2))
+
+
+def test_sigterm_to_one_process(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
+    output = tmp_path / "stopped"
+    with sending(signal.SIGTERM, lambda: (output / "losses.jsonl").exists()):
+        outcome = finetune("--model", checkpoint, *SMALL, "--output", output, "--no-save", "--steps", "100000")
+    stopped_in(output, outcome.status, outcome.err)
 
 
 def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,6 +91,7 @@ def test_a_preset_begins_with_the_weights_of_the_engine_on_one_machine(pool: Poo
         assert torch.equal(saved.get_parameter(name), value), name
 
 
+@pytest.mark.parametrize("checkpoint", ["untied"], indirect=True)
 def test_a_loss_that_is_not_finite_ends_every_rank(pool: Pool, checkpoint: Path, tmp_path: Path) -> None:
     for said in pool.run((2, 2), diverge, Run(str(checkpoint), tmp_path)):
         assert "of step 2 is nan" in said and "step 0 is committed" in said

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -84,14 +85,8 @@ def compare(trained: fuyou.Engine, twin: Twin) -> None:
     assert seen == set(twin.masters)
 
 
-#: fp32 has no halves and no rounding: what it adds to bf16 does not depend on the family.
-WIDE_FAMILIES = ("llama", "gpt2", "mixtral")
-
-
-@pytest.mark.parametrize(
-    ("family", "dtype"),
-    [(family, "bf16") for family in tiny_configs()] + [(family, "fp32") for family in WIDE_FAMILIES],
-)
+# fp32 has no halves and no rounding: what it adds to bf16 does not depend on the family. More of it is below.
+@pytest.mark.parametrize(("family", "dtype"), [*((family, "bf16") for family in tiny_configs()), ("mixtral", "fp32")])
 def test_families(family: str, dtype: str, checkpoints: Path, tmp_path: Path) -> None:
     # OPT's own mask does not keep packed documents apart; the engine's does, so the twin gets rows of one document.
     check(checkpoints / family, directories(tmp_path, 1), dtype=dtype, micro_batch=1, packed=family != "opt")
@@ -101,8 +96,7 @@ def test_families(family: str, dtype: str, checkpoints: Path, tmp_path: Path) ->
     ("drives", "micro_batch", "clip", "family", "dtype"),  # llama is untied, gpt2 tied
     [
         (3, 4, 0.5, "llama", "bf16"),
-        (3, 1, 0.5, "gpt2", "bf16"),
-        (1, 3, None, "gpt2", "bf16"),
+        (3, 3, 0.5, "gpt2", "bf16"),
         (3, 1, 0.5, "llama", "fp32"),
         (1, 3, None, "gpt2", "fp32"),
     ],
@@ -113,7 +107,7 @@ def test_drives_micro_batches_and_clipping(
     check(checkpoints / family, directories(tmp_path, drives), dtype=dtype, micro_batch=micro_batch, clip=clip)
 
 
-@pytest.mark.parametrize(("fraction", "commit_every"), [(0.34, 2), (0.67, 1), (1.0, 2)])
+@pytest.mark.parametrize(("fraction", "commit_every"), [(0.67, 1), (1.0, 2)])
 def test_updates_deferred_into_the_next_forward_pass(
     fraction: float, commit_every: int, checkpoints: Path, tmp_path: Path
 ) -> None:
@@ -127,11 +121,10 @@ def test_updates_deferred_into_the_next_forward_pass(
     ("family", "cache", "options"),
     [
         ("llama", None, {}),
-        ("llama", None, {"commit_every": 3, "deferred_fraction": 0.5}),
         ("gpt2", None, {"commit_every": 3, "max_grad_norm": 0.5}),
-        ("llama", 250_000, {"commit_every": 2}),
+        ("llama", 250_000, {"commit_every": 2, "deferred_fraction": 0.5}),
     ],
-    ids=["all", "all, committed seldom", "all, clipped", "some"],
+    ids=["all", "all, clipped, committed seldom", "some, half deferred"],
 )
 def test_states_that_live_in_host_memory(
     family: str, cache: int | None, options: dict, checkpoints: Path, tmp_path: Path
@@ -171,12 +164,11 @@ ONE_OF_EACH = {"device_blocks": 1, "device_block_gradients": 1, "host_blocks": 1
     [
         ({"device_activations": 30, "host_activations": 0}, None),  # all on the device
         ({"device_activations": 4, "host_activations": 30}, None),  # most on the host
-        (SCARCE, None),  # most on SSD
-        ({**SCARCE, **ONE_OF_EACH}, None),
+        ({**SCARCE, **ONE_OF_EACH}, None),  # most on SSD
         ({**SCARCE, **ONE_OF_EACH}, 0.5),
         ({**SCARCE, "device_blocks": 3, "host_blocks": 2, "host_activations": 5}, 0.5),
     ],
-    ids=["device", "host", "ssd", "one of each", "one of each, clipped", "deep prefetch, clipped"],
+    ids=["device", "host", "one of each", "one of each, clipped", "deep prefetch, clipped"],
 )
 def test_tiers_and_prefetch_depths(
     counts: dict[str, int], clip: float | None, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -193,36 +185,15 @@ def test_tiers_and_prefetch_depths(
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"max_grad_norm": 0.5},
-        {"deferred_fraction": 0.5},
-        {"commit_every": 2},
-        {"single_slot": True},
-        {"optimizer_dtype": "bf16"},
-    ],
-    ids=["plain", "clipped", "half deferred", "commit every 2", "single slot", "bf16 moments"],
+    [{"max_grad_norm": 0.5, "commit_every": 2}, {"deferred_fraction": 0.5}, {"single_slot": True}],
+    ids=["clipped, commit every 2", "half deferred", "single slot"],
 )
 def test_resume_in_the_middle(options: dict, checkpoints: Path, tmp_path: Path) -> None:
-    """Five steps without a break equal three, a resume, and two more; the drives may be named in another order."""
+    """Three steps, a resume, and two more equal five; the drives may be named in another order."""
     feed = batches(5, packed=True)
-
-    def train(trained: fuyou.Engine, part: list[dict[str, torch.Tensor]]) -> list[float]:
-        losses = []
-        for batch in part:
-            out = trained(**batch)
-            out.loss.backward()
-            trained.user_state["seen"] = trained.step_count + 1
-            trained.step()
-            losses.append(out.loss.item())
-        return losses
-
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    whole.mkdir(), broken.mkdir()
-    with engine(checkpoints / "gpt2", directories(whole, 2), micro_batch=2, **options) as trained:
-        expected = train(trained, feed)
-        masters = {name: value.clone() for name, value in trained.named_parameters()}
-    drives = directories(broken, 2)
+    twin = Twin(str(checkpoints / "gpt2"), bf16=True, max_grad_norm=options.get("max_grad_norm"), **OPTIONS)
+    expected = [twin.step(batch, 2) for batch in feed]
+    drives = directories(tmp_path, 2)
     with engine(checkpoints / "gpt2", drives, micro_batch=2, **options) as trained:
         losses = train(trained, feed[:3])
     with engine(checkpoints / "gpt2", drives[::-1], micro_batch=2, resume=True, **options) as trained:
@@ -230,8 +201,35 @@ def test_resume_in_the_middle(options: dict, checkpoints: Path, tmp_path: Path) 
         assert trained.user_state == {"seen": 3}
         losses += train(trained, feed[3:])
         assert losses == expected
-        for name, value in trained.named_parameters():
-            assert torch.equal(value, masters[name]), name
+        compare(trained, twin)
+
+
+def test_resume_with_moments_in_bf16(checkpoints: Path, tmp_path: Path) -> None:
+    """The twin has none: the same five steps, with and without a break."""
+    feed, runs = batches(5, packed=True), []
+    for name, breaks in (("whole", (5,)), ("broken", (3, 5))):
+        (tmp_path / name).mkdir()
+        ssd, losses = directories(tmp_path / name, 1), []
+        for first, last in pairwise((0, *breaks)):
+            options = {"optimizer_dtype": "bf16", "resume": first > 0}
+            with engine(checkpoints / "gpt2", ssd, micro_batch=2, **options) as trained:
+                losses += train(trained, feed[first:last])
+                masters = {name: value.clone() for name, value in trained.named_parameters()}
+        runs.append((losses, masters))
+    assert runs[0][0] == runs[1][0]
+    for name, value in runs[0][1].items():
+        assert torch.equal(value, runs[1][1][name]), name
+
+
+def train(trained: fuyou.Engine, feed: list[dict[str, torch.Tensor]]) -> list[float]:
+    losses = []
+    for batch in feed:
+        out = trained(**batch)
+        out.loss.backward()
+        trained.user_state["seen"] = trained.step_count + 1
+        trained.step()
+        losses.append(out.loss.item())
+    return losses
 
 
 def test_export_and_evaluation(checkpoints: Path, tmp_path: Path) -> None:
@@ -281,11 +279,5 @@ def test_dropout_repeats_itself_in_the_recomputation(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         with engine(config, directories(tmp_path / name, 1), micro_batch=2, seed=7) as trained:  # type: ignore[arg-type]
-            losses = []
-            for batch in feed:
-                out = trained(**batch)
-                out.loss.backward()
-                trained.step()
-                losses.append(out.loss.item())
-            runs.append(losses)
+            runs.append(train(trained, feed))
     assert runs[0] == runs[1]

@@ -20,7 +20,7 @@ import bench_peers  # noqa: E402
 from peers.contender import Task  # noqa: E402
 from peers.contenders import Entry  # noqa: E402
 from peers.drive import DriveRates, measure_drive  # noqa: E402
-from peers.runner import Contender, ContenderFailedError  # noqa: E402
+from peers.runner import Contender, ContenderFailedError, Step  # noqa: E402
 
 TINY: dict[str, Any] = {
     "model_type": "gpt2", "vocab_size": 97, "n_positions": 32, "n_layer": 3, "n_embd": 64, "n_head": 2,
@@ -36,34 +36,29 @@ def start(module: str, task: Task, **options: Any) -> Contender:
     return Contender(Path(sys.executable), module, task, {"OMP_NUM_THREADS": "2"}, timeout_s=60, **options)
 
 
-@pytest.mark.parametrize(
-    ("module", "settings"),
-    [
-        ("peers.in_memory", {}),
-        ("peers.in_memory", {"step_in_backward": True}),
-        ("peers.fsdp2_offload", {}),
-        ("peers.streamed", {"host_memory": "streamed"}),
-    ],
-)
-def test_contenders_train(tmp_path: Path, module: str, settings: dict[str, Any]) -> None:
-    """Each takes steps on the same tokens, starting from a loss of about ln(97) = 4.57."""
-    with start(module, tiny(tmp_path, **settings)) as contender:
-        steps = [contender.step() for _ in range(2)]
+def steps(module: str, directory: Path, count: int = 2, **settings: Any) -> list[Step]:
+    """Of a contender that starts from a loss of about ln(97) = 4.57."""
+    with start(module, tiny(directory, **settings)) as contender:
+        taken = [contender.step() for _ in range(count)]
         assert contender.facts["parameters"] == 158_336
         assert contender.peak_bytes > 100 << 20
-        if module == "peers.streamed":
-            # Two steps of at least 12 bytes per parameter, less what is still on its way.
-            assert sum(step.written_bytes for step in steps) > 12 * 158_336
-    assert all(4.3 < step.loss < 4.9 for step in steps)
-    assert all(step.seconds > 0 for step in steps)
+    assert all(4.3 < step.loss < 4.9 for step in taken)
+    assert all(step.seconds > 0 for step in taken)
+    return taken
+
+
+def test_fsdp2_trains(tmp_path: Path) -> None:
+    steps("peers.fsdp2_offload", tmp_path)
+
+
+def test_the_engine_trains(tmp_path: Path) -> None:
+    # Two steps of at least 12 bytes per parameter, less what is still on its way.
+    assert sum(step.written_bytes for step in steps("peers.streamed", tmp_path, host_memory="streamed")) > 12 * 158_336
 
 
 def test_updates_in_the_backward_pass_are_the_same_updates(tmp_path: Path) -> None:
-    losses = []
-    for in_backward in (False, True):
-        with start("peers.in_memory", tiny(tmp_path, step_in_backward=in_backward), watch=False) as contender:
-            losses.append([contender.step().loss for _ in range(4)])
-    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+    plain, inside = (steps("peers.in_memory", tmp_path, 4, step_in_backward=inside) for inside in (False, True))
+    assert [step.loss for step in plain] == pytest.approx([step.loss for step in inside], abs=1e-3)
 
 
 def test_one_that_dies_is_told_with_its_last_words(tmp_path: Path) -> None:
