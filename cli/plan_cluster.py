@@ -8,9 +8,9 @@ from common.errors import UserError
 from common.models.presets import load_config
 from common.units import format_bytes, format_count, format_seconds
 from fcdp.mesh import Levels
-from fcdp.planning import Cluster, Estimate, Plan, Workload, bytes_per_node, cluster_names, load_cluster, plan
-from fcdp.planning.node_order import group_of, groups_across_leaves, node_order
-from fcdp.planning.search import refusal
+from fcdp.planner import Cluster, Estimate, Plan, Workload, bytes_per_node, cluster_names, load_cluster, plan
+from fcdp.planner.node_order import group_of, groups_across_leaves, node_order
+from fcdp.planner.search import refusal
 from fcdp.strategy_names import AUTO, parse_strategy
 
 

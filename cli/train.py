@@ -11,6 +11,7 @@ from transformers.utils import logging as transformers_logging
 
 from cli.history import History
 from cli.interrupts import Interrupts, Stopped
+from cli.machine import training_of
 from cli.prepare import Job, prepare
 from cli.progress import Progress, StepLine
 from cli.report import Measurements, Report
@@ -18,8 +19,7 @@ from cli.settings import Settings
 from common.errors import UserError
 from fuyou import Engine, NonFiniteLoss, StepReport
 from fuyou.devices import memory_limits, open_device
-from fuyou.planner import profile_of, training
-from fuyou.records import Precision
+from fuyou.planner import profile_of
 
 PROFILED_PARAMETERS, PROFILED_STEPS = 100_000_000, 20
 """Runs of smaller models, or of fewer steps, are not worth measuring the machine for."""
@@ -85,10 +85,7 @@ def _profile(job: Job) -> None:
     limits = memory_limits(device, settings.host_memory, settings.device_memory)
     if job.parameters < PROFILED_PARAMETERS or job.steps < PROFILED_STEPS or limits[0] < PROFILED_HOST_BYTES:
         return
-    run = training(
-        settings.model if job.checkpoint is None else job.checkpoint, settings.batch_size, job.seq_len,
-        precision=Precision.named(settings.dtype, settings.optimizer_dtype), micro_batch=settings.micro_batch,
-    )  # fmt: skip
+    run = training_of(settings)
     with contextlib.suppress(UserError):  # what does not fit, the engine says with more to go by
         if profile_of(run, device, limits, job.ssd, measure=False) is None:
             print("profile  measuring this machine with this model, once", flush=True)

@@ -29,8 +29,8 @@ from common.units import format_bytes
 from fcdp.all_gather import CachedAllGather
 from fcdp.grouping import AdapterGroups, ParameterGroup, Unit, find_units, split_units, whole_units
 from fcdp.host_cache import CopyStreams, HostCache, Share
-from fcdp.levels import RankLevel
 from fcdp.placement import DeviceMemory, Placement
+from fcdp.rank_level import RankLevel
 from fcdp.reduce_scatter import MicroBatches, TwoLevelReduceScatter
 from fcdp.staleness import Net, Watch, mark_all
 from fcdp.topology import Topology

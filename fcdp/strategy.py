@@ -9,7 +9,7 @@ Every strategy of PaRO, AMSP, ZeRO-topo and FCDP is a point in one space (``stra
   may live in host memory instead (FCDP). Besides, a *second* set of shards inside the node may be kept from forward
   to backward (ZeRO++).
 
-OS here includes the fp32 master weights. What P, G, OS, the ranks and the caches cost is worked out in ``planning``.
+OS here includes the fp32 master weights. What all of it costs on a cluster is worked out in ``fcdp/planner``.
 """
 
 from dataclasses import dataclass, replace

@@ -87,7 +87,7 @@ def parse_strategy(text: str) -> Strategy:
     Args:
         text: a preset (``zero3``, ``paro-iig``), three letters (``IGG``), or three scopes (``I/G/G``, ``4x1/4x1/8x1``,
             ``pair/node/cluster``). To scopes, ``+device``, ``+host`` or ``+adaptive`` adds the tier of the cache, and
-            ``+second`` second shards in the node. ``auto`` is for :mod:`fcdp.planning` to answer.
+            ``+second`` second shards in the node. ``auto`` is for :mod:`fcdp.planner` to answer.
 
     Raises:
         UserError: no such strategy, or one that breaks a rule.

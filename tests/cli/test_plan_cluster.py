@@ -10,7 +10,7 @@ from cli.main import main
 from cli.settings import StrategyName
 from common.models.presets import load_config
 from fcdp.mesh import Levels
-from fcdp.planning import Workload, estimate, load_cluster
+from fcdp.planner import Workload, estimate, load_cluster
 from fcdp.strategy_names import parse_strategy
 
 A800 = ["--plan", "--cluster", "a800-hdr", "--model", "llama-7b"]

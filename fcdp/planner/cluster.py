@@ -11,7 +11,7 @@ from common.errors import UserError, did_you_mean
 from common.presets import preset_files
 from common.units import parse_bytes
 from fcdp.mesh import Levels
-from fcdp.planning.rates import AlphaBeta, Link, Measured, Rates
+from fcdp.planner.rates import AlphaBeta, Link, Measured, Rates
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Cluster:
     """Of one device, to host memory or from it, while all devices of the node copy."""
     rates: Rates
     leaf_of_node: tuple[int, ...] | None = None
-    """Leaf switch of each node, where known; see :mod:`fcdp.planning.node_order`."""
+    """Leaf switch of each node, where known; see :mod:`fcdp.planner.node_order`."""
 
     def resized(self, levels: Levels) -> "Cluster":
         """The same hardware with other numbers of ranks and nodes.
