@@ -231,6 +231,8 @@ def _search_keeping(evaluator: Evaluator, best: Evaluation) -> Evaluation:
         operators = (*operators, (output.operator, output.ordinal))
         if output.saved_flops > 0:
             choices.append(operators)
+    if not choices:
+        return best
     taken = 0
     for number, operators in enumerate(choices, 1):
         better = _better(evaluator, best, replace(best.candidate, keeping=Keeping(operators, layers)))
