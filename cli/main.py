@@ -58,6 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 #: What only --plan takes: for one machine, and for a cluster.
 PLAN_OPTIONS = ("drive", "ssds", "scheme", "max_model", "json")
 CLUSTER_PLAN_OPTIONS = ("cluster", "levels", "trainable", "quantise")
+#: What changes a run or a plan for one machine, and no plan for a cluster: that assumes bf16, fp32 moments, and the
+#: hardware that --cluster describes.
+NOT_OF_CLUSTERS = (
+    "gpu", "device_memory", "host_memory", "host_cache", "dtype", "optimizer_dtype", "io", "single_slot",
+    "device_cache_threshold", "trace",
+)  # fmt: skip
 
 
 def _run(
@@ -72,7 +78,7 @@ def _run(
     else:
         _refuse_with(
             "--plan", "trains nothing", {**options, "demo": demo, "profile": profile},
-            ("demo", "profile", "data", "resume", "report"),
+            ("demo", "profile", "data", "resume", "overwrite", "report"),
         )  # fmt: skip
     if profile:
         _refuse_with(
@@ -139,18 +145,28 @@ def _plan(arguments: tuple[str, ...], plans: dict[str, Any], options: dict[str, 
 
 def _plan_cluster(plans: dict[str, Any], clusters: dict[str, Any], options: dict[str, Any]) -> int:
     if options["ssd"]:
-        raise UserError("--nodes together with --ssd is not there yet: leave --ssd out to plan for training in memory.")
+        raise UserError("Clusters train in memory so far, and so does a plan for one: leave --ssd out.")
     if options["model"] is None:
         raise UserError("Give the model to plan for, --model DIR or --model PRESET.")
     for name, value in plans.items():
         if name != "json" and value and value != "ours":
             raise UserError(f"--{name.replace('_', '-')} belongs to plans for one machine, not for a cluster.")
+    for name in NOT_OF_CLUSTERS:
+        if _typed(name):
+            raise UserError(
+                f"--{name.replace('_', '-')} changes nothing in a plan for a cluster (bf16, with the hardware that "
+                "--cluster describes): leave it out."
+            )
     from cli.plan_cluster import ClusterSettings, plan_cluster
 
-    typed = click.get_current_context().get_parameter_source("batch_size") is not ParameterSource.DEFAULT
     shared = {name: options[name] for name in ("model", "nodes", "gpus_per_node", "micro_batch", "seq_len", "strategy")}
-    batch = options["batch_size"] if typed else None
+    batch = options["batch_size"] if _typed("batch_size") else None
     return plan_cluster(ClusterSettings(**shared, **clusters, batch_size=batch, as_json=plans["json"]))
+
+
+def _typed(name: str) -> bool:
+    """Whether an option was given, be it with its default."""
+    return click.get_current_context().get_parameter_source(name) is not ParameterSource.DEFAULT
 
 
 def _refuse_with(option: str, why: str, options: dict[str, Any], others: tuple[str, ...]) -> None:

@@ -138,6 +138,7 @@ class _Checked(click.ParamType):
 
 
 def _memory(text: str) -> int:
+    """A budget in which something must fit."""
     nbytes = parse_bytes(text)
     if nbytes <= 0:
         raise UserError(f"{text!r}: a budget must be more than 0 bytes. Leave the option out to use what there is.")
@@ -206,7 +207,7 @@ def build_command(run: Callable[..., int]) -> click.Command:
     add("--host-memory", type=size, metavar="SIZE", help="Host memory to use: 64GiB. Default: what is free.")
     add(
         "--host-cache",
-        type=size,
+        type=_Checked("size", parse_bytes),
         metavar="SIZE",
         help="Host memory (of each node) to keep parameters and states in between steps; 0: none. Default: the rest.",
     )

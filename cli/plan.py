@@ -6,19 +6,15 @@ import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
-from cli.prepare import sequence_length
+from cli.machine import device_at_hand, directories_at_hand, training_of
 from cli.report import RESOURCES
 from cli.settings import Settings
 from cli.train import quiet_transformers
 from common.errors import UserError
-from common.hardware import memory_available_bytes, pick_gpu, torch_index
+from common.hardware import memory_available_bytes
 from common.hardware_presets import drive_names, drive_preset, gpu_names, gpu_preset
-from common.models.presets import load_config
-from common.store.directories import usable
 from common.units import format_bytes, format_count, format_seconds
-from fuyou.devices import Device, memory_limits, open_device
+from fuyou.devices import Device, memory_limits
 from fuyou.emulated import is_emulated
 from fuyou.planner import (
     Machine,
@@ -29,17 +25,14 @@ from fuyou.planner import (
     preset_machine,
     profile_of,
     profiled_machine,
-    training,
 )
 from fuyou.planner.advice import MOST_ROWS, best_changes, fits_ours, largest_batch, largest_model
-from fuyou.records import Precision
 from fuyou.tasks import Resource
 from fuyou.trace import write_trace
 
 WIDTH = 100
 _BAR = 24
 _LABEL = 10
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DOES_NOT_FIT = 1
 """Exit status of a plan that does not fit: it is an answer, and not the one that was hoped for."""
 
@@ -71,7 +64,7 @@ def run_plan(settings: Settings, options: PlanOptions) -> int:
     if not settings.debug:
         quiet_transformers()
     machine = _machine(settings, options)
-    wanted = _largest(settings, options, machine) if options.max_model else _training(settings)
+    wanted = _largest(settings, options, machine) if options.max_model else training_of(settings)
     if wanted is None:
         lacking = f"No preset fits on {machine.device} with {format_bytes(machine.host_bytes)} of host memory."
         print(json.dumps({"model": None, "fits": False, "missing": [lacking]}) if options.json else lacking)
@@ -90,16 +83,6 @@ def _plan(wanted: Training, machine: Machine, scheme: str) -> Plan:
     return PaperScheme(wanted, machine).plan() if scheme == "fuyou" else plan(wanted, machine)
 
 
-def _training(settings: Settings) -> Training:
-    config, _ = load_config(settings.model)
-    return training(
-        settings.model, settings.batch_size, sequence_length(settings, config),
-        precision=Precision(DTYPES[settings.dtype], DTYPES[settings.optimizer_dtype]),
-        clips=settings.max_grad_norm > 0, single_slot=settings.single_slot, micro_batch=settings.micro_batch,
-        host_cache=settings.host_cache,
-    )  # fmt: skip
-
-
 def _largest(settings: Settings, options: PlanOptions, machine: Machine) -> Training | None:
     """The largest preset that fits."""
 
@@ -108,7 +91,7 @@ def _largest(settings: Settings, options: PlanOptions, machine: Machine) -> Trai
             return not PaperScheme(candidate, machine).missing()
         return fits_ours(candidate, machine)
 
-    return largest_model(lambda name: _training(replace(settings, model=name)), fits)
+    return largest_model(lambda name: training_of(replace(settings, model=name)), fits)
 
 
 # -- the machine ------------------------------------------------------------------------------------------------------
@@ -137,21 +120,18 @@ def _machine(settings: Settings, options: PlanOptions) -> Machine:
 
 
 def _machine_at_hand(settings: Settings) -> Machine:
-    device = _open(settings.gpu)
-    directories = usable([Path(word).expanduser() for word in settings.ssd] or [_existing(settings.output_directory)])
+    device, directories = _open(settings.gpu), directories_at_hand(settings)
     host, memory = memory_limits(device, settings.host_memory, settings.device_memory)
-    wanted = _training(settings)
-    profile = profile_of(wanted, device, (host, memory), directories, measure=True)
+    profile = profile_of(training_of(settings), device, (host, memory), directories, measure=True)
     assert profile is not None
     free = min(shutil.disk_usage(path).free for path in directories) * len(directories)
     return profiled_machine(profile, device.shares_host_memory, memory, host, len(directories), free)
 
 
 def _open(name: str) -> Device:
-    if is_emulated(name):
-        return open_device(name)
+    """The device at hand; a GPU that is not there, but has a preset, lacks its drives only."""
     try:
-        gpu = pick_gpu(name)
+        return device_at_hand(name)
     except UserError as error:
         try:
             gpu_preset(name)
@@ -161,11 +141,6 @@ def _open(name: str) -> Device:
             f"--gpu {name} is not in this machine: to plan for it, say which drives it has, --drive NAME --ssds N "
             f"({', '.join(drive_names())})."
         ) from None
-    return open_device("cpu" if gpu is None else f"cuda:{torch_index(gpu)}")
-
-
-def _existing(directory: Path) -> Path:
-    return next(path for path in (directory, *directory.parents) if path.is_dir())
 
 
 def _write_trace(result: Plan, path: Path) -> None:

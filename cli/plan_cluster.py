@@ -3,13 +3,14 @@
 import json
 from dataclasses import dataclass
 
+from cli.prepare import sequence_length
 from common.errors import UserError
 from common.models.presets import load_config
 from common.units import format_bytes, format_count, format_seconds
 from fcdp.mesh import Levels
-from fcdp.planning import Cluster, Estimate, Plan, Workload, bytes_per_node, cluster_names, load_cluster, plan
-from fcdp.planning.node_order import group_of, groups_across_leaves, node_order
-from fcdp.planning.search import refusal
+from fcdp.planner import Cluster, Estimate, Plan, Workload, bytes_per_node, cluster_names, load_cluster, plan
+from fcdp.planner.node_order import group_of, groups_across_leaves, node_order
+from fcdp.planner.search import refusal
 from fcdp.strategy_names import AUTO, parse_strategy
 
 
@@ -46,7 +47,8 @@ def plan_cluster(settings: ClusterSettings) -> int:
     """Print the plan. Returns the exit status.
 
     Raises:
-        UserError: what was asked for makes no cluster, batch or strategy, or nothing fits.
+        UserError: what was asked for makes no cluster, batch or strategy.
+        FinetuneError: nothing fits.
     """
     cluster = _cluster(settings)
     workload = _workload(settings, cluster)
@@ -89,7 +91,6 @@ def _cluster(settings: ClusterSettings) -> Cluster:
 
 def _workload(settings: ClusterSettings, cluster: Cluster) -> Workload:
     config, _ = load_config(settings.model)
-    context = getattr(config.get_text_config(), "max_position_embeddings", None) or 1024
     micro_batch = settings.micro_batch or 1
     at_once = micro_batch * cluster.levels.world_size
     batch = settings.batch_size or at_once
@@ -100,7 +101,7 @@ def _workload(settings: ClusterSettings, cluster: Cluster) -> Workload:
         )
     return Workload.of_model(
         config,
-        seq_len=settings.seq_len or min(1024, context),
+        seq_len=sequence_length(settings.seq_len, config),
         micro_batch=micro_batch,
         micro_batches=batch // at_once,
         trainable_ratio=settings.trainable or 1.0,

@@ -16,7 +16,7 @@ from common.data import Batches, DataConfig, RandomBatches, open_data
 from common.data.files import find_files
 from common.data.token_file import cache_key
 from common.errors import UserError
-from common.hardware import Gpu, describe_machine, pick_gpu, torch_index
+from common.hardware import Gpu, describe_machine, pick_gpu, torch_name
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from common.store.directories import usable
@@ -57,9 +57,7 @@ class Job:
     @property
     def device(self) -> str:
         """For torch, or for the engine alone if it is emulated."""
-        if self.emulated:
-            return self.settings.gpu
-        return "cpu" if self.gpu is None else f"cuda:{torch_index(self.gpu)}"
+        return self.settings.gpu if self.emulated else torch_name(self.gpu)
 
     @property
     def emulated(self) -> bool:
@@ -149,7 +147,7 @@ def check(settings: Settings) -> Checked:
     if emulated and settings.save:
         raise UserError("An emulated accelerator computes nothing, so there is no checkpoint to write: add --no-save.")
     gpu = None if emulated else pick_gpu(settings.gpu)
-    seq_len = sequence_length(settings, config.get_text_config())
+    seq_len = sequence_length(settings.seq_len, config)
     if settings.data:
         find_files(settings.data)
     ssd, output, run_name = _directories(settings, checkpoint)
@@ -180,18 +178,18 @@ def prepare(settings: Settings) -> Job:
     return job
 
 
-def sequence_length(settings: Settings, config: PreTrainedConfig) -> int:
-    """Tokens per sequence, as asked for or by default.
+def sequence_length(wanted: int | None, config: PreTrainedConfig) -> int:
+    """Tokens per sequence, as asked for with ``--seq-len`` or by default.
 
     Raises:
         UserError: longer than the model's context.
     """
-    context = getattr(config, "max_position_embeddings", None) or math.inf
-    if settings.seq_len is None:
+    context = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
+    if wanted is None:
         return int(min(DEFAULT_SEQ_LEN, context))
-    if settings.seq_len > context:
-        raise UserError(f"--seq-len {settings.seq_len} is longer than the model's context of {context} tokens.")
-    return settings.seq_len
+    if wanted > context:
+        raise UserError(f"--seq-len {wanted} is longer than the model's context of {context} tokens.")
+    return wanted
 
 
 def _directories(settings: Settings, checkpoint: Path | None) -> tuple[tuple[Path, ...], Path, str]:

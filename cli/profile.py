@@ -1,28 +1,16 @@
 """``finetune --profile``: what this machine does with a model, measured afresh and shown as a table."""
 
-from pathlib import Path
-
-import torch
-
+from cli.machine import device_at_hand, directories_at_hand, training_of
 from cli.settings import Settings
 from cli.train import quiet_transformers
-from common.hardware import describe_machine, pick_gpu, torch_index
-from common.models.meta import build_meta_model
-from common.models.presets import load_config
-from common.store.directories import usable
+from common.hardware import describe_machine
 from common.units import format_bytes, format_count
-from fuyou.devices import memory_limits, open_device
-from fuyou.emulated import is_emulated
-from fuyou.memory_plan import MemoryPlanner
-from fuyou.model_records import model_records
-from fuyou.profiling import Profile, Workload, measure, save
+from fuyou.devices import memory_limits
+from fuyou.planner import workload_of
+from fuyou.profiling import Profile, measure, save
 from fuyou.profiling.cache import describe, profile_path
-from fuyou.records import Precision
-from fuyou.stack import StreamedModel
 
-DEFAULT_SEQ_LEN = 1024
 _OPERATORS = 8
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 Row = tuple[str, str, str]
 """What, how much, and a remark."""
@@ -36,22 +24,10 @@ def run_profile(settings: Settings) -> None:
     """
     if not settings.debug:
         quiet_transformers()
-    config, _ = load_config(settings.model)
-    name = settings.gpu
-    if not is_emulated(name):
-        gpu = pick_gpu(name)
-        name = "cpu" if gpu is None else f"cuda:{torch_index(gpu)}"
-    directories = usable([Path(word).expanduser() for word in settings.ssd] or [_existing(settings.output_directory)])
-    device = open_device(name)
-    precision = Precision(_DTYPES[settings.dtype], _DTYPES[settings.optimizer_dtype])
-    context = getattr(config.get_text_config(), "max_position_embeddings", None) or DEFAULT_SEQ_LEN
-    shape = model_records(
-        StreamedModel(build_meta_model(config, dtype=precision.dtype), device.torch_device), precision
-    )
-    host, memory = memory_limits(device, settings.host_memory, settings.device_memory)
-    planner = MemoryPlanner(shape, config, memory, host, device.shares_host_memory)
-    plan = planner.plan(settings.batch_size, settings.seq_len or min(DEFAULT_SEQ_LEN, context), settings.micro_batch)
-    workload = Workload.planned(config, precision, plan, directories)
+    device = device_at_hand(settings.gpu)
+    directories = directories_at_hand(settings)
+    limits = memory_limits(device, settings.host_memory, settings.device_memory)
+    workload = workload_of(training_of(settings), device, limits, directories)
     print(f"machine  {describe_machine()}")
     print(
         f"model    {settings.model}, micro-batches of {workload.rows} x {workload.seq_len} tokens in {settings.dtype} "
@@ -113,11 +89,6 @@ def table(profile: Profile, drives: int) -> list[str]:
             lines += ["", heading]
             lines += [f"  {what:{wide}}  {amount:>{wider}}  {remark}".rstrip() for what, amount, remark in section]
     return [*lines, ""]
-
-
-def _existing(directory: Path) -> Path:
-    """The nearest directory above that is there: the same drive."""
-    return next(path for path in (directory, *directory.parents) if path.is_dir())
 
 
 def _rate(bytes_per_second: float) -> str:

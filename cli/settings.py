@@ -13,13 +13,13 @@ NO_WARMUP = Warmup(0)
 COMMITS = "commits"
 """Folder inside the output directory where a run of several ranks has its commits."""
 
-Strategy = Literal["fcdp", "zero3", "hybrid"]
-"""As in ``fcdp.fully_shard``, which takes long to import."""
+StrategyName = Literal["fcdp", "zero3", "hybrid"]
+"""As in ``fcdp.shard``, which takes long to import."""
 
 _ONLY_NODES = (
     "gpus_per_node", "rdzv_endpoint", "node_timeout", "max_restarts", "strategy", "device_cache_threshold"
 )  # fmt: skip
-_ONLY_ENGINE = ("host_memory", "device_memory", "optimizer_dtype", "io", "single_slot")
+_ONLY_ENGINE = ("host_memory", "device_memory", "optimizer_dtype", "io", "single_slot", "trace")
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Settings:
     """Seconds to wait for a node that does not come or does not answer."""
     max_restarts: int = 3
     """After lost ranks."""
-    strategy: Strategy | None = None
+    strategy: StrategyName | None = None
     """None: fcdp."""
     device_cache_threshold: float | None = None
     """Part of device memory up to which cached parameters stay there; None: 0.9."""
@@ -102,8 +102,8 @@ class Settings:
             raise UserError("--epochs counts passes over data, and there is none: give --data, or --steps instead.")
         if self.resume and self.overwrite:
             raise UserError("--resume continues the run that is there and --overwrite replaces it: give one of them.")
-        if self.strategy is not None and self.strategy not in get_args(Strategy):
-            known = ", ".join(get_args(Strategy))
+        if self.strategy is not None and self.strategy not in get_args(StrategyName):
+            known = ", ".join(get_args(StrategyName))
             raise UserError(
                 f"--strategy {self.strategy} cannot be trained with yet: there are {known}. Add --plan to plan with it."
             )

@@ -1,5 +1,6 @@
 """The training loop: a thin user of the engine."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,12 +11,20 @@ from transformers.utils import logging as transformers_logging
 
 from cli.history import History
 from cli.interrupts import Interrupts, Stopped
+from cli.machine import training_of
 from cli.prepare import Job, prepare
 from cli.progress import Progress, StepLine
 from cli.report import Measurements, Report
 from cli.settings import Settings
 from common.errors import UserError
 from fuyou import Engine, NonFiniteLoss, StepReport
+from fuyou.devices import memory_limits, open_device
+from fuyou.planner import profile_of
+
+PROFILED_PARAMETERS, PROFILED_STEPS = 100_000_000, 20
+"""Runs of smaller models, or of fewer steps, are not worth measuring the machine for."""
+PROFILED_HOST_BYTES = 4 << 30
+"""Nor are those with less host memory, in which the measurement itself might not fit."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,7 @@ def finetune(settings: Settings, interrupts: Interrupts) -> Result:
         quiet_transformers()
     job = prepare(settings)
     print(job.header(), flush=True)
+    _profile(job)
     with _open_engine(job) as engine:
         try:
             result = _train_and_save(job, engine, interrupts)
@@ -64,6 +74,22 @@ def quiet_transformers() -> None:
     """What a library thinks worth mentioning would break the progress line."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+
+
+def _profile(job: Job) -> None:
+    """Measure this machine with this model, so that the engine can plan; where the run is worth the dozen seconds.
+
+    The result is kept: it takes them once.
+    """
+    settings, device = job.settings, open_device(job.device)
+    limits = memory_limits(device, settings.host_memory, settings.device_memory)
+    if job.parameters < PROFILED_PARAMETERS or job.steps < PROFILED_STEPS or limits[0] < PROFILED_HOST_BYTES:
+        return
+    run = training_of(settings)
+    with contextlib.suppress(UserError):  # what does not fit, the engine says with more to go by
+        if profile_of(run, device, limits, job.ssd, measure=False) is None:
+            print("profile  measuring this machine with this model, once", flush=True)
+            profile_of(run, device, limits, job.ssd, measure=True)
 
 
 def _open_engine(job: Job) -> Engine:

@@ -204,6 +204,15 @@ def torch_index(gpu: Gpu) -> int:
     return number
 
 
+def torch_name(gpu: Gpu | None) -> str:
+    """``"cuda:1"`` as PyTorch counts; ``"cpu"`` for None.
+
+    Raises:
+        UserError: PyTorch does not see that GPU.
+    """
+    return "cpu" if gpu is None else f"cuda:{torch_index(gpu)}"
+
+
 def describe_machine() -> str:
     """One line: ``4 processors, 23.5 GiB of memory (22.9 GiB available), no NVIDIA GPU``."""
     gpus = [f"{gpu.name} with {format_bytes(gpu.memory_bytes)}" for gpu in list_gpus()] or ["no NVIDIA GPU"]

@@ -9,10 +9,10 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Any, TypeVar
 
 from common.errors import UserError, did_you_mean
+from common.presets import preset_files
 from common.units import parse_bytes
 
 #: Part of a link's rate that copies reach, where no measurement is at hand: it is 24.5 of 31.5 GB/s on an A100, 25.6 of
@@ -106,29 +106,23 @@ def _drives() -> dict[str, DrivePreset]:
 
 
 def _load(folder: str, read: Callable[[str, dict[str, Any]], Preset]) -> dict[str, Preset]:
-    """Presets by name. They are package data, so that an installed wheel has them in any directory."""
-    presets = {}
-    for file in files("configs").joinpath(folder).iterdir():
-        if file.name.endswith(".toml"):
-            name = file.name.removesuffix(".toml")
-            presets[name] = read(name, tomllib.loads(file.read_text(encoding="utf-8")))
-    return presets
+    """Presets by name."""
+    return {
+        name: read(name, tomllib.loads(file.read_text(encoding="utf-8"))) for name, file in preset_files(folder).items()
+    }
 
 
 def _read_gpu(name: str, fields: dict[str, Any]) -> GpuPreset:
     link = fields["link_gb_per_s"] * 1e9
+    copies = link * COPY_FRACTION
     block = fields.get("block_tflops")
     return GpuPreset(
         name=name,
         title=fields["name"],
         memory_bytes=parse_bytes(fields["memory"]),
         link_bytes_per_second=link,
-        upload_bytes_per_second=fields["upload_gb_per_s"] * 1e9
-        if "upload_gb_per_s" in fields
-        else link * COPY_FRACTION,
-        download_bytes_per_second=(
-            fields["download_gb_per_s"] * 1e9 if "download_gb_per_s" in fields else link * COPY_FRACTION
-        ),
+        upload_bytes_per_second=fields["upload_gb_per_s"] * 1e9 if "upload_gb_per_s" in fields else copies,
+        download_bytes_per_second=fields["download_gb_per_s"] * 1e9 if "download_gb_per_s" in fields else copies,
         bf16_flops_per_second=fields["bf16_tflops"] * 1e12,
         block_flops_per_second=None if block is None else block * 1e12,
     )

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from fcdp.grouping import ParameterGroup
 from fcdp.host_cache import CopyStreams, Share
-from fcdp.levels import RankLevel
+from fcdp.rank_level import RankLevel
 from fcdp.staleness import Net
 from fcdp.traffic import Traffic
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import FinetuneError
-from fcdp.levels import RankLevel
+from fcdp.rank_level import RankLevel
 
 
 @dataclass

@@ -29,14 +29,14 @@ from common.units import format_bytes
 from fcdp.all_gather import CachedAllGather
 from fcdp.grouping import AdapterGroups, ParameterGroup, Unit, find_units, split_units, whole_units
 from fcdp.host_cache import CopyStreams, HostCache, Share
-from fcdp.levels import RankLevel
 from fcdp.placement import DeviceMemory, Placement
+from fcdp.rank_level import RankLevel
 from fcdp.reduce_scatter import MicroBatches, TwoLevelReduceScatter
 from fcdp.staleness import Net, Watch, mark_all
 from fcdp.topology import Topology
 from fcdp.traffic import Traffic, fcdp_bytes, hybrid_bytes, zero3_bytes
 
-Strategy = Literal["fcdp", "zero3", "hybrid"]
+StrategyName = Literal["fcdp", "zero3", "hybrid"]
 """``fcdp``: fully sharded, parameters cached in host memory, two-level reduction. ``zero3``: plain FSDP2 over all
 ranks. ``hybrid``: FSDP2 sharded inside each node and replicated across nodes (HSDP, MiCS)."""
 
@@ -49,7 +49,7 @@ Model = TypeVar("Model", bound=nn.Module)
 def fully_shard(
     model: Model,
     topology: Topology,
-    strategy: Strategy = "fcdp",
+    strategy: StrategyName = "fcdp",
     *,
     mp_policy: MixedPrecisionPolicy | None = None,
     blocks: list[nn.Module] | None = None,
@@ -67,7 +67,7 @@ def fully_shard(
     Args:
         model: parameters on any device, the meta device included; it is moved to ``topology.device`` shard by shard.
             Which parameters require gradients should be settled: it decides what travels together.
-        strategy: see :data:`Strategy`.
+        strategy: see :data:`StrategyName`.
         mp_policy: FSDP2's. Where it has no ``reduce_dtype``, that is set to what FSDP2 has always taken, the dtype of
             the computation: FSDP2's own default is about to change.
         blocks: the modules to shard one by one. None: the elements of every outermost ``nn.ModuleList``.
@@ -83,10 +83,10 @@ def fully_shard(
     Raises:
         UserError: an unknown strategy, or a threshold that is no part of a whole.
     """
-    if strategy not in get_args(Strategy):
+    if strategy not in get_args(StrategyName):
         raise UserError(
-            f"There is no strategy {strategy!r}.{did_you_mean(strategy, get_args(Strategy))} "
-            f"Known: {', '.join(get_args(Strategy))}."
+            f"There is no strategy {strategy!r}.{did_you_mean(strategy, get_args(StrategyName))} "
+            f"Known: {', '.join(get_args(StrategyName))}."
         )
     if not 0 <= device_cache_threshold <= 1:
         raise UserError(f"device_cache_threshold is a part of device memory, 0 to 1, not {device_cache_threshold}.")
@@ -114,9 +114,9 @@ def fully_shard(
 class Sharding:
     """What an FSDP2 model sharded by :func:`fully_shard` has beyond FSDP2. Get it with :func:`sharding`."""
 
-    def __init__(self, model: nn.Module, topology: Topology, strategy: Strategy, groups: list[ParameterGroup]):
+    def __init__(self, model: nn.Module, topology: Topology, strategy: StrategyName, groups: list[ParameterGroup]):
         self.topology = topology
-        self.strategy: Strategy = strategy
+        self.strategy: StrategyName = strategy
         self.groups = groups
         """Parameter groups, in the order in which they were sharded."""
         self.traffic = Traffic()

@@ -1,6 +1,6 @@
 """A sharding strategy: over which ranks parameters, gradients and optimizer states are sharded, and how they travel.
 
-Every strategy of PaRO, AMSP, ZeRO-topo and FCDP is a point in one space (``presets.py`` names them):
+Every strategy of PaRO, AMSP, ZeRO-topo and FCDP is a point in one space (``strategy_names.py`` names them):
 
 * P, G and OS each have a scope. P is gathered over its scope at every use; G is reduced over its scope by every
   micro-batch, and over the rest of the cluster once per step; new parameters are spread from OS's scope to P's once
@@ -9,7 +9,7 @@ Every strategy of PaRO, AMSP, ZeRO-topo and FCDP is a point in one space (``pres
   may live in host memory instead (FCDP). Besides, a *second* set of shards inside the node may be kept from forward
   to backward (ZeRO++).
 
-OS here includes the fp32 master weights. What P, G, OS, the ranks and the caches cost is worked out in ``planning``.
+OS here includes the fp32 master weights. What all of it costs on a cluster is worked out in ``fcdp/planner``.
 """
 
 from dataclasses import dataclass, replace

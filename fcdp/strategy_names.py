@@ -36,9 +36,10 @@ def _presets() -> dict[str, Strategy]:
         _letters("NNG", "zero1"),
         _letters("NGG", "zero2"),
         _letters("GGG", "zero3"),
-        # MiCS and FSDP's hybrid sharding are one point of the space under two names.
+        # One point of the space under three names: MiCS, FSDP's hybrid sharding, and what ``fully_shard`` calls that.
         _letters("III", "mics", ring="hierarchical"),
         _letters("III", "hsdp", ring="hierarchical"),
+        _letters("III", "hybrid", ring="hierarchical"),
         # ZeRO++ (ZeRO-topo III-C): int8 gathers, a second set of shards in the node, int4 all-to-all reductions.
         Strategy(
             "zero++",
@@ -86,7 +87,7 @@ def parse_strategy(text: str) -> Strategy:
     Args:
         text: a preset (``zero3``, ``paro-iig``), three letters (``IGG``), or three scopes (``I/G/G``, ``4x1/4x1/8x1``,
             ``pair/node/cluster``). To scopes, ``+device``, ``+host`` or ``+adaptive`` adds the tier of the cache, and
-            ``+second`` second shards in the node. ``auto`` is for :mod:`fcdp.planning` to answer.
+            ``+second`` second shards in the node. ``auto`` is for :mod:`fcdp.planner` to answer.
 
     Raises:
         UserError: no such strategy, or one that breaks a rule.

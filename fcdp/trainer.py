@@ -26,16 +26,15 @@ from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from common.models.sources import CheckpointSource, RandomSource, WeightSource
 from fcdp.commits import Commits
-from fcdp.shard import Strategy, fully_shard, sharding
+from fcdp.shard import StrategyName, fully_shard, sharding
 from fcdp.topology import Topology
 from fcdp.weights import gather_blocks, load, materialise, widen
 from fuyou import NonFiniteLoss
 from fuyou.gradients import sum_of_squares
 from fuyou.loss import cross_entropy, shifted_labels
-from fuyou.records import wants_decay
+from fuyou.records import DTYPES, wants_decay
 from fuyou.stack import StreamedModel
 
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 #: Largest shard of an exported checkpoint. Rank 0 holds one.
 _SHARD_BYTES = 2_000_000_000
 
@@ -44,7 +43,7 @@ _SHARD_BYTES = 2_000_000_000
 class TrainerConfig:
     """Options of :class:`Trainer`."""
 
-    strategy: Strategy = "fcdp"
+    strategy: StrategyName = "fcdp"
     dtype: str = "bf16"
     """What blocks compute in and what crosses the network, gradients too; masters and moments are fp32."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -92,7 +91,7 @@ class Trainer:
 
     def __init__(self, model: str | os.PathLike[str], topology: Topology, config: TrainerConfig, commits: Path):
         self._topology, self._options = topology, config
-        self._dtype = _DTYPES[config.dtype]
+        self._dtype = DTYPES[config.dtype]
         self._device = topology.device
         self._meter = PeakMeter(self._pids_of_node())
         if topology.local_rank == 0:

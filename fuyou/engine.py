@@ -44,7 +44,6 @@ from fuyou.tasks import StepList
 from fuyou.trace import StepTrace
 from fuyou.training_state import TrainingState, random_states, restore_random_states
 
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 #: Largest shard of an exported checkpoint.
 _SHARD_BYTES = 5_000_000_000
 
@@ -174,12 +173,9 @@ class Engine:
         kept_activations: Keeping | int | str | None = None,
         automatic: bool = False,
     ):
-        for name, value in (("dtype", dtype), ("optimizer_dtype", optimizer_dtype)):
-            if value not in _DTYPES:
-                raise UserError(f"{name} must be bf16 or fp32, not {value!r}.")
         deferred_fraction = 1.0 if max_grad_norm else deferred_fraction  # nothing is updated before the norm is known
         self._options = EngineConfig(
-            Precision(_DTYPES[dtype], _DTYPES[optimizer_dtype]), AdamConfig(lr, betas, eps, weight_decay),
+            Precision.named(dtype, optimizer_dtype), AdamConfig(lr, betas, eps, weight_decay),
             max_grad_norm, deferred_fraction, micro_batch, commit_every,
             None if host_cache is None else parse_bytes(host_cache), single_slot, io, seed,
             kept_activations if isinstance(kept_activations, Keeping) else parse_bytes(kept_activations or 0),

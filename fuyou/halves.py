@@ -53,11 +53,3 @@ def join(hi: torch.Tensor, lo: torch.Tensor, master: torch.Tensor, scratch: torc
     # Not ``add_(lo)``: operands of different widths take a slow path.
     scratch.copy_(lo)
     master.view(torch.int32).add_(scratch)
-
-
-def round_half_away(master: torch.Tensor) -> torch.Tensor:
-    """``hi`` alone: the bf16 weights that compute with ``master`` (fp32, any shape)."""
-    flat = master.detach().reshape(-1)
-    hi = torch.empty(flat.numel(), dtype=torch.bfloat16)
-    split(flat, hi, torch.empty(flat.numel(), dtype=torch.int16))
-    return hi.view(master.shape)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from common.buffers import PAGE, round_up
+from common.errors import UserError
 from common.store import Extent, Layout
 
 #: Every parameter starts on a multiple of this many elements: 256 bytes in bf16, enough for any vector unit and for
@@ -19,6 +20,10 @@ from common.store import Extent, Layout
 ALIGN_ELEMENTS = 128
 #: Ranges that are read or written on their own are multiples of this many elements: one page even at two bytes each.
 PAGE_ELEMENTS = PAGE // 2
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+"""By the names that people type."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,18 @@ class Precision:
     """What forward and backward compute in: bfloat16 (with fp32 masters as two halves) or float32."""
     optimizer_dtype: torch.dtype
     """Of the two moments: float32, or bfloat16 with stochastic rounding."""
+
+    @classmethod
+    def named(cls, dtype: str, optimizer_dtype: str) -> "Precision":
+        """From ``"bf16"`` or ``"fp32"`` for each.
+
+        Raises:
+            UserError: any other name.
+        """
+        for option, value in (("dtype", dtype), ("optimizer_dtype", optimizer_dtype)):
+            if value not in DTYPES:
+                raise UserError(f"{option} must be {' or '.join(DTYPES)}, not {value!r}.")
+        return cls(DTYPES[dtype], DTYPES[optimizer_dtype])
 
     @property
     def split(self) -> bool:

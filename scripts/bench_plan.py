@@ -23,7 +23,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 from common.units import parse_bytes
 from fuyou import Engine
 from fuyou.devices import memory_limits, open_device
-from fuyou.planner import Plan, plan, profile_of, profiled_machine, training
+from fuyou.planner import Machine, Plan, Training, plan, profile_of, profiled_machine, training
 
 NAME = "bench-plan"
 SEQ_LEN = 512
@@ -99,15 +99,19 @@ class Row:
         return self.predicted / self.measured
 
 
-def predict(one: Configuration, ssd: Sequence[Path]) -> Plan:
-    """Profile and plan."""
+def machine_of(one: Configuration, job: Training, ssd: Sequence[Path]) -> Machine:
+    """The machine at hand, profiled for ``job``."""
     device = open_device(one.device)
     limits = memory_limits(device, parse_bytes(one.host_memory), None)
-    job = training(one.config, one.batch, one.seq_len, micro_batch=one.micro_batch)
     profile = profile_of(job, device, limits, ssd, measure=True)
     assert profile is not None
-    machine = profiled_machine(profile, device.shares_host_memory, limits[1], limits[0], len(ssd), None)
-    return plan(job, machine)
+    return profiled_machine(profile, device.shares_host_memory, limits[1], limits[0], len(ssd), None)
+
+
+def predict(one: Configuration, ssd: Sequence[Path]) -> Plan:
+    """Profile and plan."""
+    job = training(one.config, one.batch, one.seq_len, micro_batch=one.micro_batch)
+    return plan(job, machine_of(one, job, ssd))
 
 
 def run(one: Configuration, ssd: Sequence[Path], chosen: Plan, steps: int) -> list[float]:

@@ -17,8 +17,8 @@ from dataclasses import replace
 
 from common.models.presets import load_config
 from fcdp.mesh import Levels
-from fcdp.planning import Cluster, Estimate, Plan, Workload, estimate, load_cluster, plan
-from fcdp.planning.search import SAME, Objective, scopes_of
+from fcdp.planner import Cluster, Estimate, Plan, Workload, estimate, load_cluster, plan
+from fcdp.planner.search import SAME, Objective, scopes_of
 from fcdp.strategy import Strategy
 from fcdp.strategy_names import PARO, PRESETS, parse_strategy
 

@@ -2,24 +2,17 @@
 
 import os
 import tomllib
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
 from common.errors import UserError, did_you_mean
-
-
-def _presets() -> dict[str, Traversable]:
-    """Preset file by name. They are package data, so that an installed wheel has them in any directory."""
-    folder = files("configs").joinpath("models")
-    return {file.name.removesuffix(".toml"): file for file in folder.iterdir() if file.name.endswith(".toml")}
+from common.presets import preset_files
 
 
 def preset_names() -> list[str]:
     """Names of all model presets, sorted."""
-    return sorted(_presets())
+    return sorted(preset_files("models"))
 
 
 def load_config(model: str | os.PathLike[str] | PreTrainedConfig) -> tuple[PreTrainedConfig, Path | None]:
@@ -38,7 +31,7 @@ def load_config(model: str | os.PathLike[str] | PreTrainedConfig) -> tuple[PreTr
 
     name = os.fspath(model)
     directory = Path(name).expanduser()
-    presets = _presets()
+    presets = preset_files("models")
     if (directory / "config.json").is_file():
         config = _read_directory(directory)
         _refuse_unsupported(config, name)

@@ -1,23 +1,11 @@
 """What the engine has to know about a model: its list of blocks, and what stands outside of it."""
 
 import re
-from dataclasses import dataclass
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from common.errors import UserError
-
-
-@dataclass(frozen=True)
-class OuterParameter:
-    """A parameter outside the blocks: an embedding, a final norm, a head."""
-
-    parameter: nn.Parameter
-    """The object itself; on the meta device."""
-
-    names: tuple[str, ...]
-    """Every name it has in the model, first the one in ``named_parameters()``; more than one if it is tied."""
 
 
 def find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
@@ -41,20 +29,6 @@ def find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
         )
     _refuse_sharing(model, name, blocks)
     return name, blocks
-
-
-def outer_parameters(model: PreTrainedModel) -> list[OuterParameter]:
-    """All parameters outside the blocks, in ``named_parameters()`` order; tied ones once, with all their names.
-
-    Raises:
-        UserError: as :func:`find_blocks`.
-    """
-    prefix, _ = find_blocks(model)
-    return [
-        OuterParameter(model.get_parameter(names[0]), names)
-        for names in parameter_names(model)
-        if not names[0].startswith(f"{prefix}.")
-    ]
 
 
 def parameter_names(model: nn.Module) -> list[tuple[str, ...]]:

@@ -1,6 +1,6 @@
 """Plans before running: whether a run fits, how fast it will be, and what bounds it. Needs no weights, GPU or SSD."""
 
-from fuyou.planner.choose import Choice, choose, profile_of
+from fuyou.planner.choose import Choice, choose, profile_of, workload_of
 from fuyou.planner.machine import Machine, preset_machine, profiled_machine
 from fuyou.planner.paper import PaperScheme
 from fuyou.planner.plan import Plan, plan
@@ -18,4 +18,5 @@ __all__ = [
     "profile_of",
     "profiled_machine",
     "training",
+    "workload_of",
 ]

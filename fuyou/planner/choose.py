@@ -25,24 +25,35 @@ class Choice:
     keeping: Keeping
 
 
-def profile_of(
-    training: Training, device: Device, limits: tuple[int, int], directories: Sequence[Path], *, measure: bool
-) -> Profile | None:
-    """What is known of this machine with the micro-batch that this run would have.
+def workload_of(training: Training, device: Device, limits: tuple[int, int], directories: Sequence[Path]) -> Workload:
+    """What is to be measured for ``training``: the micro-batch that it would have here.
 
     Args:
         training: what is going to run.
         device: what computes.
         limits: bytes of host and of device memory.
         directories: one per drive.
+
+    Raises:
+        UserError: not even one block fits the budgets.
+    """
+    memory = _memory(training, device, limits)
+    return Workload.planned(training.config, training.shape.precision, memory, directories)
+
+
+def profile_of(
+    training: Training, device: Device, limits: tuple[int, int], directories: Sequence[Path], *, measure: bool
+) -> Profile | None:
+    """What is known of this machine with the micro-batch that this run would have.
+
+    Args:
+        training, device, limits, directories: as for :func:`workload_of`.
         measure: whether to measure what is not known, which takes a dozen seconds; else the answer is None.
 
     Raises:
         UserError: not even one block fits the budgets.
     """
-    workload = Workload.planned(
-        training.config, training.shape.precision, _memory(training, device, limits), directories
-    )
+    workload = workload_of(training, device, limits, directories)
     return load_or_measure(workload, device) if measure else load(workload, device)
 
 

@@ -220,7 +220,7 @@ def _search_deferral(evaluator: Evaluator, best: Evaluation) -> Evaluation:
 def _search_keeping(evaluator: Evaluator, best: Evaluation) -> Evaluation:
     """More and more operator outputs, those that save the most computing per byte first, while steps get shorter.
 
-    Outputs of all blocks first; then, around the best, of some of them.
+    Outputs of all blocks first; then more of them in some of the blocks.
     """
     if best.bound is not Resource.GPU or evaluator.trace is None:
         return best
@@ -231,15 +231,18 @@ def _search_keeping(evaluator: Evaluator, best: Evaluation) -> Evaluation:
         operators = (*operators, (output.operator, output.ordinal))
         if output.saved_flops > 0:
             choices.append(operators)
+    if not choices:
+        return best
     taken = 0
     for number, operators in enumerate(choices, 1):
         better = _better(evaluator, best, replace(best.candidate, keeping=Keeping(operators, layers)))
         if better is best:
             break
         best, taken = better, number
-    for operators in choices[taken : taken + 1]:  # the next ones in some of the blocks
-        for quarters in (1, 2):
-            keeping = Keeping(operators, max(1, layers * quarters // 4))
+    # A few of the larger sets, in some of the blocks: the last outputs that are worth keeping save the most in all.
+    for number in sorted({taken, (taken + len(choices)) // 2, len(choices) - 1} - {len(choices)}):
+        for quarters in (1, 2, 3):
+            keeping = Keeping(choices[number], max(1, layers * quarters // 4))
             best = _better(evaluator, best, replace(best.candidate, keeping=keeping))
     return best
 

@@ -114,10 +114,6 @@ class Profile:
             Phase.EMBED_BACKWARD: self.embed_backward_seconds,
         }
 
-    def operator_seconds(self) -> dict[tuple[str, int], float]:
-        """Seconds by operator name and ordinal among that operator's calls."""
-        return {(one.name, one.ordinal): one.seconds for one in self.operators}
-
     def to_dict(self) -> dict[str, Any]:
         """What JSON can carry."""
         return asdict(self)

@@ -52,6 +52,7 @@ def test_defaults() -> None:
 
 
 def test_sizes() -> None:
+    assert parse("--host-cache", "0")["host_cache"] == 0
     assert parse("--host-memory", "64GiB", "--device-memory", "1500000000") | {} == parse() | {
         "host_memory": 64 << 30, "device_memory": 1_500_000_000,
     }  # fmt: skip

@@ -56,6 +56,7 @@ def test_the_papers_scheme_and_its_largest_model(finetune: Finetune) -> None:
         (("--plan", "--ssds", 2, "--model", "gpt3-13b"), "name it with --drive"),
         (("--plan", "--gpu", "4090", "--model", "gpt3-13b"), "--drive NAME --ssds N"),
         (("--plan", "--model", "gpt3-13b", "--data", "x.jsonl"), "cannot be combined with --data"),
+        (("--plan", *SERVER, "--model", "llama-10m", "--overwrite"), "cannot be combined with --overwrite"),
         (("--json", "--model", "gpt3-13b"), "--json belongs to --plan"),
     ],
 )

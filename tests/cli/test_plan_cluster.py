@@ -1,13 +1,16 @@
 """``finetune --plan`` for clusters: what it prints, as a table and as JSON, and what it refuses."""
 
 import json
+from typing import get_args
 
 import pytest
 
+import fcdp
 from cli.main import main
+from cli.settings import StrategyName
 from common.models.presets import load_config
 from fcdp.mesh import Levels
-from fcdp.planning import Workload, estimate, load_cluster
+from fcdp.planner import Workload, estimate, load_cluster
 from fcdp.strategy_names import parse_strategy
 
 A800 = ["--plan", "--cluster", "a800-hdr", "--model", "llama-7b"]
@@ -76,11 +79,13 @@ def test_order_of_nodes_under_leaf_switches(capsys: pytest.CaptureFixture[str], 
     ([*A800, "--batch-size", "1000"], "no multiple of 1024"),
     ([*A800, "--levels", "8,4", "--nodes", "8"], "--levels 8,4 has 4 where --nodes says 8"),
     ([*A800, "--strategy", "zero4"], "Did you mean 'zero"),
-    ([*A800, "--nodes", "1", "--model", "gpt3-805b"], "No strategy fits"),
     (["--plan", "--cluster", "a40-edr", "--model", "llama-7b", "--gpus-per-node", "3"], "fastest level"),
     (["--model", "m", "--nodes", "2", "--cluster", "a800-hdr"], "--cluster belongs to --plan"),
     (["--model", "m", "--nodes", "2", "--strategy", "IGG"], "Add --plan"),
-    ([*A800, "--ssd", "/tmp"], "is not there yet"),
+    ([*A800, "--ssd", "/tmp"], "leave --ssd out"),
+    ([*A800, "--trace", "x.json"], "--trace changes nothing in a plan for a cluster"),
+    ([*A800, "--host-memory", "64GiB"], "--host-memory changes nothing"),
+    ([*A800, "--seq-len", "100000"], "longer than the model's context"),
     (["--plan", "--model", "llama-7b", "--trainable", "0.1"], "add --cluster"),
 ])  # fmt: skip
 def test_refuses_in_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,3 +93,13 @@ def test_refuses_in_one_line(words: list[str], message: str, capsys: pytest.Capt
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert message in err
+
+
+def test_what_does_not_fit_has_the_same_status_as_on_one_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*A800, "--nodes", "1", "--model", "gpt3-805b"]) == 1
+    assert "No strategy fits" in capsys.readouterr().err
+
+
+def test_what_can_be_trained_can_be_planned() -> None:
+    assert {parse_strategy(name).name for name in get_args(StrategyName)} == set(get_args(StrategyName))
+    assert get_args(fcdp.StrategyName) == get_args(StrategyName)

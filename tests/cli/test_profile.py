@@ -50,7 +50,7 @@ def test_a_profile(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None
     assert all(seconds > 0 for seconds in profile.phase_seconds().values())
     assert profile.block_backward_seconds > profile.block_forward_seconds
     # The same unit; not closer, because each was measured for a moment only.
-    assert 0 < sum(profile.operator_seconds().values()) < profile.block_backward_seconds * 100
+    assert 0 < sum(one.seconds for one in profile.operators) < profile.block_backward_seconds * 100
     assert profile.compute_slowdown >= 1
 
 

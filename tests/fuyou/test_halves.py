@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou.halves import join, round_half_away, split, split_in_place
+from fuyou.halves import join, split, split_in_place
 
 INFINITY = 0x7F80_0000
 
@@ -170,24 +170,3 @@ def test_a_sum_that_overflows_is_not_taken_for_a_nan() -> None:
     split(master, hi, lo)
     join(hi, lo, joined)
     assert torch.equal(master, before) and torch.equal(joined, before)
-
-
-@given(st.integers(1, 5), st.integers(1, 7))
-def test_rounding_alone_keeps_shape_and_master(rows: int, columns: int) -> None:
-    master = torch.randn(rows, columns)
-    before = master.clone()
-    rounded = round_half_away(master)
-    assert rounded.shape == master.shape and rounded.dtype == torch.bfloat16 and torch.equal(master, before)
-    expected = nearest(master.reshape(-1).numpy().view(np.uint32))
-    assert np.array_equal(rounded.reshape(-1).view(torch.int16).numpy().view(np.uint16), expected)
-
-
-def test_rounding_alone_leaves_nans_of_the_master_as_they_are() -> None:
-    master = torch.tensor([0x7F80_0001, 0x3F80_0000], dtype=torch.int32).view(torch.float32)
-    assert round_half_away(master).isnan().tolist() == [True, False]
-    assert master.view(torch.int32).tolist() == [0x7F80_0001, 0x3F80_0000]
-
-
-def test_rounding_a_transposed_master() -> None:
-    master = torch.randn(6, 5).t()
-    assert torch.equal(round_half_away(master), round_half_away(master.contiguous()))

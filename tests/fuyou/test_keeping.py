@@ -15,9 +15,10 @@ import fuyou
 from common.errors import UserError
 from common.models.meta import build_meta_model
 from fuyou.block_trace import BlockTrace, Tracer
-from fuyou.keeping import Keepable, Keeping, KeepingPlan, chosen_layers, keep_of, keepable, list_keepable, trace_block
+from fuyou.keeping import Keepable, Keeping, KeepingPlan, keep_of, keepable, trace_block
 from fuyou.memory_plan import MemoryPlanner
 from fuyou.recompute import Recomputations
+from fuyou.residency import spread
 from fuyou.stack import BlockCalls, StreamedModel
 from tests.fuyou.test_exact import batches, check, directories, engine
 from tests.fuyou.twin import tiny_configs
@@ -76,7 +77,7 @@ def test_a_block_of_llama_and_one_of_gpt2() -> None:
         ),
         torch.device("cpu"),
     )
-    found = list_keepable(llama, 2, n, "cuda", BF16, cost=flops)
+    found = keepable(trace_block(llama, n, "cuda", BF16), 2, cost=flops)
     product, attention = 2 * 2 * n * h * h, 2 * 4 * n * n * h  # of 2 rows
     assert found.forward_flops == 4 * product + 9 * product + attention
     assert found.unneeded_flops == 3 * product  # the down projection
@@ -99,7 +100,7 @@ def test_a_block_of_llama_and_one_of_gpt2() -> None:
         torch.device("cpu"),
     )
     gpt2.model.eval()  # without dropout
-    found = list_keepable(gpt2, 1, n, "cpu", BF16, cost=flops)
+    found = keepable(trace_block(gpt2, n, "cpu", BF16), cost=flops)
     assert found.forward_flops == n * (24 * h * h + 4 * n * h)
     assert found.unneeded_flops == n * 8 * h * h  # 4h to h: the paper's table has its swap benefit highest
 
@@ -133,8 +134,8 @@ def test_what_cannot_be_kept_is_refused() -> None:
 @pytest.mark.parametrize(
     ("layers", "count", "chosen"), [(6, 0, []), (6, 1, [5]), (6, 2, [2, 5]), (7, 3, [2, 4, 6]), (3, 3, [0, 1, 2])]
 )
-def test_layers_that_keep_are_spread(layers: int, count: int, chosen: list[int]) -> None:
-    assert list(chosen_layers(layers, count)) == chosen
+def test_layers_are_spread(layers: int, count: int, chosen: list[int]) -> None:
+    assert spread(range(layers), count) == chosen
 
 
 # -- recomputing ------------------------------------------------------------------------------------------------------

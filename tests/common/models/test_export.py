@@ -11,8 +11,13 @@ from common.models.export import INCOMPLETE, CheckpointWriter, copy_tokenizer_fi
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from common.models.shards import INDEX, SINGLE
-from common.models.structure import find_blocks, outer_parameters
+from common.models.structure import find_blocks, parameter_names
 from tests.common.models.families import FAMILIES, family_config, peak_bytes, real_model, reset_peak_bytes
+
+
+def outer_names(model, prefix: str) -> list[str]:
+    """Of the parameters outside the blocks, tied ones once."""
+    return [names[0] for names in parameter_names(model) if not names[0].startswith(f"{prefix}.")]
 
 
 def export(directory: Path, real, dtype=torch.float32, shard_bytes=1 << 40) -> CheckpointWriter:
@@ -21,8 +26,8 @@ def export(directory: Path, real, dtype=torch.float32, shard_bytes=1 << 40) -> C
     meta = build_meta_model(config)
     writer = CheckpointWriter(directory, meta, config, dtype, shard_bytes)
     prefix, blocks = find_blocks(meta)
-    for outer in outer_parameters(meta):
-        writer.add({outer.names[0]: real.get_parameter(outer.names[0])})
+    for name in outer_names(meta, prefix):
+        writer.add({name: real.get_parameter(name)})
     for index, block in enumerate(blocks):
         named = {f"{prefix}.{index}.{name}": None for name, _ in block.named_parameters()}
         scratch = {name: real.get_parameter(name).detach().clone() for name in named}
@@ -70,8 +75,8 @@ def test_memory_is_that_of_a_shard_and_a_block(tmp_path):
     meta = build_meta_model(config)
     writer = CheckpointWriter(tmp_path, meta, config, torch.bfloat16, 30 << 20)
     prefix, blocks = find_blocks(meta)
-    for outer in outer_parameters(meta):
-        writer.add({outer.names[0]: torch.ones(outer.parameter.shape)})
+    for name in outer_names(meta, prefix):
+        writer.add({name: torch.ones(meta.get_parameter(name).shape)})
     scratch = {name: torch.ones(parameter.shape) for name, parameter in blocks[0].named_parameters()}
     before = reset_peak_bytes()
     for index in range(len(blocks)):  # of 14 MiB each in bf16

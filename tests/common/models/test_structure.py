@@ -5,7 +5,7 @@ from transformers import AutoConfig
 
 from common.errors import UserError
 from common.models.meta import build_meta_model
-from common.models.structure import find_blocks, fp32_parameters, outer_parameters, parameter_names
+from common.models.structure import find_blocks, fp32_parameters, parameter_names
 from tests.common.models.families import FAMILIES, MIXED, family_config
 
 BLOCKS = {"gpt2": "transformer.h", "opt": "model.decoder.layers", "gpt_neox": "gpt_neox.layers"}
@@ -17,17 +17,17 @@ def test_blocks_and_the_rest_are_the_whole_model(family, tied):
     model = build_meta_model(family_config(family, tie_word_embeddings=tied))
     name, blocks = find_blocks(model)
     assert name == BLOCKS.get(family, "model.layers") and len(blocks) == 3
-    outer = outer_parameters(model)
+    outer = [names for names in parameter_names(model) if not names[0].startswith(f"{name}.")]
     inside = {f"{name}.{inner}" for inner, _ in blocks.named_parameters()}
-    outside = [alias for parameter in outer for alias in parameter.names]
+    outside = [alias for names in outer for alias in names]
     everything = {alias for alias, _ in model.named_parameters(remove_duplicate=False)}
     assert len(outside) == len(set(outside)) and inside.isdisjoint(outside) and inside | set(outside) == everything
-    assert sum(p.parameter.numel() for p in outer) + sum(p.numel() for p in blocks.parameters()) == sum(
-        p.numel() for p in model.parameters()
-    )
-    assert sum(len(p.names) == 2 for p in outer) == tied
-    for parameter in outer:
-        assert all(model.get_parameter(alias) is parameter.parameter for alias in parameter.names)
+    assert sum(model.get_parameter(names[0]).numel() for names in outer) + sum(
+        p.numel() for p in blocks.parameters()
+    ) == sum(p.numel() for p in model.parameters())
+    assert sum(len(names) == 2 for names in outer) == tied
+    for first, *others in outer:
+        assert all(model.get_parameter(alias) is model.get_parameter(first) for alias in others)
 
 
 def test_a_large_vocabulary_does_not_hide_the_blocks():
@@ -60,7 +60,7 @@ def test_a_parameter_shared_with_the_outside_is_refused():
     model = build_meta_model(family_config("llama"))
     model.model.norm.weight = model.model.layers[0].input_layernorm.weight
     with pytest.raises(UserError, match=r"model\.norm\.weight"):
-        outer_parameters(model)
+        find_blocks(model)
 
 
 def test_a_model_without_blocks_is_refused():

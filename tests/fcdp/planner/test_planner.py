@@ -8,10 +8,10 @@ import pytest
 from common.errors import UserError
 from common.models.presets import load_config
 from fcdp.mesh import Levels, Mesh
-from fcdp.planning import Cluster, Workload, admissible, cluster_names, estimate, load_cluster, plan
-from fcdp.planning.memory import RUNTIME_BYTES, memory_of
-from fcdp.planning.node_order import groups_across_leaves, node_order
-from fcdp.planning.search import SAME, refusal, scopes_of
+from fcdp.planner import Cluster, Workload, admissible, cluster_names, estimate, load_cluster, plan
+from fcdp.planner.memory import RUNTIME_BYTES, memory_of
+from fcdp.planner.node_order import groups_across_leaves, node_order
+from fcdp.planner.search import SAME, refusal, scopes_of
 from fcdp.strategy_names import PRESETS, parse_strategy
 
 PSI = 8e9

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from fcdp.planning.cluster import Cluster
-from fcdp.planning.collectives import Collective, Phase, bytes_per_node, step_collectives
-from fcdp.planning.memory import ADAPTIVE_THRESHOLD, P_BYTES, Memory, memory_of
-from fcdp.planning.workload import Workload
+from fcdp.planner.cluster import Cluster
+from fcdp.planner.collectives import Collective, Phase, bytes_per_node, step_collectives
+from fcdp.planner.memory import ADAPTIVE_THRESHOLD, P_BYTES, Memory, memory_of
+from fcdp.planner.workload import Workload
 from fcdp.strategy import Layout
 
 OPTIMIZER_BYTES = 28.0

@@ -4,15 +4,14 @@ import json
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, did_you_mean
+from common.presets import preset_files
 from common.units import parse_bytes
 from fcdp.mesh import Levels
-from fcdp.planning.rates import AlphaBeta, Link, Measured, Rates
+from fcdp.planner.rates import AlphaBeta, Link, Measured, Rates
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Cluster:
     """Of one device, to host memory or from it, while all devices of the node copy."""
     rates: Rates
     leaf_of_node: tuple[int, ...] | None = None
-    """Leaf switch of each node, where known; see :mod:`fcdp.planning.node_order`."""
+    """Leaf switch of each node, where known; see :mod:`fcdp.planner.node_order`."""
 
     def resized(self, levels: Levels) -> "Cluster":
         """The same hardware with other numbers of ranks and nodes.
@@ -60,7 +59,7 @@ class Cluster:
 
 def cluster_names() -> list[str]:
     """Names of all cluster presets, sorted."""
-    return sorted(_presets())
+    return sorted(preset_files("clusters"))
 
 
 def load_cluster(name: str) -> Cluster:
@@ -69,7 +68,7 @@ def load_cluster(name: str) -> Cluster:
     Raises:
         UserError: no such preset or file.
     """
-    presets = _presets()
+    presets = preset_files("clusters")
     if name in presets:
         return _read_preset(name, tomllib.loads(presets[name].read_text(encoding="utf-8")))
     path = Path(name).expanduser()
@@ -77,12 +76,6 @@ def load_cluster(name: str) -> Cluster:
         return _read_file(path) if path.suffix == ".toml" else _read_profile(path)
     hint = did_you_mean(name, presets) or f" There are {', '.join(sorted(presets))}."
     raise UserError(f"{name!r} is neither a cluster preset nor the file of a cluster's profile.{hint}")
-
-
-def _presets() -> dict[str, Traversable]:
-    """Preset file by name. They are package data, so that an installed wheel has them in any directory."""
-    folder = files("configs").joinpath("clusters")
-    return {file.name.removesuffix(".toml"): file for file in folder.iterdir() if file.name.endswith(".toml")}
 
 
 def _read_preset(name: str, fields: dict[str, Any]) -> Cluster:

@@ -6,8 +6,8 @@ trainable one. To these model states come activations and what a device needs wh
 
 from dataclasses import dataclass
 
-from fcdp.planning.collectives import BYTES_PER_ELEMENT
-from fcdp.planning.workload import Workload
+from fcdp.planner.collectives import BYTES_PER_ELEMENT
+from fcdp.planner.workload import Workload
 from fcdp.strategy import Layout
 
 P_BYTES, G_BYTES, OS_BYTES = 2.0, 2.0, 12.0

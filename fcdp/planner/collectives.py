@@ -11,7 +11,7 @@ from typing import Literal
 from common.errors import UserError
 from common.quantisation import BLOCK, quantised_nbytes
 from fcdp.mesh import Mesh
-from fcdp.planning.workload import Workload
+from fcdp.planner.workload import Workload
 from fcdp.strategy import Format, Layout, Ring
 
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]

@@ -10,7 +10,7 @@ from typing import Any, Protocol, get_args
 
 from common.errors import UserError
 from fcdp.mesh import Mesh
-from fcdp.planning.collectives import Operation, ring_parts
+from fcdp.planner.collectives import Operation, ring_parts
 from fcdp.strategy import Ring
 
 

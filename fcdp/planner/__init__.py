@@ -1,10 +1,10 @@
 """The planner of sharding strategies: what each costs in memory, bytes and time on a cluster, and which is fastest."""
 
-from fcdp.planning.cluster import Cluster, cluster_names, load_cluster
-from fcdp.planning.collectives import Collective, bytes_per_node, step_collectives
-from fcdp.planning.estimate import Estimate, estimate
-from fcdp.planning.search import Plan, admissible, plan
-from fcdp.planning.workload import Workload
+from fcdp.planner.cluster import Cluster, cluster_names, load_cluster
+from fcdp.planner.collectives import Collective, bytes_per_node, step_collectives
+from fcdp.planner.estimate import Estimate, estimate
+from fcdp.planner.search import Plan, admissible, plan
+from fcdp.planner.workload import Workload
 
 __all__ = [
     "Cluster",

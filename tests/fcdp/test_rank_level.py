@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import fcdp
-from fcdp.levels import RankLevel
+from fcdp.rank_level import RankLevel
 from fcdp.traffic import Traffic
 from tests.fcdp.pool import Pool
 
@@ -54,7 +54,7 @@ def _reduce(topology: fcdp.Topology, cell: int) -> list[bool]:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("call", [_gather, _reduce])
-def test_levels(pool: Pool, layout: tuple[int, int], call: Any) -> None:
+def test_rank_level(pool: Pool, layout: tuple[int, int], call: Any) -> None:
     assert all(all(right) for right in pool.run(layout, _sizes, call))
 
 

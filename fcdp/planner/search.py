@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
-from common.errors import UserError
+from common.errors import FinetuneError, UserError
 from common.units import format_bytes
 from fcdp.mesh import Levels, Scope
-from fcdp.planning.cluster import Cluster
-from fcdp.planning.estimate import Estimate, estimate
-from fcdp.planning.workload import Workload
+from fcdp.planner.cluster import Cluster
+from fcdp.planner.estimate import Estimate, estimate
+from fcdp.planner.workload import Workload
 from fcdp.strategy import Layout, Strategy, Tier
 from fcdp.strategy_names import PARO, PRESETS, parse_strategy
 
@@ -143,10 +143,10 @@ def plan(
     return Plan(tuple(ordered), choice)
 
 
-def refusal(plan: Plan, cluster: Cluster) -> UserError:
+def refusal(plan: Plan, cluster: Cluster) -> FinetuneError:
     """What to say where nothing fits: by how much the smallest strategy misses."""
     least = min(plan.estimates, key=lambda found: (found.memory.device, found.memory.host))
-    return UserError(
+    return FinetuneError(
         f"No strategy fits. The one that needs least, {least.name}, takes {format_bytes(least.memory.device)} of the "
         f"{format_bytes(cluster.device_memory_bytes)} on a device and {format_bytes(least.memory.host)} of the "
         f"{format_bytes(cluster.host_memory_bytes)} on a node. Use more nodes, a smaller --micro-batch or --seq-len."

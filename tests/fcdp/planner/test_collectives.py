@@ -8,8 +8,8 @@ import pytest
 
 from common.errors import UserError
 from fcdp.mesh import Levels, Mesh
-from fcdp.planning import Workload, bytes_per_node, step_collectives
-from fcdp.planning.collectives import ring_parts
+from fcdp.planner import Workload, bytes_per_node, step_collectives
+from fcdp.planner.collectives import ring_parts
 from fcdp.strategy import Strategy
 from fcdp.strategy_names import PRESETS, parse_strategy
 

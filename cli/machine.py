@@ -1,0 +1,51 @@
+"""What is measured and planned for: this machine's device and drives, and the training that would run there."""
+
+from pathlib import Path
+
+from cli.prepare import sequence_length
+from cli.settings import Settings
+from common.hardware import pick_gpu, torch_name
+from common.models.presets import load_config
+from common.store.directories import usable
+from fuyou.devices import Device, open_device
+from fuyou.emulated import is_emulated
+from fuyou.planner import Training, training
+from fuyou.records import Precision
+
+
+def device_at_hand(gpu: str) -> Device:
+    """What ``--gpu`` names.
+
+    Raises:
+        UserError: there is no such device here.
+    """
+    return open_device(gpu if is_emulated(gpu) else torch_name(pick_gpu(gpu)))
+
+
+def directories_at_hand(settings: Settings) -> list[Path]:
+    """Directories on the drives that the run would use; those of ``--output`` need not be there yet.
+
+    Raises:
+        UserError: a directory of ``--ssd`` is not there, or cannot be used.
+    """
+    return usable([Path(word).expanduser() for word in settings.ssd] or [_existing(settings.output_directory)])
+
+
+def training_of(settings: Settings) -> Training:
+    """The run as the planner knows it; looks at no weights.
+
+    Raises:
+        UserError: no such model, or one that cannot be trained so.
+    """
+    config, _ = load_config(settings.model)
+    return training(
+        settings.model, settings.batch_size, sequence_length(settings.seq_len, config),
+        precision=Precision.named(settings.dtype, settings.optimizer_dtype),
+        clips=settings.max_grad_norm > 0, single_slot=settings.single_slot, micro_batch=settings.micro_batch,
+        host_cache=settings.host_cache,
+    )  # fmt: skip
+
+
+def _existing(directory: Path) -> Path:
+    """The nearest directory above that is there: the same drive."""
+    return next(path for path in (directory, *directory.parents) if path.is_dir())
