@@ -4,6 +4,8 @@ import os
 
 # Before torch and its libraries are loaded, and inherited by the processes that tests start.
 os.environ["OMP_NUM_THREADS"] = "2"
+# Threads that wait for each other sleep: on a busy machine, spinning makes small tensors several times slower.
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
