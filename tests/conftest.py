@@ -1,6 +1,11 @@
 """What every test runs under: two threads, no network, and a plain word where a GPU is missing."""
 
 import os
+import signal
+
+# A shell's background jobs ignore Ctrl-C, and so would the processes whose answer to it is tested.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before torch and its libraries are loaded, and inherited by the processes that tests start.
 os.environ["OMP_NUM_THREADS"] = "2"

@@ -98,8 +98,8 @@ def check(
     monkeypatch.setattr(MemoryPlanner, "plan", plan)
     twin = Twin(str(model), bf16=dtype == "bf16", max_grad_norm=clip, device=device, **OPTIONS)
     with fuyou.Engine(
-        model, ssd=[ssd], device=device, dtype=dtype, host_memory="600MiB", micro_batch=micro_batch, io="posix",
-        device_memory="2GiB" if device != "cpu" else None, batch_shape=(ROWS, TOKENS), max_grad_norm=clip,
+        model, ssd=[ssd], device=device, dtype=dtype, host_memory="600MiB", host_cache=0, micro_batch=micro_batch,
+        io="posix", device_memory="2GiB" if device != "cpu" else None, batch_shape=(ROWS, TOKENS), max_grad_norm=clip,
         kept_activations=kept, **OPTIONS,
     ) as engine:  # fmt: skip
         for batch in batches():
