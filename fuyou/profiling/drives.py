@@ -1,7 +1,7 @@
 """Bandwidth of the SSDs through our own store, on scratch files in the run's directories."""
 
-import contextlib
 import os
+import shutil
 import statistics
 import time
 from collections import deque
@@ -17,8 +17,7 @@ import numpy as np
 import psutil
 
 from common.buffers import HostBuffer
-from common.errors import FinetuneError
-from common.store import Extent, Layout, Pace, Store, commit_manifest, remove
+from common.store import Extent, Layout, Pace, Store, commit_manifest
 from fuyou.records import Precision, Record, RecordExtents, allocate_extents
 
 FOLDER = "fuyou-profile-"
@@ -128,25 +127,22 @@ def open_scratch(
     layout = Layout(len(directories))
     places = allocate_extents(layout, [record], precision, slots=2)
     transfers = [layout.allocate(_FILE, _TRANSFER_BYTES * len(directories)) for _ in range(_TRANSFERS)]
-    made: list[Path] = []
     store: Store | None = None
     try:
         for folder in folders:
             folder.mkdir()
-            made.append(folder)
         store = Store.create(folders, layout, io="posix", pace=pace)
         yield Scratch(store, record, places[0], transfers)
     finally:
         if store is not None:
             store.close()
-        _remove(made)
+        _remove(folders)
 
 
 def _remove(folders: Sequence[Path]) -> None:
-    with contextlib.suppress(FinetuneError, OSError):  # what went wrong before this is what the user should hear
-        remove(folders)
-        for folder in folders:
-            folder.rmdir()
+    """Whatever is in them: an interrupt may come when a store is half made."""
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_left_behind(directory: Path) -> None:
