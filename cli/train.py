@@ -81,9 +81,11 @@ def _profile(job: Job) -> None:
 
     The result is kept: it takes them once.
     """
+    if job.parameters < PROFILED_PARAMETERS or job.steps < PROFILED_STEPS:
+        return
     settings, device = job.settings, open_device(job.device)
     limits = memory_limits(device, settings.host_memory, settings.device_memory)
-    if job.parameters < PROFILED_PARAMETERS or job.steps < PROFILED_STEPS or limits[0] < PROFILED_HOST_BYTES:
+    if limits[0] < PROFILED_HOST_BYTES:
         return
     run = training_of(settings)
     with contextlib.suppress(UserError):  # what does not fit, the engine says with more to go by

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from common.errors import FinetuneError
+from common.store.sealed import sync_directory
 
 _RUN_FILE = "run.json"
 _INCOMPLETE = "incomplete"
@@ -70,7 +71,7 @@ class Commits:
             older = list(self.directory.glob("step-*"))
             shutil.rmtree(self._folder(step), ignore_errors=True)
             beside.rename(self._folder(step))
-            _sync(self.directory)
+            sync_directory(self.directory)
             for folder in older:
                 if folder != self._folder(step):
                     shutil.rmtree(folder, ignore_errors=True)
@@ -94,11 +95,3 @@ class Commits:
 
     def _folder(self, step: int) -> Path:
         return self.directory / f"step-{step}"
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

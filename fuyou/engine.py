@@ -314,13 +314,6 @@ class Engine:
             self._link = OptimizerLink()
             self._link.wait_until_up()
         deferred = interleaved(self._shape, options.deferred_fraction)
-        held = self.memory_plan.held_gradients
-        self._plane = DataPlane(
-            self._shape, self.memory_plan, self._device, self._store, self._extents, self._commits.state.slots,
-            self._link, [folder / "scratch" for folder in self._store.directories], self._commits.commit,
-            self._commits.update_of, spill_gradients=held < len(deferred), resident=self.memory_plan.resident,
-            pace=self._pace,
-        )  # fmt: skip
         batch = self.memory_plan.batch
         recomputation = self._keeping.recomputation(batch.micro_rows, batch.seq_len)
         self._recomputations = Recomputations(
@@ -332,6 +325,13 @@ class Engine:
             self._shape, self.memory_plan.counts, single_slot=options.single_slot, slot=self._commits.state.slot,
             deferred=deferred, hold=options.max_grad_norm is not None, resident=self.memory_plan.resident,
             recomputation=recomputation,
+        )  # fmt: skip
+        held = self.memory_plan.held_gradients
+        self._plane = DataPlane(
+            self._shape, self.memory_plan, self._device, self._store, self._extents, self._commits.state.slots,
+            self._link, [folder / "scratch" for folder in self._store.directories], self._commits.commit,
+            self._commits.update_of, spill_gradients=held < len(deferred), resident=self.memory_plan.resident,
+            pace=self._pace,
         )  # fmt: skip
         self._accounting = Accounting(self._plane, self._trace)
 

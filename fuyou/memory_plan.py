@@ -207,7 +207,7 @@ class MemoryPlanner:
             counts = self._place_kept(batch, counts, ring, columns, kept)
             block_bytes = self.block * self.shape.precision.parameter_bytes
             room = self.host_limit - self._count(batch, counts, ring, columns).host_bytes
-            held = min(room // block_bytes, self.deferred, len(self.shape.blocks))
+            held = max(0, min(room // block_bytes, self.deferred, len(self.shape.blocks)))
             counts = replace(counts, host_block_gradients=counts.host_block_gradients + held)
             return self._cache(self._count(batch, counts, ring, columns), ring)
         return None

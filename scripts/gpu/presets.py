@@ -16,7 +16,7 @@ from common.errors import UserError
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from common.models.sources import RandomSource
-from common.units import format_bytes, parse_bytes
+from common.units import format_bytes
 from gpu.journal import DATA_PREFIX, Check, Settings, Skip, describe
 from gpu.profiling import profile_step
 
@@ -84,14 +84,6 @@ def open_engine(settings: Settings, config: PreTrainedConfig, **options: Any) ->
     )  # fmt: skip
 
 
-def cap_device_memory(settings: Settings) -> None:
-    """Let PyTorch's allocator have what the engine is told that there is: what does not fit has to fail."""
-    if settings.device.startswith("cuda") and settings.device_memory is not None:
-        total = torch.cuda.mem_get_info(settings.device)[1]
-        fraction = min(1.0, parse_bytes(settings.device_memory) / total)
-        torch.cuda.set_per_process_memory_fraction(fraction, torch.device(settings.device))
-
-
 def random_batch(config: PreTrainedConfig, rows: int, seq_len: int) -> dict[str, torch.Tensor]:
     tokens = torch.randint(0, config.get_text_config().vocab_size, (rows, seq_len))
     return {"input_ids": tokens, "labels": tokens}
@@ -107,7 +99,6 @@ class Measured:
 
     def __init__(self, check: Check, config: PreTrainedConfig, single: bool):
         self.check, self.config, self.single = check, config, single
-        cap_device_memory(check.settings)
         began = time.monotonic()
         self.engine: fuyou.Engine | None = open_engine(
             check.settings, config, single_slot=single, overwrite=True, micro_batch=None,
@@ -198,13 +189,13 @@ class Measured:
         self.close()
         gc.collect()
         torch.cuda.empty_cache()
-        if self.check.cuda:
-            torch.cuda.set_per_process_memory_fraction(1.0, torch.device(self.check.settings.device))
-        self.check.note(uncapped="After running out of memory, the allocator's cap was lifted for what follows")
         self.engine = open_engine(
             self.check.settings, self.config, single_slot=self.single, resume=not self.single, overwrite=self.single,
             batch_shape=(self.check.settings.batches[0], self.check.settings.seq_len),
         )  # fmt: skip
+        if self.check.cuda:  # the engine has just set it
+            torch.cuda.set_per_process_memory_fraction(1.0, torch.device(self.check.settings.device))
+        self.check.note(uncapped="After running out of memory, the allocator's cap was lifted for what follows")
 
     def close(self) -> None:
         engine, self.engine = self.engine, None

@@ -5,7 +5,6 @@ from transformers import logging
 from gpu.journal import Check
 from gpu.presets import (
     RUN_NAME,
-    cap_device_memory,
     clear_stores,
     model_config,
     open_engine,
@@ -23,7 +22,6 @@ def run(check: Check) -> None:
     left_by_engine = check.earlier(f"engine:{preset}")
     measured = [row["batch"] for row in left_by_engine.get("rows", []) if "seconds" in row]
     rows = max(measured, default=settings.batches[0])
-    cap_device_memory(settings)
     left = bool(left_by_engine) and (check.ssd / RUN_NAME).is_dir()
     single = bool(left_by_engine["single_slot"]) if left else True
     with open_engine(
