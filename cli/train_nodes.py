@@ -224,7 +224,7 @@ def _train_and_save(job: Job, trainer: Trainer, rank: Rank) -> None:
         (trainer.device_peak_bytes, trainer.host_peak_bytes, trainer.host_baseline_bytes),
         (0, 0),
         (0, 0),
-        (per_step if trainer.counts_sent_bytes else planned, planned),
+        (per_step, planned),
     )
     if settings.report is not None:
         report.write(settings.report.expanduser())
@@ -233,15 +233,13 @@ def _train_and_save(job: Job, trainer: Trainer, rank: Rank) -> None:
 
 
 def _train(job: Job, trainer: Trainer, rank: Rank) -> tuple[Measurements, int]:
-    """All steps that are left. Returns measurements, and the bytes that this rank's node has sent to others."""
+    """All steps that are left. Returns measurements, and the bytes that a node has sent to others."""
     settings, done, sent = job.settings, trainer.step_count, 0
-    ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     measured = Measurements(
         settings.batch_size * job.seq_len,
         trainer.model_flops_per_token(job.seq_len),
         trainer.hardware_flops_per_token(job.seq_len),
     )
-    planned = trainer.planned_sent_bytes(settings.batch_size)
     with contextlib.ExitStack() as stack:
         history = stack.enter_context(History(job.output, done)) if rank.rank == 0 else None
         progress = stack.enter_context(Progress(job.steps, done)) if rank.rank == 0 else None
@@ -255,14 +253,13 @@ def _train(job: Job, trainer: Trainer, rank: Rank) -> tuple[Measurements, int]:
             if step % settings.commit_interval == 0:
                 trainer.commit()
             began, ended = ended, time.perf_counter()
-            node_sent = result.sent_bytes * ranks_per_node if trainer.counts_sent_bytes else planned
-            sent += int(node_sent)
+            sent += result.sent_bytes
             measured.add(result.loss, ended - began, {})
             if history is not None and progress is not None:
                 history.append(step, result.loss, result.grad_norm, rate)
                 tokens = measured.tokens_per_step / (ended - began)
                 progress.show(ClusterLine(
-                    step, result.loss, result.grad_norm, tokens, tokens * measured.model_flops, node_sent,
+                    step, result.loss, result.grad_norm, tokens, tokens * measured.model_flops, result.sent_bytes,
                     trainer.device_peak_bytes, trainer.host_peak_bytes,
                 ))  # fmt: skip
             if result.stop and step < job.steps:

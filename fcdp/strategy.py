@@ -106,7 +106,9 @@ class Strategy:
         second = None if self.second is None else self.second.on(levels)
         if p == second and self.precision.second == "bf16":
             second = None  # on one node they are the same shards
-        cached = second is not None or 1 < p.shards < os.shards
+        # A node of one rank has all of P in that rank's share: on the device nothing is gained by it.
+        own = p.shards < os.shards and (p.shards > 1 or self.cache in ("host", "adaptive"))
+        cached = second is not None or own
         cache: Tier = (self.cache or "device") if cached else "none"
         if cached and cache == "none":
             cache = "device"
