@@ -1,7 +1,7 @@
 """A sharded model at work: its collectives, what it keeps, and what it has sent."""
 
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -143,10 +143,14 @@ class Sharding:
         streams = CopyStreams.on(topology.device)
         kept, second = self._columns(streams, threshold, host_cache_bytes, device_memory)
         gathers = GatherLevels(
-            *(self._levels(axes, "gather")[::-1] for axes in (routes.spread, routes.gather, routes.second))
+            spread=self._levels(routes.spread, "gather")[::-1],
+            gather=self._levels(routes.gather, "gather")[::-1],
+            second=self._levels(routes.second, "gather")[::-1],
         )
         reductions = ReduceLevels(
-            *(self._levels(axes, "reduce") for axes in (routes.reduce, routes.finish, routes.replicate)),
+            reduce=self._levels(routes.reduce, "reduce"),
+            finish=self._levels(routes.finish, "reduce"),
+            replicate=self._levels(routes.replicate, "reduce"),
             gather_back=self._levels(routes.replicate, "gather")[::-1],
         )
         rank = topology.rank % routes.shards
@@ -157,8 +161,8 @@ class Sharding:
                     group, rank, gathers, kept.get(index), second.get(index), streams, self._net, self.traffic
                 )
                 self._gathers.append(gather)
-                group.holder.set_custom_all_gather(gather)
-                group.holder.set_custom_reduce_scatter(reduction)
+                group.holder.set_custom_all_gather(cast(Any, gather))
+                group.holder.set_custom_reduce_scatter(cast(Any, reduction))
             else:
                 group.holder.set_all_reduce_hook(reduction.add_up)
             self._reductions.append(reduction)
