@@ -25,7 +25,6 @@ A strategy is put together from four things of FSDP2's, whatever it is called:
 import dataclasses
 from typing import Any, TypeVar, cast
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard

@@ -19,7 +19,6 @@ from fcdp.links import linked_gpus
 from fcdp.mesh import Levels
 from fcdp.routes import Axis
 
-
 Purpose = Literal["gather", "reduce"]
 
 
