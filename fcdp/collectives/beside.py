@@ -38,7 +38,7 @@ class Beside:
         return None if self._stream is None else self._stream.record_event()
 
     def join(self, until: torch.cuda.Event | None = None) -> None:
-        """What the main stream is given from now on comes after all that is enqueued beside, or that was ``until`` then."""
+        """What the main stream is given from now on comes after what is enqueued beside, now or at ``until``."""
         if self._stream is not None and self._main is not None:
             if until is None:
                 self._main.wait_stream(self._stream)
