@@ -82,14 +82,14 @@ def _on(layout: tuple[int, int]) -> list[Case]:
 def test_equals_plain_fsdp2(runs: Runs, layout: tuple[int, int], case: Case) -> None:
     # Recomputation changes nothing, so one reference serves with and without it.
     plain_case = dataclasses.replace(case, checkpointing=False)
-    plain = runs.reference(layout, plain_case, "zero3")
+    plain = runs.reference(layout, plain_case, "fsdp2")
     whole = runs.reference(layout, case, "fcdp")
-    assert whole == runs.reference(layout, plain_case, "zero3", in_order=True)
+    assert whole == runs.reference(layout, plain_case, "fsdp2", in_order=True)
     assert whole.losses == pytest.approx(plain.losses, rel=3e-2 if case.bf16 else 1e-4)
     assert len(set(whole.losses)) > 5
     # With other groups, gradients lie elsewhere in gloo's buffers, and its ring adds them in another order.
     if not (case.lora and case.event == "thaw") and (case.checkpointing or case.event):
-        assert runs.run(layout, case, "fcdp", two_level_reduction=False) == plain
+        assert runs.run(layout, case, "fcdp", reduction="fsdp2") == plain
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -97,7 +97,7 @@ def test_equals_plain_fsdp2(runs: Runs, layout: tuple[int, int], case: Case) -> 
 def test_equals_hybrid_sharding(runs: Runs, lora: bool, bf16: bool) -> None:
     # The fused optimizer treats the ends of a shard differently from its middle, and shards are larger here.
     case = Case(bf16=bf16, lora=lora, micro_batches=2, checkpointing=bf16, optimizer="foreach")
-    assert runs.run((2, 2), case, "fcdp") == runs.run((2, 2), case, "hybrid")
+    assert runs.run((2, 2), case, "fcdp") == runs.run((2, 2), case, "fsdp2-hybrid")
 
 
 @pytest.mark.parametrize(
@@ -144,5 +144,5 @@ def test_options_change_nothing(runs: Runs, case: Case, options: dict[str, Any])
 @pytest.mark.parametrize("layout", [(1, 4), (4, 1), (1, 1)], ids=_name)
 def test_one_node_or_one_rank_per_node(runs: Runs, layout: tuple[int, int]) -> None:
     case = Case(lora=True, micro_batches=2)
-    twin = {"in_order": True} if layout == (4, 1) else {}  # one node is plain FSDP2
-    assert runs.run(layout, case, "fcdp") == runs.run(layout, case, "zero3", **twin)
+    twin = {"in_order": True} if layout != (1, 1) else {}
+    assert runs.run(layout, case, "fcdp") == runs.run(layout, case, "fsdp2", **twin)
