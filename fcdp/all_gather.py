@@ -24,9 +24,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from common.quantisation import Bits, dequantise, quantise, quantised_nbytes
 from fcdp.grouping import ParameterGroup
 from fcdp.host_cache import CopyStreams, Share
-from fcdp.rank_level import RankLevel, Wait, nothing
+from fcdp.rank_level import Level, Wait, nothing
 from fcdp.staleness import Net
 from fcdp.traffic import Traffic
 
@@ -52,6 +53,8 @@ class Column:
 
     block: int
     share: Share
+    bits: Bits | None = None
+    """Of second shards that are kept quantised, and travel so."""
     used_up: bool = True
     """Of second shards: the backward has used them, or no forward has filled them yet."""
 
@@ -61,16 +64,26 @@ class Column:
 
     def fits(self, cells: torch.Tensor) -> bool:
         """Whether the share has the size that parameters have now: what is trainable may change their dtype."""
-        return self.share.nbytes * self.block == cells.numel() * cells.element_size()
+        if self.bits is not None and not cells.is_floating_point():
+            return False
+        cell = cells.size(1) * cells.element_size() if self.bits is None else quantised_nbytes(cells.size(1), self.bits)
+        return self.share.nbytes * self.block == cells.size(0) * cell
+
+    def store(self, cells: torch.Tensor, rank: int, output: torch.Tensor) -> None:
+        """Keep what of ``cells`` is to be kept. ``output`` is their memory."""
+        column = self.of(cells, rank)
+        if self.bits is not None:
+            column = output = quantise(column, self.bits)
+        self.share.store(column, output)
 
 
 @dataclass(frozen=True)
 class GatherLevels:
     """The axes of a gather, slowest first."""
 
-    spread: Sequence[RankLevel]
-    gather: Sequence[RankLevel]
-    second: Sequence[RankLevel]
+    spread: Sequence[Level]
+    gather: Sequence[Level]
+    second: Sequence[Level]
 
 
 class StagedAllGather:
@@ -124,18 +137,21 @@ class StagedAllGather:
         cells = output_tensor.view(-1, input_tensor.numel())
         kept = self.kept if self.kept is not None and self.kept.fits(cells) else None
         second = self.second if self.second is not None and self.second.fits(cells) else None
-        levels, filled = self._begin(cells, input_tensor, kept, second)
-        first = self._start(levels, 0, cells)
+        travelling, levels, filled = self._begin(cells, input_tensor, kept, second)
+        first = self._start(levels, 0, travelling)
 
         def rest() -> None:
             arriving = first
             for passed in range(1, len(levels) + 1):
                 arriving()
-                arriving = self._start(levels, passed, cells)
+                arriving = self._start(levels, passed, travelling)
                 if passed == filled and kept is not None:
-                    kept.share.store(kept.of(cells, self._rank), output_tensor)
-            if filled is not None and second is not None:
-                second.share.store(second.of(cells, self._rank), output_tensor)
+                    kept.store(cells, self._rank, output_tensor)
+            if second is not None and filled is not None:
+                second.store(cells, self._rank, output_tensor)
+            elif second is not None and second.bits is not None:
+                for others in (slice(self._rank), slice(self._rank + 1, None)):
+                    cells[others] = dequantise(travelling[others], cells.size(1), second.bits)
 
         if self._streams is None:
             return PendingGather(rest)
@@ -148,34 +164,43 @@ class StagedAllGather:
 
     def _begin(
         self, cells: torch.Tensor, own: torch.Tensor, kept: Column | None, second: Column | None
-    ) -> tuple[Sequence[RankLevel], int | None]:
-        """Start from what is kept, if it is good. Returns the axes that are left, and how many of them come before
-        this rank's share of P is complete; None: nothing is to be kept of what comes."""
+    ) -> tuple[torch.Tensor, Sequence[Level], int | None]:
+        """Start from what is kept, if it is good. Returns the cells to gather, the axes that are left, and how many of
+        them come before this rank's share of P is complete; None: nothing is to be kept of what comes."""
         if second is not None and not second.used_up and not self.group.dirty:
             second.used_up = True
-            self._load(second, cells, own)
-            return self._levels.second, None
+            return self._load(second, cells, own), self._levels.second, None
         if second is not None:
             second.used_up = False
         if kept is not None and not self.group.dirty:
-            self._load(kept, cells, own)
-            return self._levels.gather, None if second is None else 0
+            return self._load(kept, cells, own), self._levels.gather, None if second is None else 0
         self._traffic.misses += 1
         misses = self._traffic.misses_by_group
         misses[self.group.name] = misses.get(self.group.name, 0) + 1
         self.group.dirty = False
         if kept is not None or second is not None:
             self._net.filled(self.group, own)
-        return [*self._levels.spread, *self._levels.gather], len(self._levels.spread)
+        return cells, [*self._levels.spread, *self._levels.gather], len(self._levels.spread)
 
-    def _load(self, column: Column, cells: torch.Tensor, own: torch.Tensor) -> None:
+    def _load(self, column: Column, cells: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """What is kept, in its places: in ``cells``, or, if it is quantised, in cells of bytes."""
         self._traffic.hits += 1
+        mine, allocated = own, self._allocated
+        if column.bits is not None:
+            mine = quantise(own, column.bits)
+            cells = mine.new_empty((cells.size(0), mine.numel()))
+            cells[self._rank] = mine
+            if self._streams is not None:
+                allocated = torch.cuda.current_stream().record_event()
         place, target = self._rank // column.block, column.of(cells, self._rank)
-        cached = column.share.cell(target, place) if self._streams is None else None
-        self._net.check(self.group, own, cached)
-        column.share.load(target, place, self._allocated)
+        if self._streams is None:
+            self._net.check(self.group, mine, column.share.cell(target, place))
+        else:
+            self._net.check(self.group, own, None)
+        column.share.load(target, place, allocated)
+        return cells
 
-    def _start(self, levels: Sequence[RankLevel], number: int, cells: torch.Tensor) -> Wait:
+    def _start(self, levels: Sequence[Level], number: int, cells: torch.Tensor) -> Wait:
         """Gather along one axis, if there is one: what travels is ``[blocks, ranks of the axis, c]``, of the ranks with
         this one's place."""
         if number >= len(levels):

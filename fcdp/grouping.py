@@ -43,6 +43,8 @@ class ParameterGroup:
     """Elements of one rank's part, padded as FSDP2 does."""
     cell_bytes: int = 0
     """Their bytes in compute precision."""
+    mixes_dtypes: bool = False
+    """Whether its parameters are gathered in more than one dtype, and so as plain bytes."""
     reduced_cell_bytes: int = 0
     """Bytes of one rank's part of the gradients in reduce precision."""
     had_trainable: bool = False

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import FinetuneError
-from fcdp.rank_level import RankLevel
+from fcdp.rank_level import Level
 
 
 @dataclass
@@ -40,10 +40,10 @@ class MicroBatches:
 class ReduceLevels:
     """The axes of a reduction, fastest first."""
 
-    reduce: Sequence[RankLevel]
-    finish: Sequence[RankLevel]
-    replicate: Sequence[RankLevel]
-    gather_back: Sequence[RankLevel]
+    reduce: Sequence[Level]
+    finish: Sequence[Level]
+    replicate: Sequence[Level]
+    gather_back: Sequence[Level]
     """Those of ``replicate``, slowest first, with process groups for gathers."""
 
 
@@ -139,7 +139,7 @@ class StagedReduction:
         return gathered.view(-1)[: total.numel()]
 
 
-def _scatter(cells: torch.Tensor, levels: Sequence[RankLevel], average: bool) -> torch.Tensor:
+def _scatter(cells: torch.Tensor, levels: Sequence[Level], average: bool) -> torch.Tensor:
     """Reduce ``cells`` ``[n, c]`` along axes, fastest first, to the cells of the ranks with this one's place."""
     for level in levels:
         rows = cells.view(-1, level.size, cells.size(1))

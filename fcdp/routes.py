@@ -84,12 +84,17 @@ class Routes:
         def between(low: int, high: int) -> tuple[Axis, ...]:
             return axes_between(low, high, layout.levels, layout.strategy.ring)
 
+        reduce = between(1, g)
+        if layout.strategy.precision.reduce != "bf16":
+            # Every hop quantises anew: one for all levels inside the node (ZeRO-topo V-D), and one beyond.
+            levels = Levels((layout.levels.ranks_per_node, layout.levels.nodes))
+            reduce = axes_between(1, g, levels, "hierarchical")
         return cls(
             layout,
             gather=between(1, p),
             spread=between(p, os),
             second=between(1, second),
-            reduce=between(1, g),
+            reduce=reduce,
             finish=between(g, os),
             replicate=between(os, layout.levels.world_size),
         )

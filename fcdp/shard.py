@@ -78,7 +78,7 @@ def fully_shard(
         device_memory: for tests: stands for the device's memory where there is none.
 
     Raises:
-        UserError: no such strategy, one that breaks a rule on this topology or quantises, or a threshold that is no
+        UserError: no such strategy, one that breaks a rule on this topology, or a threshold that is no
             part of a whole.
     """
     if not 0 <= device_cache_threshold <= 1:
@@ -128,10 +128,7 @@ def _layout(strategy: Strategy | str, topology: Topology) -> Layout:
                 "strategy as .choice.layout.strategy."
             )
         strategy = parse_strategy(strategy)
-    layout = strategy.on(topology.levels)
-    if not strategy.precision.exact:
-        raise UserError(f"{strategy.name} quantises what it sends, which cannot be trained with yet: -exact does not.")
-    return layout
+    return strategy.on(topology.levels)
 
 
 def _explicit(policy: MixedPrecisionPolicy, model: nn.Module) -> MixedPrecisionPolicy:
@@ -145,14 +142,17 @@ def _explicit(policy: MixedPrecisionPolicy, model: nn.Module) -> MixedPrecisionP
 
 def _measure(group: ParameterGroup, shards: int, policy: MixedPrecisionPolicy) -> None:
     """Note the size of one rank's part: FSDP2 cuts every parameter along its first dimension, into equal parts."""
+    dtypes = set()
     for parameter in group.registered():
         rows = parameter.shape[0] if parameter.dim() else 1
         elements = -(-rows // shards) * (parameter.numel() // max(rows, 1))
-        floating = parameter.is_floating_point()
+        dtype = (parameter.is_floating_point() and policy.param_dtype) or parameter.dtype
+        dtypes.add(dtype)
         group.cell_numel += elements
-        group.cell_bytes += elements * ((floating and policy.param_dtype) or parameter.dtype).itemsize
+        group.cell_bytes += elements * dtype.itemsize
         if parameter.requires_grad:
             group.reduced_cell_bytes += elements * (policy.reduce_dtype or parameter.dtype).itemsize
+    group.mixes_dtypes = len(dtypes) > 1
 
 
 def _prefetch_forward(units: list[Unit], groups: list[ParameterGroup]) -> None:

@@ -1,5 +1,6 @@
 """A sharded model at work: its collectives, what it keeps, and what it has sent."""
 
+import functools
 import weakref
 from typing import Any, cast
 
@@ -8,17 +9,19 @@ import torch.distributed as dist
 from torch import nn
 
 from common.errors import FinetuneError
+from common.quantisation import Bits, quantised_nbytes
 from common.units import format_bytes
 from fcdp.all_gather import Column, GatherLevels, StagedAllGather
+from fcdp.collectives import HoRing, QuantisedLevel
 from fcdp.flat_ring import FlatRing
 from fcdp.grouping import ParameterGroup
 from fcdp.host_cache import CopyStreams, HostCache, Share
 from fcdp.placement import DeviceMemory, OnDevice, Placement
-from fcdp.rank_level import RankLevel
+from fcdp.rank_level import Level, RankLevel
 from fcdp.reduce_scatter import MicroBatches, ReduceLevels, StagedReduction
 from fcdp.routes import Axis, Routes
 from fcdp.staleness import Net, Watch, mark_all
-from fcdp.strategy import Strategy
+from fcdp.strategy import BITS, Format, Strategy
 from fcdp.topology import Purpose, Topology
 from fcdp.traffic import Traffic
 
@@ -142,13 +145,14 @@ class Sharding:
         self._net = Net(topology.device)
         streams = CopyStreams.on(topology.device)
         kept, second = self._columns(streams, threshold, host_cache_bytes, device_memory)
+        precision = self.strategy.precision
         gathers = GatherLevels(
             spread=self._levels(routes.spread, "gather")[::-1],
-            gather=self._levels(routes.gather, "gather")[::-1],
-            second=self._levels(routes.second, "gather")[::-1],
+            gather=self._levels(routes.gather, "gather", precision.gather)[::-1],
+            second=self._levels(routes.second, "gather")[::-1],  # as it is kept
         )
         reductions = ReduceLevels(
-            reduce=self._levels(routes.reduce, "reduce"),
+            reduce=self._levels(routes.reduce, "reduce", precision.reduce),
             finish=self._levels(routes.finish, "reduce"),
             replicate=self._levels(routes.replicate, "reduce"),
             gather_back=self._levels(routes.replicate, "gather")[::-1],
@@ -169,12 +173,20 @@ class Sharding:
         self._watch = Watch(self.groups, weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step))
         self._settle()
 
-    def _levels(self, axes: tuple[Axis, ...], purpose: Purpose) -> list[RankLevel]:
-        mixes = self.topology.ranks_per_node
-        return [
+    def _levels(self, axes: tuple[Axis, ...], purpose: Purpose, precision: Format = "bf16") -> list[Level]:
+        """The axes as the strategy's ring and precision have them, fastest first."""
+        mixes, bits = self.topology.ranks_per_node, BITS.get(precision)
+        if purpose == "reduce" and bits is not None:  # one hop along each axis
+            hops = [RankLevel(self.topology, axis, purpose, self.traffic) for axis in axes]
+            return [QuantisedLevel(hop, bits) for hop in hops]
+        levels = [
             (FlatRing if axis.mixes_levels(mixes) else RankLevel)(self.topology, axis, purpose, self.traffic)
             for axis in axes
         ]
+        shaped: list[Level] = list(levels)
+        if self.strategy.ring == "ho" and levels:
+            shaped = [functools.reduce(HoRing, levels[1:], cast(Level, levels[0]))]
+        return shaped if bits is None else [QuantisedLevel(level, bits) for level in shaped]
 
     def _columns(
         self,
@@ -196,7 +208,10 @@ class Sharding:
             wanted += [
                 (index, shards, second) for index, group in enumerate(self.groups) if not group.kept_after_forward
             ]
-        sizes = [self.groups[index].cell_bytes * (self.routes.shards // block) for index, block, _ in wanted]
+        sizes = [
+            self._kept_bytes(index, columns is second) * (self.routes.shards // block)
+            for index, block, columns in wanted
+        ]
         # Shares of P that are no cache of FCDP's stay on the device, whatever the tier of second shards.
         in_host = [layout.cache != "device" and (columns is second or layout.p_in_cache) for _, _, columns in wanted]
         budget = _smallest(host_cache_bytes)
@@ -217,8 +232,18 @@ class Sharding:
             index, block, columns = wanted[place]
             host = self._cache.take(sizes[place]) if in_host[place] else None
             residence = self._placement if in_host[place] else OnDevice()
-            columns[index] = Column(block, Share(sizes[place], host, streams, residence, self.traffic))
+            share = Share(sizes[place], host, streams, residence, self.traffic)
+            columns[index] = Column(block, share, self._kept_bits(index) if columns is second else None)
         return kept, second
+
+    def _kept_bits(self, index: int) -> Bits | None:
+        """In which a group's second shards are kept; None: as they are, like all of a group of mixed dtype."""
+        return None if self.groups[index].mixes_dtypes else BITS.get(self.strategy.precision.second)
+
+    def _kept_bytes(self, index: int, is_second: bool) -> int:
+        """Of one cell of a group's share."""
+        group, bits = self.groups[index], self._kept_bits(index) if is_second else None
+        return group.cell_bytes if bits is None else quantised_nbytes(group.cell_numel, bits)
 
     # -- from step to step ------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from common.errors import UserError
+from common.quantisation import Bits
 from fcdp.mesh import Levels, Mesh, Scope
 
 Tier = Literal["none", "device", "host", "adaptive"]
@@ -26,6 +27,7 @@ Ring = Literal["flat", "hierarchical", "ho"]
 ``hierarchical``: level after level. ``ho``: levels at the same time (PaRO 3.4)."""
 
 Format = Literal["bf16", "int8", "int4"]
+BITS: dict[Format, Bits] = {"int8": 8, "int4": 4}
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,9 @@ def step_collectives(layout: Layout, workload: Workload, *, select_and_drop: boo
     ring = strategy.ring
     found: list[Collective] = []
 
-    def add(purpose: str, operation: Operation, mesh: Mesh, nbytes: float, times: int, phase: Phase) -> None:
+    def add(
+        purpose: str, operation: Operation, mesh: Mesh, nbytes: float, times: int, phase: Phase, ring: Ring = ring
+    ) -> None:
         if mesh.shards > 1 and times:
             found.append(Collective(purpose, operation, mesh, nbytes, times, phase, ring))
 
@@ -110,7 +112,9 @@ def step_collectives(layout: Layout, workload: Workload, *, select_and_drop: boo
         add("reduce G, keep a part", "all_reduce", g.over(p), gradient * trained / p.shards, s - 1, "backward")
         add("reduce G, last", "all_reduce", world.over(p), gradient * trained / p.shards, 1, "reduce")
     else:
-        add("reduce G", "reduce_scatter", g, reduce * trained, s, "backward")
+        # What is quantised goes in one hop inside the node, and one beyond it: a ring would quantise it at every step.
+        hops: Ring = ring if strategy.precision.reduce == "bf16" else "hierarchical"
+        add("reduce G", "reduce_scatter", g, reduce * trained, s, "backward", hops)
         add("reduce G to OS", "reduce_scatter", os.over(g), gradient * trained / g.shards, 1, "reduce")
         add("reduce G over replicas", "all_reduce", world.over(os), gradient * trained / os.shards, 1, "reduce")
     spread: Operation = "broadcast" if select_and_drop else "all_gather"
