@@ -111,6 +111,8 @@ def estimate(
     room = cluster.device_memory_bytes
     forward = workload.forward_flops / cluster.flops_per_second
     backward = workload.backward_flops(checkpointing) / cluster.flops_per_second
+    forward += _packing(layout, workload, "forward") / cluster.memory_bytes_per_second
+    backward += _packing(layout, workload, "backward") / cluster.memory_bytes_per_second
     update = OPTIMIZER_BYTES * workload.trainable / layout.os.shards / cluster.memory_bytes_per_second
     clock = _Step(forward, backward, _copies(layout, workload, memory, cluster), pieces)
     phases: dict[Phase, float] = {"forward": 0.0, "backward": 0.0, "reduce": 0.0, "spread": 0.0}
@@ -161,6 +163,15 @@ class _Step:
 
     def _pass(self, compute: float, communicate: float) -> float:
         return max(compute + communicate / self.pieces, communicate + compute / self.pieces, self.copies)
+
+
+def _packing(layout: Layout, workload: Workload, phase: Phase) -> float:
+    """Bytes that FSDP2 reads and writes in one pass to take gathered parameters apart, and to put gradients together
+    that are reduced: its collectives work on one buffer per unit."""
+    is_gathered = layout.p.shards > 1 or layout.p_in_cache
+    gathered = workload.parameters - (workload.kept if phase == "backward" else 0.0) if is_gathered else 0.0
+    reduced = workload.trainable if phase == "backward" else 0.0
+    return 2 * (workload.compute_bytes * gathered + workload.gradient_bytes * reduced)
 
 
 def _copies(layout: Layout, workload: Workload, memory: Memory, cluster: Cluster) -> float:
