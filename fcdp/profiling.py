@@ -93,7 +93,7 @@ def profile_cluster(
             levels=list(topology.levels.sizes),
             device_memory_bytes=on_device,
             host_memory_bytes=host,
-            overlaps_reductions=device.type == "cuda",
+            overlaps=device.type == "cuda",
             **vars(computing),
         )
     dist.barrier()

@@ -99,6 +99,8 @@ class Result:
     """By the planner's formula, for the parameters as FSDP2 pads them."""
     model_bytes: float
     predicted_seconds: float | None = None
+    computing_seconds: float | None = None
+    """Of the predicted ones."""
     chosen: bool = False
     """Whether the planner chooses this strategy for the case at this rate, among all that are measured."""
 
@@ -128,6 +130,7 @@ class Worker:
                     if found := plans.get(result.rate):
                         by_name = {estimate.name: estimate for estimate in found.estimates}
                         result.predicted_seconds = by_name[strategy].step_seconds
+                        result.computing_seconds = by_name[strategy].compute_seconds
                         result.chosen = found.choice is not None and found.choice.name == strategy
                     report(dataclasses.asdict(result))
         self.topology.close()
@@ -147,7 +150,7 @@ class Worker:
             device_memory_bytes=1 << 40,
             host_memory_bytes=1 << 40,
             rates=rates,
-            overlaps_reductions=False,
+            overlaps=False,
             **vars(computing),
         )
         strategies = [parse_strategy(name) for name in self.strategies]

@@ -116,11 +116,7 @@ def estimate(
     update = OPTIMIZER_BYTES * workload.trainable / layout.os.shards / cluster.memory_bytes_per_second
     clock = _Step(forward, backward, _copies(layout, workload, memory, cluster), pieces)
     phases: dict[Phase, float] = {"forward": 0.0, "backward": 0.0, "reduce": 0.0, "spread": 0.0}
-    waiting = 0.0
     for found, seconds in zip(collectives, one, strict=True):
-        if found.operation != "all_gather" and not cluster.overlaps_reductions:
-            waiting += seconds * found.times
-            continue
         # Some run in all micro-batches but one (AMSP's T_g); time them as an even part of each.
         each = workload.micro_batches if found.phase in ("forward", "backward") else 1
         phases[found.phase] += seconds * found.times / each
@@ -134,7 +130,10 @@ def estimate(
         inter_node_bytes=inter,
         intra_node_bytes=intra,
         compute_seconds=workload.micro_batches * (forward + backward) + update,
-        step_seconds=clock.seconds(phases, workload.micro_batches, overlap_spread) + waiting + update,
+        step_seconds=(clock.seconds if cluster.overlaps else clock.serial_seconds)(
+            phases, workload.micro_batches, overlap_spread
+        )
+        + update,
         fits=memory.device <= room and memory.host <= cluster.host_memory_bytes,
     )
 
@@ -160,6 +159,11 @@ class _Step:
         plain_forward, plain_backward = self._pass(self.forward, gathers), self._pass(self.backward, both)
         last = self._pass(self.backward, both + phases["reduce"])
         return first + last + (micro_batches - 1) * (plain_forward + plain_backward) + phases["spread"] - spread_hidden
+
+    def serial_seconds(self, phases: dict[Phase, float], micro_batches: int, overlap_spread: bool) -> float:
+        """Nothing beside anything else."""
+        each = self.forward + self.backward + 2 * self.copies + phases["forward"] + phases["backward"]
+        return micro_batches * each + phases["reduce"] + phases["spread"]
 
     def _pass(self, compute: float, communicate: float) -> float:
         return max(compute + communicate / self.pieces, communicate + compute / self.pieces, self.copies)
