@@ -128,8 +128,10 @@ def _quieten_torch() -> None:
 
 def _check(settings: Settings) -> None:
     """Find what is wrong before anybody waits for other nodes."""
+    from cli.choose_strategy import check_strategy
     from cli.prepare import check
 
+    check_strategy(settings, ranks_per_node(settings))
     check(settings)
     commits = settings.output_directory / COMMITS
     if has_commit(settings):

@@ -3,7 +3,6 @@
 import shlex
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, get_args
 
 from cli.schedule import Warmup
 from common.errors import UserError
@@ -13,11 +12,9 @@ NO_WARMUP = Warmup(0)
 COMMITS = "commits"
 """Folder inside the output directory where a run of several ranks has its commits."""
 
-StrategyName = Literal["fcdp", "zero3", "hybrid"]
-"""As in ``fcdp.shard``, which takes long to import."""
-
 _ONLY_NODES = (
-    "gpus_per_node", "rdzv_endpoint", "node_timeout", "max_restarts", "strategy", "device_cache_threshold"
+    "gpus_per_node", "rdzv_endpoint", "node_timeout", "max_restarts", "strategy", "levels", "cluster", "quantise",
+    "device_cache_threshold",
 )  # fmt: skip
 _ONLY_LORA = ("lora_alpha", "lora_dropout", "lora_targets")
 _ONLY_ENGINE = ("host_memory", "device_memory", "optimizer_dtype", "io", "single_slot", "trace")
@@ -88,8 +85,15 @@ class Settings:
     """Seconds to wait for a node that does not come or does not answer."""
     max_restarts: int = 3
     """After lost ranks."""
-    strategy: StrategyName | None = None
-    """None: fcdp."""
+    strategy: str | None = None
+    """A name, P/G/OS, or ``auto``; None: fcdp. Checked where it is known what strategies there are: that takes long to
+    import."""
+    levels: str | None = None
+    """Ranks by level, fastest first, where nodes have levels inside; None: what is found."""
+    cluster: str | None = None
+    """For ``auto``: a preset of the hardware, or a profile's file."""
+    quantise: bool = False
+    """Whether ``auto`` may choose a strategy that quantises what it sends."""
     device_cache_threshold: float | None = None
     """Part of device memory up to which cached parameters stay there; None: 0.9."""
     lora_rank: int | None = None
@@ -113,11 +117,6 @@ class Settings:
             raise UserError("--epochs counts passes over data, and there is none: give --data, or --steps instead.")
         if self.resume and self.overwrite:
             raise UserError("--resume continues the run that is there and --overwrite replaces it: give one of them.")
-        if self.strategy is not None and self.strategy not in get_args(StrategyName):
-            known = ", ".join(get_args(StrategyName))
-            raise UserError(
-                f"--strategy {self.strategy} cannot be trained with yet: there are {known}. Add --plan to plan with it."
-            )
         if self.lora_rank is not None and self.peft_config is not None:
             raise UserError("--lora-rank and --peft-config both say what the adapters are: give one of them.")
         if self.lora_rank is None:
@@ -127,6 +126,8 @@ class Settings:
         if self.nodes is None:
             self._refuse(_ONLY_NODES, "is for several nodes or ranks: add --nodes N (1 for this machine alone)")
         else:
+            if self.strategy != "auto":
+                self._refuse(("cluster", "quantise"), "is for choosing a strategy: add --strategy auto, or --plan")
             if self.ssd:
                 raise UserError("--nodes together with --ssd is not there yet: leave --ssd out to train in memory.")
             self._refuse(_ONLY_ENGINE, "does not go with --nodes, which trains in memory: leave it out")
