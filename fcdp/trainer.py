@@ -192,9 +192,10 @@ class Trainer:
 
     def _identity(self) -> dict[str, Any]:
         adapters = None if self._adapters is None else self._adapters.described
+        weights = sum(parameter.numel() for parameter in self._plain.parameters())
         return {
             "model type": self.config.model_type,
-            "parameters": self.parameters,
+            "parameters": weights,
             "--dtype": self._options.dtype,
             "adapters": adapters,
         }
