@@ -69,10 +69,10 @@ def _train(
     model = fcdp.fully_shard(model, topology, strategy, mp_policy=policy, **options)  # type: ignore[arg-type]
     sharding = fcdp.sharding(model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
-    shares = [gather.share for gather in sharding._gathers if gather.share is not None]
+    shares = [gather.kept.share for gather in sharding._gathers if gather.kept is not None]
     peak = 0
     for _ in range(2):
-        with LiveBytes([share._host for share in shares]) as live:
+        with LiveBytes([share._host for share in shares if share._host is not None]) as live:
             for state in optimizer.state.values():
                 for value in state.values():
                     live.see(value)
