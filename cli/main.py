@@ -84,7 +84,7 @@ def _run(
         )  # fmt: skip
     if profile:
         _refuse_with(
-            "--profile", "trains nothing", {**options, "demo": demo}, ("demo", "data", "nodes", "resume", "trace")
+            "--profile", "trains nothing", {**options, "demo": demo}, ("demo", "data", "resume", "trace")
         )  # fmt: skip
         options["model"] = options["model"] or DEFAULT_PROFILE_MODEL
     if demo:
@@ -104,6 +104,11 @@ def _run(
     if options["model"] is None:
         raise UserError("Give the model to fine-tune with --model DIR or --model PRESET, or try --demo.")
     settings = settings_of(arguments, options)
+    if profile and settings.nodes is not None:
+        from cli.launch import launch
+
+        launch(settings, trains=False)
+        return 0
     if profile:
         from cli.profile import run_profile
 

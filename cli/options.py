@@ -402,7 +402,8 @@ def build_command(run: Callable[..., int]) -> click.Command:
     add(
         "--profile",
         is_flag=True,
-        help="Measure this machine with the model (default: gpt3-1.3b) instead of training: a dozen seconds, a table.",
+        help="Measure this machine with the model (default: gpt3-1.3b) instead of training: a dozen seconds, a table. "
+        "With --nodes, measure the cluster, and write a file for --cluster.",
     )
     add(
         "--trace",

@@ -55,8 +55,8 @@ def train(settings: Settings, rank: Rank) -> None:
     if not settings.debug:
         quiet_transformers()
     settings = dataclasses.replace(settings, gpus_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
-    device = _device(settings, int(os.environ["LOCAL_RANK"]))
-    store = _meet(settings, rank, device)
+    device = device_of(settings, int(os.environ["LOCAL_RANK"]))
+    store = meet(settings, rank, device)
     levels = None if settings.levels is None else Levels.parse(settings.levels)
     topology = Topology.from_environment(device=device, levels=levels)
     launches = _compare(settings)
@@ -85,7 +85,8 @@ def train(settings: Settings, rank: Rank) -> None:
     job.batches.close()
 
 
-def _device(settings: Settings, local_rank: int) -> torch.device:
+def device_of(settings: Settings, local_rank: int) -> torch.device:
+    """What this rank computes on."""
     if settings.gpu == "cpu" or not list_gpus():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank)
@@ -93,7 +94,7 @@ def _device(settings: Settings, local_rank: int) -> torch.device:
     return device
 
 
-def _meet(settings: Settings, rank: Rank, device: torch.device) -> dist.Store:
+def meet(settings: Settings, rank: Rank, device: torch.device) -> dist.Store:
     """Connect to the other ranks, with a store for this start alone, which is returned, and a client of it for news."""
     timeout = timedelta(seconds=settings.node_timeout)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

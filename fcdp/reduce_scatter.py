@@ -82,11 +82,11 @@ class StagedReduction:
         """
         average = _is_average(op)
         cells = input_tensor.view(-1, output_tensor.numel())
-        total = self._accumulate(_scatter(cells, self._levels.reduce, average))
+        total = self._accumulate(scatter(cells, self._levels.reduce, average))
         if total is None:
             output_tensor.zero_()
             return
-        total = _scatter(total, self._levels.finish, average)
+        total = scatter(total, self._levels.finish, average)
         output_tensor.copy_(self._over_replicas(total.view(-1)))
 
     def add_up(self, gradient: torch.Tensor) -> None:
@@ -128,7 +128,7 @@ class StagedReduction:
             replicas *= level.size
         padding = -total.numel() % replicas
         cells = torch.nn.functional.pad(total, (0, padding)).view(replicas, -1)
-        summed = _scatter(cells, levels.replicate, True)
+        summed = scatter(cells, levels.replicate, True)
         gathered = torch.empty_like(cells)
         gathered[self._replica] = summed[0]
         inner = replicas
@@ -139,7 +139,7 @@ class StagedReduction:
         return gathered.view(-1)[: total.numel()]
 
 
-def _scatter(cells: torch.Tensor, levels: Sequence[Level], average: bool) -> torch.Tensor:
+def scatter(cells: torch.Tensor, levels: Sequence[Level], average: bool) -> torch.Tensor:
     """Reduce ``cells`` ``[n, c]`` along axes, fastest first, to the cells of the ranks with this one's place."""
     for level in levels:
         rows = cells.view(-1, level.size, cells.size(1))

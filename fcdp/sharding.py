@@ -1,6 +1,5 @@
 """A sharded model at work: its collectives, what it keeps, and what it has sent."""
 
-import functools
 import weakref
 from typing import Any, cast
 
@@ -12,12 +11,11 @@ from common.errors import FinetuneError
 from common.quantisation import Bits, quantised_nbytes
 from common.units import format_bytes
 from fcdp.all_gather import Column, GatherLevels, StagedAllGather
-from fcdp.collectives import HoRing, QuantisedLevel
-from fcdp.flat_ring import FlatRing
+from fcdp.collectives import shaped_levels
 from fcdp.grouping import ParameterGroup
 from fcdp.host_cache import CopyStreams, HostCache, Share
 from fcdp.placement import DeviceMemory, OnDevice, Placement
-from fcdp.rank_level import Level, RankLevel
+from fcdp.rank_level import Level
 from fcdp.reduce_scatter import MicroBatches, ReduceLevels, StagedReduction
 from fcdp.routes import Axis, Routes
 from fcdp.staleness import Net, Watch, mark_all
@@ -180,19 +178,7 @@ class Sharding:
         self._settle()
 
     def _levels(self, axes: tuple[Axis, ...], purpose: Purpose, precision: Format = "bf16") -> list[Level]:
-        """The axes as the strategy's ring and precision have them, fastest first."""
-        mixes, bits = self.topology.ranks_per_node, BITS.get(precision)
-        if purpose == "reduce" and bits is not None:  # one hop along each axis
-            hops = [RankLevel(self.topology, axis, purpose, self.traffic) for axis in axes]
-            return [QuantisedLevel(hop, bits) for hop in hops]
-        levels = [
-            (FlatRing if axis.mixes_levels(mixes) else RankLevel)(self.topology, axis, purpose, self.traffic)
-            for axis in axes
-        ]
-        shaped: list[Level] = list(levels)
-        if self.strategy.ring == "ho" and levels:
-            shaped = [functools.reduce(HoRing, levels[1:], cast(Level, levels[0]))]
-        return shaped if bits is None else [QuantisedLevel(level, bits) for level in shaped]
+        return shaped_levels(self.topology, axes, purpose, self.traffic, self.strategy.ring, precision)
 
     def _columns(
         self,

@@ -6,5 +6,6 @@ Both stand wherever a :class:`fcdp.rank_level.RankLevel` does, in gathers (``fcd
 
 from fcdp.collectives.ho_ring import HoRing
 from fcdp.collectives.quantised import QuantisedLevel
+from fcdp.collectives.shaping import shaped_levels
 
-__all__ = ["HoRing", "QuantisedLevel"]
+__all__ = ["HoRing", "QuantisedLevel", "shaped_levels"]
