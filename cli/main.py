@@ -8,13 +8,16 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
+from cli.config import effective_config
+from cli.grouped import WRITTEN, expand_pattern
 from cli.interrupts import Interrupts, Stopped
-from cli.options import build_command, expand_pattern
+from cli.options import build_command
 from cli.settings import Settings
 from common.errors import FinetuneError, UserError
 
@@ -33,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     interrupts = Interrupts()
 
     def run(**options: Any) -> int:
+        nonlocal debug
+        debug = options["debug"]  # a file may say so, too
         return _run(interrupts, tuple(arguments), **options)
 
     try:
@@ -67,8 +72,18 @@ NOT_OF_CLUSTERS = (
 
 
 def _run(
-    interrupts: Interrupts, arguments: tuple[str, ...], demo: bool, profile: bool, plan: bool, **options: Any
+    interrupts: Interrupts,
+    arguments: tuple[str, ...],
+    demo: bool,
+    profile: bool,
+    plan: bool,
+    config: Path | None,
+    write_config: bool,
+    **options: Any,
 ) -> int:
+    if write_config:
+        print(effective_config(click.get_current_context()), end="")
+        return 0
     plans = {name: options.pop(name) for name in PLAN_OPTIONS}
     clusters = {name: options.pop(name) for name in CLUSTER_PLAN_OPTIONS}
     if not plan:
@@ -165,14 +180,22 @@ def _plan_cluster(plans: dict[str, Any], clusters: dict[str, Any], options: dict
 
 
 def _typed(name: str) -> bool:
-    """Whether an option was given, be it with its default."""
-    return click.get_current_context().get_parameter_source(name) is not ParameterSource.DEFAULT
+    """Whether an option was given: on the command line, be it with its default, or in a file with another value.
+
+    Files that ``--write-config`` made have all options.
+    """
+    context = click.get_current_context()
+    source = context.get_parameter_source(name)
+    if source is not ParameterSource.DEFAULT_MAP:
+        return source is not ParameterSource.DEFAULT
+    default = next(option.to_info_dict()["default"] for option in context.command.params if option.name == name)
+    return str(context.meta[WRITTEN][name]) != str(default)
 
 
 def _refuse_with(option: str, why: str, options: dict[str, Any], others: tuple[str, ...]) -> None:
     for name in others:
         if options[name]:
-            raise UserError(f"{option} {why} and cannot be combined with --{name}.")
+            raise UserError(f"{option} {why} and cannot be combined with --{name.replace('_', '-')}.")
 
 
 def _fail(message: str, status: int, debug: bool = False) -> int:
