@@ -117,6 +117,16 @@ def written_by(arguments: Iterable[str]) -> click.Context:
     return build_command(lambda **options: 0).make_context("finetune", list(arguments))
 
 
+def plain_options(arguments: Iterable[str]) -> dict[str, str | int | float | bool]:
+    """Every option of a command line that has a value, as trackers take them."""
+    plain: dict[str, str | int | float | bool] = {}
+    for name, value in written_by(arguments).params.items():
+        if value is not None and value != ():
+            text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            plain[name] = value if isinstance(value, int | float) else text
+    return plain
+
+
 def _entry(option: GroupedOption, value: Any, absolute: bool) -> str:
     """An option's help as a comment, its key and its value."""
     lines = textwrap.wrap(option.help or "", _WIDTH, initial_indent="# ", subsequent_indent="# ")

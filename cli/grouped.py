@@ -59,9 +59,9 @@ class GroupedOption(click.Option):
         try:
             return super().process_value(ctx, value)
         except click.BadParameter as error:
-            if source is ParameterSource.DEFAULT_MAP:
-                error.message += f" (It is in {ctx.params['config']}.)"
-            raise
+            if source is not ParameterSource.DEFAULT_MAP:
+                raise
+            raise click.BadParameter(f"{error.message} (It is in {ctx.params['config']}.)", ctx, self) from error
 
 
 class GroupedCommand(click.Command):

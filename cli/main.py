@@ -93,15 +93,16 @@ def _run(
     else:
         _refuse_with(
             "--plan", "trains nothing", {**options, "demo": demo, "profile": profile},
-            ("demo", "profile", "data", "resume", "overwrite", "report"),
+            ("demo", "profile", "data", "eval_data", "resume", "overwrite", "report"),
         )  # fmt: skip
     if profile:
         _refuse_with(
-            "--profile", "trains nothing", {**options, "demo": demo}, ("demo", "data", "nodes", "resume", "trace")
+            "--profile", "trains nothing", {**options, "demo": demo},
+            ("demo", "data", "eval_data", "nodes", "resume", "trace"),
         )  # fmt: skip
         options["model"] = options["model"] or DEFAULT_PROFILE_MODEL
     if demo:
-        own = ("model", "data", "ssd", "nodes", "resume", "trace")
+        own = ("model", "data", "eval_data", "ssd", "nodes", "resume", "trace")
         _refuse_with("--demo", "brings everything with it", options, own)
         from cli.demo import run_demo
 
@@ -141,8 +142,10 @@ def settings_of(arguments: tuple[str, ...], options: dict[str, Any]) -> Settings
         UserError: they do not go together.
     """
     given = {field.name: options[field.name] for field in fields(Settings) if field.name in options}
-    for name in ("ssd", "data"):
-        given[name] = tuple(path for word in options[name] for path in expand_pattern(f"--{name}", word))
+    for name in ("ssd", "data", "eval_data"):
+        given[name] = tuple(
+            path for word in options[name] for path in expand_pattern(f"--{name.replace('_', '-')}", word)
+        )
     return Settings(**given, arguments=arguments)
 
 

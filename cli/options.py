@@ -11,6 +11,7 @@ from click.shell_completion import CompletionItem, get_completion_class
 from cli.config import load_config_file
 from cli.grouped import Checked, GroupedCommand, GroupedOption
 from cli.schedule import SCHEDULES, Warmup
+from cli.settings import TRACKERS
 from common.errors import UserError
 from common.presets import preset_files
 from common.units import parse_bytes
@@ -111,6 +112,14 @@ def build_command(run: Callable[..., int]) -> click.Command:
         help="Tokens per sequence. Default: 1024, or the model's context if that is shorter.",
     )
     add("--batch-size", type=positive, default=8, show_default=True, metavar="N", help="Sequences per step.")
+
+    add(
+        "--eval-data",
+        metavar="FILE...",
+        words=True,
+        help="Held-out data: loss and perplexity on all of them before the first and after the last step.",
+    )
+    add("--eval-every", type=positive, metavar="N", help="Evaluate every N steps, too.")
 
     add = group("Memory")
     add(
@@ -260,6 +269,15 @@ def build_command(run: Callable[..., int]) -> click.Command:
         help="Steps between commits: a crash loses at most so many. Default: 1; 100 with --nodes.",
     )
     add("--report", type=folder, metavar="FILE", help="Write the summary there, as JSON.")
+
+    add(
+        "--log-to",
+        metavar="NAME...",
+        words=True,
+        type=click.Choice(TRACKERS),
+        help="Send every step's figures to tensorboard, wandb, trackio, mlflow; <output>/run/metrics.jsonl has them "
+        "always.",
+    )
 
     add = group("Planning")
     add("--plan", is_flag=True, help="Train nothing: say whether it fits, how fast it will be, and what bounds it.")

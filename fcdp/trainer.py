@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from common.data import document_mask
@@ -251,6 +251,26 @@ class Trainer:
         return ClusterStep(
             step, loss_value, norm, stopping, time.monotonic() - began, self._sharding.traffic.across - sent
         )
+
+    @torch.no_grad()
+    def eval_loss(self, batch: Mapping[str, torch.Tensor]) -> float:
+        """Mean loss over all labels of a batch, the same on every rank; forward only, without dropout.
+
+        Args:
+            batch: as for :meth:`train_step`; at least one label.
+        """
+        targets = shifted_labels(batch["labels"])
+        items = torch.tensor(int((targets != -100).sum()), device=self._device)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._model.eval()
+        for part in self._split({**batch, "targets": targets}):
+            total += cross_entropy(self._logits(part), part["targets"], items, gradient=False)[0]
+        self._model.train()
+        for module in self._model.modules():  # some stay whole after a forward pass, expecting a backward pass
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        dist.all_reduce(total)
+        return float(total)
 
     def micro_batches(self, rows: int) -> int:
         """How many micro-batches every rank computes in a step of ``rows`` sequences."""
