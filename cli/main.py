@@ -146,6 +146,7 @@ def settings_of(arguments: tuple[str, ...], options: dict[str, Any]) -> Settings
         given[name] = tuple(
             path for word in options[name] for path in expand_pattern(f"--{name.replace('_', '-')}", word)
         )
+    given["lora_targets"] = tuple(options["lora_targets"])
     return Settings(**given, arguments=arguments)
 
 
