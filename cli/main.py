@@ -77,6 +77,7 @@ def _run(
     demo: bool,
     profile: bool,
     plan: bool,
+    check: bool,
     config: Path | None,
     write_config: bool,
     **options: Any,
@@ -101,6 +102,13 @@ def _run(
             ("demo", "data", "eval_data", "nodes", "resume", "trace"),
         )  # fmt: skip
         options["model"] = options["model"] or DEFAULT_PROFILE_MODEL
+    if check:
+        others = ("demo", "profile", "plan", "data", "eval_data", "nodes", "resume", "trace")
+        _refuse_with("--check", "trains nothing", {**options, "demo": demo, "profile": profile, "plan": plan}, others)
+        from cli.check import run_check
+
+        run_check(settings_of(arguments, {**options, "model": options["model"] or ""}), options["model"])
+        return 0
     if demo:
         own = ("model", "data", "eval_data", "ssd", "nodes", "resume", "trace")
         _refuse_with("--demo", "brings everything with it", options, own)

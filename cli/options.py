@@ -28,7 +28,8 @@ EXAMPLES = {
     "Adapters": "finetune --model ~/Llama-3-70B --data chats.jsonl --lora-rank 16 --lr 2e-4",
     "Output": "finetune --model ~/Llama-3-8B --data chats.jsonl --output tuned --log-to tensorboard\n"
     "finetune --config tuned/run/config.toml --resume",
-    "Planning": "finetune --plan --gpu 4090 --drive p5510 --ssds 12 --host-memory 768GiB --model gpt3-13b",
+    "Planning": "finetune --plan --gpu 4090 --drive p5510 --ssds 12 --host-memory 768GiB --model gpt3-13b\n"
+    "finetune --check --ssd /mnt/nvme*",
     "Other": "finetune --config run.toml --lr 2e-5              # the command line wins over the file\n"
     "finetune --model ~/Llama-3-8B --epochs 2 --write-config > run.toml",
 }
@@ -346,6 +347,12 @@ def build_command(run: Callable[..., int]) -> click.Command:
         "--profile",
         is_flag=True,
         help="Measure this machine with the model (default: gpt3-1.3b) instead of training: a dozen seconds, a table.",
+    )
+    add(
+        "--check",
+        is_flag=True,
+        help="Look at this machine and measure its drives (--ssd) instead of training: what a bug report needs, and "
+        "what will hurt.",
     )
     add(
         "--trace",
