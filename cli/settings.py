@@ -12,6 +12,9 @@ NO_WARMUP = Warmup(0)
 COMMITS = "commits"
 """Folder inside the output directory where a run of several ranks has its commits."""
 
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "jsonl")
+"""What ``--log-to`` takes; ``jsonl`` is the run directory's metrics.jsonl, which is always written."""
+
 _ONLY_NODES = (
     "gpus_per_node", "rdzv_endpoint", "node_timeout", "max_restarts", "strategy", "levels", "cluster", "quantise",
     "device_cache_threshold",
@@ -28,6 +31,10 @@ class Settings:
     """Checkpoint directory or preset name."""
     data: tuple[str, ...] = ()
     """Files and directories; none: random tokens."""
+    eval_data: tuple[str, ...] = ()
+    """Held-out files and directories, to evaluate with; none: no evaluation."""
+    eval_every: int | None = None
+    """Steps between evaluations; None: before the first and after the last step only."""
     ssd: tuple[str, ...] = ()
     """Directories for the store, one per drive; none: inside the output directory."""
     gpu: str = "auto"
@@ -70,6 +77,8 @@ class Settings:
     """As it was typed; see :attr:`commit_interval`."""
     host_cache: int | None = None
     """Most host memory (of each node) for what is kept from step to step, bytes; None: what is left, or is needed."""
+    log_to: tuple[str, ...] = ()
+    """Trackers that get every step's figures."""
     single_slot: bool = False
     """Half the space on SSD, and no way to continue after a crash."""
     io: str = "auto"
@@ -115,6 +124,10 @@ class Settings:
             raise UserError("--steps and --epochs exclude each other: give one of them.")
         if self.epochs is not None and not self.data:
             raise UserError("--epochs counts passes over data, and there is none: give --data, or --steps instead.")
+        if self.eval_every is not None and not self.eval_data:
+            raise UserError(
+                "--eval-every counts steps between evaluations, and there is no data for them: add --eval-data."
+            )
         if self.resume and self.overwrite:
             raise UserError("--resume continues the run that is there and --overwrite replaces it: give one of them.")
         if self.lora_rank is not None and self.peft_config is not None:

@@ -3,18 +3,20 @@
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from transformers.utils import logging as transformers_logging
 
-from cli.history import History
+from cli.evaluation import evaluate, is_due
 from cli.interrupts import Interrupts, Stopped
 from cli.machine import training_of
+from cli.metrics import Metrics, step_metrics
 from cli.prepare import Job, prepare
 from cli.progress import Progress, StepLine
 from cli.report import Measurements, Report
+from cli.run_directory import RUN, RunDirectory
 from cli.settings import Settings
 from common.errors import UserError
 from fuyou import Engine, NonFiniteLoss, StepReport
@@ -68,7 +70,7 @@ def finetune(settings: Settings, interrupts: Interrupts) -> Result:
                 error.add_note(f"Step {engine.committed_step} is committed.")
             error.add_note(settings.how_to_continue)
             raise
-    job.batches.close()
+    job.close()
     return result
 
 
@@ -165,8 +167,12 @@ def _train(job: Job, engine: Engine, interrupts: Interrupts) -> Measurements:
         engine.model_flops_per_token(job.seq_len),
         engine.hardware_flops_per_token(job.seq_len),
     )
-    memory = _Occasionally(engine.host_memory_in_use)
-    with History(job.output, done) as history, Progress(job.steps, done) as progress:
+    directory = RunDirectory(job, done)
+    directory.write(job, asdict(engine.memory_plan))
+    memory, disk = _Occasionally(engine.host_memory_in_use), _Occasionally(lambda: _disk_usage(job))
+    with Metrics(job, directory, done) as metrics, Progress(job.steps, done) as progress:
+        if not done:
+            _evaluate(job, engine, metrics, progress)
         ended, io_before = time.perf_counter(), engine.io_bytes()
         for step in range(done + 1, job.steps + 1):
             interrupts.check()
@@ -179,11 +185,23 @@ def _train(job: Job, engine: Engine, interrupts: Interrupts) -> Measurements:
             # From the end of one step to that of the next: what a step writes back runs on into the next one.
             began, ended = ended, time.perf_counter()
             measured.add(report.loss, ended - began, report.bound_seconds)
-            history.append(step, report.loss, report.grad_norm, engine.lr)
             io = _since(engine, io_before)
             io_before = engine.io_bytes()
-            progress.show(_line(report, ended - began, measured, io, engine.device_peak_bytes, memory(), job.emulated))
+            line = _line(report, ended - began, measured, io, engine.device_peak_bytes, memory(), job.emulated, disk())
+            metrics.step(step, step_metrics(line, engine.lr, ended - began, step * measured.tokens_per_step))
+            progress.show(line)
+            if is_due(job, step):
+                _evaluate(job, engine, metrics, progress)
+                ended, io_before = time.perf_counter(), engine.io_bytes()
     return measured
+
+
+def _evaluate(job: Job, engine: Engine, metrics: Metrics, progress: Progress) -> None:
+    """Look at the held-out data, if there are any."""
+    if job.held_out is not None:
+        result = evaluate(job.held_out, job.settings.batch_size, lambda batch: engine.eval_loss(**batch))
+        metrics.evaluation(engine.step_count, result)
+        progress.say(f"held out after step {engine.step_count:,}: {result}")
 
 
 def _line(
@@ -194,12 +212,14 @@ def _line(
     device: int,
     host: int,
     emulated: bool,
+    disk: int,
 ) -> StepLine:
     rate = measured.tokens_per_step / seconds
     bounds = report.bound_seconds
     return StepLine(
         report.step, report.loss, report.grad_norm, rate, rate * measured.model_flops, io[0] / seconds,
-        io[1] / seconds, device, host, max(bounds, key=lambda name: bounds[name], default="nothing"), emulated,
+        io[1] / seconds, device, host, max(bounds, key=lambda name: bounds[name], default="nothing"), emulated, disk,
+        bounds,
     )  # fmt: skip
 
 
@@ -207,6 +227,12 @@ def _since(engine: Engine, before: tuple[int, int]) -> tuple[int, int]:
     """Bytes read and written since ``before``."""
     now = engine.io_bytes()
     return now[0] - before[0], now[1] - before[1]
+
+
+def _disk_usage(job: Job) -> int:
+    """Bytes that the store takes on all drives."""
+    folders = (path / job.run_name for path in job.ssd)
+    return sum(file.stat().st_blocks * 512 for folder in folders for file in folder.iterdir() if file.is_file())
 
 
 class _Occasionally:
@@ -274,7 +300,8 @@ def check_ids(job: Job, batch: dict[str, Any]) -> None:
 
 
 def _where(job: Job, result: Result) -> str:
-    lines = {"store": f"{', '.join(map(str, result.store))} (may be deleted when this run is not to be continued)"}
+    lines = {"run": f"{job.output / RUN} (configuration, versions, metrics)"}
+    lines["store"] = f"{', '.join(map(str, result.store))} (may be deleted when this run is not to be continued)"
     if job.settings.save:
         lines["saved"] = f"{result.output}, for AutoModelForCausalLM.from_pretrained"
     if job.settings.report is not None:

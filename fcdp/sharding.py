@@ -80,8 +80,10 @@ class Sharding:
             reduction.partial = None
 
     def reshard(self) -> None:
-        """Have the model's parameters be shards (DTensors) again, for whoever reads them: what is frozen and not sharded
-        by P stays gathered otherwise."""
+        """Have the model's parameters be shards (DTensors) again, for whoever reads them.
+
+        What is frozen and not sharded by P stays gathered otherwise.
+        """
         for group in self.groups:
             group.holder.reshard()
 

@@ -282,6 +282,24 @@ class Trainer:
         seconds, node_sent = time.monotonic() - began, int(all_sent / self._topology.nodes)
         return ClusterStep(step, loss_value, norm, stopping, seconds, node_sent)
 
+    @torch.no_grad()
+    def eval_loss(self, batch: Mapping[str, torch.Tensor]) -> float:
+        """Mean loss over all labels of a batch, the same on every rank; forward only, without dropout.
+
+        Args:
+            batch: as for :meth:`train_step`; at least one label.
+        """
+        targets = shifted_labels(batch["labels"])
+        items = torch.tensor(int((targets != -100).sum()), device=self._device)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._model.eval()
+        for part in self._split({**batch, "targets": targets}):
+            total += cross_entropy(self._logits(part), part["targets"], items, gradient=False)[0]
+        self._model.train()
+        self._sharding.reshard()  # some stay whole after a forward pass, expecting a backward pass
+        dist.all_reduce(total)
+        return float(total)
+
     def micro_batches(self, rows: int) -> int:
         """How many micro-batches every rank computes in a step of ``rows`` sequences."""
         most = math.ceil(rows / self._topology.world_size)
@@ -371,6 +389,11 @@ class Trainer:
         return self._commits.newest()
 
     # -- figures ----------------------------------------------------------------------------------------------------
+
+    @property
+    def strategy(self) -> str:
+        """Name of how the model is sharded."""
+        return self._sharding.strategy.name
 
     def planned_sent_bytes(self, rows: int) -> float:
         """Bytes that a node sends to others in a step of ``rows`` sequences, not the first, by the formulas."""
