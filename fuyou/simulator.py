@@ -128,7 +128,7 @@ class _Drives:
 
 
 class _Cores:
-    """What is at work on cores that are shared: at most one piece of each resource, each at its speed beside the rest."""
+    """What is at work on cores that are shared: at most one piece of each resource, each at its speed beside others."""
 
     def __init__(self, simulator: "Simulator", contention: Contention):
         self._simulator, self._contention = simulator, contention
