@@ -46,6 +46,8 @@ class Rates:
     """Per token, of phases outside the blocks, where they were measured; others take their FLOPs' time."""
     finish_seconds: float = 0.0
     """At the end of each block's backward visit: its gradient's part of the norm."""
+    keep_seconds: float = 0.0
+    """Per token, by which the forward pass of a block takes longer where it keeps outputs of its operators."""
     backward_flops_per_second: float | None = None
     """Of the device, on blocks in the backward pass; None: the same as in the forward pass."""
     contention: Contention | None = None
@@ -58,7 +60,7 @@ class Rates:
             if phase is task.visit.phase:
                 return seconds * task.tokens
         if task.visit.phase is not Phase.BLOCK_BACKWARD:
-            return task.flops / self.flops_per_second
+            return task.flops / self.flops_per_second + (self.keep_seconds * task.tokens if task.kept >= 0 else 0.0)
         finish = self.finish_seconds if task.last else 0.0
         return task.flops / (self.backward_flops_per_second or self.flops_per_second) + finish
 

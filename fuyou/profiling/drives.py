@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import statistics
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -66,11 +65,12 @@ class Scratch:
             filled, rate = self._move("write", buffers, _FILL_SECONDS, len(self._transfers))
             written = self._transfers[:filled]  # what was never written is read without looking at the drive
             write = rate if filled < len(self._transfers) else self._move("write", buffers)[1]
+            commit = self._commit()  # after as much has been written as in a step, not after a pause
             return DriveRates(
                 read=self._move("read", buffers, extents=written)[1],
                 write=write,
                 mixed=self._move("mixed", buffers, extents=written)[1],
-                commit_seconds=statistics.median(self._commit(buffers[0]) for _ in range(3)),
+                commit_seconds=commit,
             )
         finally:
             for buffer in buffers:
@@ -101,9 +101,8 @@ class Scratch:
             future.result()
         return count, moved / (time.perf_counter() - began)
 
-    def _commit(self, buffer: HostBuffer) -> float:
+    def _commit(self) -> float:
         """Seconds from the last write's end to a committed manifest, as at the end of a step."""
-        self.store.write_now(self._transfers[0], buffer.array)
         began = time.perf_counter()
         self.store.sync([_FILE])
         for path in self.store.directories:

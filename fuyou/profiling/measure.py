@@ -103,6 +103,9 @@ def measure(workload: Workload, device: Device) -> Profile:
         embed_forward_seconds=parts.embed_forward,
         block_forward_seconds=parts.block_forward,
         block_backward_seconds=parts.block_backward,
+        kept_forward_seconds=parts.kept_forward,
+        kept_backward_seconds=parts.kept_backward,
+        kept_bytes=parts.kept_bytes,
         block_finish_seconds=parts.block_finish,
         head_seconds=parts.head,
         head_forward_seconds=parts.head_forward,
@@ -171,7 +174,11 @@ def _emulated_parts(shape: StepShape, flops_per_second: float, tokens: int) -> P
     """What an emulated device takes for the costs that the schedule writes down."""
     block = max(shape.records[index].parameter_count for index in shape.blocks) * tokens / flops_per_second
     head = shape.records[shape.head].parameter_count * tokens / flops_per_second
-    return PartTimes(tokens, flops_per_second, 0.0, 2 * block, 6 * block, 0.0, 6 * head, 2 * head, 0.0, ())
+    return PartTimes(
+        measured_tokens=tokens, matmul_flops_per_second=flops_per_second, embed_forward=0.0, block_forward=2 * block,
+        block_backward=6 * block, kept_forward=0.0, kept_backward=0.0, kept_bytes=0, block_finish=0.0, head=6 * head,
+        head_forward=2 * head, embed_backward=0.0, operators=(),
+    )  # fmt: skip
 
 
 def _largest_block(shape: StepShape) -> int:

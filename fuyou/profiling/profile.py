@@ -44,6 +44,11 @@ class Profile:
     block_forward_seconds: float
     block_backward_seconds: float
     """With the forward pass computed again, as far as anything of it is needed."""
+    kept_forward_seconds: float
+    """The same two, of a block that keeps all outputs that save FLOPs; 0 where nothing can be kept."""
+    kept_backward_seconds: float
+    kept_bytes: int
+    """Of these outputs."""
     block_finish_seconds: float
     """Squaring a block's gradient for its norm, once per visit however many micro-batches there are."""
     head_seconds: float
