@@ -36,9 +36,10 @@ from fuyou.model_records import fingerprint, model_records
 from fuyou.optimizer_link import OptimizerLink
 from fuyou.planner import Training, choose
 from fuyou.recompute import Recomputations
-from fuyou.records import Precision, allocate_extents, weights_file
-from fuyou.schedule import BatchShape, Scheduler
+from fuyou.records import Precision, allocate_extents
+from fuyou.schedule import Scheduler
 from fuyou.stack import StreamedModel
+from fuyou.step_shape import BatchShape
 from fuyou.store_access import StoreReader, fill_store
 from fuyou.tasks import StepList
 from fuyou.trace import StepTrace
@@ -269,7 +270,7 @@ class Engine:
         rows, seq_len = batch_shape or (options.micro_batch or 1, min(context, 2048))
         self.memory_plan = self._planner.plan(rows, seq_len, options.micro_batch)
         layout = Layout(len(self._ssd))
-        self._extents = allocate_extents(layout, self._shape.records, options.precision, slots)
+        self._extents = allocate_extents(layout, self._shape.records, slots)
         folders = [path / run_name for path in self._ssd]
         wanted = TrainingState(
             0, 0, "", fingerprint(self._shape.records), str(options.precision.dtype),
@@ -301,7 +302,7 @@ class Engine:
             assert self._plane is not None
             with self._not_counted():
                 fill_store(self._plane, self._source, 0)
-            self._store.sync([weights_file(0)])
+            self._store.sync({extent.file for places in self._extents for extent in places.parameters[:1]})
             state.random = random_states(self._device.torch_device)
             self._commits.write_manifest()
             self.created_bytes = self._io_other[1]
@@ -326,12 +327,11 @@ class Engine:
             deferred=deferred, hold=options.max_grad_norm is not None, resident=self.memory_plan.resident,
             recomputation=recomputation,
         )  # fmt: skip
-        held = self.memory_plan.held_gradients
         self._plane = DataPlane(
             self._shape, self.memory_plan, self._device, self._store, self._extents, self._commits.state.slots,
             self._link, [folder / "scratch" for folder in self._store.directories], self._commits.commit,
-            self._commits.update_of, spill_gradients=held < len(deferred), resident=self.memory_plan.resident,
-            pace=self._pace,
+            self._commits.update_of, spill_gradients=self.memory_plan.spills_gradients(self._shape, deferred),
+            resident=self.memory_plan.resident, pace=self._pace,
         )  # fmt: skip
         self._accounting = Accounting(self._plane, self._trace)
 
@@ -518,8 +518,8 @@ class Engine:
 
     def _reader(self) -> StoreReader:
         assert self._store is not None
-        slots = [self._commits.state.slot] * len(self._shape.records)
-        return StoreReader(self._store, self._shape, self._extents, self.memory_plan.chunk_elements, slots)
+        slot = self._commits.state.slot
+        return StoreReader(self._store, self._shape, self._extents, self.memory_plan.chunk_elements, slot)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter's name and fp32 master weight, read from the store one at a time."""

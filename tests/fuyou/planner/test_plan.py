@@ -12,8 +12,9 @@ from fuyou.planner.advice import best_changes, largest_batch
 from fuyou.planner.evaluate import NOTHING, Candidate, Evaluator
 from fuyou.planner.plan import gpu_bound_tokens
 from fuyou.records import Precision
-from fuyou.schedule import BatchShape, Scheduler
+from fuyou.schedule import Scheduler
 from fuyou.simulator import Rates
+from fuyou.step_shape import BatchShape
 from fuyou.tasks import Resource
 
 SEQ_LEN, LAYERS = 64, 6
