@@ -174,5 +174,5 @@ def test_the_best_change_relieves_the_bound(job: Training) -> None:
 
 def test_bf16_moments_move_less(job: Training) -> None:
     slow = replace(FAST, read_bytes_per_second=1e8, write_bytes_per_second=1e8)
-    halved = replace(job, shape=replace(job.shape, precision=Precision(torch.bfloat16, torch.bfloat16)))
+    halved = replace(job, shape=job.shape.with_precision(Precision(torch.bfloat16, torch.bfloat16)))
     assert seconds(halved, machine(slow)) < 0.75 * seconds(job, machine(slow))
