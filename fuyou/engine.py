@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from common.errors import FinetuneError, UserError
 from common.memory_meter import PeakMeter, proportional_set_bytes
-from common.models.adapters import AdapterOptions
+from common.models.adapters import MERGED, AdapterOptions
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
 from common.models.presets import load_config
 from common.store import Layout, Store
@@ -23,7 +23,7 @@ from common.units import parse_bytes
 from fuyou.accounting import Accounting, StepReport
 from fuyou.adam import AdamConfig, Update
 from fuyou.commits import Commits, load_state
-from fuyou.compute import NonFiniteLoss, StepComputation
+from fuyou.compute import NextToken, NonFiniteLoss, StepComputation
 from fuyou.data_plane import DataPlane
 from fuyou.deferral import interleaved
 from fuyou.devices import memory_limits, open_device
@@ -445,6 +445,36 @@ class Engine:
             self._accounting.take()
             self._stack.model.train()
 
+    @torch.no_grad()
+    def next_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The model's prediction after a sequence: fp32 ``[V]`` for int64 ``[1, S]``.
+
+        Nothing is kept from call to call, so each reads the whole model and computes the whole sequence: for looking at
+        what a model has learnt, not for serving it.
+
+        Raises:
+            UserError: this is not one sequence, or the run is emulated.
+        """
+        if self.emulated:
+            raise UserError("A run on an emulated device computes nothing, so there is nothing that it could say.")
+        if input_ids.dim() != 2 or input_ids.shape[0] != 1 or not input_ids.numel():
+            raise UserError(f"next_logits takes one sequence, [1, tokens], not {list(input_ids.shape)}.")
+        self.flush()
+        batch = {"input_ids": input_ids, "labels": input_ids}
+        plane = self._fitting_plane(batch)
+        tasks = self._scheduler.evaluation(self.step_count, self._batch_shape(batch))
+        computation = NextToken(
+            self._stack, plane, tasks, batch, self.memory_plan, self._recomputations, time.monotonic()
+        )
+        self._stack.model.eval()
+        try:
+            self._submit(tasks)
+            computation.forward()
+            return computation.logits
+        finally:
+            self._accounting.take()
+            self._stack.model.train()
+
     def flush(self) -> None:
         """Apply what is pending and commit the last step; returns when it is on SSD."""
         if self._plane is None:
@@ -476,7 +506,7 @@ class Engine:
         return self._scheduler.commit_step if self._scheduler.commit_step is not None else self.committed_step
 
     def _prepare(self, batch: dict[str, torch.Tensor]) -> DataPlane:
-        """Check the batch; make buffers anew if it does not fit those there are."""
+        """Check the batch, and find room for it."""
         if self._closed:
             raise FinetuneError("The engine has been closed.")
         for name in ("input_ids", "labels"):
@@ -484,6 +514,10 @@ class Engine:
                 raise UserError(f"A batch needs {name} of shape [sequences, tokens].")
         if not bool((batch["labels"][:, 1:] != -100).any()):
             raise UserError("No token of this batch has a label (all are -100): there is nothing to learn from it.")
+        return self._fitting_plane(batch)
+
+    def _fitting_plane(self, batch: dict[str, torch.Tensor]) -> DataPlane:
+        """Buffers in which the batch has room."""
         rows, seq_len = batch["input_ids"].shape
         planned = self.memory_plan.batch
         if self._plane is None or rows > planned.rows or seq_len > planned.seq_len:
@@ -527,38 +561,32 @@ class Engine:
         with self._io.not_counted():
             yield from self._reader().masters()
 
-    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+    def save_pretrained(self, directory: str | os.PathLike[str], *, merge: bool = False) -> None:
         """Export what was trained: a Hugging Face checkpoint in the compute dtype, or a PEFT adapter directory.
 
         Record by record, and buffers are given back meanwhile, so that it stays within the host budget. Training can
         go on afterwards.
 
+        Args:
+            merge: write a checkpoint with the adapters merged into the weights as well, in the folder ``merged`` of
+                ``directory``.
+
         Raises:
             UserError: the run is emulated: its weights mean nothing.
         """
-        exporter = self._exporter()
-        with self._io.not_counted():
-            if self._model.adapters is not None:
-                exporter.adapter(Path(directory))
-            else:
-                exporter.checkpoint(Path(directory), self._options.precision.dtype)
-
-    def save_merged(self, directory: str | os.PathLike[str]) -> None:
-        """Export a Hugging Face checkpoint with adapters merged into the weights, as :meth:`save_pretrained` does.
-
-        Raises:
-            UserError: the run is emulated.
-        """
-        exporter = self._exporter()
-        with self._io.not_counted():
-            exporter.checkpoint(Path(directory), self._options.precision.dtype)
-
-    def _exporter(self) -> Exporter:
         if self.emulated:
             raise UserError("A run on an emulated device has no weights worth keeping: nothing is exported.")
         self.flush()
         self._close_plane()
-        return Exporter(self._model, self._reader(), self._checkpoint, self._host_limit)
+        target, dtype = Path(directory), self._options.precision.dtype
+        exporter = Exporter(self._model, self._reader(), self._checkpoint, self._host_limit)
+        with self._io.not_counted():
+            if self._model.adapters is None:
+                exporter.checkpoint(target, dtype)
+                return
+            exporter.adapter(target)
+            if merge:
+                exporter.checkpoint(target / MERGED, dtype)
 
     # -- figures --------------------------------------------------------------------------------------------------
 

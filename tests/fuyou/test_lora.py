@@ -130,14 +130,13 @@ def test_equals_peft_in_memory(
         assert trained.io_bytes()[1] == STEPS * sum(moved)  # nothing but adapters is ever written
         assert sum(moved) < 1.5 * 12 * trained.trainable_parameters + 40_000  # padding to pages is most of it here
 
-        trained.save_pretrained(tmp_path / "adapter")
+        trained.save_pretrained(tmp_path / "adapter", merge=True)
         tokens = batches(1, packed=False)[0]["input_ids"]
         base = AutoModelForCausalLM.from_pretrained(model, dtype=DTYPES[dtype])
         tuned = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
         with torch.no_grad():
             assert torch.equal(tuned(tokens).logits, twin.model.eval()(tokens).logits)
-        trained.save_merged(tmp_path / "merged")
-        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=DTYPES[dtype])
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter" / "merged", dtype=DTYPES[dtype])
         for name, value in tuned.merge_and_unload().named_parameters():
             assert torch.equal(merged.get_parameter(name), value), name
 
