@@ -301,6 +301,16 @@ def build_command(run: Callable[..., int]) -> click.Command:
         metavar="N",
         help="Steps between commits: a crash loses at most so many. Default: 1; 100 with --nodes.",
     )
+    add("--sample", metavar="PROMPT", help="At the end, print how the tuned model goes on from there.")
+    add("--sample-tokens", type=positive, default=32, show_default=True, metavar="N", help="How far at most.")
+    add(
+        "--temperature",
+        type=rate,
+        default=0.0,
+        show_default=True,
+        metavar="X",
+        help="Of the --sample: 0 takes the likeliest word each time, 0.8 varies.",
+    )
     add("--report", type=folder, metavar="FILE", help="Write the summary there, as JSON.")
 
     add(

@@ -93,7 +93,11 @@ class Job:
         moments = 4 if settings.optimizer_dtype == "bf16" else 8
         if settings.nodes is not None:
             return 2 * (self.adapter_parameters or self.parameters) * 12
-        return self.parameters * (4 + moments) * (1 if settings.single_slot else 2)
+        slots = 1 if settings.single_slot else 2
+        if settings.trains_adapters:
+            frozen = self.parameters * (2 if settings.dtype == "bf16" else 4)
+            return frozen + self.adapter_parameters * (4 + moments) * slots
+        return self.parameters * (4 + moments) * slots
 
     @property
     def fixed_settings(self) -> dict[str, Any]:
@@ -192,7 +196,7 @@ def prepare(settings: Settings) -> Job:
     found = check(settings)
     config, checkpoint, seq_len, output = found.config, found.checkpoint, found.seq_len, found.output
     text = config.get_text_config()
-    tokenizer = _tokenizer(settings, checkpoint) if settings.data or settings.eval_data else None
+    tokenizer = tokenizer_of(settings, checkpoint) if settings.data or settings.eval_data else None
     model = build_meta_model(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     adapter_parameters = trainable_parameters(settings, model) if settings.trains_adapters else 0
@@ -258,7 +262,12 @@ def _make_directory(option: str, path: Path) -> None:
         raise UserError(f"{option}: {path} is not writable for you. Change its owner or mode, or give another place.")
 
 
-def _tokenizer(settings: Settings, checkpoint: Path | None) -> PreTrainedTokenizerBase:
+def tokenizer_of(settings: Settings, checkpoint: Path | None, option: str = "--data") -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer, for ``option``.
+
+    Raises:
+        UserError: it has none.
+    """
     from transformers import AutoTokenizer
 
     if checkpoint is None:
@@ -272,7 +281,7 @@ def _tokenizer(settings: Settings, checkpoint: Path | None) -> PreTrainedTokeniz
         return AutoTokenizer.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # each tokenizer class fails in its own way
         raise UserError(
-            f"{checkpoint} has no tokenizer that transformers can load, and --data needs one: {error}"
+            f"{checkpoint} has no tokenizer that transformers can load, and {option} needs one: {error}"
         ) from error
 
 

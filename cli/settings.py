@@ -19,8 +19,9 @@ _ONLY_NODES = (
     "gpus_per_node", "rdzv_endpoint", "node_timeout", "max_restarts", "strategy", "levels", "cluster", "quantise",
     "device_cache_threshold",
 )  # fmt: skip
+_ONLY_SAMPLE = ("sample_tokens", "temperature")
 _ONLY_LORA = ("lora_alpha", "lora_dropout", "lora_targets")
-_ONLY_ENGINE = ("host_memory", "device_memory", "optimizer_dtype", "io", "single_slot", "trace")
+_ONLY_ENGINE = ("sample", "host_memory", "device_memory", "optimizer_dtype", "io", "single_slot", "trace")
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,11 @@ class Settings:
     """An ``adapter_config.json``, or its directory."""
     merge: bool = False
     """Whether to write the merged model beside the adapters."""
+    sample: str | None = None
+    """A prompt to go on from when training has ended."""
+    sample_tokens: int = 32
+    temperature: float = 0.0
+    """Of the sample; 0 takes the likeliest token each time."""
     debug: bool = False
     arguments: tuple[str, ...] = ()
     """The command line itself, to say how to continue."""
@@ -134,6 +140,8 @@ class Settings:
             raise UserError("--lora-rank and --peft-config both say what the adapters are: give one of them.")
         if self.lora_rank is None:
             self._refuse(_ONLY_LORA, "is about LoRA adapters: add --lora-rank, or put it into --peft-config's file")
+        if self.sample is None:
+            self._refuse(_ONLY_SAMPLE, "is about a sample: add --sample PROMPT")
         if self.merge and not self.trains_adapters:
             raise UserError("--merge merges adapters into the weights: add --lora-rank or --peft-config.")
         if self.nodes is None:

@@ -32,7 +32,7 @@ from cli.settings import COMMITS, Settings
 from cli.train import check_ids, check_same_run, quiet_transformers
 from common.errors import FinetuneError, UserError
 from common.hardware import list_gpus
-from common.models.adapters import CONFIG
+from common.models.adapters import CONFIG, MERGED
 from common.models.presets import load_config
 from common.units import format_bytes, format_seconds
 from fcdp.commits import Commits
@@ -40,7 +40,7 @@ from fcdp.mesh import Levels
 from fcdp.planner import Workload
 from fcdp.strategy_names import AUTO
 from fcdp.topology import Topology
-from fcdp.trainer import MERGED, Trainer, TrainerConfig
+from fcdp.trainer import Trainer, TrainerConfig
 
 _STUCK = timedelta(minutes=30)
 """How long a collective may wait for a rank that is alive: one may read its weights from slower drives than others."""

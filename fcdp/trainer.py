@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from common.data import document_mask
 from common.errors import UserError
 from common.memory_meter import PeakMeter
-from common.models.adapters import Adapters
+from common.models.adapters import MERGED, Adapters
 from common.models.export import CheckpointWriter, copy_tokenizer_files
 from common.models.flops import active_parameters, hardware_flops_per_token, model_flops_per_token
 from common.models.meta import build_meta_model
@@ -41,9 +41,6 @@ from fuyou.stack import StreamedModel
 
 #: Largest shard of an exported checkpoint. Rank 0 holds one.
 _SHARD_BYTES = 2_000_000_000
-
-MERGED = "merged"
-"""Folder inside an adapter directory for the model with these adapters merged into it."""
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from fuyou.profiling.links import copying, measure_link
 from fuyou.profiling.optimizer import OptimizerBench, scratch_records
 from fuyou.profiling.profile import Profile
 from fuyou.records import Precision
-from fuyou.schedule import StepShape
 from fuyou.stack import StreamedModel
+from fuyou.step_shape import StepShape
 from fuyou.tasks import Resource
 
 
@@ -80,9 +80,9 @@ def measure(workload: Workload, device: Device) -> Profile:
         stack = StreamedModel(build_meta_model(workload.config, dtype=workload.precision.dtype), device.torch_device)
         shape = model_records(stack, workload.precision)
         block_bytes = _largest_block(shape) * workload.precision.parameter_bytes
-        records = scratch_records(workload.chunk_elements)
+        records = scratch_records(workload.chunk_elements, workload.precision)
         link.wait_until_up()
-        with open_scratch(workload.directories, records, workload.precision, pace) as scratch:
+        with open_scratch(workload.directories, records, pace) as scratch:
             drives = scratch.measure()
             copies = measure_link(device, block_bytes)
             parts, blocks = _parts(stack, shape, device, workload)

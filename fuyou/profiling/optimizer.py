@@ -23,7 +23,7 @@ from fuyou.optimizer_protocol import (
     Written,
 )
 from fuyou.profiling.drives import Scratch
-from fuyou.records import Precision, Record
+from fuyou.records import Kind, Precision, Record
 
 #: About as many parameters are updated in turn: more than a processor's own caches hold with their states.
 UPDATED_ELEMENTS = 4 << 20
@@ -33,12 +33,12 @@ _WRITTEN_RECORDS = 3
 _ANSWER_SECONDS = 60.0
 
 
-def scratch_records(chunk_elements: int) -> list[Record]:
+def scratch_records(chunk_elements: int, precision: Precision) -> list[Record]:
     """Records of one chunk each to be updated, then those to be written."""
     updated = max(1, UPDATED_ELEMENTS // chunk_elements)
     sizes = [chunk_elements] * updated + [WRITTEN_ELEMENTS] * _WRITTEN_RECORDS
     return [
-        Record.build(index, f"profile {index}", False, [(("weight",), (1, size), True)])
+        Record.build(index, f"profile {index}", Kind.BLOCK, precision, [(("weight",), (1, size), True)])
         for index, size in enumerate(sizes)
     ]
 
@@ -123,10 +123,10 @@ class OptimizerBench:
         written = [record.index for record in records[-_WRITTEN_RECORDS:]]
         updated = [record.index for record in records[:-_WRITTEN_RECORDS]]
         self._step = 0
-        nbytes = max(record.numel for record in records) * precision.parameter_bytes
+        nbytes = max(record.parameter_nbytes for record in records)
         shared = SharedRegions(
-            2 * nbytes, {outer: BufferRegion(0, nbytes, 1) for outer in (False, True)},
-            {outer: BufferRegion(nbytes, nbytes, 1) for outer in (False, True)},
+            2 * nbytes, {Kind.BLOCK: BufferRegion(0, nbytes, 1)},
+            {Kind.BLOCK: BufferRegion(nbytes, nbytes, 1)},
         )  # fmt: skip
         self._share(shared, precision)
         self.updating = Pump(self._update, updated if len(updated) > 1 else 2 * updated)
@@ -137,8 +137,6 @@ class OptimizerBench:
                 io="posix",
                 io_threads=4,
                 records=[record.to_dict() for record in records],
-                dtype=precision.dtype,
-                optimizer_dtype=precision.optimizer_dtype,
                 slots=2,
                 chunk_elements=chunk_elements,
                 ring_chunks=1,

@@ -61,7 +61,7 @@ def test_a_profile(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None
 
 def test_the_table_is_aligned() -> None:
     lines = [line for line in table(PROFILE, 2) if line.startswith("  ")]
-    amounts = [re.match(r"  \S.*?\S  +([\d.]+ \S+)(  |$)", line) for line in lines]
+    amounts = [re.match(r"  \S.*?\S  +([\d.]+,? \S+(?:, \S+)*)(  |$)", line) for line in lines]
     assert len({amount.end(1) for amount in amounts if amount}) == 1, "they end in one column"
     assert all(amounts)
     assert re.search(
