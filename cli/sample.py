@@ -40,7 +40,7 @@ def continuation(
             break
         ids = torch.cat([ids, chosen.view(1, 1)], dim=1)
         # A token may be a part of a letter, or a space that only shows before the next word: decode from the start.
-        text = tokenizer.decode(ids[0, given:], skip_special_tokens=True).removesuffix("\ufffd")
+        text = str(tokenizer.decode(ids[0, given:], skip_special_tokens=True)).removesuffix("\ufffd")
         yield text.removeprefix(said)
         said = text
 
