@@ -104,13 +104,7 @@ def compare(trained: fuyou.Engine, model: nn.Module) -> None:
         ("llama", "bf16", 4, 0.2, {"use_rslora": True}),
         ("gpt2", "fp32", 3, 0.1, {"use_dora": True}),
         ("gpt2", "bf16", 1, None, {}),
-        (
-            "gemma3",
-            "bf16",
-            3,
-            None,
-            {"use_dora": True, "target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1]},
-        ),
+        ("gemma3", "bf16", 3, None, {"use_dora": True, "target_modules": ["q_proj"], "layers_to_transform": [1]}),
         ("llama-tied", "fp32", 4, None, {"r": 16, "target_modules": ["q_proj", "embed_tokens"]}),
         ("llama", "bf16", 4, None, {"r": 16, "target_modules": ["v_proj", "lm_head"]}),
         ("qwen3-moe", "bf16", 2, None, {}),  # experts are adapted too, as parameters
