@@ -19,6 +19,8 @@ from fuyou.adam import Update
 from fuyou.devices import Device, optimizer_threads
 from fuyou.executor import ELSEWHERE, Executor
 from fuyou.memory_plan import MemoryPlan
+from fuyou.nodes.handlers import RankHandlers
+from fuyou.nodes.topology import Topology
 from fuyou.optimizer_link import OptimizerLink
 from fuyou.optimizer_protocol import (
     BufferRegion,
@@ -71,6 +73,7 @@ class DataPlane:
         spill_gradients: whether gradients may have to wait on SSD.
         resident: records whose states stay in host memory.
         pace: makes the drives look slower.
+        topology: the other ranks, if there are any.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class DataPlane:
         spill_gradients: bool,
         resident: Collection[int] = (),
         pace: Pace | None = None,
+        topology: Topology | None = None,
     ):
         self.shape, self.plan, self.device, self.store = shape, plan, device, store
         self._extents, self._link, self._update_of = extents, link, update_of
@@ -142,8 +146,10 @@ class DataPlane:
         self.optimizer_read_bytes = self.optimizer_written_bytes = 0
         self._ssd_intervals: list[RecordInterval] = []
         self._adam_intervals: list[RecordInterval] = []
+        self.ranks = RankHandlers(self, topology) if topology is not None else None
         self.executor = Executor(
             {
+                **(self.ranks.handlers() if self.ranks is not None else {}),
                 Op.PARAMETER_READ: self._parameter_read,
                 Op.PARAMETER_UPLOAD: self._parameter_upload,
                 Op.GRADIENT_DOWNLOAD: self._gradient_download,
@@ -153,6 +159,7 @@ class DataPlane:
                 Op.UPDATE: self._update,
                 Op.STATE_WRITE: self._state_write,
                 Op.RESIDENT_WRITE: self._resident_write,
+                Op.PARAMETER_WRITE: self._parameter_write,
                 Op.ACTIVATION_DOWNLOAD: self._activation_download,
                 Op.ACTIVATION_WRITE: self._activation_write,
                 Op.ACTIVATION_READ: self._activation_read,
@@ -173,6 +180,7 @@ class DataPlane:
                 chunk_elements=plan.chunk_elements,
                 ring_chunks=plan.ring_chunks,
                 shared=self.shared,
+                share=shape.share,
                 resident=sorted(resident),
                 pace=pace,
                 threads=optimizer_threads(device),
@@ -184,15 +192,15 @@ class DataPlane:
     # -- buffers --------------------------------------------------------------------------------------------------
 
     def _regions(self, largest: dict[bool, int], width: int) -> SharedRegions:
-        counts, offset = self.plan.counts, 0
+        counts, share, offset = self.plan.counts, self.shape.share, 0
         regions: list[dict[bool, BufferRegion]] = []
-        for block_count, outer_count in (
-            (counts.host_blocks, counts.host_outer),
-            (counts.host_block_gradients, counts.host_outer_gradients),
+        for block_count, outer_count, part in (
+            (counts.host_blocks, counts.host_outer, share.stored),
+            (counts.host_block_gradients, counts.host_outer_gradients, share.owned),
         ):
             region = {}
             for outer, count in ((False, block_count), (True, outer_count)):
-                region[outer] = BufferRegion(offset, largest[outer] * width, count)
+                region[outer] = BufferRegion(offset, part(largest[outer]) * width, count)
                 offset += region[outer].nbytes
             regions.append(region)
         return SharedRegions(offset, regions[0], regions[1])
@@ -206,7 +214,8 @@ class DataPlane:
         gradients = []
         if spill_gradients:
             width = self.shape.precision.gradient_bytes
-            gradients = [layout.allocate("gradients", record.numel * width) for record in self.shape.records]
+            owned = [self.shape.share.owned(record.numel) for record in self.shape.records]
+            gradients = [layout.allocate("gradients", count * width) for count in owned]
         if not any(activations.values()) and not gradients:
             return None, activations, gradients
         for path in self._scratch_directories:
@@ -239,12 +248,18 @@ class DataPlane:
         return self.optimizer_read_bytes + scratch[0], self.optimizer_written_bytes + scratch[1]
 
     def create(self, record: Record, target: int) -> None:
-        """Write a record's first state, of which ``hi`` and ``lo`` are in host buffers 0; blocks until written."""
+        """Write a record's first state, this rank's part of it; blocks until written.
+
+        Host parameter buffer 0 holds the slice that it stores, host gradient buffer 0 the ``lo`` of what it owns.
+        """
         event = self._created[record.index] = threading.Event()
         self._link.send(CreateRecord(record.index, 0, 0, target))
         while not event.wait(0.2):
             if self.executor.failure is not None:
                 raise self.executor.failure
+        if self.shape.share.nodes > 1:
+            place = self._extents[record.index].parameters[target]
+            self.store.write_now(place, self.host_parameters(record.outer, 0, place.nbytes))
 
     def close(self) -> None:
         """Stop all workers, give all memory back, remove the scratch files."""
@@ -275,12 +290,16 @@ class DataPlane:
     def _parameter_upload(self, task: Task) -> None:
         record = self.shape.records[task.record]
         source = torch.from_numpy(self.host_parameters(record.outer, task.source, task.nbytes))
-        self.device.copy(task, self.parameters[record.outer].bytes(task.target, task.nbytes), source)
+        start = self.shape.share.stored_start(record.numel) * self.shape.precision.parameter_bytes
+        target = self.parameters[record.outer].bytes(task.target, start + task.nbytes)[start:]
+        self.device.copy(task, target, source)
 
     def _gradient_download(self, task: Task) -> None:
         record = self.shape.records[task.record]
         target = torch.from_numpy(self.host_gradients(record.outer, task.target, task.nbytes))
-        self.device.copy(task, target, self.gradients[record.outer].bytes(task.source, task.nbytes))
+        start = self.shape.share.owned_start(record.numel) * self.shape.precision.gradient_bytes
+        source = self.gradients[record.outer].bytes(task.source, start + task.nbytes)[start:]
+        self.device.copy(task, target, source)
 
     def _gradient_write(self, task: Task) -> Future:
         assert self._scratch is not None
@@ -313,6 +332,10 @@ class DataPlane:
             self._writing[task.record] = task
         self._link.send(WriteRecord(task.record, task.source, task.target))
         return ELSEWHERE
+
+    def _parameter_write(self, task: Task) -> Future:
+        buffer = self.host_parameters(self.shape.records[task.record].outer, task.source, task.nbytes)
+        return self.store.write(self._extents[task.record].parameters[task.target], buffer)
 
     def _activation_download(self, task: Task) -> None:
         target = torch.from_numpy(self._host_activation(task, task.target))

@@ -30,6 +30,8 @@ CHUNKS_PER_BLOCK = 32
 HOST_OVERHEAD_BYTES = 96 << 20
 #: Adam's scratch memory in the optimizer process, from above: half a mebibyte per thread, twice that with bf16 moments.
 ADAM_SCRATCH_BYTES = 20 << 20
+#: Device memory in which gradients of other ranks arrive, for each of the two levels: they are added piece by piece.
+REDUCTION_BYTES = 32 << 20
 #: How often the logits exist at once, in the compute dtype: themselves, their gradient, and one more in families that
 #: pass them through a function (soft capping). What the loss makes of them in fp32 comes in passes, see fuyou/loss.py.
 LOGIT_COPIES = 3
@@ -150,10 +152,12 @@ class MemoryPlanner:
         self.block = largest.numel
         outer = [record for record in shape.records if record.outer]
         self.outer = max(record.numel for record in outer)
-        # By the model alone: states lie on SSD chunk by chunk.
-        wanted = min(LARGEST_CHUNK, max(SMALLEST_CHUNK, self.block // CHUNKS_PER_BLOCK))
-        self.chunk_elements = round_up(min(wanted, max(self.block, self.outer)), PAGE_ELEMENTS)
-        self.block_chunks = len(largest.chunks(self.chunk_elements))
+        share = shape.share
+        # By the model and the number of ranks alone: states lie on SSD chunk by chunk.
+        wanted = min(LARGEST_CHUNK, max(SMALLEST_CHUNK, share.owned(self.block) // CHUNKS_PER_BLOCK))
+        self.chunk_elements = round_up(min(wanted, share.owned(max(self.block, self.outer))), PAGE_ELEMENTS)
+        # The same on every rank, like everything here: all ranks must plan the same.
+        self.block_chunks = max(len(largest.chunks(self.chunk_elements, each)) for each in share.everyone())
         self.largest_block_parameter = _largest(shape.records[index] for index in shape.blocks)
         self.largest_outer_parameter = _largest(outer)
 
@@ -205,7 +209,7 @@ class MemoryPlanner:
                 if counts.host_activations < missing + 1:
                     counts = replace(counts, ssd_activations=activations)
             counts = self._place_kept(batch, counts, ring, columns, kept)
-            block_bytes = self.block * self.shape.precision.parameter_bytes
+            block_bytes = self.shape.share.owned(self.block) * self.shape.precision.parameter_bytes
             room = self.host_limit - self._count(batch, counts, ring, columns).host_bytes
             held = max(0, min(room // block_bytes, self.deferred, len(self.shape.blocks)))
             counts = replace(counts, host_block_gradients=counts.host_block_gradients + held)
@@ -217,20 +221,22 @@ class MemoryPlanner:
         every step; and when all of them are there, states, which save it once (twice if not every step is committed).
         """
         layers, outer = len(self.shape.blocks), sum(record.outer for record in self.shape.records)
-        width, counts = self.shape.precision.parameter_bytes, plan.counts
+        width, counts, stored = self.shape.precision.parameter_bytes, plan.counts, self.shape.share.stored
+        block_bytes, outer_bytes = stored(self.block) * width, stored(self.outer) * width
         room = self.host_limit - plan.host_bytes
         room = room if self.host_cache is None else min(room, self.host_cache)
-        more = max(0, min(room // (self.block * width), layers - counts.host_blocks))
+        more = max(0, min(room // block_bytes, layers - counts.host_blocks))
         counts = replace(counts, host_blocks=counts.host_blocks + more)
-        room -= more * self.block * width
+        room -= more * block_bytes
         missing = max(0, outer - counts.host_outer)
         resident: tuple[int, ...] = ()
-        if counts.host_blocks >= layers and missing * self.outer * width <= room:
+        if counts.host_blocks >= layers and missing * outer_bytes <= room:
             counts = replace(counts, host_outer=counts.host_outer + missing)
-            room -= missing * self.outer * width
+            room -= missing * outer_bytes
             resident = tuple(resident_records(self.shape, room))
         plan = self._count(plan.batch, counts, ring, plan.head_columns)
-        states = sum(self.shape.records[index].numel for index in resident) * self.shape.precision.state_bytes
+        elements = sum(self.shape.share.owned(self.shape.records[index].numel) for index in resident)
+        states = elements * self.shape.precision.state_bytes
         return replace(plan, resident=resident, host_bytes=plan.host_bytes + states)
 
     def _kept(self, batch: Batch) -> int:
@@ -260,7 +266,7 @@ class MemoryPlanner:
 
     def _count(self, batch: Batch, counts: BufferCounts, ring_blocks: float, columns: int) -> MemoryPlan:
         """What ``counts`` take, with ``columns`` tokens of each row going through the head at once."""
-        precision, several = self.shape.precision, batch.micro_batches > 1
+        precision, several, share = self.shape.precision, batch.micro_batches > 1, self.shape.share
         width = precision.parameter_bytes
         text = self.config.get_text_config()
         activation = round_up(batch.micro_tokens * text.hidden_size * width, 4096)
@@ -288,10 +294,12 @@ class MemoryPlanner:
             + counts.device_activations * activation
             + counts.device_kept * kept
             + workspace
+            + (REDUCTION_BYTES * ((share.ranks_per_node > 1) + (share.nodes > 1)))
         )
         host = (
-            (counts.host_blocks + counts.host_block_gradients) * self.block * width
-            + (counts.host_outer + counts.host_outer_gradients) * self.outer * width
+            (counts.host_blocks * share.stored(self.block) + counts.host_outer * share.stored(self.outer)) * width
+            + counts.host_block_gradients * share.owned(self.block) * width
+            + counts.host_outer_gradients * share.owned(self.outer) * width
             + ring_chunks * chunk * precision.state_bytes
             + counts.host_activations * activation
             + counts.host_kept * kept

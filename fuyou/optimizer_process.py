@@ -45,7 +45,7 @@ from fuyou.optimizer_protocol import (
     WriteRecord,
     Written,
 )
-from fuyou.records import Chunk, Precision, Record, RecordExtents, allocate_extents
+from fuyou.records import PAGE_ELEMENTS, Chunk, Precision, Record, RecordExtents, allocate_extents
 
 
 @dataclass
@@ -81,8 +81,8 @@ class Resident:
     ``written`` is the last write-back, which must be over before they are changed again.
     """
 
-    def __init__(self, record: Record, precision: Precision):
-        self.buffer = HostBuffer(record.numel * precision.state_bytes).touch()
+    def __init__(self, numel: int, precision: Precision):
+        self.buffer = HostBuffer(numel * precision.state_bytes).touch()
         self.loaded = False
         self.written: Write | None = None
 
@@ -115,13 +115,16 @@ class OptimizerProcess:
         self._connection = connection
         self._sending = threading.Lock()
         self._precision = Precision(setup.dtype, setup.optimizer_dtype)
-        self._records = [Record.from_dict(index, content) for index, content in enumerate(setup.records)]
+        self._share = setup.share
+        self._records = [
+            Record.from_dict(index, content).padded(setup.share) for index, content in enumerate(setup.records)
+        ]
         self._shared = HostBuffer(setup.shared.nbytes, fd=shared_fd).touch()
         directories = [Path(path) for path in setup.directories]
         self._store = Store.open(directories, io=setup.io, threads=setup.io_threads, pace=setup.pace)
         # The training files' places follow from the records alone; the store's layout holds just these, in this order.
         self._extents: list[RecordExtents] = allocate_extents(
-            Layout(len(setup.directories)), self._records, self._precision, setup.slots
+            Layout(len(setup.directories)), self._records, self._precision, setup.slots, setup.share
         )
         self._ring = [
             HostBuffer(setup.chunk_elements * self._precision.state_bytes).touch() for _ in range(setup.ring_chunks)
@@ -129,7 +132,9 @@ class OptimizerProcess:
         self._free: queue.Queue[HostBuffer] = queue.Queue()
         for buffer in self._ring:
             self._free.put(buffer)
-        self._resident = {index: Resident(self._records[index], self._precision) for index in setup.resident}
+        self._resident = {
+            index: Resident(setup.share.owned(self._records[index].numel), self._precision) for index in setup.resident
+        }
         self._announced: queue.Queue[ReadStates] = queue.Queue()
         self._read: queue.Queue[Place] = queue.Queue()
         self._updates: collections.deque[UpdateRecord | CreateRecord | WriteRecord] = collections.deque()
@@ -204,6 +209,8 @@ class OptimizerProcess:
         parameters, gradients = self._parameter_bytes(message.parameters, record), self._gradients(message, record)
         values = torch.from_numpy(parameters).view(self._precision.dtype)
         write = self._begin_write(message.record)
+        # Of stochastic rounding: no two ranks draw the same, for no rank has more chunks than pages.
+        stream = self._share.owned_start(record.numel) // PAGE_ELEMENTS
         began, computing = 0.0, []
         for number in range(write.pending):
             place = self._read.get()
@@ -216,7 +223,7 @@ class OptimizerProcess:
             started = time.monotonic()
             self._adam.update(
                 values[part], states.lo, states.mean, states.variance, gradients[part], message.update,
-                decay=chunk.decay, stream=message.record << 32 | number,
+                decay=chunk.decay, stream=message.record << 32 | stream + number,
             )  # fmt: skip
             computing.append((started, time.monotonic()))
             if message.target >= 0:
@@ -231,7 +238,7 @@ class OptimizerProcess:
         low: torch.Tensor | None = None
         if self._precision.split:
             region = self._setup.shared.gradients[record.outer]
-            low = self._shared.tensor(torch.int16, region.start(message.low_halves), record.numel)
+            low = self._shared.tensor(torch.int16, region.start(message.low_halves), self._share.owned(record.numel))
         write = Write(message.record, len(self._chunks(message.record)))
         for chunk in self._chunks(message.record):
             place = Place(chunk, self._free.get())
@@ -269,9 +276,10 @@ class OptimizerProcess:
             self._store.write(
                 extents.states[target], place.buffer.bytes(place.offset, state_bytes),
                 chunk.start * self._precision.state_bytes, state_bytes,
-            ),
-            self._store.write(extents.parameters[target], parameters[first:stop], first, stop - first),
+            )
         ]  # fmt: skip
+        if self._share.nodes == 1:
+            futures.append(self._store.write(extents.parameters[target], parameters[first:stop], first, stop - first))
         waiting = [len(futures)]
 
         def finished(future: Future) -> None:
@@ -297,18 +305,21 @@ class OptimizerProcess:
             future.add_done_callback(finished)
 
     def _chunks(self, index: int) -> list[Chunk]:
-        return self._records[index].chunks(self._setup.chunk_elements)
+        return self._records[index].chunks(self._setup.chunk_elements, self._share)
 
     def _resident_place(self, resident: Resident, chunk: Chunk) -> Place:
         return Place(chunk, resident.buffer, chunk.start * self._precision.state_bytes, resident=True)
 
     def _parameter_bytes(self, index: int, record: Record) -> np.ndarray:
-        region = self._setup.shared.parameters[record.outer]
-        return self._shared.bytes(region.start(index), record.numel * self._precision.parameter_bytes)
+        """What this rank owns of the parameters in host buffer ``index``."""
+        region, width = self._setup.shared.parameters[record.outer], self._precision.parameter_bytes
+        start = region.start(index) + self._share.owned_in_stored(record.numel) * width
+        return self._shared.bytes(start, self._share.owned(record.numel) * width)
 
     def _gradients(self, message: UpdateRecord, record: Record) -> torch.Tensor:
         region = self._setup.shared.gradients[record.outer]
-        return self._shared.tensor(self._precision.dtype, region.start(message.gradient), record.numel)
+        start, count = region.start(message.gradient), self._share.owned(record.numel)
+        return self._shared.tensor(self._precision.dtype, start, count)
 
     def _send(self, message: object) -> None:
         with self._sending:

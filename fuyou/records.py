@@ -6,7 +6,7 @@ chunks of ``[lo | mean | variance]``, so that one chunk is one contiguous range 
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from common.buffers import PAGE, round_up
 from common.errors import UserError
 from common.store import Extent, Layout
+from fuyou.share import ALONE, Share
 
 #: Every parameter starts on a multiple of this many elements: 256 bytes in bf16, enough for any vector unit and for
 #: bit-reproducible BLAS, and no chunk ever ends in a scalar tail.
@@ -136,17 +137,25 @@ class Record:
                 boundary = position
         return Record(index, name, outer, tuple(slots), boundary, position)
 
+    def padded(self, share: Share) -> "Record":
+        """The record with as much padding as it needs to be cut into equal parts."""
+        return replace(self, numel=share.padded(self.numel))
+
     @property
     def parameter_count(self) -> int:
         """Parameters without padding."""
         return sum(slot.numel for slot in self.parameters)
 
-    def chunks(self, chunk_elements: int) -> list[Chunk]:
-        """The record cut into ranges of at most ``chunk_elements`` (a multiple of a page)."""
+    def chunks(self, chunk_elements: int, share: Share = ALONE) -> list[Chunk]:
+        """What a rank owns of the record, in ranges of at most ``chunk_elements`` (a multiple of a page), counted from
+        the first element that it owns."""
+        first = share.owned_start(self.numel)
+        last = first + share.owned(self.numel)
         result = []
         for start, stop, decay in ((0, self.decayed, True), (self.decayed, self.numel, False)):
-            for first in range(start, stop, chunk_elements):
-                result.append(Chunk(first, min(first + chunk_elements, stop), decay))
+            start, stop = max(start, first), min(stop, last)
+            for at in range(start, stop, chunk_elements):
+                result.append(Chunk(at - first, min(at + chunk_elements, stop) - first, decay))
         return result
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -184,14 +193,16 @@ def weights_file(slot: int) -> str:
 
 
 def allocate_extents(
-    layout: Layout, records: Sequence[Record], precision: Precision, slots: int
+    layout: Layout, records: Sequence[Record], precision: Precision, slots: int, share: Share = ALONE
 ) -> list[RecordExtents]:
-    """Give every record its place in every slot. Deterministic: both processes compute the same places."""
+    """Give this rank's part of every record its place in every slot. Deterministic: both processes compute the same
+    places."""
     places: list[tuple[list[Extent], list[Extent]]] = [([], []) for _ in records]
     for slot in range(slots):
         for record, (parameters, states) in zip(records, places, strict=True):
-            parameters.append(layout.allocate(weights_file(slot), record.numel * precision.parameter_bytes))
-            states.append(layout.allocate(weights_file(slot), record.numel * precision.state_bytes))
+            stored, owned = share.stored(record.numel), share.owned(record.numel)
+            parameters.append(layout.allocate(weights_file(slot), stored * precision.parameter_bytes))
+            states.append(layout.allocate(weights_file(slot), owned * precision.state_bytes))
     return [RecordExtents(tuple(parameters), tuple(states)) for parameters, states in places]
 
 

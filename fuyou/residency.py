@@ -18,11 +18,12 @@ def spread(blocks: Sequence[int], count: int) -> list[int]:
 
 
 def resident_records(shape: StepShape, room: int) -> list[int]:
-    """Indices of the records whose optimizer states (and low halves) fit in ``room`` bytes together."""
+    """Indices of the records whose optimizer states (and low halves), our part, fit in ``room`` bytes together."""
     width, chosen = shape.precision.state_bytes, []
     for record in shape.records:
-        if record.outer and record.numel * width <= room:
+        nbytes = shape.share.owned(record.numel) * width
+        if record.outer and nbytes <= room:
             chosen.append(record.index)
-            room -= record.numel * width
-    largest = max(shape.records[index].numel for index in shape.blocks) * width
+            room -= nbytes
+    largest = max(shape.share.owned(shape.records[index].numel) for index in shape.blocks) * width
     return sorted(chosen + spread(shape.blocks, min(len(shape.blocks), room // largest)))

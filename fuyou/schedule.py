@@ -8,11 +8,13 @@ whose buffer becomes free early. The engine runs the list; a simulator can run t
 """
 
 import bisect
+import itertools
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 
 from fuyou.pool import NEVER, Pool
 from fuyou.records import Precision, Record
+from fuyou.share import ALONE, Share
 from fuyou.tasks import FORWARD_PHASES, Activation, Op, Phase, StepList, Task, Visit
 
 #: ("x", i, m): input of block i (output of block i - 1, or of the embedding if i is 0) for micro-batch m;
@@ -54,6 +56,8 @@ class StepShape:
     blocks: tuple[int, ...]
     """Indices of the records of block 0 .. L - 1."""
     precision: Precision
+    share: Share = ALONE
+    """What of every record is this rank's. Where there are several, records are padded so that it is equal parts."""
 
     def visits(self, train: bool) -> list[Visit]:
         """The visits of a step, in order."""
@@ -135,11 +139,12 @@ class Scheduler:
         self._hold = hold
         self._resident = frozenset(resident)
         self._loaded: set[int] = set()  # resident records whose states are in host memory
-        self._unwritten: dict[int, tuple[Task, int]] = {}  # resident record -> its newest update, its host buffer
+        #: Resident record -> its newest update, the task after which all nodes have it, its host buffer.
+        self._unwritten: dict[int, tuple[Task, Task, int]] = {}
         self._single_slot = single_slot
         self._committed_slot = slot
         self._slot_of = [slot] * len(shape.records)  # where the newest state of each record is
-        self._written: list[Task | None] = [None] * len(shape.records)
+        self._written: list[list[Task]] = [[] for _ in shape.records]  # by the newest writes of each record
         self._commit: Task | None = None
         self._pending: dict[int, int] = {}  # record -> step of the gradient that waits for its update
         self._spilled: dict[int, Task] = {}  # record -> the task that wrote its gradient to SSD
@@ -281,11 +286,17 @@ class Scheduler:
         index, _ = pool.take(record.index)
         upload = self._emit(
             Op.PARAMETER_UPLOAD, [loaded, *pool.slots[index].busy()], record=record.index, source=source, target=index,
-            nbytes=record.numel * self.shape.precision.parameter_bytes,
+            nbytes=self._stored_bytes(record),
         )  # fmt: skip
         self._host[record.outer].use(source, upload)
-        pool.fill(index, record.index, upload)
-        return index, upload
+        ready = upload
+        if self.shape.share.ranks_per_node > 1:
+            ready = self._emit(
+                Op.PARAMETER_GATHER, [upload], record=record.index, target=index,
+                nbytes=(self.shape.share.ranks_per_node - 1) * self._stored_bytes(record),
+            )  # fmt: skip
+        pool.fill(index, record.index, ready)
+        return index, ready
 
     def _on_host(self, record: Record) -> tuple[int, Task]:
         """Index of the host buffer that holds the record's newest parameters, and the task after which it does."""
@@ -296,13 +307,10 @@ class Scheduler:
             assert ready is not None
             return index, ready
         index, _ = pool.take(record.index)
-        after = pool.slots[index].busy()
-        written = self._written[record.index]
-        if written is not None:
-            after.append(written)
+        after = [*pool.slots[index].busy(), *self._written[record.index]]
         read = self._emit(
             Op.PARAMETER_READ, after, record=record.index, source=self._slot_of[record.index], target=index,
-            nbytes=record.numel * self.shape.precision.parameter_bytes,
+            nbytes=self._stored_bytes(record),
         )  # fmt: skip
         pool.fill(index, record.index, read)
         return index, read
@@ -320,11 +328,11 @@ class Scheduler:
 
     def _finish_gradient(self, record: Record, source: int, compute: Task) -> None:
         """The gradient is complete: bring it to the host; update at once, or keep it until the step has ended."""
-        nbytes = record.numel * self.shape.precision.gradient_bytes
         target, after = self._host_gradient_buffer(record)
         download = self._emit(
-            Op.GRADIENT_DOWNLOAD, [compute, *after], record=record.index, source=source, target=target, nbytes=nbytes
-        )
+            Op.GRADIENT_DOWNLOAD, [self._reduce(record, source, compute), *after], record=record.index, source=source,
+            target=target, nbytes=self._gradient_bytes(record),
+        )  # fmt: skip
         self._host_gradients[record.outer].fill(target, record.index, download)
         device = self._device_gradients[record.outer]
         device.drop(record.index)
@@ -335,6 +343,17 @@ class Scheduler:
         else:
             self._update(record, target, download, self._list.step, self._durable)
 
+    def _reduce(self, record: Record, buffer: int, ready: Task) -> Task:
+        """Sum a gradient over all ranks: inside the nodes, then across. Returns after what it is there."""
+        share, width = self.shape.share, self.shape.precision.gradient_bytes
+        if share.ranks_per_node > 1:
+            nbytes = (share.ranks_per_node - 1) * share.stored(record.numel) * width
+            ready = self._emit(Op.GRADIENT_REDUCE, [ready], record=record.index, source=buffer, nbytes=nbytes)
+        if share.nodes > 1:
+            nbytes = (share.nodes - 1) * share.owned(record.numel) * width
+            ready = self._emit(Op.GRADIENT_EXCHANGE, [ready], record=record.index, source=buffer, nbytes=nbytes)
+        return ready
+
     def _host_gradient_buffer(self, record: Record) -> tuple[int, list[Task]]:
         pool = self._host_gradients[record.outer]
         index, leaving = pool.take(record.index)
@@ -342,7 +361,7 @@ class Scheduler:
         if isinstance(leaving, int):
             write = self._emit(
                 Op.GRADIENT_WRITE, after, record=leaving, source=index,
-                nbytes=self.shape.records[leaving].numel * self.shape.precision.gradient_bytes,
+                nbytes=self._gradient_bytes(self.shape.records[leaving]),
             )  # fmt: skip
             self._spilled[leaving] = write
             after = [write]
@@ -360,7 +379,7 @@ class Scheduler:
             source, after = self._host_gradient_buffer(record)
             ready = self._emit(
                 Op.GRADIENT_READ, [*after, self._spilled.pop(index)], record=index, target=source,
-                nbytes=record.numel * self.shape.precision.gradient_bytes,
+                nbytes=self._gradient_bytes(record),
             )  # fmt: skip
             pool.fill(source, index, ready)
         filled = pool.slots[source].ready
@@ -375,48 +394,63 @@ class Scheduler:
         """
         host, loaded = self._on_host(record)
         parameters = self._host[record.outer]
-        precision = self.shape.precision
+        owned = self.shape.share.owned(record.numel)
         source, target = self._slot_of[record.index], self._target(record.index)
-        written = self._written[record.index]
-        states = record.numel * precision.state_bytes
         resident = record.index in self._resident
         read = self._emit(
-            Op.STATE_READ, [written] if written else [], record=record.index, source=source,
-            nbytes=0 if record.index in self._loaded else states,
+            Op.STATE_READ, list(self._written[record.index]), record=record.index, source=source,
+            nbytes=0 if record.index in self._loaded else owned * self.shape.precision.state_bytes,
         )  # fmt: skip
         if resident:
             self._loaded.add(record.index)
         waits = [ready, loaded, read, *parameters.slots[host].users]
         waits += [task for task in (self._commit, self._ended if self._hold else None) if task is not None]
         update = self._emit(
-            Op.UPDATE, waits, record=record.index, source=host, gradient=gradient, nbytes=record.numel,
+            Op.UPDATE, waits, record=record.index, source=host, gradient=gradient, nbytes=owned,
             target=target if durable or not resident else -1,
         )  # fmt: skip
         update.step = step
-        parameters.fill(host, record.index, update)
+        updated = self._spread(record, host, update)
+        parameters.fill(host, record.index, updated)
         if durable or not resident:
             self._unwritten.pop(record.index, None)
-            self._write(Op.STATE_WRITE, record.index, update, host, target)
+            self._write(Op.STATE_WRITE, record.index, update, updated, host, target)
         else:
-            self._unwritten[record.index] = update, host
+            self._unwritten[record.index] = update, updated, host
         gradients = self._host_gradients[record.outer]
         gradients.drop(record.index)
         gradients.use(gradient, update)
         self._device[record.outer].drop(record.index)
 
+    def _spread(self, record: Record, host: int, update: Task) -> Task:
+        """Give every node what the others have updated of its slices. Returns after what the whole slice is new."""
+        share = self.shape.share
+        if share.nodes == 1:
+            return update
+        nbytes = (share.nodes - 1) * share.owned(record.numel) * self.shape.precision.parameter_bytes
+        spread = self._emit(Op.PARAMETER_SPREAD, [update], record=record.index, source=host, nbytes=nbytes)
+        spread.step = update.step
+        return spread
+
     def _target(self, index: int) -> int:
         """The slot that the record is written to next."""
         return self._slot_of[index] if self._single_slot else 1 - self._committed_slot
 
-    def _write(self, op: Op, index: int, update: Task, host: int, target: int) -> None:
-        """Write parameters and states of a record after ``update``."""
-        record, precision = self.shape.records[index], self.shape.precision
-        write = self._emit(
-            op, [update], record=index, source=host, target=target,
-            nbytes=record.numel * (precision.parameter_bytes + precision.state_bytes),
-        )  # fmt: skip
-        self._host[record.outer].use(host, write)
-        self._written[index] = write
+    def _write(self, op: Op, index: int, update: Task, updated: Task, host: int, target: int) -> None:
+        """Write states of a record after ``update`` and, together with them or by themselves, its parameters.
+
+        Parameters that other nodes have a part in are there after ``updated``.
+        """
+        record, share = self.shape.records[index], self.shape.share
+        states = share.owned(record.numel) * self.shape.precision.state_bytes
+        parameters, together = self._stored_bytes(record), updated is update
+        fields = {"record": index, "source": host, "target": target}
+        writes = [self._emit(op, [update], nbytes=states + (parameters if together else 0), **fields)]
+        if not together:
+            writes.append(self._emit(Op.PARAMETER_WRITE, [updated], nbytes=parameters, **fields))
+        for write in writes:
+            self._host[record.outer].use(host, write)
+        self._written[index] = writes
         self._slot_of[index] = target
 
     def _commit_when_complete(self, step: int) -> None:
@@ -426,10 +460,10 @@ class Scheduler:
 
     def _emit_commit(self, step: int) -> None:
         self._commit_due = False
-        for index, (update, host) in self._unwritten.items():  # the step was not meant to be committed, and is
-            self._write(Op.RESIDENT_WRITE, index, update, host, self._target(index))
+        for index, (update, updated, host) in self._unwritten.items():  # not meant to be committed, and is
+            self._write(Op.RESIDENT_WRITE, index, update, updated, host, self._target(index))
         self._unwritten.clear()
-        after = [task for task in self._written if task is not None]
+        after = list(itertools.chain.from_iterable(self._written))
         after += [task for task in (self._ended, self._commit) if task is not None]
         self._committed_slot = self._slot_of[0]
         self._commit = self._emit(Op.COMMIT, after, target=self._committed_slot)
@@ -441,6 +475,14 @@ class Scheduler:
         task = Task(op, after, step=self._list.step, **fields)  # type: ignore[arg-type]
         self._list.tasks.append(task)
         return task
+
+    def _stored_bytes(self, record: Record) -> int:
+        """Of the parameters that this rank keeps on host and SSD."""
+        return self.shape.share.stored(record.numel) * self.shape.precision.parameter_bytes
+
+    def _gradient_bytes(self, record: Record) -> int:
+        """Of the gradient that this rank updates from."""
+        return self.shape.share.owned(record.numel) * self.shape.precision.gradient_bytes
 
     def _flops(self, visit: Visit) -> float:
         """Of one micro-batch: 2 per parameter and token forward; backward twice that, plus the recomputation."""

@@ -1,6 +1,7 @@
 """Whole parameters into the store and out of it, in the memory of one record or one parameter."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,33 +16,52 @@ from fuyou.schedule import StepShape
 
 
 def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
-    """Write every record's first state to slot ``target``: weights from ``source``, zero moments.
+    """Write this rank's part of every record's first state to slot ``target``: weights from ``source``, zero moments.
 
     Host parameter buffer 0 takes a record's ``hi`` halves and gradient buffer 0 its ``lo`` halves, so this needs no
     memory beyond the plan but one parameter.
     """
-    precision = plane.shape.precision
+    precision, share = plane.shape.precision, plane.shape.share
     for record in plane.shape.records:
-        parameters = plane.host_parameters(record.outer, 0, record.numel * precision.parameter_bytes)
+        stored = Window(share.stored_start(record.numel), share.stored(record.numel))
+        owned = Window(share.owned_start(record.numel), share.owned(record.numel))
+        parameters = plane.host_parameters(record.outer, 0, stored.count * precision.parameter_bytes)
         values = torch.from_numpy(parameters).view(precision.dtype)
         values.zero_()
-        low = None
-        if precision.split:
-            low = torch.from_numpy(plane.host_gradients(record.outer, 0, record.numel * 2)).view(torch.int16)
-            low.zero_()
-        slots = {slot.name: slot for slot in record.parameters}
-        for name, tensor in source.read([slot.name for slot in record.parameters]):
+        low = torch.from_numpy(plane.host_gradients(record.outer, 0, owned.count * precision.parameter_bytes))
+        low.zero_()
+        slots = {slot.name: slot for slot in record.parameters if stored.meets(slot.offset, slot.numel)}
+        for name, tensor in source.read(list(slots)):
             start = slots[name].offset
             flat = tensor.reshape(-1)
             for first in range(0, flat.numel(), PASS_ELEMENTS):
                 part = flat[first : first + PASS_ELEMENTS].to(torch.float32, copy=True)
-                where = slice(start + first, start + first + part.numel())
-                if low is None:
-                    values[where] = part
-                else:
-                    split(part, values[where], low[where])
+                if precision.split:
+                    hi, lo = torch.empty_like(part, dtype=precision.dtype), torch.empty_like(part, dtype=torch.int16)
+                    split(part, hi, lo)
+                    owned.copy(low.view(torch.int16), lo, start + first)
+                    part = hi
+                stored.copy(values, part, start + first)
             del tensor, flat
         plane.create(record, target)
+
+
+@dataclass(frozen=True)
+class Window:
+    """The elements ``[start, start + count)`` of a record."""
+
+    start: int
+    count: int
+
+    def meets(self, first: int, count: int) -> bool:
+        """Whether any of the ``count`` elements from ``first`` on is among them."""
+        return first < self.start + self.count and self.start < first + count
+
+    def copy(self, target: torch.Tensor, values: torch.Tensor, first: int) -> None:
+        """Copy to ``target`` ``[count]`` what is among them of ``values``, which begin at the record's ``first``."""
+        begin, end = max(first, self.start), min(first + values.numel(), self.start + self.count)
+        if begin < end:
+            target[begin - self.start : end - self.start] = values[begin - first : end - first]
 
 
 class StoreReader:
