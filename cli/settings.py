@@ -19,6 +19,7 @@ StrategyName = Literal["fcdp", "zero3", "hybrid"]
 _ONLY_NODES = (
     "gpus_per_node", "rdzv_endpoint", "node_timeout", "max_restarts", "strategy", "device_cache_threshold"
 )  # fmt: skip
+_ONLY_MEMORY = ("strategy", "device_cache_threshold")
 _ONLY_ENGINE = ("host_memory", "device_memory", "optimizer_dtype", "io", "single_slot", "trace")
 
 
@@ -111,8 +112,9 @@ class Settings:
             self._refuse(_ONLY_NODES, "is for several nodes or ranks: add --nodes N (1 for this machine alone)")
         else:
             if self.ssd:
-                raise UserError("--nodes together with --ssd is not there yet: leave --ssd out to train in memory.")
-            self._refuse(_ONLY_ENGINE, "does not go with --nodes, which trains in memory: leave it out")
+                self._refuse(_ONLY_MEMORY, "is for training in memory, without --ssd: leave one of them out")
+            else:
+                self._refuse(_ONLY_ENGINE, "does not go with --nodes, which trains in memory unless --ssd is given")
 
     def _refuse(self, options: tuple[str, ...], why: str) -> None:
         """Refuse options that differ from their defaults."""
@@ -122,8 +124,8 @@ class Settings:
 
     @property
     def commit_interval(self) -> int:
-        """Steps between two commits. Among nodes each writes 12 bytes per parameter beside the training."""
-        return self.commit_every or (1 if self.nodes is None else 100)
+        """Steps between two commits. In memory each writes 12 bytes per parameter beside the training."""
+        return self.commit_every or (1 if self.nodes is None or self.ssd else 100)
 
     @property
     def output_directory(self) -> Path:

@@ -26,6 +26,8 @@ class StepReport:
     planned_read_bytes: int
     """Bytes that the schedule had the SSDs read."""
     planned_written_bytes: int
+    planned_sent_bytes: int = 0
+    """Bytes that the schedule had this rank send to other nodes."""
     kept_activation_bytes: int = 0
     """Bytes of operator outputs that were kept for the backward pass, in whatever tier."""
     recomputation_saved: float = 0.0

@@ -491,6 +491,7 @@ class Engine:
             idle_seconds=times.idle,
             planned_read_bytes=current.tasks.ssd_read_bytes(),
             planned_written_bytes=current.tasks.ssd_written_bytes(),
+            planned_sent_bytes=current.tasks.sent_bytes(),
             kept_activation_bytes=current.tasks.kept_bytes(self.memory_plan.kept_bytes),
             recomputation_saved=current.recomputation_saved,
         )
