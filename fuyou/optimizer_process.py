@@ -340,6 +340,8 @@ def report(connection: Connection, error: BaseException, lock: AbstractContextMa
 
 def main(pipe_fd: int) -> None:
     """Say hello, receive the set-up, serve."""
+    # By this the engine ends us; a rank of several blocks it for itself, and what is blocked is inherited.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine decides what it means
     connection = Connection(pipe_fd)
     try:
