@@ -8,6 +8,7 @@ import torch
 
 import fcdp
 import fuyou
+from common.store import commit_manifest, load_manifest
 
 VOCABULARY = 67
 OPTIONS = {"lr": 1e-3, "weight_decay": 0.1, "host_memory": "4GiB"}
@@ -37,8 +38,10 @@ class Outcome:
     masters: dict[str, torch.Tensor] = field(default_factory=dict)
     planned: tuple[int, int, int] = (0, 0, 0)
     """Of the last step, on this rank: bytes read, written and sent to other nodes."""
-    held: int = 0
-    """Bytes of the store's files."""
+    counted: tuple[int, int] = (0, 0)
+    """Of all steps: bytes that the stores have counted, read and written."""
+    scheduled: tuple[int, int] = (0, 0)
+    """What the schedule says that these come to."""
 
 
 def batch(step: int, rows: int) -> dict[str, torch.Tensor]:
@@ -74,10 +77,21 @@ def train(topology: fcdp.Topology | None, run: Run) -> Outcome:
             report = engine.step()
             outcome.losses.append(loss.item())
             outcome.norms.append(report.grad_norm)
-            outcome.planned = (report.planned_read_bytes, report.planned_written_bytes, 0)
+            outcome.planned = (report.planned_read_bytes, report.planned_written_bytes, report.planned_sent_bytes)
+        engine.flush()
+        outcome.counted, outcome.scheduled = engine.io_bytes(), engine.planned_io_bytes()
         outcome.masters = dict(engine.named_parameters()) if rank == 0 else dict.fromkeys(
             name for name, _ in engine.named_parameters()
         )  # fmt: skip
         if run.save is not None:
             engine.save_pretrained(run.save)
     return outcome
+
+
+def set_back(folder: Path, rank: int) -> None:
+    """Make a rank's store what it would be, had the rank been killed right before it wrote its last manifest."""
+    place = directories(folder, rank, 1)[0] / "fuyou"
+    content = load_manifest(place)
+    assert content is not None
+    about = content["cluster"]
+    commit_manifest(place, {**about["previous"], "cluster": {**about, "previous": None}})
