@@ -41,10 +41,11 @@ from fuyou.nodes.topology import Topology, share_of
 from fuyou.optimizer_link import OptimizerLink
 from fuyou.planner import Training, choose
 from fuyou.recompute import Recomputations
-from fuyou.records import Precision, allocate_extents, weights_file
-from fuyou.schedule import BatchShape, Scheduler
+from fuyou.records import Precision, allocate_extents
+from fuyou.schedule import Scheduler
 from fuyou.share import Share
 from fuyou.stack import StreamedModel
+from fuyou.step_shape import BatchShape
 from fuyou.store_access import StoreReader, fill_store
 from fuyou.tasks import Op, StepList
 from fuyou.trace import StepTrace
@@ -267,9 +268,8 @@ class Engine:
         for name, value in self._source.read_buffers():
             meta.get_buffer(name).copy_(value)
         self._stack = StreamedModel(meta, self._device.torch_device)
-        share, shape = share_of(self._topology), model_records(self._stack, self._options.precision)
-        records = tuple(record.padded(share) for record in shape.records)
-        self._shape = replace(shape, records=records, share=share)
+        share = share_of(self._topology)
+        self._shape = model_records(self._stack, self._options.precision).shared(share)
         if share.rank:
             torch.manual_seed(self._options.seed + share.rank)  # what drops out differs, as the sequences do
         self.parameters = sum(record.parameter_count for record in self._shape.records)
@@ -317,7 +317,7 @@ class Engine:
         rows, seq_len = batch_shape or (options.micro_batch or 1, min(context, 2048))
         self.memory_plan = self._planner.plan(rows, seq_len, options.micro_batch)
         layout = Layout(len(self._ssd))
-        self._extents = allocate_extents(layout, self._shape.records, options.precision, slots, self._shape.share)
+        self._extents = allocate_extents(layout, self._shape.records, slots)
         folders = [path / run_name for path in self._ssd]
         wanted = TrainingState(
             0, 0, "", fingerprint(self._shape.records), str(options.precision.dtype),
@@ -353,7 +353,7 @@ class Engine:
             assert self._plane is not None
             with self._not_counted():
                 fill_store(self._plane, self._source, 0)
-            self._store.sync([weights_file(0)])
+            self._store.sync({extent.file for places in self._extents for extent in places.parameters[:1]})
             state.random = random_states(self._device.torch_device)
             self._commits.write_manifest()
             self.created_bytes = self._io_other[1]
@@ -393,12 +393,11 @@ class Engine:
             deferred=deferred, hold=options.max_grad_norm is not None, resident=self.memory_plan.resident,
             recomputation=recomputation,
         )  # fmt: skip
-        held = self.memory_plan.held_gradients
         self._plane = DataPlane(
             self._shape, self.memory_plan, self._device, self._store, self._extents, self._commits.state.slots,
             self._link, [folder / "scratch" for folder in self._store.directories], self._commits.commit,
-            self._commits.update_of, spill_gradients=held < len(deferred), resident=self.memory_plan.resident,
-            pace=self._pace, topology=self._topology,
+            self._commits.update_of, spill_gradients=self.memory_plan.spills_gradients(self._shape, deferred),
+            resident=self.memory_plan.resident, pace=self._pace, topology=self._topology,
         )  # fmt: skip
         self._accounting = Accounting(self._plane, self._trace)
 
@@ -613,8 +612,8 @@ class Engine:
 
     def _reader(self) -> StoreReader:
         assert self._store is not None
-        slots = [self._commits.state.slot] * len(self._shape.records)
-        places = (self._store, self._shape, self._extents, self.memory_plan.chunk_elements, slots)
+        slot = self._commits.state.slot
+        places = (self._store, self._shape, self._extents, self.memory_plan.chunk_elements, slot)
         return StoreReader(*places) if self._topology is None else ClusterReader(self._topology, *places)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:

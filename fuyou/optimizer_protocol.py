@@ -3,11 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from common.store import Pace
 from common.store.store import Io
 from fuyou.adam import Update
+from fuyou.records import Kind
 from fuyou.share import ALONE, Share
 
 
@@ -30,12 +29,11 @@ class BufferRegion:
 
 @dataclass(frozen=True)
 class SharedRegions:
-    """Where parameters and gradients lie in the shared memory file; outer records have buffers of their own."""
+    """Where parameters and gradients lie in the shared memory file; each kind of record has buffers of its own."""
 
     nbytes: int
-    parameters: dict[bool, BufferRegion]
-    """By whether the record is outer."""
-    gradients: dict[bool, BufferRegion]
+    parameters: dict[Kind, BufferRegion]
+    gradients: dict[Kind, BufferRegion]
 
 
 @dataclass(frozen=True)
@@ -46,8 +44,6 @@ class Setup:
     io: Io
     io_threads: int
     records: list[dict[str, Any]]
-    dtype: torch.dtype
-    optimizer_dtype: torch.dtype
     slots: int
     chunk_elements: int
     ring_chunks: int

@@ -56,8 +56,7 @@ class RankHandlers:
 
     def _gather(self, task: Task) -> None:
         record = self._plane.shape.records[task.record]
-        width = self._plane.shape.precision.parameter_bytes
-        flat = self._plane.parameters[record.outer].bytes(task.target, record.numel * width)
+        flat = self._plane.parameters[record.kind].bytes(task.target, record.device_nbytes)
         self._run(
             task, self._topology.gather_groups.inside, lambda group: gather(flat.view(group.size(), -1), group)
         )  # fmt: skip
@@ -84,9 +83,8 @@ class RankHandlers:
         self._run(task, self._topology.reduce_groups.across, work)
 
     def _spread(self, task: Task) -> None:
-        record, share = self._plane.shape.records[task.record], self._plane.shape.share
-        nbytes = share.stored(record.numel) * self._plane.shape.precision.parameter_bytes
-        stored = torch.from_numpy(self._plane.host_parameters(record.outer, task.source, nbytes))
+        record = self._plane.shape.records[task.record]
+        stored = torch.from_numpy(self._plane.host_parameters(record.kind, task.source, record.parameter_nbytes))
 
         def work(group: dist.ProcessGroup) -> None:
             gather(stored.view(group.size(), -1), group)
@@ -98,9 +96,7 @@ class RankHandlers:
 
     def _gradient(self, task: Task) -> torch.Tensor:
         record = self._plane.shape.records[task.record]
-        return self._plane.gradients[record.outer].values(
-            task.source, record.numel, self._plane.shape.precision.dtype
-        )  # fmt: skip
+        return self._plane.gradients[record.kind].values(task.source, record.numel, record.precision.dtype)
 
     def _square(self, task: Task, flat: torch.Tensor) -> None:
         """The gradient's norm is that of the sum over all ranks: each adds up what it owns."""

@@ -31,31 +31,30 @@ class ClusterReader(StoreReader):
             yield from record.views(self._record_masters(record)).items()
 
     def _parameters(self, record: Record) -> torch.Tensor:
-        """In the compute dtype, ``[numel]``."""
-        share, dtype = self._shape.share, self._shape.precision.dtype
-        flat = torch.empty(record.numel, dtype=dtype)
-        start = share.stored_start(record.numel)
-        own = flat[start : start + share.stored(record.numel)].view(torch.uint8)
-        self._store.read_now(self._extents[record.index].parameters[self._slot_of[record.index]], own.numpy())
+        """In the record's dtype, ``[numel]``."""
+        flat = torch.empty(record.numel, dtype=record.precision.dtype)
+        start = record.share.stored_start(record.numel)
+        own = flat[start : start + record.stored].view(torch.uint8)
+        self._store.read_now(self._extents[record.index].parameters[self._slot(record)], own.numpy())
         self._gather_inside(flat.view(torch.uint8))
         return flat
 
     def _record_masters(self, record: Record) -> torch.Tensor:
-        """fp32 ``[numel]``."""
-        share, precision = self._shape.share, self._shape.precision
+        """fp32 ``[numel]``; what is frozen as it is."""
+        share, width = record.share, record.precision.state_bytes
         values = self._parameters(record)
-        if not precision.split:
+        if not record.trainable or not record.precision.split:
             return values
         low = torch.empty(record.numel, dtype=torch.int16)
-        place = self._extents[record.index].states[self._slot_of[record.index]]
+        place = self._extents[record.index].states[self._slot(record)]
         first = share.owned_start(record.numel)
-        for chunk in record.chunks(self._chunk_elements, share):  # lo comes first in its chunk
+        for chunk in record.chunks(self._chunk_elements):  # lo comes first in its chunk
             part = low[first + chunk.start : first + chunk.stop].view(torch.uint8).numpy()
-            self._store.read_now(place, part, chunk.start * precision.state_bytes, part.nbytes)
+            self._store.read_now(place, part, chunk.start * width, part.nbytes)
         stored = share.stored_start(record.numel)
         across = self._topology.gather_groups.across
         if across is not None:
-            cells = low[stored : stored + share.stored(record.numel)].view(torch.uint8)
+            cells = low[stored : stored + record.stored].view(torch.uint8)
             gather(cells.view(across.size(), -1), across)
         self._gather_inside(low.view(torch.uint8))
         master = torch.empty(record.numel, dtype=torch.float32)

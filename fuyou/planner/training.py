@@ -12,8 +12,8 @@ from common.models.presets import load_config
 from fuyou.keeping import Keeping
 from fuyou.model_records import model_records
 from fuyou.records import Precision
-from fuyou.schedule import StepShape
 from fuyou.stack import StreamedModel
+from fuyou.step_shape import StepShape
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -67,9 +67,11 @@ class Training:
     @property
     def record_bytes(self) -> int:
         """What parameters and states take on SSD, in all slots."""
-        precision = self.shape.precision
-        elements = sum(record.numel for record in self.shape.records)
-        return elements * (precision.parameter_bytes + precision.state_bytes) * (1 if self.single_slot else 2)
+        slots = 1 if self.single_slot else 2
+        return sum(
+            (record.parameter_nbytes + record.state_nbytes) * (slots if record.trainable else 1)
+            for record in self.shape.records
+        )
 
 
 def training(
