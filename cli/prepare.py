@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from cli.adapters import ADAPTER_CONFIG, peft_config_of, trainable_parameters
 from cli.schedule import LearningRate
 from cli.settings import COMMITS, Settings
 from common.data import Batches, DataConfig, RandomBatches, open_data
@@ -53,6 +54,8 @@ class Job:
     data_key: str
     """Changes with the data and how they are tokenized."""
     learning_rate: LearningRate
+    adapter_parameters: int = 0
+    """What is trained, if not the weights."""
 
     @property
     def device(self) -> str:
@@ -86,8 +89,11 @@ class Job:
         other."""
         settings = self.settings
         moments = 4 if settings.optimizer_dtype == "bf16" else 8
+        trained = self.adapter_parameters or self.parameters
+        if settings.nodes is not None and not settings.ssd:
+            return 2 * trained * 12
         slots = 1 if settings.single_slot else 2
-        if settings.nodes is not None and settings.ssd:  # every node has the parameters, all together the states
+        if settings.nodes is not None:  # every node has the parameters, all together the states
             width = 2 if settings.dtype == "bf16" else 4
             return self.parameters * slots * (width * settings.nodes + 4 - width + moments) // settings.nodes
         return self.parameters * (4 + moments) * slots
@@ -117,6 +123,7 @@ class Job:
         warmup = f" after {rate.warmup:,} of warm-up" if rate.warmup else ""
         lines = {
             "model": f"{settings.model}: {self.architecture}, {format_count(self.parameters)} parameters, {source}",
+            **self._adapters(),
             "machine": f"{describe_machine()}; computing on {self.computing_on} in {settings.dtype}",
             "store": f"{store}: {format_bytes(self.store_bytes)}"
             + (" in a single slot: a crash loses the run" if settings.single_slot else ""),
@@ -126,6 +133,14 @@ class Job:
             "output": f"{self.output}{'' if settings.save else ': no checkpoint (--no-save)'}",
         }
         return "\n".join(f"{name:8} {text}" for name, text in lines.items())
+
+    def _adapters(self) -> dict[str, str]:
+        settings = self.settings
+        if not settings.trains_adapters:
+            return {}
+        what = f"LoRA of rank {settings.lora_rank}" if settings.peft_config is None else str(settings.peft_config)
+        part = self.adapter_parameters / self.parameters
+        return {"adapters": f"{what}: {format_count(self.adapter_parameters)} parameters, {part:.2%} of the model's"}
 
 
 @dataclass(frozen=True)
@@ -148,6 +163,7 @@ def check(settings: Settings) -> Checked:
         UserError: something typed does not exist or does not go together.
     """
     config, checkpoint = load_config(settings.model)
+    peft_config_of(settings)
     emulated = is_emulated(settings.gpu)
     if emulated and settings.save:
         raise UserError("An emulated accelerator computes nothing, so there is no checkpoint to write: add --no-save.")
@@ -171,12 +187,13 @@ def prepare(settings: Settings) -> Job:
     tokenizer = _tokenizer(settings, checkpoint) if settings.data else None
     model = build_meta_model(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    adapter_parameters = trainable_parameters(settings, model) if settings.trains_adapters else 0
     batches, data_key = _open_batches(settings, tokenizer, seq_len, text.vocab_size, output)
     total = _total_steps(settings, batches)
     rate = LearningRate(settings.schedule, settings.lr, settings.warmup.steps(total), total)
     job = Job(
         settings, type(model).__name__, text.vocab_size, parameters, checkpoint, found.gpu, output, found.ssd,
-        found.run_name, seq_len, batches, data_key, rate,
+        found.run_name, seq_len, batches, data_key, rate, adapter_parameters,
     )  # fmt: skip
     if settings.save:
         _check_space(job)
@@ -209,9 +226,10 @@ def _directories(settings: Settings, checkpoint: Path | None) -> tuple[tuple[Pat
             if file.expanduser().is_dir():
                 raise UserError(f"{option} {file} is a directory: give the file to write.")
             _make_directory(option, file.expanduser().absolute().parent)
-    if settings.save and (output / "config.json").exists() and not (settings.resume or settings.overwrite):
+    result, what = (ADAPTER_CONFIG, "adapters") if settings.trains_adapters else ("config.json", "a checkpoint")
+    if settings.save and (output / result).exists() and not (settings.resume or settings.overwrite):
         raise UserError(
-            f"{output} holds a checkpoint already: give another --output, or add --overwrite to replace it "
+            f"{output} holds {what} already: give another --output, or add --overwrite to replace it "
             "(or --resume to continue the run that made it)."
         )
     if settings.nodes is not None and not ssd:
@@ -278,6 +296,8 @@ def _check_space(job: Job) -> None:
     if settings.resume or settings.overwrite:
         return  # what is there will be replaced: its space counts, and only the store knows how much that is
     checkpoint = job.parameters * (2 if settings.dtype == "bf16" else 4)
+    if settings.trains_adapters:
+        checkpoint = 4 * job.adapter_parameters + (checkpoint if settings.merge else 0)
     drive = job.output.stat().st_dev
     sharing = sum(path.stat().st_dev == drive for path in job.ssd)
     store = job.store_bytes * sharing // len(job.ssd)

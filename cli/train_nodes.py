@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import common
+from cli.adapters import peft_config_of
 from cli.history import History
 from cli.interrupts import Stopped
 from cli.launch import LAUNCH
@@ -28,9 +29,10 @@ from cli.train import check_ids, check_same_run, quiet_transformers
 from cli.train_ranks import train_ranks
 from common.errors import FinetuneError, UserError
 from common.hardware import list_gpus
+from common.models.adapters import CONFIG
 from fcdp.commits import Commits
 from fcdp.topology import Topology
-from fcdp.trainer import Trainer, TrainerConfig
+from fcdp.trainer import MERGED, Trainer, TrainerConfig
 from fuyou import Engine
 from fuyou.emulated import is_emulated
 
@@ -122,6 +124,7 @@ def _compare(settings: Settings) -> set[str]:
         **{name: str(value) for name, value in vars(settings).items() if name not in _MAY_DIFFER},
         "model": Path(settings.model).name,  # a checkpoint may lie elsewhere on each node
         "data": str([Path(name).name for name in settings.data]),
+        "peft_config": _content(settings.peft_config),
         "Python": ".".join(platform.python_version_tuple()[:2]),
         **{library: version(library) for library in ("torch", "transformers", "safetensors")},
         "finetune's code": _code(),
@@ -139,6 +142,14 @@ def _compare(settings: Settings) -> set[str]:
                     f"{other[name]} on {host} (rank {number}). Start the same command with the same code on each."
                 )
     return {launch for _, launch, _ in everyone}
+
+
+def _content(peft_config: Path | None) -> str:
+    """What a file says that may lie elsewhere on each node."""
+    if peft_config is None:
+        return "None"
+    file = peft_config.expanduser()
+    return " ".join((file / CONFIG if file.is_dir() else file).read_text().split())
 
 
 def _code() -> str:
@@ -193,7 +204,7 @@ def _open_trainer(job: Job, topology: Topology, launches: set[str]) -> Trainer:
         host_cache_bytes=None if settings.host_cache is None else settings.host_cache // topology.ranks_per_node,
         device_cache_threshold=0.9 if settings.device_cache_threshold is None else settings.device_cache_threshold,
     )
-    trainer = Trainer(job.checkpoint or settings.model, topology, config, directory)
+    trainer = Trainer(job.checkpoint or settings.model, topology, config, directory, peft_config_of(settings))
     if told[0]:
         trainer.resume()
     else:
@@ -226,7 +237,7 @@ def _train_and_save(job: Job, trainer: Trainer, rank: Rank) -> None:
     if settings.save:
         if speaks:
             print(f"writing the checkpoint to {job.output}", flush=True)
-        trainer.save_pretrained(job.output)
+        trainer.save_pretrained(job.output, merge=settings.merge)
     if not speaks:
         return
     per_step = sent / len(measured.losses) if measured.losses else 0.0
@@ -286,7 +297,10 @@ def _train(job: Job, trainer: Trainer, rank: Rank) -> tuple[Measurements, int]:
 def _where(job: Job) -> str:
     lines = {"commits": f"{job.output / COMMITS} (may be deleted when this run is not to be continued)"}
     if job.settings.save:
-        lines["saved"] = f"{job.output}, for AutoModelForCausalLM.from_pretrained"
+        loads = "PeftModel" if job.settings.trains_adapters else "AutoModelForCausalLM"
+        lines["saved"] = f"{job.output}, for {loads}.from_pretrained"
+        if job.settings.merge:
+            lines["merged"] = f"{job.output / MERGED}, for AutoModelForCausalLM.from_pretrained"
     if job.settings.report is not None:
         lines["report"] = str(job.settings.report)
     return "\n".join(f"{name:8} {text}" for name, text in lines.items())

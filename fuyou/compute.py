@@ -283,7 +283,7 @@ class StepComputation:
     def _parameters(self, task: Task) -> dict[str, torch.Tensor]:
         """The parameters of the task's records on the device, under all of their names, in the dtypes of the model."""
         return {
-            name: views[slot.name].to(self._stack.dtype_of(name))
+            name: torch.nn.Parameter(views[slot.name].to(self._stack.dtype_of(name)), requires_grad=False)
             for record, views in self._views(task)
             for slot in record.parameters
             for name in slot.names
@@ -309,7 +309,8 @@ class StepComputation:
         for index, buffer in zip(task.visit.records, (task.source, task.adapter), strict=False):
             record = self._plane.shape.records[index]
             flat = self._plane.parameters[record.kind].values(buffer, record.numel, record.precision.dtype)
-            yield record, record.views(_apart(flat))
+            # Each apart: some adapters swap a weight in place, which must not look like a change of its neighbours.
+            yield record, {name: _apart(view) for name, view in record.views(flat).items()}
 
     def _sum_buffer(self, record: Record, buffer: int) -> torch.Tensor:
         wide = self._plane.wide.get(record.kind)

@@ -4,22 +4,20 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftConfig
 from transformers import PreTrainedConfig
 
 from common.errors import FinetuneError, UserError
 from common.memory_meter import PeakMeter, proportional_set_bytes
-from common.models.export import CheckpointWriter, copy_tokenizer_files
+from common.models.adapters import AdapterOptions
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
-from common.models.meta import build_meta_model
 from common.models.presets import load_config
-from common.models.sources import CheckpointSource, RandomSource, WeightSource
 from common.store import Layout, Store
 from common.store.directories import usable
 from common.units import parse_bytes
@@ -31,28 +29,26 @@ from fuyou.data_plane import DataPlane
 from fuyou.deferral import interleaved
 from fuyou.devices import memory_limits, open_device
 from fuyou.emulated import EmulatedDevice, TimedComputation
+from fuyou.exporting import Exporter
+from fuyou.io_counter import IoCounter
 from fuyou.keeping import Keeping, KeepingPlan
 from fuyou.memory_plan import Batch, MemoryPlanner
-from fuyou.model_records import fingerprint, model_records
 from fuyou.nodes.agreement import Agreement
 from fuyou.nodes.commits import ClusterCommits, find_common_state
 from fuyou.nodes.reader import ClusterReader
 from fuyou.nodes.topology import Topology, share_of
+from fuyou.open_model import OpenModel
 from fuyou.optimizer_link import OptimizerLink
 from fuyou.planner import Training, choose
 from fuyou.recompute import Recomputations
 from fuyou.records import Precision, allocate_extents
 from fuyou.schedule import Scheduler
 from fuyou.share import Share
-from fuyou.stack import StreamedModel
 from fuyou.step_shape import BatchShape
 from fuyou.store_access import StoreReader, fill_store
 from fuyou.tasks import Op, StepList
 from fuyou.trace import StepTrace
 from fuyou.training_state import TrainingState, random_states, restore_random_states
-
-#: Largest shard of an exported checkpoint.
-_SHARD_BYTES = 5_000_000_000
 
 
 @dataclass
@@ -79,6 +75,8 @@ class EngineConfig:
     io: str
     seed: int
     kept_activations: Keeping | int
+    adapters: PeftConfig | None
+    trainable: tuple[str, ...] | None
 
     def __post_init__(self) -> None:
         checks = {
@@ -141,6 +139,10 @@ class Engine:
             calls; or ``"kvikio"``, which is checked and not used further.
         batch_shape: (sequences, tokens per sequence) of the batches to come; without it, buffers are planned for one
             micro-batch and made again if the first batch is larger.
+        adapters: train these and freeze the weights: a configuration of ``peft``, or the few settings of
+            :class:`common.models.adapters.AdapterOptions`. Frozen weights take 2 bytes per parameter on SSD (4 in fp32)
+            and are only read; adapters and their states are fp32, live in host memory, and are what is committed.
+        trainable: train only parameters with these names (``*`` stands for anything) and freeze the others likewise.
         automatic: let the planner choose ``deferred_fraction`` and ``kept_activations`` where they are not given, by
             simulation of this run on this machine. Needs ``batch_shape`` and a profile of this machine with this model
             (``finetune --profile``); without one nothing is chosen. Costs 0.1 to 3 s at the start, and changes no
@@ -182,6 +184,8 @@ class Engine:
         io: str = "auto",
         batch_shape: tuple[int, int] | None = None,
         kept_activations: Keeping | int | str | None = None,
+        adapters: PeftConfig | AdapterOptions | None = None,
+        trainable: Sequence[str] | None = None,
         automatic: bool = False,
         topology: Topology | None = None,
     ):
@@ -191,6 +195,8 @@ class Engine:
             max_grad_norm, deferred_fraction, micro_batch, commit_every,
             None if host_cache is None else parse_bytes(host_cache), single_slot, io, seed,
             kept_activations if isinstance(kept_activations, Keeping) else parse_bytes(kept_activations or 0),
+            adapters.peft_config() if isinstance(adapters, AdapterOptions) else adapters,
+            None if trainable is None else tuple(trainable),
         )  # fmt: skip
         self.lr = lr
         self._closed = False
@@ -202,7 +208,7 @@ class Engine:
         self._trace: StepTrace | None = None
         self._agreement: Agreement | None = None
         self._items: int | None = None  # labels in the batches of all ranks, where there are several
-        self._io_closed = self._io_other = self._planned_bytes = (0, 0)  # bytes read, bytes written
+        self._io = IoCounter(self._io_now)
         self._meter = PeakMeter(self._pids)
         try:
             self._ssd = [Path(path) for path in ssd]
@@ -259,21 +265,17 @@ class Engine:
         return min(hosts), min(devices)
 
     def _open_model(self) -> None:
-        torch.manual_seed(self._options.seed)
-        meta = build_meta_model(self.config, dtype=self._options.precision.dtype)
-        self._source: WeightSource = (
-            CheckpointSource(self._checkpoint, meta) if self._checkpoint else RandomSource(meta, self._options.seed)
+        options = self._options
+        torch.manual_seed(options.seed)
+        self._model = OpenModel(
+            self.config, options.precision, self._device.torch_device, options.adapters, options.trainable, options.seed
         )
-        self._source.check()
-        for name, value in self._source.read_buffers():
-            meta.get_buffer(name).copy_(value)
-        self._stack = StreamedModel(meta, self._device.torch_device)
         share = share_of(self._topology)
-        self._shape = model_records(self._stack, self._options.precision).shared(share)
+        self._source = self._model.weights(self._checkpoint)
+        self._stack, self._shape = self._model.stack, self._model.shape.shared(share)
         if share.rank:
-            torch.manual_seed(self._options.seed + share.rank)  # what drops out differs, as the sequences do
-        self.parameters = sum(record.parameter_count for record in self._shape.records)
-        self.trainable_parameters = self.parameters
+            torch.manual_seed(options.seed + share.rank)  # what drops out differs, as the sequences do
+        self.parameters, self.trainable_parameters = self._model.parameters, self._model.trainable_parameters
 
     def _choose(self, batch_shape: tuple[int, int]) -> None:
         """Take from the planner what was left open, if this machine and model have been profiled."""
@@ -320,7 +322,7 @@ class Engine:
         self._extents = allocate_extents(layout, self._shape.records, slots)
         folders = [path / run_name for path in self._ssd]
         wanted = TrainingState(
-            0, 0, "", fingerprint(self._shape.records), str(options.precision.dtype),
+            0, 0, "", self._model.fingerprint, str(options.precision.dtype),
             str(options.precision.optimizer_dtype), slots, emulated=self.emulated,
         )  # fmt: skip
         self.created_bytes = 0
@@ -351,12 +353,12 @@ class Engine:
         self._open_plane()
         if not resume:
             assert self._plane is not None
-            with self._not_counted():
+            with self._io.not_counted():
                 fill_store(self._plane, self._source, 0)
             self._store.sync({extent.file for places in self._extents for extent in places.parameters[:1]})
             state.random = random_states(self._device.torch_device)
             self._commits.write_manifest()
-            self.created_bytes = self._io_other[1]
+            self.created_bytes = self._io.other[1]
         elif self._agreement is not None:
             self._commits.write_manifest()  # a step that this rank alone had committed does not count
         if self._agreement is not None:
@@ -405,7 +407,7 @@ class Engine:
         """Give all buffers back. What is pending must have been flushed; what is not is lost."""
         if self._plane is not None:
             self._plane.close()
-            self._io_closed = _plus(self._io_closed, self._plane.io_bytes())
+            self._io.ended(self._plane.io_bytes())
             self._plane = None
         if self._link is not None:
             self._link.close()
@@ -544,9 +546,7 @@ class Engine:
     def _submit(self, tasks: StepList) -> None:
         """Let the lanes run ``tasks``, and note what they will cost."""
         assert self._plane is not None
-        self._planned_bytes = (
-            self._planned_bytes[0] + tasks.ssd_read_bytes(), self._planned_bytes[1] + tasks.ssd_written_bytes()
-        )  # fmt: skip
+        self._io.submitted(tasks)
         self._plane.executor.submit(tasks.tasks)
         self._commits.submitted(tasks.tasks)
         self._accounting.watch(tasks)
@@ -617,44 +617,46 @@ class Engine:
         return StoreReader(*places) if self._topology is None else ClusterReader(self._topology, *places)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter's name and fp32 master weight, read from the store one at a time."""
+        """Every parameter's name and fp32 master weight (or frozen value), read from the store one at a time."""
         self.flush()
-        with self._not_counted():
+        with self._io.not_counted():
             yield from self._reader().masters()
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Export a Hugging Face checkpoint (compute dtype), record by record; training can go on afterwards.
+        """Export what was trained: a Hugging Face checkpoint in the compute dtype, or a PEFT adapter directory.
 
-        Buffers are given back while exporting, so that it stays within the host budget.
+        Record by record, and buffers are given back meanwhile, so that it stays within the host budget. Training can
+        go on afterwards.
 
         Raises:
             UserError: the run is emulated: its weights mean nothing.
         """
+        target, dtype = Path(directory), self._options.precision.dtype
+        if self._model.adapters is not None:
+            self._export(lambda exporter: exporter.adapter(target))
+        else:
+            self._export(lambda exporter: exporter.checkpoint(target, dtype))
+
+    def save_merged(self, directory: str | os.PathLike[str]) -> None:
+        """Export a Hugging Face checkpoint with adapters merged into the weights, as :meth:`save_pretrained` does.
+
+        Raises:
+            UserError: the run is emulated.
+        """
+        self._export(lambda exporter: exporter.checkpoint(Path(directory), self._options.precision.dtype))
+
+    def _export(self, write: Callable[[Exporter], None]) -> None:
         if self.emulated:
             raise UserError("A run on an emulated device has no weights worth keeping: nothing is exported.")
         self.flush()
         self._close_plane()
         share = self._shape.share
-        if share.node == 0:  # which has all of them
-            self._export(Path(directory), writes=share.local_rank == 0)
+        if share.node == 0:  # whose ranks have everything together
+            model, reader, writes = self._model, self._reader(), share.rank == 0
+            with self._io.not_counted():
+                write(Exporter(model, reader, self._shape, self._checkpoint, self._host_limit, writes))
         if self._agreement is not None:
             self._agreement.tell(None)
-
-    def _export(self, target: Path, writes: bool) -> None:
-        """``writes``: whether this rank writes what the ranks of this node read together."""
-        shard = max(32 << 20, min(_SHARD_BYTES, self._host_limit // 3))
-        model, dtype = self._stack.model, self._options.precision.dtype
-        writer = CheckpointWriter(target, model, self.config, dtype, shard) if writes else None
-        reader = self._reader()
-        with self._not_counted():
-            for record in self._shape.records:
-                weights = reader.compute_weights(record)
-                if writer is not None:
-                    writer.add(weights)
-        if writer is not None:
-            writer.finish()
-            if self._checkpoint is not None:
-                copy_tokenizer_files(self._checkpoint, target)
 
     # -- figures --------------------------------------------------------------------------------------------------
 
@@ -668,25 +670,17 @@ class Engine:
 
     def io_bytes(self) -> tuple[int, int]:
         """Bytes that training has read from and written to the SSDs, in all our processes."""
-        return _minus(self._all_io_bytes(), self._io_other)
-
-    def _all_io_bytes(self) -> tuple[int, int]:
-        assert self._store is not None
-        total = _plus(self._io_closed, (self._store.bytes_read, self._store.bytes_written))
-        return _plus(total, self._plane.io_bytes()) if self._plane is not None else total
-
-    @contextmanager
-    def _not_counted(self) -> Iterator[None]:
-        """What is read and written meanwhile is not training's: filling the store, exporting, looking."""
-        before = self._all_io_bytes()
-        try:
-            yield
-        finally:
-            self._io_other = _plus(self._io_other, _minus(self._all_io_bytes(), before))
+        return self._io.training
 
     def planned_io_bytes(self) -> tuple[int, int]:
         """What the schedule says that :meth:`io_bytes` comes to, once everything submitted is done."""
-        return self._planned_bytes
+        return self._io.planned
+
+    def _io_now(self) -> tuple[int, int]:
+        """What the store and the optimizer process there are have moved."""
+        parts = [(store.bytes_read, store.bytes_written) for store in (self._store,) if store is not None]
+        parts += [plane.io_bytes() for plane in (self._plane,) if plane is not None]
+        return sum(read for read, _ in parts), sum(written for _, written in parts)
 
     def host_memory_in_use(self) -> int:
         """Proportional set size of our processes, in bytes, beyond what they had before the model was touched."""
@@ -754,14 +748,6 @@ class Engine:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close()
-
-
-def _plus(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
-    return one[0] + other[0], one[1] + other[1]
-
-
-def _minus(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
-    return one[0] - other[0], one[1] - other[1]
 
 
 class _StreamedLoss(torch.autograd.Function):

@@ -181,6 +181,21 @@ class Adapters:
         """What is trained: the adapters, and with ``bias = "all"`` or ``"lora_only"`` the model's own biases."""
         return tuple(name for name, parameter in self.model.named_parameters() if parameter.requires_grad)
 
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the adapted modules."""
+        return tuple(name for name, module in self.model.named_modules() if isinstance(module, BaseTunerLayer))
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The configuration as JSON, without what is as ``peft`` has it by default."""
+        usual = type(self.config)().to_dict()
+        own = {key: value for key, value in self.config.to_dict().items() if value != usual.get(key)}
+        for key in ("base_model_name_or_path", "inference_mode", "auto_mapping", "peft_version"):
+            own.pop(key, None)
+        result: dict[str, Any] = json.loads(json.dumps(own, default=sorted, sort_keys=True))
+        return result
+
     def source(self, weights: WeightSource) -> "AdaptedSource":
         """``weights`` (of the model as it was) with the adapters' first values, under the names of now."""
         return AdaptedSource(self, weights)
