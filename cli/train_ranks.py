@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cli.adapters import peft_config_of
 from cli.history import History
 from cli.interrupts import Stopped
 from cli.prepare import Job, rank_folder
@@ -20,6 +21,7 @@ from cli.train import check_ids, check_same_run
 from common.errors import UserError
 from common.store import load_manifest, remove
 from fcdp.topology import Topology
+from fcdp.trainer import MERGED
 from fuyou import Engine, StepReport
 
 
@@ -75,6 +77,7 @@ def _open_engine(job: Job, topology: Topology, launches: set[str]) -> Engine:
         resume=continued,
         overwrite=True,  # the launcher would not have come so far if something were there that is to be kept
         io=settings.io,
+        adapters=peft_config_of(settings),
         batch_shape=(-(-settings.batch_size // topology.world_size), job.seq_len),
         topology=topology,
     )
@@ -114,8 +117,11 @@ def _train_and_save(job: Job, engine: Engine, topology: Topology, rank: Rank, la
     read, written = (now - before for now, before in zip(engine.io_bytes(), io_before, strict=True))
     if settings.save:
         if speaks:
-            print(f"writing the checkpoint to {job.output}", flush=True)
+            what = "adapters" if settings.trains_adapters else "checkpoint"
+            print(f"writing the {what} to {job.output}", flush=True)
         engine.save_pretrained(job.output)
+        if settings.merge:
+            engine.save_merged(job.output / MERGED)
     mine = (*engine.planned_io_bytes(), read, written, engine.created_bytes, engine.host_peak_bytes,
             engine.host_baseline_bytes)  # fmt: skip
     everyone: list[Any] = [None] * topology.world_size

@@ -9,7 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common.errors import UserError
+from common.models.adapters import ALL_LINEAR, AdapterOptions
 from fuyou.nodes.commits import Found, agreed_step
+from fuyou.records import PAGE_ELEMENTS
 from fuyou.share import Share
 from tests.fcdp import engine_cases as cases
 from tests.fcdp.engine_cases import Run
@@ -34,6 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     [
         ((2, 1), "bf16", 3, {"host_cache": 0}),
         ((1, 2), "fp32", 1, {"commit_every": 2, "deferred_fraction": 0.5}),
+        ((2, 1), "bf16", 1, {"host_cache": 0, "adapters": AdapterOptions(4, 8.0, 0.0, (ALL_LINEAR,))}),
     ],
 )
 def test_two_ranks_equal_one(
@@ -48,7 +51,11 @@ def test_two_ranks_equal_one(
         assert rank.counted == rank.scheduled
     for name, master in alone.masters.items():
         assert torch.equal(ranks[0].masters[name], master), name
-    if layout == (2, 1):
+    if "adapters" in options:
+        trained = sum(master.numel() for name, master in alone.masters.items() if "lora_" in name)
+        padded = 3 * 2 * PAGE_ELEMENTS * 2  # three blocks, matrices A and B, each in whole pages of two ranks
+        assert 4 * trained < ranks[0].planned[2] <= 4 * (trained + padded)
+    elif layout == (2, 1):
         check_bytes(ranks, alone)
 
 
