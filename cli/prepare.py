@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from cli.adapters import ADAPTER_CONFIG, peft_config_of, trainable_parameters
 from cli.schedule import LearningRate
 from cli.settings import COMMITS, Settings
+from cli.trackers import check_trackers
 from common.data import Batches, DataConfig, RandomBatches, open_data
 from common.data.files import find_files
 from common.data.token_file import cache_key
@@ -56,6 +57,8 @@ class Job:
     learning_rate: LearningRate
     adapter_parameters: int = 0
     """What is trained, if not the weights."""
+    held_out: Batches | None = None
+    """To evaluate with, in a fixed order."""
 
     @property
     def device(self) -> str:
@@ -89,14 +92,13 @@ class Job:
         other."""
         settings = self.settings
         moments = 4 if settings.optimizer_dtype == "bf16" else 8
-        trained = self.adapter_parameters or self.parameters
         if settings.nodes is not None and not settings.ssd:
-            return 2 * trained * 12
+            return 2 * (self.adapter_parameters or self.parameters) * 12
         slots = 1 if settings.single_slot else 2
-        if settings.nodes is not None:  # every node has the parameters, all together the states
-            width = 2 if settings.dtype == "bf16" else 4
-            return self.parameters * slots * (width * settings.nodes + 4 - width + moments) // settings.nodes
-        return self.parameters * (4 + moments) * slots
+        width, nodes = 2 if settings.dtype == "bf16" else 4, settings.nodes or 1
+        if settings.trains_adapters:  # every node has the parameters, all together the states
+            return self.parameters * width + self.adapter_parameters * (4 + moments // nodes) * slots
+        return self.parameters * slots * (width * nodes + 4 - width + moments) // nodes
 
     @property
     def fixed_settings(self) -> dict[str, Any]:
@@ -113,6 +115,12 @@ class Job:
             **({} if settings.schedule == "constant" else {"--steps": rate.total}),
         }
 
+    def close(self) -> None:
+        """Close the files of data."""
+        self.batches.close()
+        if self.held_out is not None:
+            self.held_out.close()
+
     def header(self) -> str:
         """A few lines that say what is about to happen."""
         settings, rate = self.settings, self.learning_rate
@@ -128,6 +136,7 @@ class Job:
             "store": f"{store}: {format_bytes(self.store_bytes)}"
             + (" in a single slot: a crash loses the run" if settings.single_slot else ""),
             "data": self.batches.description,
+            **({} if self.held_out is None else {"held out": self.held_out.description}),
             "steps": f"{self.steps:,} of {settings.batch_size:,} x {self.seq_len:,} tokens; "
             f"learning rate {rate.peak:g}, {rate.schedule}{warmup}",
             "output": f"{self.output}{'' if settings.save else ': no checkpoint (--no-save)'}",
@@ -167,10 +176,14 @@ def check(settings: Settings) -> Checked:
     emulated = is_emulated(settings.gpu)
     if emulated and settings.save:
         raise UserError("An emulated accelerator computes nothing, so there is no checkpoint to write: add --no-save.")
+    if emulated and settings.eval_data:
+        raise UserError("An emulated accelerator computes nothing, and so no loss on --eval-data: leave that out.")
+    check_trackers(settings.log_to)
     gpu = None if emulated else pick_gpu(settings.gpu)
     seq_len = sequence_length(settings.seq_len, config)
-    if settings.data:
-        find_files(settings.data)
+    for files in (settings.data, settings.eval_data):
+        if files:
+            find_files(files)
     ssd, output, run_name = _directories(settings, checkpoint)
     return Checked(config, checkpoint, gpu, seq_len, ssd, output, run_name)
 
@@ -184,7 +197,7 @@ def prepare(settings: Settings) -> Job:
     found = check(settings)
     config, checkpoint, seq_len, output = found.config, found.checkpoint, found.seq_len, found.output
     text = config.get_text_config()
-    tokenizer = _tokenizer(settings, checkpoint) if settings.data else None
+    tokenizer = tokenizer_of(settings, checkpoint) if settings.data or settings.eval_data else None
     model = build_meta_model(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     adapter_parameters = trainable_parameters(settings, model) if settings.trains_adapters else 0
@@ -194,6 +207,7 @@ def prepare(settings: Settings) -> Job:
     job = Job(
         settings, type(model).__name__, text.vocab_size, parameters, checkpoint, found.gpu, output, found.ssd,
         found.run_name, seq_len, batches, data_key, rate, adapter_parameters,
+        _open_held_out(settings, tokenizer, seq_len, output),
     )  # fmt: skip
     if settings.save:
         _check_space(job)
@@ -254,13 +268,18 @@ def _make_directory(option: str, path: Path) -> None:
         raise UserError(f"{option}: {path} is not writable for you. Change its owner or mode, or give another place.")
 
 
-def _tokenizer(settings: Settings, checkpoint: Path | None) -> PreTrainedTokenizerBase:
+def tokenizer_of(settings: Settings, checkpoint: Path | None, option: str = "--data") -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer, for ``option``.
+
+    Raises:
+        UserError: it has none.
+    """
     from transformers import AutoTokenizer
 
     if checkpoint is None:
         raise UserError(
             f"{settings.model} is a preset, and a preset has no tokenizer: give a checkpoint directory, or leave out "
-            "--data to measure throughput on random tokens."
+            "--data (and --eval-data) to measure throughput on random tokens."
         )
     try:
         if not any(any(checkpoint.glob(name)) for name in ("tokenizer*", "vocab.*", "*.model", "*.tiktoken")):
@@ -268,18 +287,28 @@ def _tokenizer(settings: Settings, checkpoint: Path | None) -> PreTrainedTokeniz
         return AutoTokenizer.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # each tokenizer class fails in its own way
         raise UserError(
-            f"{checkpoint} has no tokenizer that transformers can load, and --data needs one: {error}"
+            f"{checkpoint} has no tokenizer that transformers can load, and {option} needs one: {error}"
         ) from error
 
 
 def _open_batches(
     settings: Settings, tokenizer: PreTrainedTokenizerBase | None, seq_len: int, vocab_size: int, output: Path
 ) -> tuple[Batches, str]:
-    if tokenizer is None:
+    if tokenizer is None or not settings.data:
         return RandomBatches(vocab_size, seq_len, settings.batch_size, settings.seed), RANDOM_TOKENS
     config = DataConfig(settings.data, seq_len, settings.batch_size, settings.seed)
     batches = open_data(config, tokenizer, output / "data")
     return batches, cache_key(find_files(settings.data), seq_len, tokenizer)
+
+
+def _open_held_out(
+    settings: Settings, tokenizer: PreTrainedTokenizerBase | None, seq_len: int, output: Path
+) -> Batches | None:
+    """The data of ``--eval-data``, in the order of their files."""
+    if tokenizer is None or not settings.eval_data:
+        return None
+    config = DataConfig(settings.eval_data, seq_len, settings.batch_size, shuffle=False)
+    return open_data(config, tokenizer, output / "data")
 
 
 def _total_steps(settings: Settings, batches: Batches) -> int:

@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,20 @@ import torch
 import torch.distributed as dist
 
 from cli.adapters import peft_config_of
-from cli.history import History
+from cli.evaluation import evaluate, is_due
 from cli.interrupts import Stopped
+from cli.metrics import Metrics, step_metrics
 from cli.prepare import Job, rank_folder
 from cli.progress import Progress, StepLine
 from cli.rank import Rank
 from cli.report import Measurements
+from cli.run_directory import RUN, RunDirectory
 from cli.settings import Settings
 from cli.train import check_ids, check_same_run
 from common.errors import UserError
+from common.models.adapters import MERGED
 from common.store import load_manifest, remove
 from fcdp.topology import Topology
-from fcdp.trainer import MERGED
 from fuyou import Engine, StepReport
 
 
@@ -119,9 +122,7 @@ def _train_and_save(job: Job, engine: Engine, topology: Topology, rank: Rank, la
         if speaks:
             what = "adapters" if settings.trains_adapters else "checkpoint"
             print(f"writing the {what} to {job.output}", flush=True)
-        engine.save_pretrained(job.output)
-        if settings.merge:
-            engine.save_merged(job.output / MERGED)
+        engine.save_pretrained(job.output, merge=settings.merge)
     mine = (*engine.planned_io_bytes(), read, written, engine.created_bytes, engine.host_peak_bytes,
             engine.host_baseline_bytes)  # fmt: skip
     everyone: list[Any] = [None] * topology.world_size
@@ -151,34 +152,76 @@ def _train(job: Job, engine: Engine, topology: Topology, rank: Rank) -> tuple[Me
         engine.model_flops_per_token(job.seq_len),
         engine.hardware_flops_per_token(job.seq_len),
     )
-    first, last = (settings.batch_size * number // topology.world_size for number in (rank.rank, rank.rank + 1))
     with contextlib.ExitStack() as stack:
-        history = stack.enter_context(History(job.output, done)) if rank.rank == 0 else None
-        progress = stack.enter_context(Progress(job.steps, done)) if rank.rank == 0 else None
+        said = stack.enter_context(_Said(job, engine)) if rank.rank == 0 else None
+        if not done:
+            _evaluate(job, engine, topology, rank, said)
         ended, io_before = time.perf_counter(), engine.io_bytes()
         for step in range(done + 1, job.steps + 1):
             rank.where = f"in step {step}"
             batch = job.batches.batch(step - 1)
             check_ids(job, batch)
             engine.lr = job.learning_rate.at(step)
-            engine(**{name: value[first:last] for name, value in batch.items()}).loss.backward()
+            engine(**_part(batch, topology)).loss.backward()
             report = engine.step()
 
             began, ended = ended, time.perf_counter()
             measured.add(report.loss, ended - began, report.bound_seconds)
             sent += report.planned_sent_bytes
-            if history is not None and progress is not None:
-                history.append(step, report.loss, report.grad_norm, engine.lr)
+            if said is not None:
                 now = engine.io_bytes()
                 moved = tuple(
-                    (after - before) * topology.ranks_per_node for after, before in zip(now, io_before, strict=True)
+                    (end - begin) * topology.ranks_per_node for end, begin in zip(now, io_before, strict=True)
                 )
                 io_before = now
-                progress.show(_line(report, ended - began, measured, moved, engine, topology.ranks_per_node))
+                line = _line(report, ended - began, measured, moved, engine, topology.ranks_per_node)
+                tokens = step * measured.tokens_per_step
+                said.metrics.step(step, step_metrics(line, engine.lr, ended - began, tokens, topology.world_size))
+                said.progress.show(line)
             if _any(rank.stopping) and step < job.steps:
                 engine.flush()
                 raise Stopped(f"stopped after step {step}, which is committed. {settings.how_to_continue}")
+            if is_due(job, step):
+                _evaluate(job, engine, topology, rank, said)
+                ended, io_before = time.perf_counter(), engine.io_bytes()
     return measured, sent
+
+
+class _Said:
+    """What rank 0 says and writes down."""
+
+    def __init__(self, job: Job, engine: Engine) -> None:
+        directory = RunDirectory(job, engine.step_count)
+        directory.write(job, asdict(engine.memory_plan))
+        self.metrics = Metrics(job, directory, engine.step_count)
+        self.progress = Progress(job.steps, engine.step_count)
+
+    def __enter__(self) -> "_Said":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.progress.__exit__(*exception)
+        self.metrics.__exit__(*exception)
+
+
+def _part(batch: dict[str, torch.Tensor], topology: Topology) -> dict[str, torch.Tensor]:
+    """This rank's rows."""
+    rows = len(batch["input_ids"])
+    first, last = (rows * number // topology.world_size for number in (topology.rank, topology.rank + 1))
+    return {name: value[first:last] for name, value in batch.items()}
+
+
+def _evaluate(job: Job, engine: Engine, topology: Topology, rank: Rank, said: _Said | None) -> None:
+    """Look at the held-out data, if there are any; on all ranks."""
+    if job.held_out is None:
+        return
+    rank.where = f"evaluating after step {engine.step_count}"
+    result = evaluate(
+        job.held_out, job.settings.batch_size, lambda batch: engine.eval_loss(**_part(batch, topology))
+    )  # fmt: skip
+    if said is not None:
+        said.metrics.evaluation(engine.step_count, result)
+        said.progress.say(f"held out after step {engine.step_count:,}: {result}")
 
 
 def _any(stop: bool) -> bool:
@@ -197,15 +240,19 @@ def _line(
         report.step, report.loss, report.grad_norm, rate, rate * measured.model_flops, io[0] / seconds,
         io[1] / seconds, engine.device_peak_bytes, engine.host_peak_bytes * ranks,
         max(bounds, key=lambda name: bounds[name], default="nothing"), engine.emulated,
-        report.planned_sent_bytes * ranks,
+        busy_seconds=bounds, sent_bytes=report.planned_sent_bytes * ranks,
     )  # fmt: skip
 
 
 def _where(job: Job, settings: Settings) -> str:
     store = ", ".join(str(path / job.run_name) for path in job.ssd)
-    lines = {"store": f"{store} on every node (may be deleted when this run is not to be continued)"}
+    lines = {"run": f"{job.output / RUN} (configuration, versions, metrics)"}
+    lines["store"] = f"{store} on every node (may be deleted when this run is not to be continued)"
     if settings.save:
-        lines["saved"] = f"{job.output}, for AutoModelForCausalLM.from_pretrained"
+        loads = "PeftModel" if settings.trains_adapters else "AutoModelForCausalLM"
+        lines["saved"] = f"{job.output}, for {loads}.from_pretrained"
+        if settings.merge:
+            lines["merged"] = f"{job.output / MERGED}, for AutoModelForCausalLM.from_pretrained"
     if settings.report is not None:
         lines["report"] = str(settings.report)
     if settings.trace is not None:

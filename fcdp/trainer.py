@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from peft import PeftConfig
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from common.data import document_mask
 from common.errors import UserError
 from common.memory_meter import PeakMeter
-from common.models.adapters import Adapters
+from common.models.adapters import MERGED, Adapters
 from common.models.export import CheckpointWriter, copy_tokenizer_files
 from common.models.flops import active_parameters, hardware_flops_per_token, model_flops_per_token
 from common.models.meta import build_meta_model
@@ -41,8 +41,6 @@ from fuyou.stack import StreamedModel
 #: Largest shard of an exported checkpoint. Rank 0 holds one.
 _SHARD_BYTES = 2_000_000_000
 
-MERGED = "merged"
-"""Folder inside an adapter directory for the model with these adapters merged into it."""
 
 
 @dataclass(frozen=True)
@@ -281,6 +279,26 @@ class Trainer:
         return ClusterStep(
             step, loss_value, norm, stopping, time.monotonic() - began, self._sharding.traffic.across - sent
         )
+
+    @torch.no_grad()
+    def eval_loss(self, batch: Mapping[str, torch.Tensor]) -> float:
+        """Mean loss over all labels of a batch, the same on every rank; forward only, without dropout.
+
+        Args:
+            batch: as for :meth:`train_step`; at least one label.
+        """
+        targets = shifted_labels(batch["labels"])
+        items = torch.tensor(int((targets != -100).sum()), device=self._device)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._model.eval()
+        for part in self._split({**batch, "targets": targets}):
+            total += cross_entropy(self._logits(part), part["targets"], items, gradient=False)[0]
+        self._model.train()
+        for module in self._model.modules():  # some stay whole after a forward pass, expecting a backward pass
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        dist.all_reduce(total)
+        return float(total)
 
     def micro_batches(self, rows: int) -> int:
         """How many micro-batches every rank computes in a step of ``rows`` sequences."""

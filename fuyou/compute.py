@@ -338,6 +338,21 @@ class StepComputation:
         return _Replay(self._random.pop((layer, micro)), self._device)
 
 
+class NextToken(StepComputation):
+    """A forward pass over one sequence, for what comes after it."""
+
+    logits: torch.Tensor
+    """fp32 ``[V]``, on the CPU."""
+
+    @torch.no_grad()
+    def _head_eval(self, task: Task) -> None:
+        hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro))
+        last = slice(hidden.shape[1] - 1, hidden.shape[1])
+        with self._stack.bound(self._parameters(task), before=False):
+            self.logits = self._logits(task.micro, hidden, last)[0, -1].float().cpu()
+        self._losses.append(torch.zeros(()))
+
+
 def _apart(buffer: torch.Tensor) -> torch.Tensor:
     """The same memory with a version counter of its own.
 

@@ -4,7 +4,7 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from common.errors import FinetuneError, UserError
 from common.memory_meter import PeakMeter, proportional_set_bytes
-from common.models.adapters import AdapterOptions
+from common.models.adapters import MERGED, AdapterOptions
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
 from common.models.presets import load_config
 from common.store import Layout, Store
@@ -24,7 +24,7 @@ from common.units import parse_bytes
 from fuyou.accounting import Accounting, StepReport
 from fuyou.adam import AdamConfig, Update
 from fuyou.commits import Commits, load_state
-from fuyou.compute import NonFiniteLoss, StepComputation
+from fuyou.compute import NextToken, NonFiniteLoss, StepComputation
 from fuyou.data_plane import DataPlane
 from fuyou.deferral import interleaved
 from fuyou.devices import memory_limits, open_device
@@ -532,6 +532,36 @@ class Engine:
         squares = self._plane.ranks.take_squares(current.tasks.step)
         return math.sqrt(sum(self._agreement.tell(float(squares))))
 
+    @torch.no_grad()
+    def next_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The model's prediction after a sequence: fp32 ``[V]`` for int64 ``[1, S]``.
+
+        Nothing is kept from call to call, so each reads the whole model and computes the whole sequence: for looking at
+        what a model has learnt, not for serving it.
+
+        Raises:
+            UserError: this is not one sequence, or the run is emulated.
+        """
+        if self.emulated:
+            raise UserError("A run on an emulated device computes nothing, so there is nothing that it could say.")
+        if input_ids.dim() != 2 or input_ids.shape[0] != 1 or not input_ids.numel():
+            raise UserError(f"next_logits takes one sequence, [1, tokens], not {list(input_ids.shape)}.")
+        self.flush()
+        batch = {"input_ids": input_ids, "labels": input_ids}
+        plane = self._fitting_plane(batch)
+        tasks = self._scheduler.evaluation(self.step_count, self._batch_shape(batch))
+        computation = NextToken(
+            self._stack, plane, tasks, batch, self.memory_plan, self._recomputations, time.monotonic()
+        )
+        self._stack.model.eval()
+        try:
+            self._submit(tasks)
+            computation.forward()
+            return computation.logits
+        finally:
+            self._accounting.take()
+            self._stack.model.train()
+
     def flush(self) -> None:
         """Apply what is pending and commit the last step; returns when it is on SSD."""
         if self._plane is None:
@@ -565,20 +595,28 @@ class Engine:
         return self._scheduler.commit_step if self._scheduler.commit_step is not None else self.committed_step
 
     def _prepare(self, batch: dict[str, torch.Tensor]) -> DataPlane:
-        """Check the batch; make buffers anew if it does not fit those there are."""
+        """Check the batch, and find room for it."""
         if self._closed:
             raise FinetuneError("The engine has been closed.")
         for name in ("input_ids", "labels"):
             if batch.get(name) is None or batch[name].dim() != 2:
                 raise UserError(f"A batch needs {name} of shape [sequences, tokens].")
-        items = int((batch["labels"][:, 1:] != -100).sum())
-        rows, seq_len = batch["input_ids"].shape
-        if self._agreement is not None:
-            everyone = self._agreement.tell((items, rows, seq_len))
-            items = self._items = sum(told[0] for told in everyone)
-            rows, seq_len = max(told[1] for told in everyone), max(told[2] for told in everyone)
+        items = self._count_labels(batch)
         if not items:
             raise UserError("No token of this batch has a label (all are -100): there is nothing to learn from it.")
+        self._items = items if self._agreement is not None else None
+        return self._fitting_plane(batch)
+
+    def _count_labels(self, batch: dict[str, torch.Tensor]) -> int:
+        """In the batches of all ranks."""
+        items = int((batch["labels"][:, 1:] != -100).sum())
+        return items if self._agreement is None else sum(self._agreement.tell(items))
+
+    def _fitting_plane(self, batch: dict[str, torch.Tensor]) -> DataPlane:
+        """Buffers in which the batch has room, on every rank."""
+        rows, seq_len = batch["input_ids"].shape
+        if self._agreement is not None:  # all or none of the ranks make their buffers anew
+            rows, seq_len = (max(sizes) for sizes in zip(*self._agreement.tell((rows, seq_len)), strict=True))
         planned = self.memory_plan.batch
         if self._plane is None or rows > planned.rows or seq_len > planned.seq_len:
             self.flush()
@@ -622,41 +660,40 @@ class Engine:
         with self._io.not_counted():
             yield from self._reader().masters()
 
-    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+    def save_pretrained(self, directory: str | os.PathLike[str], *, merge: bool = False) -> None:
         """Export what was trained: a Hugging Face checkpoint in the compute dtype, or a PEFT adapter directory.
 
         Record by record, and buffers are given back meanwhile, so that it stays within the host budget. Training can
         go on afterwards.
 
+        Args:
+            merge: write a checkpoint with the adapters merged into the weights as well, in the folder ``merged`` of
+                ``directory``.
+
         Raises:
             UserError: the run is emulated: its weights mean nothing.
         """
-        target, dtype = Path(directory), self._options.precision.dtype
-        if self._model.adapters is not None:
-            self._export(lambda exporter: exporter.adapter(target))
-        else:
-            self._export(lambda exporter: exporter.checkpoint(target, dtype))
-
-    def save_merged(self, directory: str | os.PathLike[str]) -> None:
-        """Export a Hugging Face checkpoint with adapters merged into the weights, as :meth:`save_pretrained` does.
-
-        Raises:
-            UserError: the run is emulated.
-        """
-        self._export(lambda exporter: exporter.checkpoint(Path(directory), self._options.precision.dtype))
-
-    def _export(self, write: Callable[[Exporter], None]) -> None:
         if self.emulated:
             raise UserError("A run on an emulated device has no weights worth keeping: nothing is exported.")
         self.flush()
         self._close_plane()
         share = self._shape.share
         if share.node == 0:  # whose ranks have everything together
-            model, reader, writes = self._model, self._reader(), share.rank == 0
-            with self._io.not_counted():
-                write(Exporter(model, reader, self._shape, self._checkpoint, self._host_limit, writes))
+            self._write(Path(directory), merge, writes=share.rank == 0)
         if self._agreement is not None:
             self._agreement.tell(None)
+
+    def _write(self, target: Path, merge: bool, writes: bool) -> None:
+        """``writes``: whether this rank writes what the ranks of this node read together."""
+        dtype = self._options.precision.dtype
+        exporter = Exporter(self._model, self._reader(), self._shape, self._checkpoint, self._host_limit, writes)
+        with self._io.not_counted():
+            if self._model.adapters is None:
+                exporter.checkpoint(target, dtype)
+                return
+            exporter.adapter(target)
+            if merge:
+                exporter.checkpoint(target / MERGED, dtype)
 
     # -- figures --------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,9 @@ from common.models.sources import WeightSource
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """What an adapter directory consists of."""
 
+MERGED = "merged"
+"""Folder inside an adapter directory for the model with these adapters merged into it."""
+
 METHODS = (PeftType.LORA, PeftType.LOHA, PeftType.LOKR, PeftType.IA3)
 """Methods whose adapters belong to one module each and whose layers know how to merge themselves."""
 

@@ -41,7 +41,8 @@ def reference(
 ) -> tuple[list[dict[str, Any]], Path]:
     """Eight steps on one machine: the history, and the output."""
     output = tmp_path_factory.mktemp("reference") / "out"
-    words = ["--model", checkpoint, "--data", data, *COMMON, "--steps", 8, "--output", output]
+    words = ["--model", checkpoint, "--data", data, *COMMON, "--eval-data", data, "--eval-every", 5, "--steps", 8,
+             "--output", output]  # fmt: skip
     assert main([str(word) for word in words]) == 0
     return history(output), output
 
@@ -52,11 +53,17 @@ def same(got: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
         assert [line[name] for line in got] == pytest.approx([line[name] for line in wanted], rel=2e-5), name
 
 
+def held_out(output: Path) -> list[tuple[int, float]]:
+    """Steps and losses of all evaluations."""
+    seen = [json.loads(line) for line in (output / "run/metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["validation_metrics/loss"]) for line in seen if "validation_metrics/loss" in line]
+
+
 def test_two_ranks_train_as_the_engine_does_and_three_go_on(
     finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path, reference: tuple[list[dict[str, Any]], Path]
 ) -> None:
     output, report = tmp_path / "out", tmp_path / "report.json"
-    command = ("--model", checkpoint, "--data", data, *COMMON, "--output", output, "--nodes", 1)
+    command = ("--model", checkpoint, "--data", data, *COMMON, "--eval-data", data, "--output", output, "--nodes", 1)
     done = finetune(*command, "--gpus-per-node", 2, "--micro-batch", 1, "--steps", 5, "--no-save", "--report", report)
     assert done.status == 0, done.err
     assert "2 ranks on the CPU in fp32" in done.out and "step 5/5: loss " in done.out
@@ -68,6 +75,7 @@ def test_two_ranks_train_as_the_engine_does_and_three_go_on(
     assert done.status == 0, done.err
     assert "resume   after step 5 of 8" in done.out
     same(history(output), reference[0])
+    assert held_out(output) == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in held_out(reference[1])]
     ours, theirs = (AutoModelForCausalLM.from_pretrained(path) for path in (output, reference[1]))
     for (name, one), (_, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5, msg=name)

@@ -104,7 +104,7 @@ def compare(trained: fuyou.Engine, model: nn.Module) -> None:
         ("llama", "bf16", 4, 0.2, {"use_rslora": True}),
         ("gpt2", "fp32", 3, 0.1, {"use_dora": True}),
         ("gpt2", "bf16", 1, None, {}),
-        ("gemma3", "bf16", 3, None, {"use_dora": True, "target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1]}),
+        ("gemma3", "bf16", 3, None, {"use_dora": True, "target_modules": ["q_proj"], "layers_to_transform": [1]}),
         ("llama-tied", "fp32", 4, None, {"r": 16, "target_modules": ["q_proj", "embed_tokens"]}),
         ("llama", "bf16", 4, None, {"r": 16, "target_modules": ["v_proj", "lm_head"]}),
         ("qwen3-moe", "bf16", 2, None, {}),  # experts are adapted too, as parameters
@@ -130,14 +130,13 @@ def test_equals_peft_in_memory(
         assert trained.io_bytes()[1] == STEPS * sum(moved)  # nothing but adapters is ever written
         assert sum(moved) < 1.5 * 12 * trained.trainable_parameters + 40_000  # padding to pages is most of it here
 
-        trained.save_pretrained(tmp_path / "adapter")
+        trained.save_pretrained(tmp_path / "adapter", merge=True)
         tokens = batches(1, packed=False)[0]["input_ids"]
         base = AutoModelForCausalLM.from_pretrained(model, dtype=DTYPES[dtype])
         tuned = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
         with torch.no_grad():
             assert torch.equal(tuned(tokens).logits, twin.model.eval()(tokens).logits)
-        trained.save_merged(tmp_path / "merged")
-        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=DTYPES[dtype])
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter" / "merged", dtype=DTYPES[dtype])
         for name, value in tuned.merge_and_unload().named_parameters():
             assert torch.equal(merged.get_parameter(name), value), name
 
