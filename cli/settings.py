@@ -19,6 +19,7 @@ _ONLY_NODES = (
     "gpus_per_node", "rdzv_endpoint", "node_timeout", "max_restarts", "strategy", "levels", "cluster", "quantise",
     "device_cache_threshold",
 )  # fmt: skip
+_ONLY_MEMORY = ("strategy", "device_cache_threshold")
 _ONLY_SAMPLE = ("sample_tokens", "temperature")
 _ONLY_LORA = ("lora_alpha", "lora_dropout", "lora_targets")
 _ONLY_ENGINE = ("sample", "host_memory", "device_memory", "optimizer_dtype", "io", "single_slot", "trace")
@@ -150,8 +151,10 @@ class Settings:
             if self.strategy != "auto":
                 self._refuse(("cluster", "quantise"), "is for choosing a strategy: add --strategy auto, or --plan")
             if self.ssd:
-                raise UserError("--nodes together with --ssd is not there yet: leave --ssd out to train in memory.")
-            self._refuse(_ONLY_ENGINE, "does not go with --nodes, which trains in memory: leave it out")
+                self._refuse(("sample",), "does not go with --nodes yet: leave it out")
+                self._refuse(_ONLY_MEMORY, "is for training in memory, without --ssd: leave one of them out")
+            else:
+                self._refuse(_ONLY_ENGINE, "does not go with --nodes, which trains in memory unless --ssd is given")
 
     def _refuse(self, options: tuple[str, ...], why: str) -> None:
         """Refuse options that differ from their defaults."""
@@ -166,8 +169,8 @@ class Settings:
 
     @property
     def commit_interval(self) -> int:
-        """Steps between two commits. Among nodes each writes 12 bytes per parameter beside the training."""
-        return self.commit_every or (1 if self.nodes is None else 100)
+        """Steps between two commits. In memory each writes 12 bytes per parameter beside the training."""
+        return self.commit_every or (1 if self.nodes is None or self.ssd else 100)
 
     @property
     def output_directory(self) -> Path:

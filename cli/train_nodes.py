@@ -30,6 +30,7 @@ from cli.report import Measurements
 from cli.run_directory import RUN, RunDirectory
 from cli.settings import COMMITS, Settings
 from cli.train import check_ids, check_same_run, quiet_transformers
+from cli.train_ranks import train_ranks
 from common.errors import FinetuneError, UserError
 from common.hardware import list_gpus
 from common.models.adapters import CONFIG, MERGED
@@ -41,20 +42,15 @@ from fcdp.planner import Workload
 from fcdp.strategy_names import AUTO
 from fcdp.topology import Topology
 from fcdp.trainer import Trainer, TrainerConfig
+from fuyou import Engine
+from fuyou.emulated import is_emulated
 
 _STUCK = timedelta(minutes=30)
 """How long a collective may wait for a rank that is alive: one may read its weights from slower drives than others."""
 _MAY_DIFFER = {
-    "debug",
-    "report",
-    "arguments",
-    "resume",
-    "overwrite",
-    "gpus_per_node",
-    "rdzv_endpoint",
-    "node_timeout",
-    "log_to",
-}
+    "debug", "report", "trace", "arguments", "resume", "overwrite", "gpus_per_node", "rdzv_endpoint", "node_timeout",
+    "log_to", "ssd",
+}  # fmt: skip
 """Settings that nodes need not agree about, or that others check with better words."""
 
 
@@ -82,24 +78,30 @@ def train(settings: Settings, rank: Rank) -> None:
             time.sleep(0.1)
         job = prepare(settings)
     _check_shared(job, rank.rank)
-    trainer = _open_trainer(job, topology, launches)
-    try:
-        _train_and_save(job, trainer, rank)
-    except FinetuneError as error:
-        if trainer.newest_commit() is not None:
-            error.add_note(settings.how_to_continue)
-        raise
+    run = train_ranks if settings.ssd else _train_in_memory
+    trained: Engine | Trainer = run(job, topology, rank, launches)
     rank.disconnect()
     dist.barrier()
-    trainer.close()
+    trained.close()
     topology.close()
     dist.destroy_process_group()
     job.close()
 
 
+def _train_in_memory(job: Job, topology: Topology, rank: Rank, launches: set[str]) -> Trainer:
+    trainer = _open_trainer(job, topology, launches)
+    try:
+        _train_and_save(job, trainer, rank)
+    except FinetuneError as error:
+        if trainer.newest_commit() is not None:
+            error.add_note(job.settings.how_to_continue)
+        raise
+    return trainer
+
+
 def device_of(settings: Settings, local_rank: int) -> torch.device:
     """What this rank computes on."""
-    if settings.gpu == "cpu" or not list_gpus():
+    if settings.gpu == "cpu" or is_emulated(settings.gpu) or not list_gpus():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
