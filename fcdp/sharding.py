@@ -79,6 +79,14 @@ class Sharding:
         for reduction in self._reductions:
             reduction.partial = None
 
+    def reshard(self) -> None:
+        """Have the model's parameters be shards (DTensors) again, for whoever reads them.
+
+        What is frozen and not sharded by P stays gathered otherwise.
+        """
+        for group in self.groups:
+            group.holder.reshard()
+
     def close(self) -> None:
         """Stop watching optimizers and let go of host memory: from now on nothing is kept from gather to gather.
 

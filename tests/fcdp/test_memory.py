@@ -78,7 +78,7 @@ def _train(
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
     peak = 0
     for _ in range(2):
-        with LiveBytes([share._host for share in shares]) as live:
+        with LiveBytes([share._host for share in shares if share._host is not None]) as live:
             for state in optimizer.state.values():
                 for value in state.values():
                     live.see(value)
