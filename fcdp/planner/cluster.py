@@ -33,8 +33,8 @@ class Cluster:
     """Of one device, to host memory or from it, while all devices of the node copy."""
     rates: Rates
     overlaps: bool = True
-    """Whether devices compute while they communicate. Where the CPU computes they do not: it moves the data as well, and
-    FSDP2 waits for every reduction."""
+    """Whether devices compute while they communicate. Where the CPU computes they do not: it moves the data as well,
+    and FSDP2 waits for every reduction."""
     leaf_of_node: tuple[int, ...] | None = None
     """Leaf switch of each node, where known; see :mod:`fcdp.planner.node_order`."""
 
