@@ -330,6 +330,7 @@ def build_command(run: Callable[..., int]) -> click.Command:
         help="Plan for drives of this kind, and for the kind of GPU that --gpu names.",
     )
     add("--ssds", type=positive, metavar="N", help="Plan for so many of them.  [default: 1]")
+    add("--network", metavar="RATE", help="Plan for several nodes with SSDs: what each sends, 25Gbit/s.")
     add(
         "--scheme",
         type=click.Choice(["ours", "fuyou"]),
