@@ -217,7 +217,8 @@ class Engine:
             self._device = open_device(device)
             self.emulated = isinstance(self._device, EmulatedDevice)
             self._pace = self._device.spec.pace if isinstance(self._device, EmulatedDevice) else None
-            self._topology, share = topology, share_of(topology)
+            share = share_of(topology)
+            topology = self._topology = topology if share.world_size > 1 else None  # one rank alone is alone
             self._agreement = Agreement(share) if topology is not None else None
             self._cluster_options(share)
             limits = memory_limits(self._device, host_memory, device_memory, share.ranks_per_node)
