@@ -66,8 +66,11 @@ class LaunchError(FinetuneError):
         self.exit_status = outcome.status
 
 
-def launch(settings: Settings) -> None:
+def launch(settings: Settings, *, trains: bool = True) -> None:
     """Start this node's ranks and wait for their end.
+
+    Args:
+        trains: False: they only measure (``--profile``), so nothing is asked of batch and output.
 
     Raises:
         Stopped, UserError, FinetuneError: how the run ended.
@@ -75,13 +78,14 @@ def launch(settings: Settings) -> None:
     if not settings.debug:
         _quieten_torch()
     ranks = ranks_per_node(settings)
-    if settings.batch_size < ranks * (settings.nodes or 1):
+    if trains and settings.batch_size < ranks * (settings.nodes or 1):
         raise UserError(
             f"--batch-size {settings.batch_size} is less than one sequence for each of {ranks * (settings.nodes or 1)} "
             f"ranks ({settings.nodes} x {ranks})."
         )
     meeting = find_meeting(settings)
-    _check(settings)
+    if trains:
+        _check(settings)
     if meeting.nodes > 1:
         print(f"nodes    waiting for {meeting.nodes} of them at {meeting.endpoint}", flush=True)
     wait_for_host(meeting, settings.node_timeout)
@@ -131,8 +135,10 @@ def _quieten_torch() -> None:
 
 def _check(settings: Settings) -> None:
     """Find what is wrong before anybody waits for other nodes."""
+    from cli.choose_strategy import check_strategy
     from cli.prepare import check
 
+    check_strategy(settings, ranks_per_node(settings))
     found = check(settings)
     commits = found.ssd[0] / found.run_name
     if has_commit(settings):

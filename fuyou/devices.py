@@ -250,11 +250,23 @@ def optimizer_threads(device: Device) -> int:
     return 1 if device.shares_host_memory else max(1, cpu_count() - 2)
 
 
+def leave_cores(device: Device) -> None:
+    """Let PyTorch compute on all cores but those that the optimizer needs, if the device is the CPU.
+
+    Its threads wait for each other after every operator: where one of them shares a core with Adam, all of them wait.
+    A quarter of the step of a small model on four cores (docs/experiments.md).
+    """
+    if device.shares_host_memory:
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), cpu_count() - optimizer_threads(device))))
+
+
 def memory_limits(
     device: Device, host: int | str | None, device_memory: int | str | None, ranks_per_node: int = 1
 ) -> tuple[int, int]:
-    """Budgets of host and device memory in bytes: as given, or what there is (four fifths of it on the host). The
-    host's is shared by ``ranks_per_node`` ranks."""
+    """Budgets of host and device memory in bytes: as given, or what there is (four fifths of it on the host).
+
+    The host's is shared by ``ranks_per_node`` ranks.
+    """
     host_limit = (memory_available_bytes() * 4 // 5 if host is None else parse_bytes(host)) // ranks_per_node
     device_limit = device.memory_limit() if device_memory is None else parse_bytes(device_memory)
     # What shares the host's memory is a part of its budget: the planner counts it there as well.

@@ -46,6 +46,10 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
                 stored.copy(values, part, start + first)  # rounded to nearest, as transformers does, if not split
             del tensor, flat
         plane.create(record, target)
+        if low is not None:
+            # An emulated device never writes a gradient. Halves read as one are full of denormal numbers, which make
+            # Adam five times slower than it is.
+            low.zero_()
 
 
 @dataclass(frozen=True)

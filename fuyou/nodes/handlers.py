@@ -29,7 +29,9 @@ class RankHandlers:
     """
 
     def __init__(self, plane: "DataPlane", topology: Topology):
-        self._plane, self._topology = plane, topology
+        self._plane = plane
+        # Here, and not in the lanes' threads: the ranks may have to make them together.
+        self._gather_groups, self._reduce_groups = topology.gather_groups, topology.reduce_groups
         self._squares: dict[int, list[torch.Tensor]] = {}
         self._checksums: dict[int, int] = {}
 
@@ -58,7 +60,7 @@ class RankHandlers:
         record = self._plane.shape.records[task.record]
         flat = self._plane.parameters[record.kind].bytes(task.target, record.device_nbytes)
         self._run(
-            task, self._topology.gather_groups.inside, lambda group: gather(flat.view(group.size(), -1), group)
+            task, self._gather_groups.inside, lambda group: gather(flat.view(group.size(), -1), group)
         )  # fmt: skip
 
     def _reduce(self, task: Task) -> None:
@@ -69,7 +71,7 @@ class RankHandlers:
             if self._plane.shape.share.nodes == 1:
                 self._square(task, flat)
 
-        self._run(task, self._topology.reduce_groups.inside, work)
+        self._run(task, self._reduce_groups.inside, work)
 
     def _exchange(self, task: Task) -> None:
         flat, share = self._gradient(task), self._plane.shape.share
@@ -80,7 +82,7 @@ class RankHandlers:
             reduce_scatter(stored.view(group.size(), -1), group, REDUCTION_BYTES)
             self._square(task, flat)
 
-        self._run(task, self._topology.reduce_groups.across, work)
+        self._run(task, self._reduce_groups.across, work)
 
     def _spread(self, task: Task) -> None:
         record = self._plane.shape.records[task.record]
@@ -92,7 +94,7 @@ class RankHandlers:
             words = int(stored.numpy().view(np.uint64).sum(dtype=np.uint64))
             self._checksums[task.step] = (self._checksums.get(task.step, 0) + words * (2 * task.record + 1)) % (1 << 64)
 
-        self._run(task, self._topology.gather_groups.across, work)
+        self._run(task, self._gather_groups.across, work)
 
     def _gradient(self, task: Task) -> torch.Tensor:
         record = self._plane.shape.records[task.record]
