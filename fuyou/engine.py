@@ -150,7 +150,8 @@ class Engine:
         topology: the other ranks, if there are any (an ``fcdp.Topology``). Every rank makes an engine, with directories
             of its own and otherwise alike, gives it its own part of every batch, and calls everything that the others
             call. Every node keeps one copy of the parameters, of which each of its M ranks stores 1/M; optimizer states
-            are spread over all W ranks. ``host_memory`` and ``host_cache`` are those of the node.
+            are spread over all W ranks. ``host_memory`` and ``host_cache`` are those of the node. An error on one rank
+            leaves the others waiting for it: end their processes, as torchrun does.
 
     Raises:
         UserError: what was asked for is not possible (paths, space, budgets, model).
