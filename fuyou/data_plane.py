@@ -174,7 +174,7 @@ class DataPlane:
                 share=shape.share,
                 resident=sorted(resident),
                 pace=pace,
-                threads=optimizer_threads(device),
+                threads=max(1, optimizer_threads(device) // shape.share.ranks_per_node),
             ),
             self._heard,
             self.executor.fail,

@@ -150,7 +150,8 @@ class Engine:
         topology: the other ranks, if there are any (an ``fcdp.Topology``). Every rank makes an engine, with directories
             of its own and otherwise alike, gives it its own part of every batch, and calls everything that the others
             call. Every node keeps one copy of the parameters, of which each of its M ranks stores 1/M; optimizer states
-            are spread over all W ranks. ``host_memory`` and ``host_cache`` are those of the node.
+            are spread over all W ranks. ``host_memory`` and ``host_cache`` are those of the node. An error on one rank
+            leaves the others waiting for it: end their processes, as torchrun does.
 
     Raises:
         UserError: what was asked for is not possible (paths, space, budgets, model).
@@ -217,7 +218,8 @@ class Engine:
             self._device = open_device(device)
             self.emulated = isinstance(self._device, EmulatedDevice)
             self._pace = self._device.spec.pace if isinstance(self._device, EmulatedDevice) else None
-            self._topology, share = topology, share_of(topology)
+            share = share_of(topology)
+            topology = self._topology = topology if share.world_size > 1 else None  # one rank alone is alone
             self._agreement = Agreement(share) if topology is not None else None
             self._cluster_options(share)
             limits = memory_limits(self._device, host_memory, device_memory, share.ranks_per_node)

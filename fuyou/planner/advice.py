@@ -89,7 +89,7 @@ def _changes(base: Plan) -> Iterator[tuple[str, Training, Machine]]:
 
     def busy(resource: Resource) -> bool:
         """Whether ``resource`` is busy long enough for more of it to help."""
-        return not base.fits or base.busy[resource] > 0.5 * base.step_seconds
+        return not base.fits or base.busy.get(resource, 0.0) > 0.5 * base.step_seconds
 
     def faster(**factors: float) -> Machine:
         return replace(machine, rates=replace(rates, **{name: getattr(rates, name) * f for name, f in factors.items()}))
@@ -103,8 +103,10 @@ def _changes(base: Plan) -> Iterator[tuple[str, Training, Machine]]:
         yield "a device twice as fast", job, faster(flops_per_second=2)
     if busy(Resource.HOST_TO_DEVICE) or busy(Resource.DEVICE_TO_HOST):
         yield "a link twice as fast", job, faster(upload_bytes_per_second=2, download_bytes_per_second=2)
+    if base.fits and busy(Resource.INTER_NODE):
+        yield "a network twice as fast", job, faster(across_bytes_per_second=2)
     yield (
-        f"{format_bytes(2 * machine.host_bytes)} of host memory",
+        f"{format_bytes(2 * machine.host_bytes * job.shape.share.ranks_per_node)} of host memory",
         job,
         replace(machine, host_bytes=2 * machine.host_bytes),
     )
@@ -114,11 +116,11 @@ def _changes(base: Plan) -> Iterator[tuple[str, Training, Machine]]:
             replace(machine, device_bytes=2 * machine.device_bytes),
         )  # fmt: skip
     if base.fits and (busy(Resource.SSD) or busy(Resource.ADAM)):
-        yield f"a batch of {2 * job.rows}", job.with_batch(2 * job.rows), machine
+        yield f"a batch of {2 * job.rows * job.shape.share.world_size}", job.with_batch(2 * job.rows), machine
     if not base.fits and job.rows > 1:
         rows = largest_batch(job, machine)
         if 0 < rows < job.rows:
-            yield f"a batch of {rows}", job.with_batch(rows), machine
+            yield f"a batch of {rows * job.shape.share.world_size}", job.with_batch(rows), machine
     if job.clips:
         yield "no clipping (--max-grad-norm 0)", replace(job, clips=False), machine
     precision = job.shape.precision

@@ -260,4 +260,17 @@ def busy_seconds(tasks: StepList, rates: Rates) -> dict[Resource, float]:
         Resource.SSD: tasks.ssd_read_bytes() / rates.read_bytes_per_second
         + tasks.ssd_written_bytes() / rates.write_bytes_per_second,
         Resource.ADAM: moved[Resource.ADAM] / rates.adam_parameters_per_second,
+        **_network_seconds(tasks, moved, rates),
     }
+
+
+def _network_seconds(tasks: StepList, moved: dict[Resource, float], rates: Rates) -> dict[Resource, float]:
+    """The same of what connects ranks; nothing of that, where there is one."""
+    result = {}
+    for resource, rate in (
+        (Resource.INTRA_NODE, rates.inside_bytes_per_second), (Resource.INTER_NODE, rates.across_bytes_per_second)
+    ):  # fmt: skip
+        messages = sum(task.op.resource is resource for task in tasks.tasks)
+        if messages:
+            result[resource] = moved[resource] / rate + messages * rates.message_seconds
+    return result
