@@ -455,15 +455,16 @@ def simulate(
     steps: int = 6,
     hold: bool = False,
     recomputation: Recomputation = FULL_RECOMPUTATION,
+    commit: bool = True,
 ) -> tuple[Simulation, StepList]:
     """Steps of this model with these buffers, and the task list of the last one.
 
-    ``deferred``, ``hold`` and ``recomputation`` are the scheduler's.
+    ``deferred``, ``hold``, ``recomputation`` and ``commit`` are the scheduler's.
     """
     scheduler = Scheduler(
         shape, plan.counts, deferred=deferred, hold=hold, resident=plan.resident, recomputation=recomputation
     )
     batch = BatchShape(plan.batch.micro_batches, plan.activation_bytes, plan.batch.mean_tokens, plan.kept_bytes)
-    lists = [scheduler.training_step(step, batch) for step in range(1, steps + 1)]
+    lists = [scheduler.training_step(step, batch, commit=commit) for step in range(1, steps + 1)]
     simulator = Simulator(shape.records, shape.precision, rates, plan.ring_chunks, plan.chunk_elements)
     return simulator.run(lists), lists[-1]
