@@ -28,7 +28,15 @@ from fuyou.planner import (
     profile_of,
     profiled_machine,
 )
-from fuyou.planner.advice import MOST_ROWS, best_changes, fits_ours, largest_batch, largest_model
+from fuyou.planner.advice import (
+    MOST_ROWS,
+    best_changes,
+    clipping_cost,
+    fits_ours,
+    largest_batch,
+    largest_model,
+    rarer_commits,
+)
 from fuyou.share import Share
 from fuyou.tasks import Resource
 from fuyou.trace import write_trace
@@ -278,7 +286,9 @@ def _limits(result: Plan) -> list[str]:
     job, batch = result.training, result.memory.batch
     how = [_many(batch.micro_batches, "micro-batch", "es") + f" of {batch.micro_rows}"]
     if job.clips:
-        how.append("all updates in the next forward pass, when the gradient's norm is known")
+        cost = clipping_cost(result) if result.scheme == "ours" else None
+        longer = f": a step {cost:.2f} times as long as without --max-grad-norm" if cost is not None else ""
+        how.append(f"all updates in the next forward pass, when the gradient's norm is known{longer}")
     elif result.deferred_fraction:
         how.append(f"{result.deferred_fraction:.0%} of the blocks updated in the next forward pass")
     if result.kept_activation_bytes:
@@ -292,6 +302,7 @@ def _limits(result: Plan) -> list[str]:
         traffic += f": {_days(result.drive_days)} until the drives' warranted writes are used up"
     rows += _row("drives", traffic)
     if result.scheme == "ours":
+        rows += _commits(result)
         most = largest_batch(job, result.machine) * job.shape.share.world_size
         tokens = result.gpu_bound_tokens
         rows += _row(
@@ -304,6 +315,20 @@ def _limits(result: Plan) -> list[str]:
     if result.machine.assumptions:
         rows += _row("assumed", "; ".join(result.machine.assumptions))
     return rows
+
+
+def _commits(result: Plan) -> list[str]:
+    """What rarer commits would save, where it is more than a little."""
+    rarer = rarer_commits(result)
+    if rarer is None or rarer.written_bytes_per_day * rarer.step_seconds > 0.95 * result.written_bytes * 86400:
+        return []
+    life = "" if rarer.drive_days is None else f", {_days(rarer.drive_days)} for the drives"
+    return _row(
+        "commits",
+        f"every step; with --commit-every {rarer.every} a step takes {format_seconds(rarer.step_seconds)} and "
+        f"{format_bytes(rarer.written_bytes_per_day)} are written per day{life}, but a crash loses up to {rarer.every} "
+        "steps",
+    )
 
 
 def _row(label: str, text: str, width: int = _LABEL) -> list[str]:

@@ -110,7 +110,8 @@ def report(engine: fuyou.Engine, topology: fcdp.Topology, model: str, device: st
     """What formulas and simulation say, of a node."""
     nodes, total, trained = topology.nodes, engine.parameters, engine.trainable_parameters
     if trained < total:  # adapters in fp32, kept in host memory: 12 bytes per step; what is frozen is read twice
-        read, written, sent = 2 * 2 * (total - trained), 12 * trained / nodes, 8 * trained * (nodes - 1) / nodes
+        read, written = 2.0 * 2 * (total - trained), 12 * trained / nodes
+        sent = 8 * trained * (nodes - 1) / nodes
     else:
         read, written = (4 + 10 / nodes) * total, (2 + 10 / nodes) * total
         sent = 4 * total * (nodes - 1) / nodes

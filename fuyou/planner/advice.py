@@ -31,6 +31,41 @@ class Change:
     """Tokens per second over what they are now; None if now there is no plan that fits, and then there is."""
 
 
+@dataclass(frozen=True)
+class RarerCommits:
+    """A run that commits every N-th step only."""
+
+    every: int
+    """N: a crash loses up to so many steps."""
+    step_seconds: float
+    """On average."""
+    written_bytes_per_day: float
+    drive_days: float | None
+    """Until the drives' warranted writes are used up; None if nobody says how many these are."""
+
+
+def rarer_commits(base: Plan, every: int = 8) -> RarerCommits | None:
+    """What it would bring to commit every N-th step only; None where no record lives in host memory: nothing then."""
+    if base.memory is None or not base.memory.resident:
+        return None
+    evaluator = Evaluator(base.training, base.machine)
+    candidate = Candidate(base.memory.batch.micro_rows, base.deferred_fraction, base.keeping)
+    others = evaluator.uncommitted(candidate)
+    seconds = (base.step_seconds + (every - 1) * others.step_seconds) / every
+    written = (base.written_bytes + (every - 1) * others.tasks.ssd_written_bytes()) / every
+    per_day = written * 86400 / seconds
+    endurance = base.machine.endurance_bytes
+    return RarerCommits(every, seconds, per_day, endurance / per_day if endurance is not None and per_day else None)
+
+
+def clipping_cost(base: Plan) -> float | None:
+    """How many times as long a step takes because of clipping by the global norm, which defers every update."""
+    if not base.training.clips or base.memory is None:
+        return None
+    near = Candidate(base.memory.batch.micro_rows, 0.0, base.keeping)
+    return base.step_seconds / quick(Evaluator(replace(base.training, clips=False), base.machine), near).step_seconds
+
+
 def largest_batch(training: Training, machine: Machine) -> int:
     """Most sequences per step that fit (at most :data:`MOST_ROWS`); 0 if not even one does."""
 
