@@ -96,6 +96,8 @@ class DataPlane:
         self.parameters = {
             kind: DeviceBuffers(device, shape.parameter_nbytes(kind), counts.device(kind)) for kind in Kind
         }
+        #: Where a frozen record in fewer bits becomes what computes.
+        self.decoded = DeviceBuffers(device, shape.decoded_nbytes, 1)
         #: fp32 sums of gradients that several micro-batches (or visits) contribute to.
         self.wide = {
             kind: DeviceBuffers(device, shape.trained_elements(kind) * 4, 1)

@@ -19,6 +19,7 @@ import torch
 from common.buffers import PAGE, round_up
 from common.errors import UserError
 from common.store import Extent, Layout
+from fuyou.frozen import FrozenDtype
 
 #: Every parameter starts on a multiple of this many elements: 256 bytes in bf16, enough for any vector unit and for
 #: bit-reproducible BLAS, and no chunk ever ends in a scalar tail.
@@ -139,6 +140,8 @@ class Record:
     """Elements in the decayed part, padding included."""
     numel: int
     """Elements of the whole record, padding included."""
+    frozen: FrozenDtype = FrozenDtype.PLAIN
+    """How it is kept if it is frozen."""
 
     @staticmethod
     def build(
@@ -149,6 +152,7 @@ class Record:
         parameters: Iterable[tuple[tuple[str, ...], Sequence[int], bool]],
         *,
         trainable: bool = True,
+        frozen: FrozenDtype = FrozenDtype.PLAIN,
     ) -> "Record":
         """Lay out ``(names, shape, decay)`` in order, decayed ones first."""
         wanted = list(parameters)
@@ -163,12 +167,17 @@ class Record:
             position = round_up(position, PAGE_ELEMENTS)
             if part:
                 boundary = position
-        return Record(index, name, kind, precision, trainable, tuple(slots), boundary, position)
+        return Record(index, name, kind, precision, trainable, tuple(slots), boundary, position, frozen)
 
     @property
     def parameter_nbytes(self) -> int:
         """Bytes of the parameters, in every tier."""
-        return self.numel * self.precision.parameter_bytes
+        return self.frozen.nbytes(self.decayed, self.numel - self.decayed, self.precision.dtype)
+
+    @property
+    def decoded_nbytes(self) -> int:
+        """Bytes of the parameters as they compute, if they are kept in fewer."""
+        return 0 if self.frozen is FrozenDtype.PLAIN else self.numel * self.precision.parameter_bytes
 
     @property
     def gradient_nbytes(self) -> int:
@@ -203,6 +212,7 @@ class Record:
             "kind": self.kind.value,
             "dtypes": [str(dtype).removeprefix("torch.") for dtype in self.precision.dtypes],
             "trainable": self.trainable,
+            "frozen": self.frozen.value,
             "parameters": [[list(slot.names), list(slot.shape), slot.decay] for slot in self.parameters],
         }
 
@@ -215,6 +225,7 @@ class Record:
             Precision(*(getattr(torch, name) for name in content["dtypes"])),
             [(tuple(names), shape, decay) for names, shape, decay in content["parameters"]],
             trainable=content["trainable"],
+            frozen=FrozenDtype(content["frozen"]),
         )
 
 

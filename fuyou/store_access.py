@@ -18,12 +18,14 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
     """Write every record's first state: weights from ``source``; what is trained to slot ``target``, with zero moments.
 
     Host parameter buffer 0 takes a record's ``hi`` halves and gradient buffer 0 its ``lo`` halves, so this needs no
-    memory beyond the plan but one parameter.
+    memory beyond the plan but one parameter (and one record, where frozen ones are kept in fewer bits).
     """
     for record in plane.shape.records:
         parameters = plane.host_parameters(record.kind, 0, record.parameter_nbytes)
-        values = torch.from_numpy(parameters).view(record.precision.dtype)
-        values.zero_()
+        payload = torch.from_numpy(parameters)
+        encodes = bool(record.decoded_nbytes)
+        dtype = record.precision.dtype
+        values = torch.zeros(record.numel, dtype=dtype) if encodes else payload.view(dtype).zero_()
         low = None
         if record.trainable and record.precision.split:
             low = torch.from_numpy(plane.host_gradients(record.kind, 0, record.numel * 2)).view(torch.int16)
@@ -40,6 +42,8 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
                 else:
                     split(part.to(torch.float32, copy=True), values[where], low[where])
             del tensor, flat
+        if encodes:
+            record.frozen.encode(values, record.decayed, payload)
         plane.create(record, target)
 
 
@@ -69,11 +73,18 @@ class StoreReader:
         """All of a record's parameters by first name, in the record's dtype, as views of one buffer."""
         buffer = torch.empty(record.parameter_nbytes, dtype=torch.uint8)
         self._store.read_now(self._extents[record.index].parameters[self._slot(record)], buffer.numpy())
-        return record.views(buffer.view(record.precision.dtype))
+        if not record.decoded_nbytes:
+            return record.views(buffer.view(record.precision.dtype))
+        values = torch.empty(record.numel, dtype=record.precision.dtype)
+        record.frozen.decode(buffer, record.decayed, values)
+        return record.views(values)
 
     def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter's name and fp32 master (or frozen value, in the dtype it is kept in), one at a time."""
         for record in self._shape.records:
+            if record.decoded_nbytes:
+                yield from self.compute_weights(record).items()
+                continue
             for slot in record.parameters:
                 yield slot.name, self._master(record, slot)
 
