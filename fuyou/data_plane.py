@@ -19,6 +19,8 @@ from fuyou.adam import Update
 from fuyou.devices import Device, optimizer_threads
 from fuyou.executor import ELSEWHERE, Executor
 from fuyou.memory_plan import MemoryPlan
+from fuyou.nodes.handlers import RankHandlers
+from fuyou.nodes.topology import Topology
 from fuyou.optimizer_link import OptimizerLink
 from fuyou.optimizer_protocol import (
     BufferRegion,
@@ -71,6 +73,7 @@ class DataPlane:
         spill_gradients: whether gradients may have to wait on SSD.
         resident: records whose states stay in host memory.
         pace: makes the drives look slower.
+        topology: the other ranks, if there are any.
     """
 
     def __init__(
@@ -88,14 +91,13 @@ class DataPlane:
         spill_gradients: bool,
         resident: Collection[int] = (),
         pace: Pace | None = None,
+        topology: Topology | None = None,
     ):
         self.shape, self.plan, self.device, self.store = shape, plan, device, store
         self._extents, self._link, self._update_of = extents, link, update_of
         self._scratch_directories, self._pace = list(scratch), pace
         counts = plan.counts
-        self.parameters = {
-            kind: DeviceBuffers(device, shape.parameter_nbytes(kind), counts.device(kind)) for kind in Kind
-        }
+        self.parameters = {kind: DeviceBuffers(device, shape.device_nbytes(kind), counts.device(kind)) for kind in Kind}
         #: Where a frozen record in fewer bits becomes what computes.
         self.decoded = DeviceBuffers(device, shape.decoded_nbytes, 1)
         #: fp32 sums of gradients that several micro-batches (or visits) contribute to.
@@ -108,7 +110,7 @@ class DataPlane:
         self.gradients = {
             kind: self.wide[kind]
             if kind in self.wide and counts.device_gradients(kind) == 1
-            else DeviceBuffers(device, shape.gradient_nbytes(kind), counts.device_gradients(kind))
+            else DeviceBuffers(device, shape.device_gradient_nbytes(kind), counts.device_gradients(kind))
             for kind in Kind
         }
         self._activation_bytes = {
@@ -139,8 +141,10 @@ class DataPlane:
         self.optimizer_read_bytes = self.optimizer_written_bytes = 0
         self._ssd_intervals: list[RecordInterval] = []
         self._adam_intervals: list[RecordInterval] = []
+        self.ranks = RankHandlers(self, topology) if topology is not None else None
         self.executor = Executor(
             {
+                **(self.ranks.handlers() if self.ranks is not None else {}),
                 Op.PARAMETER_READ: self._parameter_read,
                 Op.PARAMETER_UPLOAD: self._parameter_upload,
                 Op.GRADIENT_DOWNLOAD: self._gradient_download,
@@ -150,6 +154,7 @@ class DataPlane:
                 Op.UPDATE: self._update,
                 Op.STATE_WRITE: self._state_write,
                 Op.RESIDENT_WRITE: self._resident_write,
+                Op.PARAMETER_WRITE: self._parameter_write,
                 Op.ACTIVATION_DOWNLOAD: self._activation_download,
                 Op.ACTIVATION_WRITE: self._activation_write,
                 Op.ACTIVATION_READ: self._activation_read,
@@ -168,6 +173,7 @@ class DataPlane:
                 chunk_elements=plan.chunk_elements,
                 ring_chunks=plan.ring_chunks,
                 shared=self.shared,
+                share=shape.share,
                 resident=sorted(resident),
                 pace=pace,
                 threads=optimizer_threads(device),
@@ -247,6 +253,9 @@ class DataPlane:
         while not event.wait(0.2):
             if self.executor.failure is not None:
                 raise self.executor.failure
+        if record.share.nodes > 1:
+            place = self._extents[record.index].parameters[target]
+            self.store.write_now(place, self.host_parameters(record.kind, 0, place.nbytes))
 
     def close(self) -> None:
         """Stop all workers, give all memory back, remove the scratch files."""
@@ -277,12 +286,16 @@ class DataPlane:
     def _parameter_upload(self, task: Task) -> None:
         record = self.shape.records[task.record]
         source = torch.from_numpy(self.host_parameters(record.kind, task.source, task.nbytes))
-        self.device.copy(task, self.parameters[record.kind].bytes(task.target, task.nbytes), source)
+        start = record.share.stored_start(record.numel) * record.precision.parameter_bytes
+        target = self.parameters[record.kind].bytes(task.target, start + task.nbytes)[start:]
+        self.device.copy(task, target, source)
 
     def _gradient_download(self, task: Task) -> None:
         record = self.shape.records[task.record]
         target = torch.from_numpy(self.host_gradients(record.kind, task.target, task.nbytes))
-        self.device.copy(task, target, self.gradients[record.kind].bytes(task.source, task.nbytes))
+        start = record.share.owned_start(record.numel) * record.precision.gradient_bytes
+        source = self.gradients[record.kind].bytes(task.source, start + task.nbytes)[start:]
+        self.device.copy(task, target, source)
 
     def _gradient_write(self, task: Task) -> Future:
         assert self._scratch is not None
@@ -315,6 +328,10 @@ class DataPlane:
             self._writing[task.record] = task
         self._link.send(WriteRecord(task.record, task.source, task.target))
         return ELSEWHERE
+
+    def _parameter_write(self, task: Task) -> Future:
+        buffer = self.host_parameters(self.shape.records[task.record].kind, task.source, task.nbytes)
+        return self.store.write(self._extents[task.record].parameters[task.target], buffer)
 
     def _activation_download(self, task: Task) -> None:
         target = torch.from_numpy(self._host_activation(task, task.target))
