@@ -289,6 +289,11 @@ def build_command(run: Callable[..., int]) -> click.Command:
         metavar="FILE",
         help="An adapter_config.json of the peft library instead (or its directory): rsLoRA, DoRA, LoHa, LoKr, IA3.",
     )
+    add(
+        "--frozen-dtype",
+        type=click.Choice(["int8", "nf4"]),
+        help="Keep the frozen weights on SSD in fewer bits, rounded once; they compute in --dtype. Default: as that.",
+    )
     add("--merge", is_flag=True, help="Write the model with the adapters merged into it, beside the adapters.")
 
     add = group("Output")

@@ -59,7 +59,8 @@ MACHINES = (
 )  # fmt: skip
 
 HEADER = (
-    "| run | step | tokens/s | bound by | device | host | SSDs | written per day (days until warranted writes are used up) |"
+    "| run | step | tokens/s | bound by | device | host | SSDs "
+    "| written per day (days until warranted writes are used up) |"
     "\n|---|---|---|---|---|---|---|---|\n"
 )
 

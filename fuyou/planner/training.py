@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
 from common.models.presets import load_config
+from fuyou.frozen import FrozenDtype
 from fuyou.keeping import Keeping
 from fuyou.open_model import OpenModel
 from fuyou.records import Precision
@@ -91,6 +92,7 @@ def training(
     deferred_fraction: float | None = None,
     host_cache: int | None = None,
     adapters: PeftConfig | None = None,
+    frozen: FrozenDtype = FrozenDtype.PLAIN,
 ) -> Training:
     """Look at a model without its weights: half a second for 160 layers.
 
@@ -99,13 +101,14 @@ def training(
         rows, seq_len: of a batch.
         precision: None computes in bf16 with fp32 moments.
         adapters: what is trained, if the weights are frozen.
+        frozen: how frozen matrices are kept.
 
     Raises:
         UserError: no such model, or one that cannot be streamed.
     """
     precision = precision or Precision(torch.bfloat16, torch.float32)
     config, _ = load_config(model)
-    opened = OpenModel(config, precision, torch.device("cpu"), adapters)
+    opened = OpenModel(config, precision, torch.device("cpu"), adapters, frozen=frozen)
     meta = opened.stack.model
     name = os.fspath(model) if not isinstance(model, PreTrainedConfig) else type(meta).__name__
     return Training(
