@@ -71,6 +71,7 @@ class DataPlane:
         spill_gradients: whether gradients may have to wait on SSD.
         resident: records whose states stay in host memory.
         pace: makes the drives look slower.
+        locks: descriptors that the optimizer process holds as well.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class DataPlane:
         spill_gradients: bool,
         resident: Collection[int] = (),
         pace: Pace | None = None,
+        locks: Sequence[int] = (),
     ):
         self.shape, self.plan, self.device, self.store = shape, plan, device, store
         self._extents, self._link, self._update_of = extents, link, update_of
@@ -179,6 +181,7 @@ class DataPlane:
             ),
             self._heard,
             self.executor.fail,
+            locks,
         )
 
     # -- buffers --------------------------------------------------------------------------------------------------

@@ -19,8 +19,9 @@ from common.models.flops import hardware_flops_per_token, model_flops_per_token
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from common.models.sources import CheckpointSource, RandomSource, WeightSource
-from common.store import Layout, Store
+from common.store import DirectoryLock, Layout, Store
 from common.store.directories import usable
+from common.store.sealed import sync_directory
 from common.units import parse_bytes
 from fuyou.accounting import Accounting, StepReport
 from fuyou.adam import AdamConfig, Update
@@ -184,6 +185,7 @@ class Engine:
         self._closed = False
         self._plane: DataPlane | None = None
         self._store: Store | None = None
+        self._lock: DirectoryLock | None = None
         self._link: OptimizerLink | None = None
         self._step: StepComputation | TimedComputation | None = None
         self._in_flight = False
@@ -279,6 +281,7 @@ class Engine:
         # Everything goes through host memory, so there is nothing for "auto" to measure.
         io: dict[str, Any] = {"io": "posix" if options.io == "auto" else options.io, "pace": self._pace}
         if resume:
+            self._lock = DirectoryLock(folder for folder in folders if folder.is_dir())
             self._store = Store.open(folders, **io)
             state = load_state(self._store, wanted)
             restore_random_states(state.random, self._device.torch_device)
@@ -287,6 +290,9 @@ class Engine:
             for folder in made:
                 folder.mkdir()
             try:
+                self._lock = DirectoryLock(folders)
+                for folder in made:
+                    sync_directory(folder.parent)  # or a power cut takes the folder, with every commit in it
                 self._store = Store.create(folders, layout, overwrite=overwrite, **io)
             except BaseException:
                 for folder in made:
@@ -308,7 +314,7 @@ class Engine:
 
     def _open_plane(self) -> None:
         """Allocate everything and start the workers, by the memory plan."""
-        assert self._store is not None
+        assert self._store is not None and self._lock is not None
         options = self._options
         if self._link is None:
             self._link = OptimizerLink()
@@ -331,7 +337,7 @@ class Engine:
             self._shape, self.memory_plan, self._device, self._store, self._extents, self._commits.state.slots,
             self._link, [folder / "scratch" for folder in self._store.directories], self._commits.commit,
             self._commits.update_of, spill_gradients=held < len(deferred), resident=self.memory_plan.resident,
-            pace=self._pace,
+            pace=self._pace, locks=self._lock.descriptors,
         )  # fmt: skip
         self._accounting = Accounting(self._plane, self._trace)
 
@@ -639,6 +645,8 @@ class Engine:
             self._close_plane()
             if self._store is not None:
                 self._store.close()
+            if self._lock is not None:
+                self._lock.close()
             self._meter.stop()
 
     def __enter__(self) -> "Engine":

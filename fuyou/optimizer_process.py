@@ -14,6 +14,7 @@ import contextlib
 import os
 import queue
 import signal
+import socket
 import sys
 import threading
 import time
@@ -35,6 +36,8 @@ from common.store import Extent, Layout, Store
 from fuyou.adam import ChunkAdam
 from fuyou.intervals import merge
 from fuyou.optimizer_protocol import (
+    BEAT_SECONDS,
+    Alive,
     CreateRecord,
     Failed,
     ReadStates,
@@ -108,12 +111,13 @@ class OptimizerProcess:
         setup: what to work on.
         connection: pipe to the engine.
         shared_fd: the memory file with parameters and gradients.
+        sending: held by whoever sends.
     """
 
-    def __init__(self, setup: Setup, connection: Connection, shared_fd: int):
+    def __init__(self, setup: Setup, connection: Connection, shared_fd: int, sending: threading.Lock):
         self._setup = setup
         self._connection = connection
-        self._sending = threading.Lock()
+        self._sending = sending
         self._precision = Precision(setup.dtype, setup.optimizer_dtype)
         self._records = [Record.from_dict(index, content) for index, content in enumerate(setup.records)]
         self._shared = HostBuffer(setup.shared.nbytes, fd=shared_fd).touch()
@@ -327,22 +331,40 @@ def report(connection: Connection, error: BaseException, lock: AbstractContextMa
         connection.send(Failed(message, expected))
 
 
+def _beat(connection: Connection, sending: threading.Lock) -> None:
+    """Say that we live, as long as somebody listens."""
+    with contextlib.suppress(OSError):
+        while True:
+            time.sleep(BEAT_SECONDS)
+            with sending:
+                connection.send(Alive())
+
+
+def _hold(connection: Connection, locks: int) -> None:
+    """Take the run's locks from the engine. They are never closed: if it dies, we may still be writing."""
+    if locks:
+        with socket.socket(fileno=os.dup(connection.fileno())) as channel:
+            socket.recv_fds(channel, 1, locks)
+
+
 def main(pipe_fd: int) -> None:
     """Say hello, receive the set-up, serve."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine decides what it means
-    connection = Connection(pipe_fd)
+    connection, sending = Connection(pipe_fd), threading.Lock()
     try:
         connection.send(Ready())
-        setup, shared_fd = connection.recv()
+        threading.Thread(target=_beat, args=(connection, sending), name="alive", daemon=True).start()
+        setup, shared_fd, locks = connection.recv()
+        _hold(connection, locks)
         if setup.cores:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, setup.cores)
         torch.set_num_threads(setup.threads)
-        OptimizerProcess(setup, connection, shared_fd).run()
+        OptimizerProcess(setup, connection, shared_fd, sending).run()
     except EOFError:
         pass  # closed before it began
     except BaseException as error:
-        report(connection, error)
+        report(connection, error, sending)
         sys.exit(1)
 
 

@@ -9,6 +9,9 @@ from common.store import Pace
 from common.store.store import Io
 from fuyou.adam import Update
 
+BEAT_SECONDS = 2.0
+"""Between two signs of life of the optimizer process."""
+
 
 @dataclass(frozen=True)
 class BufferRegion:
@@ -103,6 +106,11 @@ class WriteRecord:
 @dataclass(frozen=True)
 class Ready:
     """The process has started, or has finished its set-up."""
+
+
+@dataclass(frozen=True)
+class Alive:
+    """Sent every few seconds: the process may be busy, but it runs."""
 
 
 @dataclass(frozen=True)
