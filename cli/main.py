@@ -128,6 +128,7 @@ def settings_of(arguments: tuple[str, ...], options: dict[str, Any]) -> Settings
     given = {field.name: options[field.name] for field in fields(Settings) if field.name in options}
     for name in ("ssd", "data"):
         given[name] = tuple(path for word in options[name] for path in expand_pattern(f"--{name}", word))
+    given["lora_targets"] = tuple(options["lora_targets"])
     return Settings(**given, arguments=arguments)
 
 

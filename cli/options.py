@@ -19,6 +19,7 @@ Data      finetune --model ~/Llama-3-8B --data books/ notes.txt --seq-len 4096 -
 Memory    finetune --gpu 4090 --ssd /mnt/nvme* --model gpt3-175b --host-memory 200GiB
 Plan      finetune --plan --gpu 4090 --drive p5510 --ssds 12 --host-memory 768GiB --model gpt3-13b --batch-size 64
 Training  finetune --model ~/Llama-3-8B --data chats.jsonl --lr 2e-5 --warmup 3% --max-grad-norm 1
+Adapters  finetune --model ~/Llama-3-70B --data chats.jsonl --lora-rank 16 --lr 2e-4
 Output    finetune --model ~/Llama-3-8B --data chats.jsonl --output tuned --resume
 Nodes     finetune --nodes 4 --rdzv-endpoint node0:29400 --model /shared/Llama-3-8B --data chats.jsonl    on each node
           srun --nodes 4 --ntasks-per-node 1 finetune --nodes 4 --model /shared/Llama-3-8B --data chats.jsonl
@@ -323,6 +324,36 @@ def build_command(run: Callable[..., int]) -> click.Command:
         show_default=True,
         help="Of the data's order, and of random weights and tokens.",
     )
+
+    add = group("Adapters")
+    add("--lora-rank", type=positive, metavar="R", help="Train LoRA adapters of this rank, and freeze the weights.")
+    add(
+        "--lora-alpha",
+        type=click.FloatRange(min=0, min_open=True),
+        metavar="X",
+        help="An adapter's output is multiplied by this over the rank. Default: twice the rank.",
+    )
+    add(
+        "--lora-dropout",
+        type=decay,
+        default=0.0,
+        show_default=True,
+        metavar="X",
+        help="Part of the adapters' inputs to drop in training.",
+    )
+    add(
+        "--lora-targets",
+        metavar="NAME...",
+        words=True,
+        help="Modules to adapt: q_proj v_proj. Default: every linear layer but the head.",
+    )
+    add(
+        "--peft-config",
+        type=folder,
+        metavar="FILE",
+        help="An adapter_config.json of the peft library instead (or its directory): rsLoRA, DoRA, LoHa, LoKr, IA3.",
+    )
+    add("--merge", is_flag=True, help="Write the model with the adapters merged into it, beside the adapters.")
 
     add = group("Output")
     add("--output", type=folder, metavar="DIR", help="Default: finetune-output/<model>.")

@@ -19,6 +19,7 @@ StrategyName = Literal["fcdp", "zero3", "hybrid"]
 _ONLY_NODES = (
     "gpus_per_node", "rdzv_endpoint", "node_timeout", "max_restarts", "strategy", "device_cache_threshold"
 )  # fmt: skip
+_ONLY_LORA = ("lora_alpha", "lora_dropout", "lora_targets")
 _ONLY_ENGINE = ("host_memory", "device_memory", "optimizer_dtype", "io", "single_slot", "trace")
 
 
@@ -91,6 +92,16 @@ class Settings:
     """None: fcdp."""
     device_cache_threshold: float | None = None
     """Part of device memory up to which cached parameters stay there; None: 0.9."""
+    lora_rank: int | None = None
+    """Of LoRA adapters, which are trained while the weights are frozen; None: none, or as ``peft_config`` says."""
+    lora_alpha: float | None = None
+    lora_dropout: float = 0.0
+    lora_targets: tuple[str, ...] = ()
+    """Names of modules to adapt; none: every linear layer but the head."""
+    peft_config: Path | None = None
+    """An ``adapter_config.json``, or its directory."""
+    merge: bool = False
+    """Whether to write the merged model beside the adapters."""
     debug: bool = False
     arguments: tuple[str, ...] = ()
     """The command line itself, to say how to continue."""
@@ -107,6 +118,12 @@ class Settings:
             raise UserError(
                 f"--strategy {self.strategy} cannot be trained with yet: there are {known}. Add --plan to plan with it."
             )
+        if self.lora_rank is not None and self.peft_config is not None:
+            raise UserError("--lora-rank and --peft-config both say what the adapters are: give one of them.")
+        if self.lora_rank is None:
+            self._refuse(_ONLY_LORA, "is about LoRA adapters: add --lora-rank, or put it into --peft-config's file")
+        if self.merge and not self.trains_adapters:
+            raise UserError("--merge merges adapters into the weights: add --lora-rank or --peft-config.")
         if self.nodes is None:
             self._refuse(_ONLY_NODES, "is for several nodes or ranks: add --nodes N (1 for this machine alone)")
         else:
@@ -119,6 +136,11 @@ class Settings:
         for field in fields(self):
             if field.name in options and getattr(self, field.name) != field.default:
                 raise UserError(f"--{field.name.replace('_', '-')} {why}.")
+
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether the weights are frozen and adapters are trained."""
+        return self.lora_rank is not None or self.peft_config is not None
 
     @property
     def commit_interval(self) -> int:

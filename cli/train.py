@@ -47,6 +47,8 @@ def finetune(settings: Settings, interrupts: Interrupts) -> Result:
     """
     if not settings.debug:
         quiet_transformers()
+    if settings.trains_adapters:
+        raise UserError("--lora-rank and --peft-config are not there yet on one machine.")
     job = prepare(settings)
     print(job.header(), flush=True)
     _profile(job)

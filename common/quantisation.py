@@ -1,13 +1,13 @@
-"""Block-quantised tensors: int8, or two int4 to a byte, with one fp32 scale for every :data:`BLOCK` elements.
+"""Block-quantised tensors as they travel: int8, or two int4 to a byte, with one fp32 scale for every :data:`BLOCK`.
 
 Symmetric and round-to-nearest: a block's scale maps its largest magnitude to 127 (int8) or 7 (int4), so that no element
 is off by more than half a scale: |x - dequantised| <= max|block| / 254, or / 14. Scales of their own keep an outlier's
 damage inside its block (Dettmers et al., arXiv:2110.02861, section 2.1; used by ZeRO++ and ZeRO-topo).
 
-Bytes per element: 1 + 4/256 and 0.5 + 4/256, against 2 in bf16.
+A row of c elements becomes one row of bytes: the scales of its blocks, then their values. Rows know nothing of each
+other, so any of them may travel by itself. Bytes per element: 1 + 4/256 and 0.5 + 4/256, against 2 in bf16.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -18,60 +18,60 @@ BLOCK = 256
 """Elements that share a scale."""
 
 _LARGEST = {8: 127.0, 4: 7.0}
-
-
-@dataclass(frozen=True)
-class Quantised:
-    """What travels instead of a flat tensor. Blocks do not know of each other, so parts of whole blocks may travel."""
-
-    values: torch.Tensor
-    """int8 ``[blocks * BLOCK]``; with 4 bits uint8 ``[blocks * BLOCK / 2]``, the even element in the low half."""
-    scales: torch.Tensor
-    """fp32 ``[blocks]``."""
-    bits: Bits
-    count: int
-    """Elements of the tensor; the last block may be padded with zeros."""
-
-    @property
-    def nbytes(self) -> int:
-        """Of values and scales."""
-        return self.values.nbytes + self.scales.nbytes
+_SCALE_BYTES = 4
+_HALF = BLOCK // 2
 
 
 def quantised_nbytes(count: int, bits: Bits) -> int:
-    """Bytes that ``count`` elements take, padding included."""
-    blocks = -(-count // BLOCK)
-    return blocks * (BLOCK * bits // 8 + 4)
+    """Bytes that a row of ``count`` elements takes; its last block is padded with zeros."""
+    return _blocks(count) * (_SCALE_BYTES + BLOCK * bits // 8)
 
 
-def quantise(tensor: torch.Tensor, bits: Bits) -> Quantised:
-    """``tensor`` (any shape, floating point) in blocks of its flat order.
+def quantise(rows: torch.Tensor, bits: Bits, out: torch.Tensor | None = None) -> torch.Tensor:
+    """``rows`` ``[..., c]``, floating point, each in blocks of its own.
 
     A block with a NaN or an infinity comes back as NaN throughout: training should see that, not a clipped value.
+    A block whose largest magnitude has no reciprocal in fp32 (below 1e-36) comes back as zeros.
+
+    Args:
+        out: ``uint8 [..., quantised_nbytes(c)]``, contiguous rows; None: a new one.
     """
-    flat = tensor.detach().reshape(-1)
-    count = flat.numel()
-    blocks = -(-count // BLOCK)
-    padded = flat if count == blocks * BLOCK else torch.nn.functional.pad(flat, (0, blocks * BLOCK - count))
-    rows = padded.view(blocks, BLOCK).float()
-    scales = rows.abs().amax(dim=1) / _LARGEST[bits]
-    scales = torch.where(scales.isfinite(), scales, torch.nan)
-    # A block of zeros, or of numbers so small that their scale rounds to zero, has no use for its scale.
-    divisors = torch.where(scales > 0, scales, 1.0)
-    # fp32 division may round past the end by one where the scale is denormal.
-    values = (rows / divisors[:, None]).round_().nan_to_num_(0.0).clamp_(-_LARGEST[bits], _LARGEST[bits]).to(torch.int8)
+    rows = rows.detach()
+    *leading, count = rows.shape
+    blocks = _blocks(count)
+    if out is None:
+        out = torch.empty((*leading, quantised_nbytes(count, bits)), dtype=torch.uint8, device=rows.device)
+    whole = torch.nn.functional.pad(rows, (0, blocks * BLOCK - count)) if count % BLOCK else rows
+    elements = whole.float().reshape(*leading, blocks, BLOCK)
+    largest = torch.linalg.vector_norm(elements, ord=float("inf"), dim=-1)
+    scales, values = _parts(out, blocks, bits)
+    scales.copy_(torch.where(largest.isfinite(), largest / _LARGEST[bits], torch.nan))
+    steps = torch.where(largest > 1e-36, _LARGEST[bits] / largest, 0.0)
+    # Where the scale is NaN, whatever a NaN becomes as an integer does not matter.
+    whole_steps = (elements * steps.unsqueeze(-1)).round_().to(torch.int8)
     if bits == 8:
-        return Quantised(values.view(-1), scales, bits, count)
-    nibbles = (values.view(-1, 2) & 0xF).to(torch.uint8)
-    return Quantised(nibbles[:, 0] | (nibbles[:, 1] << 4), scales, bits, count)
+        values.view(torch.int8).copy_(whole_steps)
+    else:  # the first half of a block in the low halves of its bytes
+        torch.bitwise_or(whole_steps[..., :_HALF] & 0xF, whole_steps[..., _HALF:] << 4, out=values.view(torch.int8))
+    return out
 
 
-def dequantise(quantised: Quantised, *, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """The flat tensor ``[count]`` in ``dtype``."""
-    values = quantised.values
-    if quantised.bits == 4:
-        low = (values << 4).view(torch.int8) >> 4  # arithmetic shifts bring the sign back
-        high = values.view(torch.int8) >> 4
-        values = torch.stack((low, high), dim=1).view(-1)
-    rows = values.view(-1, BLOCK).float() * quantised.scales[:, None]
-    return rows.view(-1)[: quantised.count].to(dtype)
+def dequantise(payload: torch.Tensor, count: int, bits: Bits) -> torch.Tensor:
+    """The rows ``fp32 [..., count]`` of ``payload`` ``uint8 [..., quantised_nbytes(count)]``."""
+    scales, values = _parts(payload, _blocks(count), bits)
+    signed = values.view(torch.int8)
+    if bits == 4:
+        # Arithmetic shifts bring the sign back.
+        signed = torch.cat(((signed << 4) >> 4, signed >> 4), dim=-1)
+    elements = signed * scales.unsqueeze(-1)
+    return elements.flatten(-2)[..., :count]
+
+
+def _blocks(count: int) -> int:
+    return -(-count // BLOCK)
+
+
+def _parts(payload: torch.Tensor, blocks: int, bits: Bits) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of scales, ``fp32 [..., blocks]``, and values, ``uint8 [..., blocks, bytes of a block]``."""
+    border = blocks * _SCALE_BYTES
+    return payload[..., :border].view(torch.float32), payload[..., border:].unflatten(-1, (blocks, BLOCK * bits // 8))

@@ -10,7 +10,7 @@ node, next to each other in memory:
 * gloo with CUDA tensors: by way of host memory. For tests of stream order, not for speed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -72,7 +72,7 @@ class RankLevel:
             if row.is_contiguous():
                 _all_gather(row.view(-1), row[self.index], self._group)
             else:
-                self._exchange_grouped(row)
+                self._grouped([(row[self.index], to, row[source], source) for to, source in self._turns()])()
         return _nothing
 
     def reduce_scatter(self, rows: torch.Tensor, output: torch.Tensor) -> None:
@@ -103,35 +103,79 @@ class RankLevel:
         else:
             output.copy_(sum(places[1:], start=places[0]))
 
+    def all_to_all(self, rows: torch.Tensor, received: torch.Tensor) -> Wait:
+        """Cell k of every row goes to rank k, and what the others have for this rank arrives.
+
+        Args:
+            rows: ``[R, K, c]``, left as they are; this rank's own cells are not read.
+            received: ``[R, K-1, c]``, by rank of the sender, without this rank.
+
+        Returns:
+            What to call before reading ``received``; until then ``rows`` must stay.
+        """
+        if self._group is None or not rows.numel():
+            return _nothing
+        self._count(rows)
+        if not _uses_gloo(self._group, rows.device):
+            return self._grouped([
+                (row[to], to, places[_without(self.index, source)], source)
+                for row, places in zip(rows, received, strict=True)
+                for to, source in self._turns()
+            ])  # fmt: skip
+        if rows.device.type == "cpu":
+            return self._exchange(rows, received, skip_own=True)
+        staged = torch.empty(received.shape, dtype=received.dtype)
+        self._exchange(rows.cpu(), staged, skip_own=True)()
+        received.copy_(staged)
+        return _nothing
+
+    def shift(self, cell: torch.Tensor, to: int, place: torch.Tensor, source: int) -> Wait:
+        """One step of a ring: ``cell`` goes to rank ``to`` while ``place`` is filled by rank ``source``.
+
+        Returns:
+            What to call before reading ``place``; until then ``cell`` must stay. NCCL: orders the stream that is
+            current when it is called.
+        """
+        assert self._group is not None, "a level of one rank has no ring"
+        self._traffic.sent(self._purpose, self._name, cell.numel() * cell.element_size())
+        if not _uses_gloo(self._group, cell.device):
+            return self._grouped([(cell, to, place, source)])
+        if cell.device.type == "cpu":
+            works = [
+                dist.irecv(place, group=self._group, group_src=source),
+                dist.isend(cell, group=self._group, group_dst=to),
+            ]
+            return _all_of(works)
+        staged = torch.empty(place.shape, dtype=place.dtype)
+        receiving = dist.irecv(staged, group=self._group, group_src=source)
+        _all_of([receiving, dist.isend(cell.cpu(), group=self._group, group_dst=to)])()
+        place.copy_(staged)
+        return _nothing
+
+    def _turns(self) -> list[tuple[int, int]]:
+        """To whom to send and from whom to receive, in which order: everyone starts with its neighbour, so that not
+        all send to rank 0 first."""
+        return [((self.index + step) % self.size, (self.index - step) % self.size) for step in range(1, self.size)]
+
     def _exchange(self, send: torch.Tensor, receive: torch.Tensor, *, skip_own: bool = False) -> Wait:
         """Point-to-point on host memory. Gather (``send`` is ``receive``): this rank's cell goes to every peer.
         With ``skip_own``: cell k goes to rank k, and ``receive`` has no place for this rank."""
         works = []
         for row_out, row_in in zip(send, receive, strict=True):
-            for step in range(1, self.size):
-                # Everyone starts with its neighbour, so that not all send to rank 0 first.
-                to, source = (self.index + step) % self.size, (self.index - step) % self.size
+            for to, source in self._turns():
                 cell = row_out[to] if skip_own else row_out[self.index]
-                place = source - (source > self.index) if skip_own else source
+                place = _without(self.index, source) if skip_own else source
                 works.append(dist.irecv(row_in[place], group=self._group, group_src=source))
                 works.append(dist.isend(cell, group=self._group, group_dst=to))
+        return _all_of(works)
 
-        def wait() -> None:
-            for work in works:
-                if work is not None:
-                    work.wait()
-
-        return wait
-
-    def _exchange_grouped(self, row: torch.Tensor) -> None:
-        """NCCL: all sends and receives of one strided row ``[K, c]`` as one operation on the current stream."""
+    def _grouped(self, messages: list[tuple[torch.Tensor, int, torch.Tensor, int]]) -> Wait:
+        """NCCL: all sends and receives (cell, to, place, source) as one operation."""
         operations = []
-        for step in range(1, self.size):
-            to, source = (self.index + step) % self.size, (self.index - step) % self.size
-            operations.append(dist.P2POp(dist.isend, row[self.index], group=self._group, group_peer=to))
-            operations.append(dist.P2POp(dist.irecv, row[source], group=self._group, group_peer=source))
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()  # orders the current stream; the host goes on
+        for cell, to, place, source in messages:
+            operations.append(dist.P2POp(dist.isend, cell, group=self._group, group_peer=to))
+            operations.append(dist.P2POp(dist.irecv, place, group=self._group, group_peer=source))
+        return _all_of(dist.batch_isend_irecv(operations))
 
     def _gather_staged(self, rows: torch.Tensor) -> Wait:
         """gloo has no point-to-point for CUDA tensors: there and back over the host, synchronously."""
@@ -145,6 +189,22 @@ class RankLevel:
     def _count(self, rows: torch.Tensor) -> None:
         nbytes = rows.numel() // self.size * (self.size - 1) * rows.element_size()
         self._traffic.sent(self._purpose, self._name, nbytes)
+
+
+def _all_of(works: Sequence[dist.Work | None]) -> Wait:
+    """Wait for every one. gloo: the host waits; NCCL: the current stream does."""
+
+    def wait() -> None:
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    return wait
+
+
+def _without(own: int, rank: int) -> int:
+    """The place of ``rank`` where ranks are numbered without ``own``."""
+    return rank - (rank > own)
 
 
 def _uses_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -65,7 +65,7 @@ class TwoLevelReduceScatter:
 
         On return it is done, or in order on the current stream.
         """
-        average = _is_average(op)
+        average = is_average(op)
         nodes, ranks = self._across.size, self._inside.size
         cells = input_tensor.view(nodes, ranks, -1)
         in_node = torch.empty((nodes, cells.size(2)), dtype=input_tensor.dtype, device=input_tensor.device)
@@ -90,7 +90,7 @@ class TwoLevelReduceScatter:
             output_tensor.div_(nodes)
 
 
-def _is_average(op: Any) -> bool:
+def is_average(op: Any) -> bool:
     """Whether ``op`` divides by the number of ranks.
 
     Raises:

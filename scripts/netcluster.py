@@ -159,17 +159,14 @@ class Cluster:
 
     def set_rate(self, rate: str, node: int | None = None) -> None:
         """Change the rate of one node's link, or of all, from now on."""
-        bits = rate_bits(rate)
         for index in range(self.nodes) if node is None else [node]:
             for namespace, device in ((self.namespace(index), DEVICE), (self._switch, f"port{index}")):
-                _ip("-n", namespace, "link", "show", device)  # says which link, if it is not there
-                _run(["tc", "-n", namespace, "qdisc", "del", "dev", device, "root"], may_fail=True)
-                if bits is not None:
-                    # A bucket of 4 ms, but no less than one of the kernel's 64 KiB super-packets; a queue of 50 ms.
-                    burst = max(int(bits / 8 * 0.004), 128 << 10)
-                    limit = burst + int(bits / 8 * 0.05)
-                    shape = ["tbf", "rate", f"{bits:.0f}bit", "burst", str(burst), "limit", str(limit)]
-                    _run(["tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *shape])
+                _shape(namespace, device, rate_bits(rate))
+
+    def set_inside_rate(self, rate: str) -> None:
+        """Change what all ranks of a node together can send each other per second, in every node, from now on."""
+        for index in range(self.nodes):
+            _shape(self.namespace(index), "lo", rate_bits(rate))
 
     def set_link(self, node: int, up: bool) -> None:
         """Plug a node's cable in, or pull it out. The switch's end is taken: the node sees its carrier go."""
@@ -219,6 +216,8 @@ class Cluster:
             _ip("-n", namespace, "address", "add", f"{self.address(node)}/24", "dev", DEVICE)
             _ip("-n", namespace, "link", "set", DEVICE, "up")
             _ip("-n", namespace, "link", "set", "lo", "up")
+            _keep_order(namespace, DEVICE)
+            _keep_order(self._switch, port)
         self.set_rate(self._rate)
 
     def _end_processes(self) -> None:
@@ -231,6 +230,18 @@ class Cluster:
             deadline = time.monotonic() + grace
             while any(process.poll() is None for process in self._processes) and time.monotonic() < deadline:
                 time.sleep(0.02)
+
+
+def _shape(namespace: str, device: str, bits: float | None) -> None:
+    """Let a device send ``bits`` per second; None: as fast as it can."""
+    _ip("-n", namespace, "link", "show", device)  # says which link, if it is not there
+    _run(["tc", "-n", namespace, "qdisc", "del", "dev", device, "root"], may_fail=True)
+    if bits is not None:
+        # A bucket of 4 ms, but no less than one of the kernel's 64 KiB super-packets; a queue of 50 ms.
+        burst = max(int(bits / 8 * 0.004), 128 << 10)
+        limit = burst + int(bits / 8 * 0.05)
+        shape = ["tbf", "rate", f"{bits:.0f}bit", "burst", str(burst), "limit", str(limit)]
+        _run(["tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *shape])
 
 
 def check_possible() -> None:
@@ -267,6 +278,19 @@ def _remove(namespace: str) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(process), signal.SIGKILL)
     _ip("netns", "delete", namespace, may_fail=True)
+
+
+def _keep_order(namespace: str, device: str) -> None:
+    """Have each connection's packets handled by one CPU, as the queues of a real network device do.
+
+    Else they queue on whatever CPU their sender runs on, overtake each other when it moves, and TCP sends again what
+    was never lost: measured, 1 to 3 percent of the bytes.
+    """
+    groups = f"{(1 << (os.cpu_count() or 1)) - 1:x}"
+    groups = ",".join(re.findall(r".{1,8}", groups[::-1]))[::-1]  # 32 CPUs each
+    queue = f"/sys/class/net/{device}/queues/rx-0/rps_cpus"
+    # Kernels may have been built without it.
+    _run(["ip", "netns", "exec", namespace, "sh", "-c", f"echo {groups} > {queue}"], may_fail=True)
 
 
 def _ip(*arguments: str, may_fail: bool = False) -> str:

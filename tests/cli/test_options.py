@@ -106,7 +106,8 @@ def test_help_is_quick_and_in_groups() -> None:
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     headings = [line for line in done.stdout.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert headings == [
-        "Model:", "Data:", "Memory:", "Cluster:", "Training:", "Output:", "Planning:", "Other:", "Examples:"
+        "Model:", "Data:", "Memory:", "Cluster:", "Training:", "Adapters:", "Output:", "Planning:", "Other:",
+        "Examples:",
     ]  # fmt: skip
     assert done.stdout.splitlines()[-1] == "False", "PyTorch takes seconds to import"
     assert "--ssd /mnt/nvme* --model gpt3-175b" in done.stdout

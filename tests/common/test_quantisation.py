@@ -22,9 +22,9 @@ def test_every_element_is_within_half_a_step_of_its_own_block(
     # Blocks of very different size: each has to have a scale of its own.
     tensor = (torch.randn(count) * 10.0 ** (torch.arange(count) // BLOCK * 3 - 3)).to(dtype)
     packed = quantise(tensor, bits)
-    back = dequantise(packed, dtype=torch.float32)
+    back = dequantise(packed, count, bits)
     assert back.shape == (count,)
-    assert packed.nbytes == quantised_nbytes(count, bits)
+    assert packed.dtype == torch.uint8 and packed.shape == (quantised_nbytes(count, bits),)
     for start in range(0, count, BLOCK):
         block, found = tensor[start : start + BLOCK].float(), back[start : start + BLOCK]
         bound = block.abs().max() / largest / 2
@@ -44,31 +44,38 @@ def test_bytes_are_a_half_and_a_quarter_of_bf16_plus_scales() -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_extremes_signs_and_order(bits: Bits) -> None:
     largest = 127 if bits == 8 else 7
-    steps = torch.arange(-largest, largest + 1, dtype=torch.float32).repeat(2)[:BLOCK]
-    packed = quantise(steps, bits)
-    assert torch.equal(dequantise(packed, dtype=torch.float32), steps), "whole steps come back as they are"
-    assert packed.values.dtype == (torch.int8 if bits == 8 else torch.uint8)
+    steps = torch.arange(-largest, largest + 1, dtype=torch.float32).repeat(18)[:BLOCK]
+    assert torch.equal(dequantise(quantise(steps, bits), BLOCK, bits), steps), "whole steps come back as they are"
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_zeros_denormals_and_what_is_not_finite(bits: Bits) -> None:
-    assert not dequantise(quantise(torch.zeros(3), bits)).any()
-    tiny = torch.full((BLOCK,), 1e-45)
-    assert dequantise(quantise(tiny, bits), dtype=torch.float32).abs().max() <= 1e-44
-    spoilt = torch.ones(2 * BLOCK)
-    spoilt[3] = torch.inf
-    back = dequantise(quantise(spoilt, bits))
-    assert back[:BLOCK].isnan().all()
-    assert torch.equal(back[BLOCK:].float(), torch.ones(BLOCK)), "other blocks know nothing of it"
+    def there_and_back(tensor: torch.Tensor) -> torch.Tensor:
+        return dequantise(quantise(tensor, bits), tensor.numel(), bits)
+
+    assert not there_and_back(torch.zeros(3)).any()
+    assert not there_and_back(torch.full((BLOCK,), 1e-45)).any(), "no infinite steps"
+    assert there_and_back(torch.tensor([1e-35, 0.0])).tolist() == pytest.approx([1e-35, 0.0])
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        spoilt = torch.ones(2 * BLOCK)
+        spoilt[3] = bad
+        back = there_and_back(spoilt)
+        assert back[:BLOCK].isnan().all()
+        assert torch.equal(back[BLOCK:], torch.ones(BLOCK)), "other blocks know nothing of it"
 
 
-def test_whole_blocks_can_travel_by_themselves() -> None:
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rows_travel_by_themselves_and_into_given_places(bits: Bits) -> None:
     torch.manual_seed(0)
-    tensor = torch.randn(4 * BLOCK)
-    whole = dequantise(quantise(tensor, 4))
-    parts = [dequantise(quantise(part, 4)) for part in tensor.chunk(4)]
-    assert torch.equal(torch.cat(parts), whole)
+    rows = torch.randn(2, 3, 300).bfloat16()
+    out = torch.zeros(2, 3, 1 + quantised_nbytes(300, bits) // 4, dtype=torch.float32).view(torch.uint8)[..., 4:]
+    assert quantise(rows, bits, out=out) is out
+    for i in range(2):
+        for j in range(3):
+            alone = dequantise(quantise(rows[i, j], bits), 300, bits)
+            assert torch.equal(dequantise(out, 300, bits)[i, j], alone)
 
 
-def test_an_empty_tensor_stays_empty() -> None:
-    assert dequantise(quantise(torch.empty(0), 8)).numel() == 0
+@pytest.mark.parametrize("bits", [8, 4])
+def test_an_empty_tensor_stays_empty(bits: Bits) -> None:
+    assert dequantise(quantise(torch.empty(0), bits), 0, bits).shape == (0,)

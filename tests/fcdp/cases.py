@@ -86,6 +86,7 @@ def train(
     strategy: str,
     *,
     in_order: bool = False,
+    prepare: Callable[[nn.Module, fcdp.Topology], None] | None = None,
     inspect: Callable[[fcdp.Sharding], Any] | None = None,
     memory: str = "",
     **options: Any,
@@ -94,6 +95,7 @@ def train(
 
     Args:
         in_order: replace FSDP2's reduce-scatter by the twin's.
+        prepare: called with the sharded model.
         memory: stands for a device's memory: see :func:`_memory`.
     """
     model: Any = make_model(case)
@@ -106,6 +108,8 @@ def train(
         for block in sharding.groups:
             if block.name.split(".")[-1].isdigit():
                 block.modules[0].compile(backend="aot_eager")
+    if prepare:
+        prepare(model, topology)
     twins = []
     if in_order:
         for module in model.modules():

@@ -1,0 +1,192 @@
+"""All-gathers of one size on an emulated cluster: the flat ring, the hierarchical ring, and HO-Ring (PaRO 3.4, 4.4).
+
+    python scripts/bench_ho_ring.py --nodes 3 --ranks 3 --mib 64 --rate 250mbit --inside 4,8,16
+
+Links between nodes carry `--rate` each way. Of each node's ranks, every one can send the others of its node
+`--inside` times its share of that rate: loopback devices are paced, too. In one run, one after the other in every
+round, the same bytes are gathered by
+
+* gloo: its own all-gather over all ranks;
+* flat: one ring through all ranks, written with the same point-to-point messages as the others;
+* hierarchical: a ring across nodes, then one inside;
+* ho: both at once (`fcdp.collectives.HoRing`).
+
+Every result is checked. Times are medians over rounds of the slowest rank's. Needs root (see netcluster.py).
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import IO, Any
+
+import click
+import torch
+import torch.distributed as dist
+from netcluster import Cluster, rank_environments, rate_bits
+
+import fcdp
+from common.errors import FinetuneError
+from fcdp.collectives import HoRing
+from fcdp.rank_level import RankLevel
+from fcdp.traffic import Traffic
+
+REPORT, SET_RATE = "REPORT ", "SET_RATE "
+PAPER = {"flat": 288, "hierarchical": 183, "ho": 162}
+"""Milliseconds for 1 GB on 16 DGX nodes (PaRO 4.4)."""
+
+
+class Worker:
+    """One rank: gathers what the parent asks for, and has it change the rate in between."""
+
+    def __init__(self, mib: float):
+        dist.init_process_group("gloo")
+        self.topology = topology = fcdp.Topology.from_environment(device="cpu")
+        traffic = Traffic()
+        self.inside = RankLevel(lambda: topology.gather_groups, "inside", "gather", traffic)
+        self.across = RankLevel(lambda: topology.gather_groups, "across", "gather", traffic)
+        self.ho = HoRing(self.inside, self.across)
+        cell = int(mib * 2**20 / 4 / topology.world_size)
+        self.right = torch.arange(topology.world_size * cell, dtype=torch.float32).view(
+            topology.nodes, topology.ranks_per_node, cell
+        )
+
+    def run(self, rounds: int, inside: list[str]) -> None:
+        """All kinds at all rates."""
+        kinds: dict[str, Callable[[torch.Tensor], None]] = {
+            "gloo": self._gloo,
+            "flat": self._flat,
+            "hierarchical": self._hierarchical,
+            "ho": lambda cells: self.ho.gather(cells)(),
+        }
+        for rate in inside:
+            self._set_rate(rate)
+            seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+            for round_ in range(rounds + 1):
+                for kind, gather in kinds.items():
+                    taken = self._time(gather)
+                    if round_:  # the first one opens connections
+                        seconds[kind].append(taken)
+            if self.topology.rank == 0:
+                print(REPORT + json.dumps({"inside": rate, "seconds": seconds}), flush=True)
+        self.topology.close()
+        dist.destroy_process_group()
+
+    def _time(self, gather: Callable[[torch.Tensor], None]) -> float:
+        cells = torch.zeros_like(self.right)
+        self.ho.own(cells).copy_(self.ho.own(self.right))
+        dist.barrier()
+        started = time.perf_counter()
+        gather(cells)
+        taken = torch.tensor(time.perf_counter() - started)
+        if not torch.equal(cells, self.right):
+            raise FinetuneError(f"Rank {self.topology.rank} has not gathered what it should have.")
+        dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+        return float(taken)
+
+    def _gloo(self, cells: torch.Tensor) -> None:
+        dist.all_gather(list(cells.view(self.topology.world_size, -1)), self.ho.own(cells).clone())
+
+    def _flat(self, cells: torch.Tensor) -> None:
+        _ring(cells.view(self.topology.world_size, -1), self.topology.rank, None)
+
+    def _hierarchical(self, cells: torch.Tensor) -> None:
+        groups = self.topology.gather_groups
+        _ring(cells[:, self.inside.index], self.across.index, groups.across)
+        for block in cells:
+            _ring(block, self.inside.index, groups.inside)
+
+    def _set_rate(self, rate: str) -> None:
+        if self.topology.rank == 0:
+            print(SET_RATE + rate, flush=True)
+            sys.stdin.readline()
+        dist.barrier()
+
+
+def _ring(cells: torch.Tensor, index: int, group: dist.ProcessGroup | None) -> None:
+    """Every rank hands on to the next one what it got last, its own cell first."""
+    size = cells.size(0)
+    if size == 1:
+        return
+    for step in range(size - 1):
+        mine, coming = (index - step) % size, (index - step - 1) % size
+        receiving = dist.irecv(cells[coming], group=group, group_src=(index - 1) % size)
+        sending = dist.isend(cells[mine], group=group, group_dst=(index + 1) % size)
+        assert receiving is not None and sending is not None
+        receiving.wait()
+        sending.wait()
+
+
+def measure(cluster: Cluster, ranks: int, rate: str, arguments: list[str]) -> list[dict[str, Any]]:
+    """Run the workers and collect what they report.
+
+    Raises:
+        FinetuneError: a worker failed.
+    """
+    results: list[dict[str, Any]] = []
+    leader: subprocess.Popen[str] | None = None
+    for node, environment in rank_environments(cluster, ranks):
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE} if leader is None else {}
+        threads = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        process = cluster.start(node, [sys.executable, __file__, *arguments], environment | threads, **pipes)
+        leader = leader or process
+    assert leader is not None and leader.stdout is not None and leader.stdin is not None
+    answers: IO[str] = leader.stdin
+    for line in leader.stdout:
+        if line.startswith(SET_RATE):
+            # A rank's share of its node's link, times its multiple, for all ranks of the node.
+            bits = (rate_bits(rate) or 0.0) * float(line.removeprefix(SET_RATE))
+            cluster.set_inside_rate(f"{bits / 1e6:.3f}mbit")
+            answers.write("done\n")
+            answers.flush()
+        elif line.startswith(REPORT):
+            results.append(json.loads(line.removeprefix(REPORT)))
+    if cluster.wait():
+        raise FinetuneError("A worker failed; what it said is above.")
+    return results
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """The results as Markdown."""
+    lines = [
+        "| inside, times the rate between nodes | gloo, s | flat ring, s | hierarchical, s | HO-Ring, s "
+        "| HO-Ring less than flat | less than hierarchical |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        median = {kind: statistics.median(seconds) for kind, seconds in result["seconds"].items()}
+        times = " | ".join(f"{seconds:.3f}" for seconds in median.values())
+        saved = " | ".join(f"{1 - median['ho'] / median[kind]:.1%}" for kind in ("flat", "hierarchical"))
+        lines.append(f"| {result['inside']} | {times} | {saved} |")
+    saved = " | ".join(f"{1 - PAPER['ho'] / PAPER[kind]:.1%}" for kind in ("flat", "hierarchical"))
+    times = " | ".join(f"{PAPER[kind] / 1e3:.3f}" for kind in ("flat", "hierarchical", "ho"))
+    lines.append(f"| PaRO, 1 GB, 16 nodes of 8 | | {times} | {saved} |")
+    return "\n".join(lines)
+
+
+@click.command(help=__doc__)
+@click.option("--nodes", default=3, show_default=True, type=int)
+@click.option("--ranks", default=3, show_default=True, type=int, help="Per node.")
+@click.option("--mib", default=64.0, show_default=True, type=float, help="Size of the gathered buffer.")
+@click.option("--rate", default="250mbit", show_default=True, help="Of every node's link.")
+@click.option("--inside", default="4,8,16", show_default=True, help="Multiples of it inside nodes.")
+@click.option("--rounds", default=5, show_default=True, type=int)
+def main(nodes: int, ranks: int, mib: float, rate: str, inside: str, rounds: int) -> None:
+    """The command: the parent, and with RANK in the environment a worker."""
+    if "RANK" in os.environ:
+        Worker(mib).run(rounds, inside.split(","))
+        return
+    try:
+        with Cluster(nodes, rate) as cluster:
+            results = measure(cluster, ranks, rate, sys.argv[1:])
+    except FinetuneError as error:
+        click.echo(f"bench_ho_ring: {error}", err=True)
+        sys.exit(error.exit_status)
+    click.echo(table(results))
+
+
+if __name__ == "__main__":
+    main()
