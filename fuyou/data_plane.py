@@ -15,7 +15,9 @@ import torch
 
 from common.buffers import HostBuffer
 from common.store import Extent, Layout, Pace, Store, remove
+from common.store.checksums import Sums
 from fuyou.adam import Update
+from fuyou.checksums import RecordSums, sealed_name
 from fuyou.devices import Device, optimizer_threads
 from fuyou.executor import ELSEWHERE, Executor
 from fuyou.memory_plan import MemoryPlan
@@ -72,6 +74,7 @@ class DataPlane:
         resident: records whose states stay in host memory.
         pace: makes the drives look slower.
         locks: descriptors that the optimizer process holds as well.
+        sums: told of everything that is written, asked about what is read.
     """
 
     def __init__(
@@ -90,7 +93,9 @@ class DataPlane:
         resident: Collection[int] = (),
         pace: Pace | None = None,
         locks: Sequence[int] = (),
+        sums: RecordSums | None = None,
     ):
+        self._sums = RecordSums(shape.records, extents) if sums is None else sums
         self.shape, self.plan, self.device, self.store = shape, plan, device, store
         self._extents, self._link, self._update_of = extents, link, update_of
         self._scratch_directories, self._pace = list(scratch), pace
@@ -273,7 +278,11 @@ class DataPlane:
     def _parameter_read(self, task: Task) -> Future:
         record = self.shape.records[task.record]
         buffer = self.host_parameters(record.outer, task.target, task.nbytes)
-        return self.store.read(self._extents[task.record].parameters[task.source], buffer)
+        place, sums = self._extents[task.record].parameters[task.source], None
+        expected = self._sums.expected(task.record, "parameters", task.source, task.step)
+        if expected is not None:
+            sums = Sums(place, self.store.directories, sealed_name(record, "parameters"), expected)
+        return self.store.read(place, buffer, sums=sums)
 
     def _parameter_upload(self, task: Task) -> None:
         record = self.shape.records[task.record]
@@ -296,7 +305,8 @@ class DataPlane:
         return self._scratch.read(self._gradient_extents[task.record], buffer)
 
     def _state_read(self, task: Task) -> None:
-        self._link.send(ReadStates(task.record, task.source))
+        expected = self._sums.expected(task.record, "states", task.source, task.step)
+        self._link.send(ReadStates(task.record, task.source, expected))
 
     def _update(self, task: Task) -> object:
         with self._lock:
@@ -343,6 +353,7 @@ class DataPlane:
                 self._adam_intervals += [RecordInterval(message.record, *one) for one in message.adam_intervals]
             self.executor.finish(task, message.began)
         elif isinstance(message, Written):
+            self._sums.written(message.record, message.slot, message.parameters, message.states)
             self.optimizer_read_bytes, self.optimizer_written_bytes = message.read_bytes, message.written_bytes
             created = self._created.pop(message.record, None)
             if created is not None:

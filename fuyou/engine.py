@@ -25,7 +25,8 @@ from common.store.sealed import sync_directory
 from common.units import parse_bytes
 from fuyou.accounting import Accounting, StepReport
 from fuyou.adam import AdamConfig, Update
-from fuyou.commits import Commits, load_state
+from fuyou.checksums import RecordSums
+from fuyou.commits import Commits, check_records, load_state
 from fuyou.compute import NonFiniteLoss, StepComputation
 from fuyou.data_plane import DataPlane
 from fuyou.deferral import interleaved
@@ -284,6 +285,7 @@ class Engine:
             self._lock = DirectoryLock(folder for folder in folders if folder.is_dir())
             self._store = Store.open(folders, **io)
             state = load_state(self._store, wanted)
+            sealed = check_records(self._store, state)
             restore_random_states(state.random, self._device.torch_device)
         else:
             made = [folder for folder in folders if not folder.exists()]
@@ -298,8 +300,9 @@ class Engine:
                 for folder in made:
                     folder.rmdir()
                 raise
-            state = replace(wanted, store=self._store.id)
-        self._commits = Commits(self._store, state, options.single_slot)
+            state, sealed = replace(wanted, store=self._store.id), []
+        sums = RecordSums(self._shape.records, self._extents, sealed)
+        self._commits = Commits(self._store, state, options.single_slot, sums)
         self.step_count = state.step
         self.user_state: dict[str, Any] = dict(state.user)
         self._open_plane()
@@ -309,7 +312,7 @@ class Engine:
                 fill_store(self._plane, self._source, 0)
             self._store.sync([weights_file(0)])
             state.random = random_states(self._device.torch_device)
-            self._commits.write_manifest()
+            self._commits.seal()
             self.created_bytes = self._io_other[1]
 
     def _open_plane(self) -> None:
@@ -337,7 +340,7 @@ class Engine:
             self._shape, self.memory_plan, self._device, self._store, self._extents, self._commits.state.slots,
             self._link, [folder / "scratch" for folder in self._store.directories], self._commits.commit,
             self._commits.update_of, spill_gradients=held < len(deferred), resident=self.memory_plan.resident,
-            pace=self._pace, locks=self._lock.descriptors,
+            pace=self._pace, locks=self._lock.descriptors, sums=self._commits.sums,
         )  # fmt: skip
         self._accounting = Accounting(self._plane, self._trace)
 

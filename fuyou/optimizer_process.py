@@ -33,7 +33,9 @@ import torch
 from common.buffers import HostBuffer
 from common.errors import FinetuneError
 from common.store import Extent, Layout, Store
+from common.store.checksums import Sums
 from fuyou.adam import ChunkAdam
+from fuyou.checksums import sealed_name
 from fuyou.intervals import merge
 from fuyou.optimizer_protocol import (
     BEAT_SECONDS,
@@ -56,7 +58,10 @@ class Write:
     """One record's write-back under way: counts chunks until all of it is on SSD."""
 
     record: int
+    slot: int
     pending: int
+    parameters: Sums
+    states: Sums
     intervals: list[tuple[float, float]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     done: threading.Event = field(default_factory=threading.Event)
@@ -175,19 +180,23 @@ class OptimizerProcess:
             message = self._announced.get()
             extent = self._extents[message.record].states[message.source]
             resident = self._resident.get(message.record)
+            sums = None
+            if message.expected is not None:
+                what = sealed_name(self._records[message.record], "states")
+                sums = Sums(extent, self._store.directories, what, message.expected)
             for chunk in self._chunks(message.record):
                 place = self._resident_place(resident, chunk) if resident else Place(chunk, self._free.get())
                 if resident is None or not resident.loaded:
-                    self._start_reading(place, extent)
+                    self._start_reading(place, extent, sums)
                 self._read.put(place)
             if resident is not None:
                 resident.loaded = True
 
-    def _start_reading(self, place: Place, extent: Extent) -> None:
+    def _start_reading(self, place: Place, extent: Extent, sums: Sums | None) -> None:
         width = self._precision.state_bytes
         first, nbytes = place.chunk.start * width, (place.chunk.stop - place.chunk.start) * width
         place.times.append(time.monotonic())
-        place.reading = self._store.read(extent, place.buffer.bytes(place.offset, nbytes), first, nbytes)
+        place.reading = self._store.read(extent, place.buffer.bytes(place.offset, nbytes), first, nbytes, sums)
         place.reading.add_done_callback(lambda _: place.times.append(time.monotonic()))
 
     def _guard(self, work: Callable[[], None]) -> None:
@@ -207,7 +216,7 @@ class OptimizerProcess:
         record = self._records[message.record]
         parameters, gradients = self._parameter_bytes(message.parameters, record), self._gradients(message, record)
         values = torch.from_numpy(parameters).view(self._precision.dtype)
-        write = self._begin_write(message.record)
+        write = self._begin_write(message.record, message.target)
         began, computing = 0.0, []
         for number in range(write.pending):
             place = self._read.get()
@@ -224,7 +233,7 @@ class OptimizerProcess:
             )  # fmt: skip
             computing.append((started, time.monotonic()))
             if message.target >= 0:
-                self._write_chunk(write, message.target, place, parameters)
+                self._write_chunk(write, place, parameters)
         if message.target < 0:
             write.done.set()
         self._send(Updated(message.record, began, time.monotonic(), computing))
@@ -236,7 +245,7 @@ class OptimizerProcess:
         if self._precision.split:
             region = self._setup.shared.gradients[record.outer]
             low = self._shared.tensor(torch.int16, region.start(message.low_halves), record.numel)
-        write = Write(message.record, len(self._chunks(message.record)))
+        write = self._new_write(message.record, message.target)
         for chunk in self._chunks(message.record):
             place = Place(chunk, self._free.get())
             states = StateChunks(place, self._precision)
@@ -244,17 +253,26 @@ class OptimizerProcess:
                 states.lo.copy_(low[chunk.start : chunk.stop])
             states.mean.zero_()
             states.variance.zero_()
-            self._write_chunk(write, message.target, place, parameters)
+            self._write_chunk(write, place, parameters)
 
     def _write_resident(self, message: WriteRecord) -> None:
         parameters = self._parameter_bytes(message.parameters, self._records[message.record])
-        resident, write = self._resident[message.record], self._begin_write(message.record)
+        resident, write = self._resident[message.record], self._begin_write(message.record, message.target)
         for chunk in self._chunks(message.record):
-            self._write_chunk(write, message.target, self._resident_place(resident, chunk), parameters)
+            self._write_chunk(write, self._resident_place(resident, chunk), parameters)
 
-    def _begin_write(self, index: int) -> Write:
+    def _new_write(self, index: int, target: int) -> Write:
+        record, extents, directories = self._records[index], self._extents[index], self._store.directories
+        slot = max(target, 0)  # -1: nothing will be written
+        return Write(
+            index, slot, len(self._chunks(index)),
+            Sums(extents.parameters[slot], directories, sealed_name(record, "parameters")),
+            Sums(extents.states[slot], directories, sealed_name(record, "states")),
+        )  # fmt: skip
+
+    def _begin_write(self, index: int, target: int) -> Write:
         """A new write-back of a record; if its states are resident, after the last one is over."""
-        write = Write(index, len(self._chunks(index)))
+        write = self._new_write(index, target)
         resident = self._resident.get(index)
         if resident is not None:
             if resident.written is not None:
@@ -262,7 +280,7 @@ class OptimizerProcess:
             resident.written = write
         return write
 
-    def _write_chunk(self, write: Write, target: int, place: Place, parameters: np.ndarray) -> None:
+    def _write_chunk(self, write: Write, place: Place, parameters: np.ndarray) -> None:
         """Start writing one chunk's states and parameters; the buffer is free again when both are written."""
         extents, chunk = self._extents[write.record], place.chunk
         width, count = self._precision.parameter_bytes, chunk.stop - chunk.start
@@ -271,10 +289,12 @@ class OptimizerProcess:
         first, stop = chunk.start * width, chunk.stop * width
         futures = [
             self._store.write(
-                extents.states[target], place.buffer.bytes(place.offset, state_bytes),
-                chunk.start * self._precision.state_bytes, state_bytes,
+                extents.states[write.slot], place.buffer.bytes(place.offset, state_bytes),
+                chunk.start * self._precision.state_bytes, state_bytes, write.states,
             ),
-            self._store.write(extents.parameters[target], parameters[first:stop], first, stop - first),
+            self._store.write(
+                extents.parameters[write.slot], parameters[first:stop], first, stop - first, write.parameters
+            ),
         ]  # fmt: skip
         waiting = [len(futures)]
 
@@ -294,8 +314,11 @@ class OptimizerProcess:
             if complete:
                 write.done.set()
                 self._send(
-                    Written(write.record, self._store.bytes_read, self._store.bytes_written, merge(write.intervals))
-                )
+                    Written(
+                        write.record, write.slot, write.parameters.values, write.states.values,
+                        self._store.bytes_read, self._store.bytes_written, merge(write.intervals),
+                    )
+                )  # fmt: skip
 
         for future in futures:
             future.add_done_callback(finished)

@@ -80,6 +80,8 @@ class ReadStates:
 
     record: int
     source: int
+    expected: tuple[int, ...] | None = None
+    """What their checksums must be, where they are to be checked."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,10 @@ class Written:
     """Parameters and states are on SSD (not yet synced); the host buffer is free."""
 
     record: int
+    slot: int
+    parameters: tuple[int, ...]
+    """Checksums of what was written, one for each SSD."""
+    states: tuple[int, ...]
     read_bytes: int
     """Bytes read from the SSDs since the process started."""
     written_bytes: int

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,8 +85,11 @@ def tiny_config() -> LlamaConfig:
     )  # fmt: skip
 
 
-def execute(run: Run, timeout: float = 60.0) -> Outcome:
+def execute(run: Run, timeout: float = 60.0, disturb: Callable[[int], None] | None = None) -> Outcome:
     """Run it to its end, whatever that is, and make sure that nothing of it is left running.
+
+    Args:
+        disturb: called with the engine's process as soon as that is there.
 
     Raises:
         AssertionError: it hangs, or leaves a process behind.
@@ -98,8 +102,10 @@ def execute(run: Run, timeout: float = 60.0) -> Outcome:
     process = context.Process(target=_train, args=(run, results))
     with _looking_after_children:
         process.start()
-    hung = not multiprocessing.connection.wait([process.sentinel], timeout)
     assert process.pid is not None
+    if disturb is not None:
+        disturb(process.pid)
+    hung = not multiprocessing.connection.wait([process.sentinel], timeout)
     if hung:
         os.killpg(process.pid, signal.SIGKILL)
     with _looking_after_children:
