@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from cli.adapters import peft_config_of
 from cli.prepare import sequence_length
 from cli.settings import Settings
 from common.hardware import pick_gpu, torch_name
@@ -42,7 +43,7 @@ def training_of(settings: Settings) -> Training:
         settings.model, settings.batch_size, sequence_length(settings.seq_len, config),
         precision=Precision.named(settings.dtype, settings.optimizer_dtype),
         clips=settings.max_grad_norm > 0, single_slot=settings.single_slot, micro_batch=settings.micro_batch,
-        host_cache=settings.host_cache,
+        host_cache=settings.host_cache, adapters=peft_config_of(settings),
     )  # fmt: skip
 
 

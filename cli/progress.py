@@ -1,7 +1,8 @@
 """One line that says how the run is doing: drawn over and over on a terminal, written out once per step elsewhere."""
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import TracebackType
 
 from tqdm import tqdm
@@ -30,6 +31,10 @@ class StepLine:
     """Resource that bounds the step."""
     emulated: bool = False
     """Whether nothing was computed: there is no loss."""
+    ssd_bytes: int = 0
+    """What the store takes on all drives."""
+    busy_seconds: Mapping[str, float] = field(default_factory=dict)
+    """By resource."""
 
     def __str__(self) -> str:
         learned = "emulated" if self.emulated else f"loss {self.loss:.4f}, norm {self.grad_norm:.3g}"
@@ -85,6 +90,13 @@ class Progress:
             return
         self._bar.set_postfix_str(str(line), refresh=False)
         self._bar.update()
+
+    def say(self, text: str) -> None:
+        """Something that is worth a line of its own."""
+        if self._bar is None:
+            print(text, flush=True)
+        else:
+            self._bar.write(text, file=sys.stderr)
 
     def __enter__(self) -> "Progress":
         return self

@@ -13,14 +13,18 @@ NO_WARMUP = Warmup(0)
 COMMITS = "commits"
 """Folder inside the output directory where a run of several ranks has its commits."""
 
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "jsonl")
+"""What ``--log-to`` takes; ``jsonl`` is the run directory's metrics.jsonl, which is always written."""
+
 StrategyName = Literal["fcdp", "zero3", "hybrid"]
 """As in ``fcdp.shard``, which takes long to import."""
 
 _ONLY_NODES = (
     "gpus_per_node", "rdzv_endpoint", "node_timeout", "max_restarts", "strategy", "device_cache_threshold"
 )  # fmt: skip
+_ONLY_SAMPLE = ("sample_tokens", "temperature")
 _ONLY_LORA = ("lora_alpha", "lora_dropout", "lora_targets")
-_ONLY_ENGINE = ("host_memory", "device_memory", "optimizer_dtype", "io", "single_slot", "trace")
+_ONLY_ENGINE = ("sample", "host_memory", "device_memory", "optimizer_dtype", "io", "single_slot", "trace")
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,10 @@ class Settings:
     """Checkpoint directory or preset name."""
     data: tuple[str, ...] = ()
     """Files and directories; none: random tokens."""
+    eval_data: tuple[str, ...] = ()
+    """Held-out files and directories, to evaluate with; none: no evaluation."""
+    eval_every: int | None = None
+    """Steps between evaluations; None: before the first and after the last step only."""
     ssd: tuple[str, ...] = ()
     """Directories for the store, one per drive; none: inside the output directory."""
     gpu: str = "auto"
@@ -73,6 +81,8 @@ class Settings:
     """As it was typed; see :attr:`commit_interval`."""
     host_cache: int | None = None
     """Most host memory (of each node) for what is kept from step to step, bytes; None: what is left, or is needed."""
+    log_to: tuple[str, ...] = ()
+    """Trackers that get every step's figures."""
     single_slot: bool = False
     """Half the space on SSD, and no way to continue after a crash."""
     io: str = "auto"
@@ -102,6 +112,11 @@ class Settings:
     """An ``adapter_config.json``, or its directory."""
     merge: bool = False
     """Whether to write the merged model beside the adapters."""
+    sample: str | None = None
+    """A prompt to go on from when training has ended."""
+    sample_tokens: int = 32
+    temperature: float = 0.0
+    """Of the sample; 0 takes the likeliest token each time."""
     debug: bool = False
     arguments: tuple[str, ...] = ()
     """The command line itself, to say how to continue."""
@@ -111,6 +126,10 @@ class Settings:
             raise UserError("--steps and --epochs exclude each other: give one of them.")
         if self.epochs is not None and not self.data:
             raise UserError("--epochs counts passes over data, and there is none: give --data, or --steps instead.")
+        if self.eval_every is not None and not self.eval_data:
+            raise UserError(
+                "--eval-every counts steps between evaluations, and there is no data for them: add --eval-data."
+            )
         if self.resume and self.overwrite:
             raise UserError("--resume continues the run that is there and --overwrite replaces it: give one of them.")
         if self.strategy is not None and self.strategy not in get_args(StrategyName):
@@ -122,6 +141,8 @@ class Settings:
             raise UserError("--lora-rank and --peft-config both say what the adapters are: give one of them.")
         if self.lora_rank is None:
             self._refuse(_ONLY_LORA, "is about LoRA adapters: add --lora-rank, or put it into --peft-config's file")
+        if self.sample is None:
+            self._refuse(_ONLY_SAMPLE, "is about a sample: add --sample PROMPT")
         if self.merge and not self.trains_adapters:
             raise UserError("--merge merges adapters into the weights: add --lora-rank or --peft-config.")
         if self.nodes is None:

@@ -16,24 +16,38 @@ import torch
 import torch.distributed as dist
 
 import common
-from cli.history import History
+from cli.adapters import peft_config_of
+from cli.evaluation import evaluate, is_due
 from cli.interrupts import Stopped
 from cli.launch import LAUNCH
+from cli.metrics import Metrics, step_metrics
 from cli.prepare import Job, prepare
 from cli.progress import ClusterLine, Progress
 from cli.rank import Rank
 from cli.report import Measurements
+from cli.run_directory import RUN, RunDirectory
 from cli.settings import COMMITS, Settings
 from cli.train import check_ids, check_same_run, quiet_transformers
 from common.errors import FinetuneError, UserError
 from common.hardware import list_gpus
+from common.models.adapters import CONFIG, MERGED
 from fcdp.commits import Commits
 from fcdp.topology import Topology
 from fcdp.trainer import Trainer, TrainerConfig
 
 _STUCK = timedelta(minutes=30)
 """How long a collective may wait for a rank that is alive: one may read its weights from slower drives than others."""
-_MAY_DIFFER = {"debug", "report", "arguments", "resume", "overwrite", "gpus_per_node", "rdzv_endpoint", "node_timeout"}
+_MAY_DIFFER = {
+    "debug",
+    "report",
+    "arguments",
+    "resume",
+    "overwrite",
+    "gpus_per_node",
+    "rdzv_endpoint",
+    "node_timeout",
+    "log_to",
+}
 """Settings that nodes need not agree about, or that others check with better words."""
 
 
@@ -72,7 +86,7 @@ def train(settings: Settings, rank: Rank) -> None:
     trainer.close()
     topology.close()
     dist.destroy_process_group()
-    job.batches.close()
+    job.close()
 
 
 def _device(settings: Settings, local_rank: int) -> torch.device:
@@ -110,6 +124,8 @@ def _compare(settings: Settings) -> set[str]:
         **{name: str(value) for name, value in vars(settings).items() if name not in _MAY_DIFFER},
         "model": Path(settings.model).name,  # a checkpoint may lie elsewhere on each node
         "data": str([Path(name).name for name in settings.data]),
+        "peft_config": _content(settings.peft_config),
+        "eval_data": str([Path(name).name for name in settings.eval_data]),
         "Python": ".".join(platform.python_version_tuple()[:2]),
         **{library: version(library) for library in ("torch", "transformers", "safetensors")},
         "finetune's code": _code(),
@@ -127,6 +143,14 @@ def _compare(settings: Settings) -> set[str]:
                     f"{other[name]} on {host} (rank {number}). Start the same command with the same code on each."
                 )
     return {launch for _, launch, _ in everyone}
+
+
+def _content(peft_config: Path | None) -> str:
+    """What a file says that may lie elsewhere on each node."""
+    if peft_config is None:
+        return "None"
+    file = peft_config.expanduser()
+    return " ".join((file / CONFIG if file.is_dir() else file).read_text().split())
 
 
 def _code() -> str:
@@ -181,7 +205,7 @@ def _open_trainer(job: Job, topology: Topology, launches: set[str]) -> Trainer:
         host_cache_bytes=None if settings.host_cache is None else settings.host_cache // topology.ranks_per_node,
         device_cache_threshold=0.9 if settings.device_cache_threshold is None else settings.device_cache_threshold,
     )
-    trainer = Trainer(job.checkpoint or settings.model, topology, config, directory)
+    trainer = Trainer(job.checkpoint or settings.model, topology, config, directory, peft_config_of(settings))
     if told[0]:
         trainer.resume()
     else:
@@ -214,7 +238,7 @@ def _train_and_save(job: Job, trainer: Trainer, rank: Rank) -> None:
     if settings.save:
         if speaks:
             print(f"writing the checkpoint to {job.output}", flush=True)
-        trainer.save_pretrained(job.output)
+        trainer.save_pretrained(job.output, merge=settings.merge)
     if not speaks:
         return
     per_step = sent / len(measured.losses) if measured.losses else 0.0
@@ -243,8 +267,9 @@ def _train(job: Job, trainer: Trainer, rank: Rank) -> tuple[Measurements, int]:
     )
     planned = trainer.planned_sent_bytes(settings.batch_size)
     with contextlib.ExitStack() as stack:
-        history = stack.enter_context(History(job.output, done)) if rank.rank == 0 else None
-        progress = stack.enter_context(Progress(job.steps, done)) if rank.rank == 0 else None
+        said = stack.enter_context(_Said(job, trainer)) if rank.rank == 0 else None
+        if not done:
+            _evaluate(job, trainer, rank, said)
         ended = time.perf_counter()
         for step in range(done + 1, job.steps + 1):
             rank.where = f"in step {step}"
@@ -258,23 +283,65 @@ def _train(job: Job, trainer: Trainer, rank: Rank) -> tuple[Measurements, int]:
             node_sent = result.sent_bytes * ranks_per_node if trainer.counts_sent_bytes else planned
             sent += int(node_sent)
             measured.add(result.loss, ended - began, {})
-            if history is not None and progress is not None:
-                history.append(step, result.loss, result.grad_norm, rate)
+            if said is not None:
                 tokens = measured.tokens_per_step / (ended - began)
-                progress.show(ClusterLine(
+                line = ClusterLine(
                     step, result.loss, result.grad_norm, tokens, tokens * measured.model_flops, node_sent,
                     trainer.device_peak_bytes, trainer.host_peak_bytes,
-                ))  # fmt: skip
+                )  # fmt: skip
+                said.metrics.step(
+                    step, step_metrics(line, rate, ended - began, step * measured.tokens_per_step, rank.world)
+                )
+                said.progress.show(line)
             if result.stop and step < job.steps:
                 trainer.commit()
                 raise Stopped(f"stopped after step {step}, which is committed. {settings.how_to_continue}")
+            if is_due(job, step):
+                _evaluate(job, trainer, rank, said)
+                ended = time.perf_counter()
     return measured, sent
 
 
+class _Said:
+    """What rank 0 says and writes down."""
+
+    def __init__(self, job: Job, trainer: Trainer) -> None:
+        done = trainer.step_count
+        directory = RunDirectory(job, done)
+        directory.write(job, {
+            "strategy": job.settings.strategy or "fcdp",
+            "sent_bytes_per_step": trainer.planned_sent_bytes(job.settings.batch_size),
+        })  # fmt: skip
+        self.metrics = Metrics(job, directory, done)
+        self.progress = Progress(job.steps, done)
+
+    def __enter__(self) -> "_Said":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.progress.__exit__(*exception)
+        self.metrics.__exit__(*exception)
+
+
+def _evaluate(job: Job, trainer: Trainer, rank: Rank, said: _Said | None) -> None:
+    """Look at the held-out data, if there are any; on all ranks."""
+    if job.held_out is None:
+        return
+    rank.where = f"evaluating after step {trainer.step_count}"
+    result = evaluate(job.held_out, job.settings.batch_size, trainer.eval_loss)
+    if said is not None:
+        said.metrics.evaluation(trainer.step_count, result)
+        said.progress.say(f"held out after step {trainer.step_count:,}: {result}")
+
+
 def _where(job: Job) -> str:
-    lines = {"commits": f"{job.output / COMMITS} (may be deleted when this run is not to be continued)"}
+    lines = {"run": f"{job.output / RUN} (configuration, versions, metrics)"}
+    lines["commits"] = f"{job.output / COMMITS} (may be deleted when this run is not to be continued)"
     if job.settings.save:
-        lines["saved"] = f"{job.output}, for AutoModelForCausalLM.from_pretrained"
+        loads = "PeftModel" if job.settings.trains_adapters else "AutoModelForCausalLM"
+        lines["saved"] = f"{job.output}, for {loads}.from_pretrained"
+        if job.settings.merge:
+            lines["merged"] = f"{job.output / MERGED}, for AutoModelForCausalLM.from_pretrained"
     if job.settings.report is not None:
         lines["report"] = str(job.settings.report)
     return "\n".join(f"{name:8} {text}" for name, text in lines.items())

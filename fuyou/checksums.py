@@ -1,13 +1,14 @@
 """Checksums of all records: what the optimizer process wrote, what the manifest says, what is looked at in training."""
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from common.store import Extent
 from common.store.verify import Sealed
 from fuyou.records import Record, RecordExtents
 
 Part = Literal["parameters", "states"]
+PARTS: tuple[Part, ...] = get_args(Part)
 
 CHECK_EVERY = 32
 """While training, a record is checked when it is read in one of so many steps: damage that a drive does unnoticed is
@@ -29,28 +30,28 @@ class RecordSums:
     """
 
     def __init__(self, records: Sequence[Record], extents: Sequence[RecordExtents], sealed: Iterable[Sealed] = ()):
-        self._records, self._extents = records, extents
+        self._records = records
+        self._places: dict[tuple[int, Part], tuple[Extent, ...]] = {
+            (index, part): getattr(places, part) for index, places in enumerate(extents) for part in PARTS
+        }
         self._sums: dict[Extent, tuple[int, ...]] = {one.extent: one.sums for one in sealed}
 
-    def written(self, record: int, slot: int, parameters: tuple[int, ...], states: tuple[int, ...]) -> None:
-        """A record was written to ``slot``."""
-        places = self._extents[record]
-        self._sums[places.parameters[slot]] = parameters
-        self._sums[places.states[slot]] = states
+    def written(self, record: int, slot: int, parameters: tuple[int, ...], states: tuple[int, ...] = ()) -> None:
+        """A record was written to ``slot``; a frozen one, which has no states, to its only place."""
+        self._sums[self._places[record, "parameters"][slot]] = parameters
+        if states:
+            self._sums[self._places[record, "states"][slot]] = states
 
     def expected(self, record: int, part: Part, slot: int, step: int) -> tuple[int, ...] | None:
         """What is to be read in ``step`` must have these checksums; None: it is not its turn to be checked."""
-        return self._sums.get(self._place(record, part, slot)) if (step + record) % CHECK_EVERY == 0 else None
+        return self._sums.get(self._places[record, part][slot]) if (step + record) % CHECK_EVERY == 0 else None
 
     def sealed(self, slot: int) -> list[Sealed]:
-        """All that is known of ``slot``."""
-        return [
-            Sealed(sealed_name(record, part), place, self._sums[place])
-            for record in self._records
-            for part in ("parameters", "states")
-            if (place := self._place(record.index, part, slot)) in self._sums
-        ]
-
-    def _place(self, record: int, part: Part, slot: int) -> Extent:
-        places = self._extents[record]
-        return (places.parameters if part == "parameters" else places.states)[slot]
+        """All that is known of ``slot``, and of what is frozen."""
+        found = []
+        for record in self._records:
+            for part in PARTS:
+                for place in self._places[record.index, part][slot if record.trainable else 0 :][:1]:
+                    if place in self._sums:
+                        found.append(Sealed(sealed_name(record, part), place, self._sums[place]))
+        return found

@@ -113,7 +113,7 @@ def sealed_records(store: Store, state: TrainingState) -> list[Sealed]:
         sealed = [Sealed.from_dict(one) for one in state.checksums]
     except (TypeError, ValueError, KeyError):
         sealed = []
-    there = set(store.layout.extents(weights_file(state.slot)))
+    there = {extent for file in store.layout.file_bytes() for extent in store.layout.extents(file)}
     if not sealed or any(one.extent not in there or len(one.sums) != len(store.directories) for one in sealed):
         raise FinetuneError(f"The manifest in {store.directories[0]} lists other records than the store holds.")
     return sealed

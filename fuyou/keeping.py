@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_map
 from common.errors import UserError
 from fuyou.block_trace import AttentionOf, BlockTrace, Operator, Tracer
 from fuyou.residency import spread
-from fuyou.schedule import Recomputation
 from fuyou.stack import StreamedModel
+from fuyou.step_shape import Recomputation
 
 #: FLOPs that a device does while it moves one byte of its memory, for operators that are bound by that: about 160 on an
 #: RTX 4090 (165 TFLOP/s in bf16, 1008 GB/s) and on an A100 (312 TFLOP/s, 1.9 TB/s).

@@ -89,8 +89,8 @@ class Resident:
     ``written`` is the last write-back, which must be over before they are changed again.
     """
 
-    def __init__(self, record: Record, precision: Precision):
-        self.buffer = HostBuffer(record.numel * precision.state_bytes).touch()
+    def __init__(self, record: Record):
+        self.buffer = HostBuffer(record.state_nbytes).touch()
         self.loaded = False
         self.written: Write | None = None
 
@@ -123,22 +123,20 @@ class OptimizerProcess:
         self._setup = setup
         self._connection = connection
         self._sending = sending
-        self._precision = Precision(setup.dtype, setup.optimizer_dtype)
         self._records = [Record.from_dict(index, content) for index, content in enumerate(setup.records)]
         self._shared = HostBuffer(setup.shared.nbytes, fd=shared_fd).touch()
         directories = [Path(path) for path in setup.directories]
         self._store = Store.open(directories, io=setup.io, threads=setup.io_threads, pace=setup.pace)
         # The training files' places follow from the records alone; the store's layout holds just these, in this order.
         self._extents: list[RecordExtents] = allocate_extents(
-            Layout(len(setup.directories)), self._records, self._precision, setup.slots
+            Layout(len(setup.directories)), self._records, setup.slots
         )
-        self._ring = [
-            HostBuffer(setup.chunk_elements * self._precision.state_bytes).touch() for _ in range(setup.ring_chunks)
-        ]
+        width = max(record.precision.state_bytes for record in self._records if record.trainable)
+        self._ring = [HostBuffer(setup.chunk_elements * width).touch() for _ in range(setup.ring_chunks)]
         self._free: queue.Queue[HostBuffer] = queue.Queue()
         for buffer in self._ring:
             self._free.put(buffer)
-        self._resident = {index: Resident(self._records[index], self._precision) for index in setup.resident}
+        self._resident = {index: Resident(self._records[index]) for index in setup.resident}
         self._announced: queue.Queue[ReadStates] = queue.Queue()
         self._read: queue.Queue[Place] = queue.Queue()
         self._updates: collections.deque[UpdateRecord | CreateRecord | WriteRecord] = collections.deque()
@@ -185,15 +183,14 @@ class OptimizerProcess:
                 what = sealed_name(self._records[message.record], "states")
                 sums = Sums(extent, self._store.directories, what, message.expected)
             for chunk in self._chunks(message.record):
-                place = self._resident_place(resident, chunk) if resident else Place(chunk, self._free.get())
+                place = self._resident_place(message.record, chunk) if resident else Place(chunk, self._free.get())
                 if resident is None or not resident.loaded:
-                    self._start_reading(place, extent, sums)
+                    self._start_reading(place, extent, self._records[message.record].precision.state_bytes, sums)
                 self._read.put(place)
             if resident is not None:
                 resident.loaded = True
 
-    def _start_reading(self, place: Place, extent: Extent, sums: Sums | None) -> None:
-        width = self._precision.state_bytes
+    def _start_reading(self, place: Place, extent: Extent, width: int, sums: Sums | None) -> None:
         first, nbytes = place.chunk.start * width, (place.chunk.stop - place.chunk.start) * width
         place.times.append(time.monotonic())
         place.reading = self._store.read(extent, place.buffer.bytes(place.offset, nbytes), first, nbytes, sums)
@@ -215,7 +212,7 @@ class OptimizerProcess:
     def _update(self, message: UpdateRecord) -> None:
         record = self._records[message.record]
         parameters, gradients = self._parameter_bytes(message.parameters, record), self._gradients(message, record)
-        values = torch.from_numpy(parameters).view(self._precision.dtype)
+        values = torch.from_numpy(parameters).view(record.precision.dtype)
         write = self._begin_write(message.record, message.target)
         began, computing = 0.0, []
         for number in range(write.pending):
@@ -224,7 +221,7 @@ class OptimizerProcess:
                 place.reading.result()
                 write.intervals.append((place.times[0], place.times[-1]))
             began = began or time.monotonic()
-            chunk, states = place.chunk, StateChunks(place, self._precision)
+            chunk, states = place.chunk, StateChunks(place, record.precision)
             part = slice(chunk.start, chunk.stop)
             started = time.monotonic()
             self._adam.update(
@@ -242,13 +239,13 @@ class OptimizerProcess:
         record = self._records[message.record]
         parameters = self._parameter_bytes(message.parameters, record)
         low: torch.Tensor | None = None
-        if self._precision.split:
-            region = self._setup.shared.gradients[record.outer]
+        if record.precision.split:
+            region = self._setup.shared.gradients[record.kind]
             low = self._shared.tensor(torch.int16, region.start(message.low_halves), record.numel)
         write = self._new_write(message.record, message.target)
         for chunk in self._chunks(message.record):
             place = Place(chunk, self._free.get())
-            states = StateChunks(place, self._precision)
+            states = StateChunks(place, record.precision)
             if states.lo is not None and low is not None:
                 states.lo.copy_(low[chunk.start : chunk.stop])
             states.mean.zero_()
@@ -257,9 +254,9 @@ class OptimizerProcess:
 
     def _write_resident(self, message: WriteRecord) -> None:
         parameters = self._parameter_bytes(message.parameters, self._records[message.record])
-        resident, write = self._resident[message.record], self._begin_write(message.record, message.target)
+        write = self._begin_write(message.record, message.target)
         for chunk in self._chunks(message.record):
-            self._write_chunk(write, self._resident_place(resident, chunk), parameters)
+            self._write_chunk(write, self._resident_place(message.record, chunk), parameters)
 
     def _new_write(self, index: int, target: int) -> Write:
         record, extents, directories = self._records[index], self._extents[index], self._store.directories
@@ -283,14 +280,15 @@ class OptimizerProcess:
     def _write_chunk(self, write: Write, place: Place, parameters: np.ndarray) -> None:
         """Start writing one chunk's states and parameters; the buffer is free again when both are written."""
         extents, chunk = self._extents[write.record], place.chunk
-        width, count = self._precision.parameter_bytes, chunk.stop - chunk.start
-        state_bytes = count * self._precision.state_bytes
+        precision = self._records[write.record].precision
+        width, count = precision.parameter_bytes, chunk.stop - chunk.start
+        state_bytes = count * precision.state_bytes
         began = time.monotonic()
         first, stop = chunk.start * width, chunk.stop * width
         futures = [
             self._store.write(
                 extents.states[write.slot], place.buffer.bytes(place.offset, state_bytes),
-                chunk.start * self._precision.state_bytes, state_bytes, write.states,
+                chunk.start * precision.state_bytes, state_bytes, write.states,
             ),
             self._store.write(
                 extents.parameters[write.slot], parameters[first:stop], first, stop - first, write.parameters
@@ -326,16 +324,17 @@ class OptimizerProcess:
     def _chunks(self, index: int) -> list[Chunk]:
         return self._records[index].chunks(self._setup.chunk_elements)
 
-    def _resident_place(self, resident: Resident, chunk: Chunk) -> Place:
-        return Place(chunk, resident.buffer, chunk.start * self._precision.state_bytes, resident=True)
+    def _resident_place(self, index: int, chunk: Chunk) -> Place:
+        start = chunk.start * self._records[index].precision.state_bytes
+        return Place(chunk, self._resident[index].buffer, start, resident=True)
 
     def _parameter_bytes(self, index: int, record: Record) -> np.ndarray:
-        region = self._setup.shared.parameters[record.outer]
-        return self._shared.bytes(region.start(index), record.numel * self._precision.parameter_bytes)
+        region = self._setup.shared.parameters[record.kind]
+        return self._shared.bytes(region.start(index), record.parameter_nbytes)
 
     def _gradients(self, message: UpdateRecord, record: Record) -> torch.Tensor:
-        region = self._setup.shared.gradients[record.outer]
-        return self._shared.tensor(self._precision.dtype, region.start(message.gradient), record.numel)
+        region = self._setup.shared.gradients[record.kind]
+        return self._shared.tensor(record.precision.dtype, region.start(message.gradient), record.numel)
 
     def _send(self, message: object) -> None:
         with self._sending:

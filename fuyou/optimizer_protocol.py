@@ -3,11 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from common.store import Pace
 from common.store.store import Io
 from fuyou.adam import Update
+from fuyou.records import Kind
 
 BEAT_SECONDS = 2.0
 """Between two signs of life of the optimizer process."""
@@ -32,12 +31,11 @@ class BufferRegion:
 
 @dataclass(frozen=True)
 class SharedRegions:
-    """Where parameters and gradients lie in the shared memory file; outer records have buffers of their own."""
+    """Where parameters and gradients lie in the shared memory file; each kind of record has buffers of its own."""
 
     nbytes: int
-    parameters: dict[bool, BufferRegion]
-    """By whether the record is outer."""
-    gradients: dict[bool, BufferRegion]
+    parameters: dict[Kind, BufferRegion]
+    gradients: dict[Kind, BufferRegion]
 
 
 @dataclass(frozen=True)
@@ -48,8 +46,6 @@ class Setup:
     io: Io
     io_threads: int
     records: list[dict[str, Any]]
-    dtype: torch.dtype
-    optimizer_dtype: torch.dtype
     slots: int
     chunk_elements: int
     ring_chunks: int

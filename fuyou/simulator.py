@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from fuyou.intervals import Interval
 from fuyou.memory_plan import MemoryPlan
 from fuyou.records import Precision, Record
-from fuyou.schedule import FULL_RECOMPUTATION, BatchShape, Recomputation, Scheduler, StepShape
+from fuyou.schedule import Scheduler
+from fuyou.step_shape import FULL_RECOMPUTATION, BatchShape, Recomputation, StepShape
 from fuyou.tasks import SSD_READS, Op, Phase, Resource, StepList, Task
 
 #: I/O moves in pieces of at most this size: the stripe of the store.
@@ -77,6 +78,7 @@ class _Chunk:
     task: int
     """Index of the record."""
     elements: int
+    precision: Precision
     first: bool
     last: bool
     resident: bool = False
@@ -166,7 +168,7 @@ class _Optimizer:
                 ready[0] = True
                 self._compute()
 
-            self._simulator.drives.submit(1, True, chunk.elements * self._simulator.state_bytes, arrived)
+            self._simulator.drives.submit(1, True, chunk.elements * chunk.precision.state_bytes, arrived)
 
     def _compute(self) -> None:
         if self._computing or not self._updates or not self._in_order or not self._in_order[0][1][0]:
@@ -182,7 +184,7 @@ class _Optimizer:
         def updated() -> None:
             self._computing = False
             if task.target >= 0:
-                nbytes = chunk.elements * (self._simulator.state_bytes + self._simulator.parameter_bytes)
+                nbytes = chunk.elements * (chunk.precision.state_bytes + chunk.precision.parameter_bytes)
                 self._simulator.drives.submit(1, False, nbytes, lambda: self._wrote(chunk))
             if chunk.last:
                 self._updates.popleft()
@@ -206,20 +208,16 @@ class Simulator:
 
     Args:
         records: of the model.
-        precision: how wide parameters and states are.
         rates: of the machine.
         ring_chunks, chunk_elements: the optimizer's state buffers.
     """
 
-    def __init__(
-        self, records: Sequence[Record], precision: Precision, rates: Rates, ring_chunks: int, chunk_elements: int
-    ):
+    def __init__(self, records: Sequence[Record], rates: Rates, ring_chunks: int, chunk_elements: int):
         self.records, self.rates = records, rates
-        self.state_bytes, self.parameter_bytes = precision.state_bytes, precision.parameter_bytes
         largest = max(record.numel for record in records)
         scale = max(1, -(-largest // (chunk_elements * _MOST_PIECES)))
         self._chunk_elements = chunk_elements * scale
-        self.piece_bytes = max(_PIECE_BYTES, -(-largest * precision.parameter_bytes // _MOST_PIECES))
+        self.piece_bytes = max(_PIECE_BYTES, -(-max(record.parameter_nbytes for record in records) // _MOST_PIECES))
         self.drives = _Drives(self)
         self._optimizer = _Optimizer(self, ring_chunks if scale == 1 else max(2, -(-ring_chunks // scale)))
         self._now = 0.0
@@ -281,7 +279,10 @@ class Simulator:
     def chunks(self, record: Record) -> list[_Chunk]:
         """The pieces in which the optimizer works on ``record``."""
         sizes = [chunk.stop - chunk.start for chunk in record.chunks(self._chunk_elements)]
-        return [_Chunk(record.index, size, number == 0, number == len(sizes) - 1) for number, size in enumerate(sizes)]
+        return [
+            _Chunk(record.index, size, record.precision, number == 0, number == len(sizes) - 1)
+            for number, size in enumerate(sizes)
+        ]
 
     # -- lanes ----------------------------------------------------------------------------------------------------
 
@@ -374,5 +375,5 @@ def simulate(
     )
     batch = BatchShape(plan.batch.micro_batches, plan.activation_bytes, plan.batch.mean_tokens, plan.kept_bytes)
     lists = [scheduler.training_step(step, batch) for step in range(1, steps + 1)]
-    simulator = Simulator(shape.records, shape.precision, rates, plan.ring_chunks, plan.chunk_elements)
+    simulator = Simulator(shape.records, rates, plan.ring_chunks, plan.chunk_elements)
     return simulator.run(lists), lists[-1]

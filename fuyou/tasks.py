@@ -80,6 +80,19 @@ class Visit:
     record: int
     layer: int
     """Index of the block, 0 to L - 1; -1 outside the stack."""
+    adapter: int = -1
+    """Record that is trained beside ``record``, which is frozen then; -1 if there is none."""
+    trained: int = -1
+    """Record whose gradient a backward visit adds to: ``record``, ``adapter``, or -1 for none."""
+    completes: bool = True
+    """Whether that gradient is complete after it: not after the head, if the embedding trains the same record."""
+    passes_on: bool = True
+    """Whether a backward visit gives the gradient with respect to its input: not if nothing below it is trained."""
+
+    @property
+    def records(self) -> tuple[int, ...]:
+        """All records that the visit uses."""
+        return (self.record,) if self.adapter < 0 else (self.record, self.adapter)
 
 
 @dataclass(eq=False, slots=True)
@@ -103,6 +116,8 @@ class Task:
     """Index of the buffer slot (or, on SSD, of the file slot or extent) that it takes from."""
     target: int = -1
     """Likewise, that it writes to; -1 if an update is not written."""
+    adapter: int = -1
+    """Device buffer of the adapter that a compute task uses beside its record, if there is one."""
     gradient: int = -1
     """Gradient slot of an update, or of the compute task that accumulates into it."""
     inputs: tuple[int, ...] = ()

@@ -275,8 +275,8 @@ def ssd_bytes(evaluator: Evaluator, evaluation: Evaluation) -> int:
     training, memory = evaluator.training, evaluation.memory
     total = training.record_bytes + memory.counts.ssd_activations * memory.activation_bytes
     total += memory.counts.ssd_kept * memory.kept_bytes
-    if memory.held_gradients < len(evaluator.deferred(evaluation.candidate)):
-        total += sum(record.numel for record in training.shape.records) * training.shape.precision.gradient_bytes
+    if memory.spills_gradients(training.shape, evaluator.deferred(evaluation.candidate)):
+        total += sum(record.gradient_nbytes for record in training.shape.records)
     return total
 
 

@@ -21,8 +21,8 @@ from fuyou.gradients import GradientSum, sum_of_squares
 from fuyou.loss import cross_entropy
 from fuyou.profiling.profile import OperatorTime
 from fuyou.records import Record
-from fuyou.schedule import StepShape
 from fuyou.stack import BlockCalls, StreamedModel
+from fuyou.step_shape import StepShape
 
 #: A pass through the block, forward and backward, that is expected to take longer is measured on fewer tokens.
 LONGEST_PASS_SECONDS = 0.4

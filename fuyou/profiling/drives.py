@@ -18,7 +18,7 @@ import psutil
 
 from common.buffers import HostBuffer
 from common.store import Extent, Layout, Pace, Store, commit_manifest
-from fuyou.records import Precision, Record, RecordExtents, allocate_extents
+from fuyou.records import Record, RecordExtents, allocate_extents
 
 FOLDER = "fuyou-profile-"
 """Beginning of the scratch folder's name; the process id follows."""
@@ -113,9 +113,7 @@ class Scratch:
 
 
 @contextmanager
-def open_scratch(
-    directories: Sequence[Path], record: Record, precision: Precision, pace: Pace | None
-) -> Iterator[Scratch]:
+def open_scratch(directories: Sequence[Path], record: Record, pace: Pace | None) -> Iterator[Scratch]:
     """Scratch files in a folder of their own in each of ``directories``; whatever happens, they are gone afterwards.
 
     Raises:
@@ -125,7 +123,7 @@ def open_scratch(
     for path in directories:
         _remove_left_behind(path)
     layout = Layout(len(directories))
-    places = allocate_extents(layout, [record], precision, slots=2)
+    places = allocate_extents(layout, [record], slots=2)
     transfers = [layout.allocate(_FILE, _TRANSFER_BYTES * len(directories)) for _ in range(_TRANSFERS)]
     store: Store | None = None
     try:

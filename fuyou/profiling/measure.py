@@ -25,8 +25,8 @@ from fuyou.profiling.links import measure_link
 from fuyou.profiling.optimizer import OptimizerBench, scratch_record
 from fuyou.profiling.profile import Profile
 from fuyou.records import Precision
-from fuyou.schedule import StepShape
 from fuyou.stack import StreamedModel
+from fuyou.step_shape import StepShape
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ def measure(workload: Workload, device: Device) -> Profile:
     try:
         stack = StreamedModel(build_meta_model(workload.config, dtype=workload.precision.dtype), device.torch_device)
         shape = model_records(stack, workload.precision)
-        record = scratch_record(workload.chunk_elements)
+        record = scratch_record(workload.chunk_elements, workload.precision)
         link.wait_until_up()
-        with open_scratch(workload.directories, record, workload.precision, pace) as scratch:
+        with open_scratch(workload.directories, record, pace) as scratch:
             drives = scratch.measure()
             copies = measure_link(device, _largest_block(shape) * workload.precision.parameter_bytes)
             parts, blocks = _parts(stack, shape, device, workload)

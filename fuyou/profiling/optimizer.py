@@ -27,7 +27,7 @@ from fuyou.optimizer_protocol import (
     Written,
 )
 from fuyou.profiling.drives import DriveRates, Scratch
-from fuyou.records import Precision, Record
+from fuyou.records import Kind, Precision, Record
 
 #: A record of this many parameters is updated, or of two chunks if these are larger.
 RECORD_ELEMENTS = 4 << 20
@@ -50,10 +50,10 @@ class OptimizerRates:
     """How many times as long the computation takes beside it."""
 
 
-def scratch_record(chunk_elements: int) -> Record:
+def scratch_record(chunk_elements: int, precision: Precision) -> Record:
     """A record of whole chunks for the optimizer to work on."""
     chunks = max(2, RECORD_ELEMENTS // chunk_elements)
-    return Record.build(0, "profile", False, [(("weight",), (chunks, chunk_elements), True)])
+    return Record.build(0, "profile", Kind.BLOCK, precision, [(("weight",), (chunks, chunk_elements), True)])
 
 
 class OptimizerBench:
@@ -77,13 +77,13 @@ class OptimizerBench:
         pace: Pace | None,
     ):
         self._link, self._record = link, scratch.record
-        self._state_bytes = scratch.record.numel * precision.state_bytes
+        self._state_bytes = scratch.record.state_nbytes
         self._answers: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._step = 0
-        nbytes = scratch.record.numel * precision.parameter_bytes
+        nbytes = scratch.record.parameter_nbytes
         shared = SharedRegions(
-            2 * nbytes, {outer: BufferRegion(0, nbytes, 1) for outer in (False, True)},
-            {outer: BufferRegion(nbytes, nbytes, 1) for outer in (False, True)},
+            2 * nbytes, {Kind.BLOCK: BufferRegion(0, nbytes, 1)},
+            {Kind.BLOCK: BufferRegion(nbytes, nbytes, 1)},
         )  # fmt: skip
         assert link.shared_fd is not None
         os.ftruncate(link.shared_fd, shared.nbytes)
@@ -100,8 +100,6 @@ class OptimizerBench:
                 io="posix",
                 io_threads=4,
                 records=[self._record.to_dict()],
-                dtype=precision.dtype,
-                optimizer_dtype=precision.optimizer_dtype,
                 slots=2,
                 chunk_elements=chunk_elements,
                 ring_chunks=chunks,

@@ -193,17 +193,13 @@ def open_engine(run: Run) -> fuyou.Engine:
 
 
 def digests(engine: fuyou.Engine) -> dict[str, str]:
-    """Of every record in the committed slot, each byte of it: weights, low halves, moments."""
-    result = {}
-    slot, store = engine._commits.state.slot, engine._store
+    """Of every record that counts, each byte of it: weights, low halves, moments."""
+    result, store = {}, engine._store
     assert store is not None
-    for record, places in zip(engine._shape.records, engine._extents, strict=True):
-        digest = hashlib.sha256()
-        for extent in (places.parameters[slot], places.states[slot]):
-            data = bytearray(extent.nbytes)
-            store.read_now(extent, data)
-            digest.update(data)
-        result[record.name] = digest.hexdigest()
+    for sealed in engine._commits.sums.sealed(engine._commits.state.slot):
+        data = bytearray(sealed.extent.nbytes)
+        store.read_now(sealed.extent, data)
+        result[sealed.what] = hashlib.sha256(data).hexdigest()
     return result
 
 

@@ -39,6 +39,7 @@ EVENTS = [
     Case(tied=True),
     Case(tied=True, lora=True, bf16=True),
     Case(lora=True, targets=("embed_tokens", "o_proj")),
+    Case(tied=True, lora=True, targets=("embed_tokens", "o_proj")),
     Case(optimizer="foreach"),
     Case(optimizer="sgd", bf16=True),
 ]
