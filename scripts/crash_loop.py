@@ -66,7 +66,8 @@ class Loop:
                 first = min(outcome.losses)
                 self._require(first > reached - self._allowed, f"from step {reached} back to {first} with {options}")
                 reached = max(outcome.losses)
-            self._allowed = options["commit_every"] + (1 if numerics["max_grad_norm"] else 0) + 1
+            deferred = numerics["max_grad_norm"] is not None or options["deferred_fraction"] > 0
+            self._allowed = options["commit_every"] + deferred + 1
             ended = outcome.final is not None or bool(self.mismatches)
         if outcome.final is not None:
             self._require(outcome.final == expected.final, f"weights or moments differ with {options}")

@@ -73,7 +73,7 @@ class FaultyDrives:
         path = self._path_of(descriptor)
         if path is None:
             return self._real["preadv"](descriptor, buffers, offset)
-        if self._happens("read") == "short":
+        if self._happens("read") == "short" and len(buffers[0]) > _PAGE:
             return self._real["preadv"](descriptor, [buffers[0][: len(buffers[0]) // 2]], offset)
         return self._real["preadv"](descriptor, buffers, offset)
 
@@ -82,9 +82,10 @@ class FaultyDrives:
         if path is None:
             return self._real["pwritev"](descriptor, buffers, offset)
         fate, view = self._happens("write"), memoryview(buffers[0])
-        if fate in ("short", "tear"):
+        if fate == "tear":
             view = view[: max(512, len(view) // 2 // 512 * 512)]
-            view = view if fate == "tear" or len(view) % _PAGE == 0 else view[: max(_PAGE, len(view) // _PAGE * _PAGE)]
+        elif fate == "short":  # whole pages: a file system that is not full stops nowhere else
+            view = view[: max(_PAGE, len(view) // 2 // _PAGE * _PAGE)]
         with self._noted("write", descriptor, offset, view):
             if fate == "tear":  # sectors, not pages: direct I/O could not, and the drive does it by itself
                 with open(path, "r+b", buffering=0) as file:
