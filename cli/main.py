@@ -1,8 +1,10 @@
 """The entry point: reads the command line, runs it, and turns whatever happens into one message and an exit status.
 
-0: done. 1: something failed. 2: what was asked for cannot be done as asked. 130: stopped by Ctrl-C (or SIGTERM).
+0: done. 1: something failed. 2: what was asked for cannot be done as asked. 130: stopped by Ctrl-C.
+SIGTERM ends a run with 0, since the run is in order; SIGHUP with 129.
 """
 
+import contextlib
 import os
 import sys
 import traceback
@@ -23,8 +25,6 @@ from common.errors import FinetuneError, UserError
 
 DEFAULT_PROFILE_MODEL = "gpt3-1.3b"
 """For --profile without --model: a block large enough to show what a device can do, and quick on a CPU."""
-INTERRUPTED = 130
-"""128 + SIGINT, as shells have it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,11 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         return _fail(f"{error.format_message()} (finetune --help lists all options)", 2)
     except Stopped as stopped:
-        print(f"\n{stopped}", file=sys.stderr)
-        return INTERRUPTED
+        _say(f"\n{stopped}")
+        return interrupts.status(stopped)
     except (KeyboardInterrupt, click.Abort):
-        print("\nstopped before training began.", file=sys.stderr)
-        return INTERRUPTED
+        _say("\nstopped before training began.")
+        return interrupts.status()
     except FinetuneError as error:
         return _fail(" ".join([str(error), *getattr(error, "__notes__", [])]), error.exit_status, debug)
     except Exception as error:
@@ -62,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 #: What only --plan takes: for one machine, and for a cluster.
 PLAN_OPTIONS = ("drive", "ssds", "scheme", "max_model", "json")
-CLUSTER_PLAN_OPTIONS = ("cluster", "levels", "trainable", "quantise")
+CLUSTER_PLAN_OPTIONS = ("trainable",)
+#: What says which cluster a plan is for; training over nodes takes it, too.
+CLUSTER_OPTIONS = ("cluster", "levels", "quantise")
 #: What changes a run or a plan for one machine, and no plan for a cluster: that assumes bf16, fp32 moments, and the
 #: hardware that --cluster describes.
 NOT_OF_CLUSTERS = (
@@ -78,6 +80,7 @@ def _run(
     profile: bool,
     plan: bool,
     check: bool,
+    verify: tuple[str, ...],
     config: Path | None,
     write_config: bool,
     **options: Any,
@@ -85,6 +88,10 @@ def _run(
     if write_config:
         print(effective_config(click.get_current_context()), end="")
         return 0
+    if verify:
+        from cli.verify import run_verify
+
+        return run_verify([path for word in verify for path in expand_pattern("--verify", word)])
     plans = {name: options.pop(name) for name in PLAN_OPTIONS}
     clusters = {name: options.pop(name) for name in CLUSTER_PLAN_OPTIONS}
     if not plan:
@@ -98,8 +105,7 @@ def _run(
         )  # fmt: skip
     if profile:
         _refuse_with(
-            "--profile", "trains nothing", {**options, "demo": demo},
-            ("demo", "data", "eval_data", "nodes", "resume", "trace"),
+            "--profile", "trains nothing", {**options, "demo": demo}, ("demo", "data", "eval_data", "resume", "trace")
         )  # fmt: skip
         options["model"] = options["model"] or DEFAULT_PROFILE_MODEL
     if check:
@@ -116,16 +122,21 @@ def _run(
 
         run_demo(options["output"], options["report"], options["debug"], interrupts)
         return 0
-    if plan and (options["nodes"] or clusters["cluster"] or clusters["levels"]):
+    if plan and (options["nodes"] or options["cluster"] or options["levels"]):
         return _plan_cluster(plans, clusters, options)
     if plan:
-        for name, value in clusters.items():
-            if value:
+        for name in (*CLUSTER_PLAN_OPTIONS, *CLUSTER_OPTIONS):
+            if {**clusters, **options}[name]:
                 raise UserError(f"--{name} belongs to plans for a cluster: add --cluster.")
         return _plan(arguments, plans, options)
     if options["model"] is None:
         raise UserError("Give the model to fine-tune with --model DIR or --model PRESET, or try --demo.")
     settings = settings_of(arguments, options)
+    if profile and settings.nodes is not None:
+        from cli.launch import launch
+
+        launch(settings, trains=False)
+        return 0
     if profile:
         from cli.profile import run_profile
 
@@ -186,7 +197,10 @@ def _plan_cluster(plans: dict[str, Any], clusters: dict[str, Any], options: dict
             )
     from cli.plan_cluster import ClusterSettings, plan_cluster
 
-    shared = {name: options[name] for name in ("model", "nodes", "gpus_per_node", "micro_batch", "seq_len", "strategy")}
+    shared = {
+        name: options[name]
+        for name in ("model", "nodes", "gpus_per_node", "micro_batch", "seq_len", "strategy", *CLUSTER_OPTIONS)
+    }
     batch = options["batch_size"] if _typed("batch_size") else None
     return plan_cluster(ClusterSettings(**shared, **clusters, batch_size=batch, as_json=plans["json"]))
 
@@ -210,11 +224,17 @@ def _refuse_with(option: str, why: str, options: dict[str, Any], others: tuple[s
             raise UserError(f"{option} {why} and cannot be combined with --{name.replace('_', '-')}.")
 
 
+def _say(message: str) -> None:
+    """Print to a terminal that may be gone."""
+    with contextlib.suppress(OSError):
+        print(message, file=sys.stderr, flush=True)
+
+
 def _fail(message: str, status: int, debug: bool = False) -> int:
     """Print one message; with ``debug``, the traceback of the exception being handled before it."""
     if debug:
         traceback.print_exc()
-    print(f"finetune: error: {message}", file=sys.stderr)
+    _say(f"finetune: error: {message}")
     return status
 
 

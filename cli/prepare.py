@@ -88,16 +88,17 @@ class Job:
 
     @property
     def store_bytes(self) -> int:
-        """What the store takes on all SSDs together, without activations; or two commits, one beside the other."""
+        """What the store takes on all SSDs (of one node) together, without activations; or two commits, one beside the
+        other."""
         settings = self.settings
         moments = 4 if settings.optimizer_dtype == "bf16" else 8
-        if settings.nodes is not None:
+        if settings.nodes is not None and not settings.ssd:
             return 2 * (self.adapter_parameters or self.parameters) * 12
         slots = 1 if settings.single_slot else 2
-        if settings.trains_adapters:
-            frozen = self.parameters * (2 if settings.dtype == "bf16" else 4)
-            return frozen + self.adapter_parameters * (4 + moments) * slots
-        return self.parameters * (4 + moments) * slots
+        width, nodes = 2 if settings.dtype == "bf16" else 4, settings.nodes or 1
+        if settings.trains_adapters:  # every node has the parameters, all together the states
+            return self.parameters * width + self.adapter_parameters * (4 + moments // nodes) * slots
+        return self.parameters * slots * (width * nodes + 4 - width + moments) // nodes
 
     @property
     def fixed_settings(self) -> dict[str, Any]:
@@ -125,7 +126,7 @@ class Job:
         settings, rate = self.settings, self.learning_rate
         source = "random weights" if self.checkpoint is None else str(self.checkpoint)
         store = ", ".join(str(path / self.run_name) for path in self.ssd)
-        if settings.nodes is not None:
+        if settings.nodes is not None and not settings.ssd:
             store = f"a commit every {settings.commit_interval:,} steps in {store}"
         warmup = f" after {rate.warmup:,} of warm-up" if rate.warmup else ""
         lines = {
@@ -245,12 +246,17 @@ def _directories(settings: Settings, checkpoint: Path | None) -> tuple[tuple[Pat
             f"{output} holds {what} already: give another --output, or add --overwrite to replace it "
             "(or --resume to continue the run that made it)."
         )
-    if settings.nodes is not None:
+    if settings.nodes is not None and not ssd:
         return (output,), output, COMMITS
     if not ssd:
         return (output,), output, "store"
     # The same drives serve many runs; --resume finds this one by its output directory.
     return ssd, output, f"fuyou-{output.name}-{hashlib.sha256(str(output).encode()).hexdigest()[:6]}"
+
+
+def rank_folder(local_rank: int | str) -> str:
+    """Name of a rank's part of a store, in the store's directory on every SSD of its node."""
+    return f"rank-{local_rank}"
 
 
 def _make_directory(option: str, path: Path) -> None:

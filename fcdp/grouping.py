@@ -10,10 +10,11 @@ weight with a trainable bias) is trainable as a whole: correct, but its frozen p
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 AdapterGroups = Literal["block", "model"]
 """``block``: the adapters of a block are gathered and reduced together, overlapping with other blocks' computing.
@@ -38,8 +39,12 @@ class ParameterGroup:
     """Of this rank's part when the cache was filled (CUDA)."""
     kept_after_forward: bool = False
     """Whether FSDP2 keeps the parameters from forward to backward, so that each micro-batch gathers them once."""
+    cell_numel: int = 0
+    """Elements of one rank's part, padded as FSDP2 does."""
     cell_bytes: int = 0
-    """Bytes of one rank's part in compute precision, padded as FSDP2 does."""
+    """Their bytes in compute precision."""
+    mixes_dtypes: bool = False
+    """Whether its parameters are gathered in more than one dtype, and so as plain bytes."""
     reduced_cell_bytes: int = 0
     """Bytes of one rank's part of the gradients in reduce precision."""
     had_trainable: bool = False
@@ -55,6 +60,11 @@ class ParameterGroup:
     def owners(self) -> list[nn.Module]:
         """Modules that own parameters of the group."""
         return list({id(owner): owner for owner, _ in self.places}.values())
+
+    @property
+    def holder(self) -> FSDPModule:
+        """The module on which FSDP2 keeps the group's state, once it is sharded."""
+        return cast(FSDPModule, self.modules[0])
 
     @property
     def trainable(self) -> bool:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from peft import PeftConfig
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from common.data import document_mask
@@ -29,7 +29,8 @@ from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from common.models.sources import CheckpointSource, RandomSource, WeightSource
 from fcdp.commits import Commits
-from fcdp.shard import StrategyName, fully_shard, sharding
+from fcdp.shard import fully_shard, sharding
+from fcdp.strategy import Strategy
 from fcdp.topology import Topology
 from fcdp.weights import gather_blocks, load, materialise, whole, widen
 from fuyou import NonFiniteLoss
@@ -42,12 +43,12 @@ from fuyou.stack import StreamedModel
 _SHARD_BYTES = 2_000_000_000
 
 
-
 @dataclass(frozen=True)
 class TrainerConfig:
     """Options of :class:`Trainer`."""
 
-    strategy: StrategyName = "fcdp"
+    strategy: Strategy | str = "fcdp"
+    """One of the space, or how it is written; see :func:`fcdp.fully_shard`."""
     dtype: str = "bf16"
     """What blocks compute in and what crosses the network, gradients too; masters and moments are fp32."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -66,7 +67,7 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class ClusterStep:
-    """One finished step, the same on every rank but for the last two."""
+    """One finished step, the same on every rank but for ``seconds``."""
 
     step: int
     loss: float
@@ -76,8 +77,7 @@ class ClusterStep:
     """Whether any rank asked to stop after this step."""
     seconds: float
     sent_bytes: int
-    """That this rank sent to other nodes, by the strategy's own count; 0 for strategies of FSDP2's, which do not count.
-    """
+    """That a node sent to others, on average over nodes."""
 
 
 class Trainer:
@@ -262,7 +262,7 @@ class Trainer:
             loss, gradient = cross_entropy(logits, part["targets"], share, gradient=True)
             logits.backward(gradient)
             total += loss / world
-        loss_value, norm, stopping = self._agree(total, stop)
+        loss_value, norm, stopping, all_sent = self._agree(total, stop, self._sharding.traffic.across - sent)
         if not math.isfinite(loss_value) or not math.isfinite(norm):
             what = f"loss of step {step} is {loss_value}" if not math.isfinite(loss_value) else (
                 f"gradient norm of step {step} is {norm}"
@@ -276,9 +276,8 @@ class Trainer:
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.step_count = step
-        return ClusterStep(
-            step, loss_value, norm, stopping, time.monotonic() - began, self._sharding.traffic.across - sent
-        )
+        seconds, node_sent = time.monotonic() - began, int(all_sent / self._topology.nodes)
+        return ClusterStep(step, loss_value, norm, stopping, seconds, node_sent)
 
     @torch.no_grad()
     def eval_loss(self, batch: Mapping[str, torch.Tensor]) -> float:
@@ -294,9 +293,7 @@ class Trainer:
         for part in self._split({**batch, "targets": targets}):
             total += cross_entropy(self._logits(part), part["targets"], items, gradient=False)[0]
         self._model.train()
-        for module in self._model.modules():  # some stay whole after a forward pass, expecting a backward pass
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        self._sharding.reshard()  # some stay whole after a forward pass, expecting a backward pass
         dist.all_reduce(total)
         return float(total)
 
@@ -331,14 +328,14 @@ class Trainer:
         logits: torch.Tensor = self._model(**inputs, use_cache=False).logits
         return logits
 
-    def _agree(self, loss: torch.Tensor, stop: bool) -> tuple[float, float, bool]:
-        """Loss and gradient norm of the whole batch, and whether any rank asked to stop: one small message."""
-        # Sharded over nodes and ranks alike, or replicated on every node.
-        copies = self._topology.nodes if self._sharding.strategy == "hybrid" else 1
+    def _agree(self, loss: torch.Tensor, stop: bool, sent: int) -> tuple[float, float, bool, float]:
+        """Loss and gradient norm of the whole batch, whether any rank asked to stop, and what all ranks have sent to
+        other nodes: one small message."""
+        copies = self._sharding.routes.replicas
         squares = sum((sum_of_squares(value.flatten()) for value in self._gradients()), loss.new_zeros(()))
-        told = torch.stack([loss, squares / copies, loss.new_tensor(float(stop))])
+        told = torch.stack([loss, squares / copies, loss.new_tensor(float(stop)), loss.new_tensor(float(sent))])
         dist.all_reduce(told)
-        return float(told[0]), math.sqrt(float(told[1])), bool(told[2] > 0)
+        return float(told[0]), math.sqrt(float(told[1])), bool(told[2] > 0), float(told[3])
 
     def _gradients(self) -> list[torch.Tensor]:
         """This rank's part of every gradient."""
@@ -355,6 +352,7 @@ class Trainer:
         Args:
             merge: write the model with the adapters merged into it, too, in the folder :data:`MERGED` inside.
         """
+        self._sharding.reshard()
         if self._adapters is None:
             self._export(directory, gather_blocks(self._model, self._block_prefix, self._dtype))
             return
@@ -389,15 +387,14 @@ class Trainer:
 
     # -- figures ----------------------------------------------------------------------------------------------------
 
+    @property
+    def strategy(self) -> str:
+        """Name of how the model is sharded."""
+        return self._sharding.strategy.name
+
     def planned_sent_bytes(self, rows: int) -> float:
         """Bytes that a node sends to others in a step of ``rows`` sequences, not the first, by the formulas."""
-        gloo = self._device.type == "cpu"
-        return self._sharding.bytes_across_nodes(self.micro_batches(rows), gloo=gloo)
-
-    @property
-    def counts_sent_bytes(self) -> bool:
-        """Whether steps tell what they sent; else only the formula knows."""
-        return self._sharding.strategy == "fcdp"
+        return self._sharding.bytes_across_nodes(self.micro_batches(rows))
 
     def model_flops_per_token(self, seq_len: int) -> float:
         """6 per parameter and token, 4 per frozen one, plus attention; recomputation not counted."""

@@ -37,8 +37,9 @@ class RecordSums:
         self._sums: dict[Extent, tuple[int, ...]] = {one.extent: one.sums for one in sealed}
 
     def written(self, record: int, slot: int, parameters: tuple[int, ...], states: tuple[int, ...] = ()) -> None:
-        """A record was written to ``slot``; a frozen one, which has no states, to its only place."""
-        self._sums[self._places[record, "parameters"][slot]] = parameters
+        """A record, or a part of it, was written to ``slot``; a frozen one, without states, to its only place."""
+        if parameters:
+            self._sums[self._places[record, "parameters"][slot]] = parameters
         if states:
             self._sums[self._places[record, "states"][slot]] = states
 

@@ -44,6 +44,7 @@ class StepComputation:
         plan: how the batch is split.
         recomputations: how blocks are computed again; remembers from step to step.
         began: when the step began, on :func:`time.monotonic`'s clock.
+        items: labels in the batches of all ranks together; None: this is the only one.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class StepComputation:
         plan: MemoryPlan,
         recomputations: Recomputations,
         began: float,
+        items: int | None = None,
     ):
         self._stack, self._plane, self.tasks, self.began = stack, plane, tasks, began
         self._plan, self._recomputations = plan, recomputations
@@ -63,7 +65,8 @@ class StepComputation:
         targets = shifted_labels(batch["labels"])
         # On the device: CUDA divides by a number of the host's as multiplication by its reciprocal, which is not what
         # an ordinary loop (transformers' loss divides by such a tensor) gives.
-        self._items = (targets != -100).sum().to(self._device, non_blocking=True)
+        labels = (targets != -100).sum() if items is None else torch.tensor(items)
+        self._items = labels.to(self._device, non_blocking=True)
         self.tokens = batch["input_ids"].numel()
         self._micro = self._split(batch, targets)
         self._calls: list[BlockCalls | None] = [None] * len(self._micro)
@@ -93,7 +96,7 @@ class StepComputation:
     # -- passes ---------------------------------------------------------------------------------------------------
 
     def forward(self) -> torch.Tensor:
-        """Run everything up to the head; returns the batch's mean loss, an fp32 scalar."""
+        """Run everything up to the head; returns the batch's mean loss (this rank's part of it), an fp32 scalar."""
         while self._next is not None and self._next.visit is not None and self._next.visit.phase in FORWARD_PHASES:
             self._run(self._next)
             self._next = next(self._todo, None)
@@ -122,7 +125,7 @@ class StepComputation:
         return self._next is None
 
     def gradient_norm(self) -> float:
-        """Norm of the whole gradient, as the optimizer sees it (rounded to the compute dtype)."""
+        """Norm of the whole gradient, as the optimizer sees it (rounded to the compute dtype). For a single rank."""
         return float(torch.stack(self._squares).sum().sqrt())
 
     @property
@@ -328,7 +331,8 @@ class StepComputation:
             rounded.copy_(total.flat)
         elif rounded.dtype != total.flat.dtype:
             round_in_place(total.flat, rounded)
-        self._squares.append(sum_of_squares(rounded))
+        if self._plane.ranks is None:  # else it is a part of a sum
+            self._squares.append(sum_of_squares(rounded))
 
     def _replayed(self, layer: int, micro: int) -> "_Replay":
         return _Replay(self._random.pop((layer, micro)), self._device)

@@ -21,6 +21,8 @@ from fuyou.checksums import RecordSums, sealed_name
 from fuyou.devices import Device, optimizer_threads
 from fuyou.executor import ELSEWHERE, Executor
 from fuyou.memory_plan import MemoryPlan
+from fuyou.nodes.handlers import RankHandlers
+from fuyou.nodes.topology import Topology
 from fuyou.optimizer_link import OptimizerLink
 from fuyou.optimizer_protocol import (
     BufferRegion,
@@ -75,6 +77,7 @@ class DataPlane:
         pace: makes the drives look slower.
         locks: descriptors that the optimizer process holds as well.
         sums: told of everything that is written, asked about what is read.
+        topology: the other ranks, if there are any.
     """
 
     def __init__(
@@ -94,15 +97,14 @@ class DataPlane:
         pace: Pace | None = None,
         locks: Sequence[int] = (),
         sums: RecordSums | None = None,
+        topology: Topology | None = None,
     ):
         self._sums = RecordSums(shape.records, extents) if sums is None else sums
         self.shape, self.plan, self.device, self.store = shape, plan, device, store
         self._extents, self._link, self._update_of = extents, link, update_of
         self._scratch_directories, self._pace = list(scratch), pace
         counts = plan.counts
-        self.parameters = {
-            kind: DeviceBuffers(device, shape.parameter_nbytes(kind), counts.device(kind)) for kind in Kind
-        }
+        self.parameters = {kind: DeviceBuffers(device, shape.device_nbytes(kind), counts.device(kind)) for kind in Kind}
         #: fp32 sums of gradients that several micro-batches (or visits) contribute to.
         self.wide = {
             kind: DeviceBuffers(device, shape.trained_elements(kind) * 4, 1)
@@ -113,7 +115,7 @@ class DataPlane:
         self.gradients = {
             kind: self.wide[kind]
             if kind in self.wide and counts.device_gradients(kind) == 1
-            else DeviceBuffers(device, shape.gradient_nbytes(kind), counts.device_gradients(kind))
+            else DeviceBuffers(device, shape.device_gradient_nbytes(kind), counts.device_gradients(kind))
             for kind in Kind
         }
         self._activation_bytes = {
@@ -144,8 +146,10 @@ class DataPlane:
         self.optimizer_read_bytes = self.optimizer_written_bytes = 0
         self._ssd_intervals: list[RecordInterval] = []
         self._adam_intervals: list[RecordInterval] = []
+        self.ranks = RankHandlers(self, topology) if topology is not None else None
         self.executor = Executor(
             {
+                **(self.ranks.handlers() if self.ranks is not None else {}),
                 Op.PARAMETER_READ: self._parameter_read,
                 Op.PARAMETER_UPLOAD: self._parameter_upload,
                 Op.GRADIENT_DOWNLOAD: self._gradient_download,
@@ -155,6 +159,7 @@ class DataPlane:
                 Op.UPDATE: self._update,
                 Op.STATE_WRITE: self._state_write,
                 Op.RESIDENT_WRITE: self._resident_write,
+                Op.PARAMETER_WRITE: self._parameter_write,
                 Op.ACTIVATION_DOWNLOAD: self._activation_download,
                 Op.ACTIVATION_WRITE: self._activation_write,
                 Op.ACTIVATION_READ: self._activation_read,
@@ -173,6 +178,7 @@ class DataPlane:
                 chunk_elements=plan.chunk_elements,
                 ring_chunks=plan.ring_chunks,
                 shared=self.shared,
+                share=shape.share,
                 resident=sorted(resident),
                 pace=pace,
                 threads=optimizer_threads(device),
@@ -246,16 +252,29 @@ class DataPlane:
         """Write a record's first state, of which ``hi`` and ``lo`` are in host buffers 0; blocks until written."""
         if not record.trainable:
             values = self.host_parameters(record.kind, 0, record.parameter_nbytes)
-            (place,) = self._extents[record.index].parameters
-            sums = Sums(place, self.store.directories, sealed_name(record, "parameters"))
-            self.store.write(place, values, sums=sums).result()
-            self._sums.written(record.index, 0, sums.values)
+            self._write_parameters(record, 0, values).result()
             return
         event = self._created[record.index] = threading.Event()
         self._link.send(CreateRecord(record.index, 0, 0, target))
         while not event.wait(0.2):
             if self.executor.failure is not None:
                 raise self.executor.failure
+        if record.share.nodes > 1:
+            nbytes = self._extents[record.index].parameters[target].nbytes
+            self._write_parameters(record, target, self.host_parameters(record.kind, 0, nbytes)).result()
+
+    def _write_parameters(self, record: Record, slot: int, values: np.ndarray) -> Future:
+        """Write what the optimizer process does not: all of a record's parameters, or all that this rank stores."""
+        place = self._extents[record.index].parameters[slot]
+        sums = Sums(place, self.store.directories, sealed_name(record, "parameters"))
+        future = self.store.write(place, values, sums=sums)
+
+        def note(done: Future) -> None:
+            if done.exception() is None:
+                self._sums.written(record.index, slot, sums.values)
+
+        future.add_done_callback(note)
+        return future
 
     def close(self) -> None:
         """Stop all workers, give all memory back, remove the scratch files."""
@@ -290,12 +309,16 @@ class DataPlane:
     def _parameter_upload(self, task: Task) -> None:
         record = self.shape.records[task.record]
         source = torch.from_numpy(self.host_parameters(record.kind, task.source, task.nbytes))
-        self.device.copy(task, self.parameters[record.kind].bytes(task.target, task.nbytes), source)
+        start = record.share.stored_start(record.numel) * record.precision.parameter_bytes
+        target = self.parameters[record.kind].bytes(task.target, start + task.nbytes)[start:]
+        self.device.copy(task, target, source)
 
     def _gradient_download(self, task: Task) -> None:
         record = self.shape.records[task.record]
         target = torch.from_numpy(self.host_gradients(record.kind, task.target, task.nbytes))
-        self.device.copy(task, target, self.gradients[record.kind].bytes(task.source, task.nbytes))
+        start = record.share.owned_start(record.numel) * record.precision.gradient_bytes
+        source = self.gradients[record.kind].bytes(task.source, start + task.nbytes)[start:]
+        self.device.copy(task, target, source)
 
     def _gradient_write(self, task: Task) -> Future:
         assert self._scratch is not None
@@ -329,6 +352,10 @@ class DataPlane:
             self._writing[task.record] = task
         self._link.send(WriteRecord(task.record, task.source, task.target))
         return ELSEWHERE
+
+    def _parameter_write(self, task: Task) -> Future:
+        record = self.shape.records[task.record]
+        return self._write_parameters(record, task.target, self.host_parameters(record.kind, task.source, task.nbytes))
 
     def _activation_download(self, task: Task) -> None:
         target = torch.from_numpy(self._host_activation(task, task.target))

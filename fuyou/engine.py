@@ -3,6 +3,7 @@
 import math
 import os
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from common.units import parse_bytes
 from fuyou.accounting import Accounting, StepReport
 from fuyou.adam import AdamConfig, Update
 from fuyou.checksums import RecordSums
-from fuyou.commits import Commits, check_records, load_state
+from fuyou.commits import Commits, check_records, load_state, sealed_records
 from fuyou.compute import NextToken, NonFiniteLoss, StepComputation
 from fuyou.data_plane import DataPlane
 from fuyou.deferral import interleaved
@@ -34,15 +35,20 @@ from fuyou.exporting import Exporter
 from fuyou.io_counter import IoCounter
 from fuyou.keeping import Keeping, KeepingPlan
 from fuyou.memory_plan import Batch, MemoryPlanner
+from fuyou.nodes.agreement import Agreement
+from fuyou.nodes.commits import ClusterCommits, find_common_state
+from fuyou.nodes.reader import ClusterReader
+from fuyou.nodes.topology import Topology, share_of
 from fuyou.open_model import OpenModel
 from fuyou.optimizer_link import OptimizerLink
 from fuyou.planner import Training, choose
 from fuyou.recompute import Recomputations
 from fuyou.records import Precision, allocate_extents
 from fuyou.schedule import Scheduler
+from fuyou.share import Share
 from fuyou.step_shape import BatchShape
 from fuyou.store_access import StoreReader, fill_store
-from fuyou.tasks import StepList
+from fuyou.tasks import Op, StepList
 from fuyou.trace import StepTrace
 from fuyou.training_state import TrainingState, random_states, restore_random_states
 
@@ -142,7 +148,11 @@ class Engine:
         automatic: let the planner choose ``deferred_fraction`` and ``kept_activations`` where they are not given, by
             simulation of this run on this machine. Needs ``batch_shape`` and a profile of this machine with this model
             (``finetune --profile``); without one nothing is chosen. Costs 0.1 to 3 s at the start, and changes no
-            number.
+            number. On one rank only.
+        topology: the other ranks, if there are any (an ``fcdp.Topology``). Every rank makes an engine, with directories
+            of its own and otherwise alike, gives it its own part of every batch, and calls everything that the others
+            call. Every node keeps one copy of the parameters, of which each of its M ranks stores 1/M; optimizer states
+            are spread over all W ranks. ``host_memory`` and ``host_cache`` are those of the node.
 
     Raises:
         UserError: what was asked for is not possible (paths, space, budgets, model).
@@ -179,6 +189,7 @@ class Engine:
         adapters: PeftConfig | AdapterOptions | None = None,
         trainable: Sequence[str] | None = None,
         automatic: bool = False,
+        topology: Topology | None = None,
     ):
         deferred_fraction = 1.0 if max_grad_norm else deferred_fraction  # nothing is updated before the norm is known
         self._options = EngineConfig(
@@ -198,6 +209,8 @@ class Engine:
         self._step: StepComputation | TimedComputation | None = None
         self._in_flight = False
         self._trace: StepTrace | None = None
+        self._agreement: Agreement | None = None
+        self._items: int | None = None  # labels in the batches of all ranks, where there are several
         self._io = IoCounter(self._io_now)
         self._meter = PeakMeter(self._pids)
         try:
@@ -207,13 +220,17 @@ class Engine:
             self._device = open_device(device)
             self.emulated = isinstance(self._device, EmulatedDevice)
             self._pace = self._device.spec.pace if isinstance(self._device, EmulatedDevice) else None
-            self._host_limit, self._device_limit = memory_limits(self._device, host_memory, device_memory)
+            self._topology, share = topology, share_of(topology)
+            self._agreement = Agreement(share) if topology is not None else None
+            self._cluster_options(share)
+            limits = memory_limits(self._device, host_memory, device_memory, share.ranks_per_node)
+            self._host_limit, self._device_limit = self._smallest(limits)
             self._device.cap_memory(self._device_limit)
             self._link = OptimizerLink()  # imports PyTorch while the model is built
             self._link.wait_until_up()
             self._meter.start()
             self._open_model()
-            if automatic and batch_shape is not None:
+            if automatic and batch_shape is not None and topology is None:
                 self._choose(batch_shape)
             self._plan_buffers()
             self._open_store(run_name, resume, overwrite, batch_shape)
@@ -223,14 +240,44 @@ class Engine:
 
     # -- opening --------------------------------------------------------------------------------------------------
 
+    def _cluster_options(self, share: Share) -> None:
+        """What several ranks make of the options.
+
+        Raises:
+            UserError: these do not go together.
+        """
+        if share.world_size == 1:
+            return
+        options = self._options
+        if isinstance(self._device, EmulatedDevice):
+            spec = self._device.spec
+            for level, ranks, rate in (
+                ("inside", share.ranks_per_node, spec.inside_bytes_per_second),
+                ("across", share.nodes, spec.across_bytes_per_second),
+            ):
+                if ranks > 1 and rate is None:
+                    raise UserError(f"An emulated accelerator among several ranks needs a rate: add {level}=10GB/s.")
+        if options.host_cache is not None:
+            self._options = replace(options, host_cache=options.host_cache // share.ranks_per_node)
+
+    def _smallest(self, limits: tuple[int, int]) -> tuple[int, int]:
+        """The smallest budgets of all ranks: they must plan alike, for their collectives to match."""
+        if self._agreement is None:
+            return limits
+        hosts, devices = zip(*self._agreement.tell(limits), strict=True)
+        return min(hosts), min(devices)
+
     def _open_model(self) -> None:
         options = self._options
         torch.manual_seed(options.seed)
         self._model = OpenModel(
             self.config, options.precision, self._device.torch_device, options.adapters, options.trainable, options.seed
         )
+        share = share_of(self._topology)
         self._source = self._model.weights(self._checkpoint)
-        self._stack, self._shape = self._model.stack, self._model.shape
+        self._stack, self._shape = self._model.stack, self._model.shape.shared(share)
+        if share.rank:
+            torch.manual_seed(options.seed + share.rank)  # what drops out differs, as the sequences do
         self.parameters, self.trainable_parameters = self._model.parameters, self._model.trainable_parameters
 
     def _choose(self, batch_shape: tuple[int, int]) -> None:
@@ -284,11 +331,15 @@ class Engine:
         self.created_bytes = 0
         # Everything goes through host memory, so there is nothing for "auto" to measure.
         io: dict[str, Any] = {"io": "posix" if options.io == "auto" else options.io, "pace": self._pace}
+        run = self._agreement.tell(uuid.uuid4().hex)[0] if self._agreement is not None else ""
         if resume:
             self._lock = DirectoryLock(folder for folder in folders if folder.is_dir())
-            self._store = Store.open(folders, **io)
-            state = load_state(self._store, wanted)
-            sealed = check_records(self._store, state)
+            if self._agreement is None:
+                self._store = Store.open(folders, **io)
+                state = load_state(self._store, wanted)
+                check_records(self._store, state)
+            else:
+                self._store, state, run = find_common_state(self._agreement, lambda: Store.open(folders, **io), wanted)
             restore_random_states(state.random, self._device.torch_device)
         else:
             made = [folder for folder in folders if not folder.exists()]
@@ -303,9 +354,9 @@ class Engine:
                 for folder in made:
                     folder.rmdir()
                 raise
-            state, sealed = replace(wanted, store=self._store.id), []
-        sums = RecordSums(self._shape.records, self._extents, sealed)
-        self._commits = Commits(self._store, state, options.single_slot, sums)
+            state = replace(wanted, store=self._store.id)
+        sums = RecordSums(self._shape.records, self._extents, sealed_records(self._store, state) if resume else ())
+        self._commits = self._make_commits(state, run, sums)
         self.step_count = state.step
         self.user_state: dict[str, Any] = dict(state.user)
         self._open_plane()
@@ -317,6 +368,22 @@ class Engine:
             state.random = random_states(self._device.torch_device)
             self._commits.seal()
             self.created_bytes = self._io.other[1]
+        elif self._agreement is not None:
+            self._commits.write_manifest()  # a step that this rank alone had committed does not count
+        if self._agreement is not None:
+            self._agreement.tell(None)
+
+    def _make_commits(self, state: TrainingState, run: str, sums: RecordSums) -> Commits:
+        assert self._store is not None
+        if self._agreement is None:
+            return Commits(self._store, state, self._options.single_slot, sums)
+        single_slot = self._options.single_slot
+        return ClusterCommits(self._agreement, run, self._checksum, self._store, state, single_slot, sums)
+
+    def _checksum(self, step: int) -> int:
+        """Of the parameters that this rank stores, as ``step`` has left them."""
+        assert self._plane is not None and self._plane.ranks is not None
+        return self._plane.ranks.take_checksum(step)
 
     def _open_plane(self) -> None:
         """Allocate everything and start the workers, by the memory plan."""
@@ -342,7 +409,7 @@ class Engine:
             self._shape, self.memory_plan, self._device, self._store, self._extents, self._commits.state.slots,
             self._link, [folder / "scratch" for folder in self._store.directories], self._commits.commit,
             self._commits.update_of, spill_gradients=self.memory_plan.spills_gradients(self._shape, deferred),
-            resident=self.memory_plan.resident, pace=self._pace,
+            resident=self.memory_plan.resident, pace=self._pace, topology=self._topology,
             locks=self._lock.descriptors, sums=self._commits.sums,
         )  # fmt: skip
         self._accounting = Accounting(self._plane, self._trace)
@@ -388,7 +455,7 @@ class Engine:
         self._step = self._computation(plane, tasks, batch, began)
         self._submit(tasks)
         self._step.forward()
-        loss = self._step.loss
+        loss = self._step.loss = self._whole_loss(self._step.loss)
         if not math.isfinite(loss):
             self._finish_earlier_commit()
             raise NonFiniteLoss(f"The loss of step {step} is {loss}.", step, self.committed_step)
@@ -411,7 +478,7 @@ class Engine:
             raise FinetuneError("engine.step() comes after engine(**batch).loss.backward().")
         plane, step = self._plane, self.step_count + 1
         assert plane is not None and current.tasks.end is not None
-        norm = current.gradient_norm()
+        norm = self._gradient_norm(current)
         if not math.isfinite(norm):
             self._finish_earlier_commit()
             raise NonFiniteLoss(f"The gradient norm of step {step} is {norm}.", step, self.committed_step)
@@ -436,6 +503,7 @@ class Engine:
             idle_seconds=times.idle,
             planned_read_bytes=current.tasks.ssd_read_bytes(),
             planned_written_bytes=current.tasks.ssd_written_bytes(),
+            planned_sent_bytes=current.tasks.sent_bytes(),
             kept_activation_bytes=current.tasks.kept_bytes(self.memory_plan.kept_bytes),
             recomputation_saved=current.recomputation_saved,
         )
@@ -450,10 +518,30 @@ class Engine:
         self._stack.model.eval()
         try:
             self._submit(tasks)
-            return float(computation.forward())
+            return self._whole_loss(float(computation.forward()))
         finally:
             self._accounting.take()
             self._stack.model.train()
+
+    def _whole_loss(self, loss: float) -> float:
+        """The sum of what all ranks have found, added in fp32 in their order."""
+        if self._agreement is None:
+            return loss
+        total, *others = (torch.tensor(told, dtype=torch.float32) for told in self._agreement.tell(loss))
+        for other in others:
+            total += other
+        return float(total)
+
+    def _gradient_norm(self, current: StepComputation | TimedComputation) -> float:
+        """Of the gradient summed over all ranks."""
+        if self._agreement is None or self.emulated:
+            return current.gradient_norm()
+        assert self._plane is not None and self._plane.ranks is not None
+        reductions = [task for task in current.tasks.tasks if task.op in (Op.GRADIENT_REDUCE, Op.GRADIENT_EXCHANGE)]
+        self._plane.executor.wait(reductions)
+        self._device.synchronize()
+        squares = self._plane.ranks.take_squares(current.tasks.step)
+        return math.sqrt(sum(self._agreement.tell(float(squares))))
 
     @torch.no_grad()
     def next_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -509,7 +597,9 @@ class Engine:
     ) -> StepComputation | TimedComputation:
         if isinstance(self._device, EmulatedDevice):
             return TimedComputation(self._device, plane.executor, tasks, batch["input_ids"].numel(), began)
-        return StepComputation(self._stack, plane, tasks, batch, self.memory_plan, self._recomputations, began)
+        return StepComputation(
+            self._stack, plane, tasks, batch, self.memory_plan, self._recomputations, began, self._items
+        )
 
     def _commit_requested(self) -> int:
         """The newest step whose commit is done or among the submitted tasks."""
@@ -522,13 +612,22 @@ class Engine:
         for name in ("input_ids", "labels"):
             if batch.get(name) is None or batch[name].dim() != 2:
                 raise UserError(f"A batch needs {name} of shape [sequences, tokens].")
-        if not bool((batch["labels"][:, 1:] != -100).any()):
+        items = self._count_labels(batch)
+        if not items:
             raise UserError("No token of this batch has a label (all are -100): there is nothing to learn from it.")
+        self._items = items if self._agreement is not None else None
         return self._fitting_plane(batch)
 
+    def _count_labels(self, batch: dict[str, torch.Tensor]) -> int:
+        """In the batches of all ranks."""
+        items = int((batch["labels"][:, 1:] != -100).sum())
+        return items if self._agreement is None else sum(self._agreement.tell(items))
+
     def _fitting_plane(self, batch: dict[str, torch.Tensor]) -> DataPlane:
-        """Buffers in which the batch has room."""
+        """Buffers in which the batch has room, on every rank."""
         rows, seq_len = batch["input_ids"].shape
+        if self._agreement is not None:  # all or none of the ranks make their buffers anew
+            rows, seq_len = (max(sizes) for sizes in zip(*self._agreement.tell((rows, seq_len)), strict=True))
         planned = self.memory_plan.batch
         if self._plane is None or rows > planned.rows or seq_len > planned.seq_len:
             self.flush()
@@ -563,7 +662,8 @@ class Engine:
     def _reader(self) -> StoreReader:
         assert self._store is not None
         slot = self._commits.state.slot
-        return StoreReader(self._store, self._shape, self._extents, self.memory_plan.chunk_elements, slot)
+        places = (self._store, self._shape, self._extents, self.memory_plan.chunk_elements, slot)
+        return StoreReader(*places) if self._topology is None else ClusterReader(self._topology, *places)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter's name and fp32 master weight (or frozen value), read from the store one at a time."""
@@ -588,8 +688,16 @@ class Engine:
             raise UserError("A run on an emulated device has no weights worth keeping: nothing is exported.")
         self.flush()
         self._close_plane()
-        target, dtype = Path(directory), self._options.precision.dtype
-        exporter = Exporter(self._model, self._reader(), self._checkpoint, self._host_limit)
+        share = self._shape.share
+        if share.node == 0:  # whose ranks have everything together
+            self._write(Path(directory), merge, writes=share.rank == 0)
+        if self._agreement is not None:
+            self._agreement.tell(None)
+
+    def _write(self, target: Path, merge: bool, writes: bool) -> None:
+        """``writes``: whether this rank writes what the ranks of this node read together."""
+        dtype = self._options.precision.dtype
+        exporter = Exporter(self._model, self._reader(), self._shape, self._checkpoint, self._host_limit, writes)
         with self._io.not_counted():
             if self._model.adapters is None:
                 exporter.checkpoint(target, dtype)
@@ -681,6 +789,8 @@ class Engine:
                 self._store.close()
             if self._lock is not None:
                 self._lock.close()
+            if self._agreement is not None:
+                self._agreement.close()
             self._meter.stop()
 
     def __enter__(self) -> "Engine":

@@ -157,6 +157,11 @@ def keepable(trace: BlockTrace, rows: int = 1, cost: Cost = roofline) -> Keepabl
     return Keepable(tuple(chosen), rows * trace.flops(), rows * unneeded)
 
 
+def worth_keeping(trace: BlockTrace) -> list[tuple[str, int]]:
+    """Name and ordinal of all calls that save FLOPs if their outputs are kept, best first."""
+    return [(one.operator, one.ordinal) for one in keepable(trace).outputs if one.saved_flops > 0]
+
+
 def trace_block(stack: StreamedModel, seq_len: int, device: str, dtype: torch.dtype, layer: int = -1) -> BlockTrace:
     """Trace one row's forward pass of a block on the meta device: takes no weights, no device and no time.
 

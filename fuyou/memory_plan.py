@@ -30,6 +30,8 @@ CHUNKS_PER_BLOCK = 32
 HOST_OVERHEAD_BYTES = 96 << 20
 #: Adam's scratch memory in the optimizer process, from above: half a mebibyte per thread, twice that with bf16 moments.
 ADAM_SCRATCH_BYTES = 20 << 20
+#: Device memory in which gradients of other ranks arrive, for each of the two levels: they are added piece by piece.
+REDUCTION_BYTES = 32 << 20
 #: How often the logits exist at once, in the compute dtype: themselves, their gradient, and one more in families that
 #: pass them through a function (soft capping). What the loss makes of them in fp32 comes in passes, see fuyou/loss.py.
 LOGIT_COPIES = 3
@@ -152,12 +154,14 @@ class MemoryPlanner:
         self.host_cache = host_cache
         self._kept_layers, self._kept_bytes = kept_layers, kept_bytes
         self.adapters = len(shape.of_kind(Kind.ADAPTER))
-        # By the model alone: states lie on SSD chunk by chunk.
+        # By the model and the number of ranks alone: states lie on SSD chunk by chunk.
         trained = [shape.records[index] for index in shape.trainable]
         largest = max((r for r in trained if r.kind is Kind.BLOCK), key=lambda r: r.numel, default=trained[-1])
-        wanted = min(LARGEST_CHUNK, max(SMALLEST_CHUNK, largest.numel // CHUNKS_PER_BLOCK))
-        self.chunk_elements = round_up(min(wanted, max(record.numel for record in trained)), PAGE_ELEMENTS)
-        self.block_chunks = len(largest.chunks(self.chunk_elements))
+        wanted = min(LARGEST_CHUNK, max(SMALLEST_CHUNK, largest.owned // CHUNKS_PER_BLOCK))
+        self.chunk_elements = round_up(min(wanted, max(record.owned for record in trained)), PAGE_ELEMENTS)
+        # Of the rank that has most: all must plan the same.
+        ranks = [replace(largest, share=share) for share in shape.share.everyone()]
+        self.block_chunks = max(len(record.chunks(self.chunk_elements)) for record in ranks)
 
     def plan(self, rows: int, seq_len: int, micro_rows: int | None) -> MemoryPlan:
         """The best plan that fits: micro-batches as large as the device takes (or as asked), then buffers.
@@ -313,13 +317,14 @@ class MemoryPlanner:
         chunk = self.chunk_elements
         ring_chunks = max(2, math.ceil(ring_blocks * self.block_chunks))
         device = (
-            sum(counts.device(kind) * shape.parameter_nbytes(kind) for kind in Kind)
+            sum(counts.device(kind) * shape.device_nbytes(kind) for kind in Kind)
             + trained[Kind.BLOCK] * _gradient_bytes(counts.device_block_gradients, width, wide_blocks)
             + trained[Kind.OUTER] * _gradient_bytes(counts.device_outer_gradients, width, wide_outer)
-            + counts.device_adapter_gradients * shape.gradient_nbytes(Kind.ADAPTER)
+            + counts.device_adapter_gradients * shape.device_gradient_nbytes(Kind.ADAPTER)
             + counts.device_activations * activation
             + counts.device_kept * kept
             + workspace
+            + REDUCTION_BYTES * ((shape.share.ranks_per_node > 1) + (shape.share.nodes > 1))
         )
         host = (
             sum(

@@ -50,7 +50,7 @@ from fuyou.optimizer_protocol import (
     WriteRecord,
     Written,
 )
-from fuyou.records import Chunk, Precision, Record, RecordExtents, allocate_extents
+from fuyou.records import PAGE_ELEMENTS, Chunk, Precision, Record, RecordExtents, allocate_extents
 
 
 @dataclass
@@ -123,7 +123,9 @@ class OptimizerProcess:
         self._setup = setup
         self._connection = connection
         self._sending = sending
-        self._records = [Record.from_dict(index, content) for index, content in enumerate(setup.records)]
+        self._records = [
+            Record.from_dict(index, content).shared(setup.share) for index, content in enumerate(setup.records)
+        ]
         self._shared = HostBuffer(setup.shared.nbytes, fd=shared_fd).touch()
         directories = [Path(path) for path in setup.directories]
         self._store = Store.open(directories, io=setup.io, threads=setup.io_threads, pace=setup.pace)
@@ -214,6 +216,8 @@ class OptimizerProcess:
         parameters, gradients = self._parameter_bytes(message.parameters, record), self._gradients(message, record)
         values = torch.from_numpy(parameters).view(record.precision.dtype)
         write = self._begin_write(message.record, message.target)
+        # Of stochastic rounding: no two ranks draw the same, for no rank has more chunks than pages.
+        stream = record.share.owned_start(record.numel) // PAGE_ELEMENTS
         began, computing = 0.0, []
         for number in range(write.pending):
             place = self._read.get()
@@ -226,7 +230,7 @@ class OptimizerProcess:
             started = time.monotonic()
             self._adam.update(
                 values[part], states.lo, states.mean, states.variance, gradients[part], message.update,
-                decay=chunk.decay, stream=message.record << 32 | number,
+                decay=chunk.decay, stream=message.record << 32 | stream + number,
             )  # fmt: skip
             computing.append((started, time.monotonic()))
             if message.target >= 0:
@@ -241,7 +245,7 @@ class OptimizerProcess:
         low: torch.Tensor | None = None
         if record.precision.split:
             region = self._setup.shared.gradients[record.kind]
-            low = self._shared.tensor(torch.int16, region.start(message.low_halves), record.numel)
+            low = self._shared.tensor(torch.int16, region.start(message.low_halves), record.owned)
         write = self._new_write(message.record, message.target)
         for chunk in self._chunks(message.record):
             place = Place(chunk, self._free.get())
@@ -289,11 +293,11 @@ class OptimizerProcess:
             self._store.write(
                 extents.states[write.slot], place.buffer.bytes(place.offset, state_bytes),
                 chunk.start * precision.state_bytes, state_bytes, write.states,
-            ),
-            self._store.write(
-                extents.parameters[write.slot], parameters[first:stop], first, stop - first, write.parameters
-            ),
+            )
         ]  # fmt: skip
+        if self._setup.share.nodes == 1:
+            place_there, sums = extents.parameters[write.slot], write.parameters
+            futures.append(self._store.write(place_there, parameters[first:stop], first, stop - first, sums))
         waiting = [len(futures)]
 
         def finished(future: Future) -> None:
@@ -313,7 +317,8 @@ class OptimizerProcess:
                 write.done.set()
                 self._send(
                     Written(
-                        write.record, write.slot, write.parameters.values, write.states.values,
+                        write.record, write.slot,
+                        write.parameters.values if self._setup.share.nodes == 1 else (), write.states.values,
                         self._store.bytes_read, self._store.bytes_written, merge(write.intervals),
                     )
                 )  # fmt: skip
@@ -329,12 +334,14 @@ class OptimizerProcess:
         return Place(chunk, self._resident[index].buffer, start, resident=True)
 
     def _parameter_bytes(self, index: int, record: Record) -> np.ndarray:
-        region = self._setup.shared.parameters[record.kind]
-        return self._shared.bytes(region.start(index), record.parameter_nbytes)
+        """What this rank owns of the parameters in host buffer ``index``."""
+        region, width = self._setup.shared.parameters[record.kind], record.precision.parameter_bytes
+        start = region.start(index) + record.share.owned_in_stored(record.numel) * width
+        return self._shared.bytes(start, record.owned * width)
 
     def _gradients(self, message: UpdateRecord, record: Record) -> torch.Tensor:
         region = self._setup.shared.gradients[record.kind]
-        return self._shared.tensor(record.precision.dtype, region.start(message.gradient), record.numel)
+        return self._shared.tensor(record.precision.dtype, region.start(message.gradient), record.owned)
 
     def _send(self, message: object) -> None:
         with self._sending:
@@ -371,6 +378,8 @@ def _hold(connection: Connection, locks: int) -> None:
 
 def main(pipe_fd: int) -> None:
     """Say hello, receive the set-up, serve."""
+    # By this the engine ends us; a rank of several blocks it for itself, and what is blocked is inherited.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine decides what it means
     connection, sending = Connection(pipe_fd), threading.Lock()
     try:

@@ -7,6 +7,7 @@ from common.store import Pace
 from common.store.store import Io
 from fuyou.adam import Update
 from fuyou.records import Kind
+from fuyou.share import ALONE, Share
 
 BEAT_SECONDS = 2.0
 """Between two signs of life of the optimizer process."""
@@ -52,6 +53,8 @@ class Setup:
     """State buffers: one is read into, one is updated, one is written from; more smooth the flow."""
     shared: SharedRegions
     threads: int
+    share: Share = ALONE
+    """What of every record is this process's. Parameters that other nodes have a part in, the engine writes."""
     resident: list[int] = field(default_factory=list)
     """Records whose states stay in memory once they have been read."""
     pace: Pace | None = None

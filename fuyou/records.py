@@ -10,7 +10,7 @@ trained, in fp32.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from common.buffers import PAGE, round_up
 from common.errors import UserError
 from common.store import Extent, Layout
+from fuyou.share import ALONE, Share
 
 #: Every parameter starts on a multiple of this many elements: 256 bytes in bf16, enough for any vector unit and for
 #: bit-reproducible BLAS, and no chunk ever ends in a scalar tail.
@@ -139,6 +140,8 @@ class Record:
     """Elements in the decayed part, padding included."""
     numel: int
     """Elements of the whole record, padding included."""
+    share: Share = ALONE
+    """What of it is this rank's. Where there are several ranks, it is padded so that all have equal parts."""
 
     @staticmethod
     def build(
@@ -165,20 +168,39 @@ class Record:
                 boundary = position
         return Record(index, name, kind, precision, trainable, tuple(slots), boundary, position)
 
+    def shared(self, share: Share) -> "Record":
+        """The same record as one rank of several sees it."""
+        return replace(self, numel=share.padded(self.numel), share=share)
+
     @property
-    def parameter_nbytes(self) -> int:
-        """Bytes of the parameters, in every tier."""
+    def stored(self) -> int:
+        """Elements whose parameters this rank keeps, on SSD and in host memory: all, where it is alone."""
+        return self.share.stored(self.numel)
+
+    @property
+    def owned(self) -> int:
+        """Elements that this rank updates: all, where it is alone."""
+        return self.share.owned(self.numel)
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes of all parameters, as they are on the device."""
         return self.numel * self.precision.parameter_bytes
 
     @property
+    def parameter_nbytes(self) -> int:
+        """Bytes of the parameters that this rank keeps, on SSD and in host memory."""
+        return self.stored * self.precision.parameter_bytes
+
+    @property
     def gradient_nbytes(self) -> int:
-        """Bytes of the gradient on its way to the optimizer."""
-        return self.numel * self.precision.gradient_bytes if self.trainable else 0
+        """Bytes of the gradient on its way to the optimizer, of what this rank updates."""
+        return self.owned * self.precision.gradient_bytes if self.trainable else 0
 
     @property
     def state_nbytes(self) -> int:
-        """Bytes of what only the optimizer needs."""
-        return self.numel * self.precision.state_bytes if self.trainable else 0
+        """Bytes of what only the optimizer needs, of what this rank updates."""
+        return self.owned * self.precision.state_bytes if self.trainable else 0
 
     @property
     def parameter_count(self) -> int:
@@ -186,11 +208,14 @@ class Record:
         return sum(slot.numel for slot in self.parameters)
 
     def chunks(self, chunk_elements: int) -> list[Chunk]:
-        """The record cut into ranges of at most ``chunk_elements`` (a multiple of a page)."""
+        """What this rank owns, in ranges of at most ``chunk_elements`` (a multiple of a page), counted from the first
+        element that it owns."""
+        first = self.share.owned_start(self.numel)
         result = []
         for start, stop, decay in ((0, self.decayed, True), (self.decayed, self.numel, False)):
-            for first in range(start, stop, chunk_elements):
-                result.append(Chunk(first, min(first + chunk_elements, stop), decay))
+            start, stop = max(start, first), min(stop, first + self.owned)
+            for at in range(start, stop, chunk_elements):
+                result.append(Chunk(at - first, min(at + chunk_elements, stop) - first, decay))
         return result
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ whose buffer becomes free early. The engine runs the list; a simulator can run t
 """
 
 import bisect
+import itertools
 from collections.abc import Callable, Collection, Hashable
 
 from fuyou.activation_pools import ActivationPools, Arguments, hidden_arguments
@@ -51,12 +52,13 @@ class Scheduler:
         self._hold = hold
         self._resident = frozenset(resident)
         self._loaded: set[int] = set()  # resident records whose states are in host memory
-        self._unwritten: dict[int, tuple[Task, int]] = {}  # resident record -> its newest update, its host buffer
+        #: Resident record -> its newest update, the task after which all nodes have it, its host buffer.
+        self._unwritten: dict[int, tuple[Task, Task, int]] = {}
         self._single_slot = single_slot
         self._committed_slot = slot
         # Where the newest state of each record is.
         self._slot_of = [slot if record.trainable else 0 for record in shape.records]
-        self._written: list[Task | None] = [None] * len(shape.records)
+        self._written: list[list[Task]] = [[] for _ in shape.records]  # by the newest writes of each record
         self._commit: Task | None = None
         self._pending: dict[int, int] = {}  # record -> step of the gradient that waits for its update
         self._spilled: dict[int, Task] = {}  # record -> the task that wrote its gradient to SSD
@@ -202,8 +204,12 @@ class Scheduler:
             nbytes=record.parameter_nbytes,
         )  # fmt: skip
         self._host[record.kind].use(source, upload)
-        pool.fill(index, record.index, upload)
-        return index, upload
+        ready = upload
+        if record.share.ranks_per_node > 1:
+            nbytes = (record.share.ranks_per_node - 1) * record.parameter_nbytes
+            ready = self._emit(Op.PARAMETER_GATHER, [upload], record=record.index, target=index, nbytes=nbytes)
+        pool.fill(index, record.index, ready)
+        return index, ready
 
     def _on_host(self, record: Record) -> tuple[int, Task]:
         """Index of the host buffer that holds the record's newest parameters, and the task after which it does."""
@@ -214,10 +220,7 @@ class Scheduler:
             assert ready is not None
             return index, ready
         index, _ = pool.take(record.index)
-        after = pool.slots[index].busy()
-        written = self._written[record.index]
-        if written is not None:
-            after.append(written)
+        after = [*pool.slots[index].busy(), *self._written[record.index]]
         read = self._emit(
             Op.PARAMETER_READ, after, record=record.index, source=self._slot_of[record.index], target=index,
             nbytes=record.parameter_nbytes,
@@ -241,13 +244,9 @@ class Scheduler:
         """The gradient is complete: bring it to the host; update at once, or keep it until the step has ended."""
         target, after = self._host_gradient_buffer(record)
         download = self._emit(
-            Op.GRADIENT_DOWNLOAD,
-            [compute, *after],
-            record=record.index,
-            source=source,
-            target=target,
-            nbytes=record.gradient_nbytes,
-        )
+            Op.GRADIENT_DOWNLOAD, [self._reduce(record, source, compute), *after], record=record.index, source=source,
+            target=target, nbytes=record.gradient_nbytes,
+        )  # fmt: skip
         self._host_gradients[record.kind].fill(target, record.index, download)
         device = self._device_gradients[record.kind]
         device.drop(record.index)
@@ -257,6 +256,17 @@ class Scheduler:
             self._pending[record.index] = self._list.step
         else:
             self._update(record, target, download, self._list.step, self._durable)
+
+    def _reduce(self, record: Record, buffer: int, ready: Task) -> Task:
+        """Sum a gradient over all ranks: inside the nodes, then across. Returns after what it is there."""
+        share, width = record.share, record.precision.gradient_bytes
+        if share.ranks_per_node > 1:
+            nbytes = (share.ranks_per_node - 1) * record.stored * width
+            ready = self._emit(Op.GRADIENT_REDUCE, [ready], record=record.index, source=buffer, nbytes=nbytes)
+        if share.nodes > 1:
+            nbytes = (share.nodes - 1) * record.owned * width
+            ready = self._emit(Op.GRADIENT_EXCHANGE, [ready], record=record.index, source=buffer, nbytes=nbytes)
+        return ready
 
     def _host_gradient_buffer(self, record: Record) -> tuple[int, list[Task]]:
         pool = self._host_gradients[record.kind]
@@ -299,10 +309,9 @@ class Scheduler:
         host, loaded = self._on_host(record)
         parameters = self._host[record.kind]
         source, target = self._slot_of[record.index], self._target(record.index)
-        written = self._written[record.index]
         resident = record.index in self._resident
         read = self._emit(
-            Op.STATE_READ, [written] if written else [], record=record.index, source=source,
+            Op.STATE_READ, list(self._written[record.index]), record=record.index, source=source,
             nbytes=0 if record.index in self._loaded else record.state_nbytes,
         )  # fmt: skip
         if resident:
@@ -310,34 +319,49 @@ class Scheduler:
         waits = [ready, loaded, read, *parameters.slots[host].users]
         waits += [task for task in (self._commit, self._ended if self._hold else None) if task is not None]
         update = self._emit(
-            Op.UPDATE, waits, record=record.index, source=host, gradient=gradient, nbytes=record.numel,
+            Op.UPDATE, waits, record=record.index, source=host, gradient=gradient, nbytes=record.owned,
             target=target if durable or not resident else -1,
         )  # fmt: skip
         update.step = step
-        parameters.fill(host, record.index, update)
+        updated = self._spread(record, host, update)
+        parameters.fill(host, record.index, updated)
         if durable or not resident:
             self._unwritten.pop(record.index, None)
-            self._write(Op.STATE_WRITE, record.index, update, host, target)
+            self._write(Op.STATE_WRITE, record.index, update, updated, host, target)
         else:
-            self._unwritten[record.index] = update, host
+            self._unwritten[record.index] = update, updated, host
         gradients = self._host_gradients[record.kind]
         gradients.drop(record.index)
         gradients.use(gradient, update)
         self._device[record.kind].drop(record.index)
 
+    def _spread(self, record: Record, host: int, update: Task) -> Task:
+        """Give every node what the others have updated of its slices. Returns after what the whole slice is new."""
+        if record.share.nodes == 1:
+            return update
+        nbytes = (record.share.nodes - 1) * record.owned * record.precision.parameter_bytes
+        spread = self._emit(Op.PARAMETER_SPREAD, [update], record=record.index, source=host, nbytes=nbytes)
+        spread.step = update.step
+        return spread
+
     def _target(self, index: int) -> int:
         """The slot that the record is written to next."""
         return self._slot_of[index] if self._single_slot else 1 - self._committed_slot
 
-    def _write(self, op: Op, index: int, update: Task, host: int, target: int) -> None:
-        """Write parameters and states of a record after ``update``."""
-        record = self.shape.records[index]
-        write = self._emit(
-            op, [update], record=index, source=host, target=target,
-            nbytes=record.parameter_nbytes + record.state_nbytes,
-        )  # fmt: skip
-        self._host[record.kind].use(host, write)
-        self._written[index] = write
+    def _write(self, op: Op, index: int, update: Task, updated: Task, host: int, target: int) -> None:
+        """Write states of a record after ``update`` and, together with them or by themselves, its parameters.
+
+        Parameters that other nodes have a part in are there after ``updated``.
+        """
+        record, together = self.shape.records[index], updated is update
+        fields = {"record": index, "source": host, "target": target}
+        nbytes = record.state_nbytes + (record.parameter_nbytes if together else 0)
+        writes = [self._emit(op, [update], nbytes=nbytes, **fields)]
+        if not together:
+            writes.append(self._emit(Op.PARAMETER_WRITE, [updated], nbytes=record.parameter_nbytes, **fields))
+        for write in writes:
+            self._host[record.kind].use(host, write)
+        self._written[index] = writes
         self._slot_of[index] = target
 
     def _commit_when_complete(self, step: int) -> None:
@@ -347,10 +371,10 @@ class Scheduler:
 
     def _emit_commit(self, step: int) -> None:
         self._commit_due = False
-        for index, (update, host) in self._unwritten.items():  # the step was not meant to be committed, and is
-            self._write(Op.RESIDENT_WRITE, index, update, host, self._target(index))
+        for index, (update, updated, host) in self._unwritten.items():  # not meant to be committed, and is
+            self._write(Op.RESIDENT_WRITE, index, update, updated, host, self._target(index))
         self._unwritten.clear()
-        after = [task for task in self._written if task is not None]
+        after = list(itertools.chain.from_iterable(self._written))
         after += [task for task in (self._ended, self._commit) if task is not None]
         self._committed_slot = self._slot_of[self.shape.trainable[0]]
         self._commit = self._emit(Op.COMMIT, after, target=self._committed_slot)

@@ -6,6 +6,7 @@ from functools import cached_property
 import torch
 
 from fuyou.records import Kind, Precision, Record
+from fuyou.share import Share
 from fuyou.tasks import Phase, Visit
 
 
@@ -78,16 +79,34 @@ class StepShape:
     head_adapter: int = -1
     """The same outside the blocks."""
 
+    @property
+    def share(self) -> Share:
+        """What of every record is this rank's."""
+        return self.records[0].share
+
+    def shared(self, share: Share) -> "StepShape":
+        """The same model as one rank of several sees it."""
+        return replace(self, records=tuple(record.shared(share) for record in self.records))
+
     def of_kind(self, kind: Kind) -> list[Record]:
         """All records of one kind."""
         return [record for record in self.records if record.kind is kind]
 
+    def device_nbytes(self, kind: Kind) -> int:
+        """Bytes on the device of the largest record of this kind; 0 if there is none."""
+        return max((record.device_nbytes for record in self.of_kind(kind)), default=0)
+
+    def device_gradient_nbytes(self, kind: Kind) -> int:
+        """Bytes on the device of the largest gradient of this kind; 0 if there is none."""
+        trained = (record for record in self.of_kind(kind) if record.trainable)
+        return max((record.numel * record.precision.gradient_bytes for record in trained), default=0)
+
     def parameter_nbytes(self, kind: Kind) -> int:
-        """Bytes of the parameters of the largest record of this kind; 0 if there is none."""
+        """Bytes in host memory of the largest record of this kind; 0 if there is none."""
         return max((record.parameter_nbytes for record in self.of_kind(kind)), default=0)
 
     def gradient_nbytes(self, kind: Kind) -> int:
-        """Bytes of the largest gradient of this kind; 0 if there is none."""
+        """Bytes in host memory of the largest gradient of this kind; 0 if there is none."""
         return max((record.gradient_nbytes for record in self.of_kind(kind)), default=0)
 
     def trained_elements(self, kind: Kind) -> int:

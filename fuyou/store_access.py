@@ -1,6 +1,7 @@
 """Whole parameters into the store and out of it, in the memory of one record or one parameter."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,32 +16,58 @@ from fuyou.step_shape import StepShape
 
 
 def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
-    """Write every record's first state: weights from ``source``; what is trained to slot ``target``, with zero moments.
+    """Write this rank's part of every record's first state: weights from ``source``; what is trained to slot
+    ``target``, with zero moments.
 
     Host parameter buffer 0 takes a record's ``hi`` halves and gradient buffer 0 its ``lo`` halves, so this needs no
     memory beyond the plan but one parameter.
     """
     for record in plane.shape.records:
+        stored = Window(record.share.stored_start(record.numel), record.stored)
+        owned = Window(record.share.owned_start(record.numel), record.owned)
         parameters = plane.host_parameters(record.kind, 0, record.parameter_nbytes)
         values = torch.from_numpy(parameters).view(record.precision.dtype)
         values.zero_()
         low = None
         if record.trainable and record.precision.split:
-            low = torch.from_numpy(plane.host_gradients(record.kind, 0, record.numel * 2)).view(torch.int16)
+            low = torch.from_numpy(plane.host_gradients(record.kind, 0, owned.count * 2)).view(torch.int16)
             low.zero_()
-        slots = {slot.name: slot for slot in record.parameters}
-        for name, tensor in source.read([slot.name for slot in record.parameters]):
+        slots = {slot.name: slot for slot in record.parameters if stored.meets(slot.offset, slot.numel)}
+        for name, tensor in source.read(list(slots)):
             start = slots[name].offset
             flat = tensor.reshape(-1)
             for first in range(0, flat.numel(), PASS_ELEMENTS):
                 part = flat[first : first + PASS_ELEMENTS]
-                where = slice(start + first, start + first + part.numel())
-                if low is None:
-                    values[where] = part  # rounded to nearest, as transformers does
-                else:
-                    split(part.to(torch.float32, copy=True), values[where], low[where])
+                if low is not None:
+                    hi, lo = torch.empty_like(part, dtype=values.dtype), torch.empty_like(part, dtype=low.dtype)
+                    split(part.to(torch.float32, copy=True), hi, lo)
+                    owned.copy(low, lo, start + first)
+                    part = hi
+                stored.copy(values, part, start + first)  # rounded to nearest, as transformers does, if not split
             del tensor, flat
         plane.create(record, target)
+        if low is not None:
+            # An emulated device never writes a gradient. Halves read as one are full of denormal numbers, which make
+            # Adam five times slower than it is.
+            low.zero_()
+
+
+@dataclass(frozen=True)
+class Window:
+    """The elements ``[start, start + count)`` of a record."""
+
+    start: int
+    count: int
+
+    def meets(self, first: int, count: int) -> bool:
+        """Whether any of the ``count`` elements from ``first`` on is among them."""
+        return first < self.start + self.count and self.start < first + count
+
+    def copy(self, target: torch.Tensor, values: torch.Tensor, first: int) -> None:
+        """Copy to ``target`` ``[count]`` what is among them of ``values``, which begin at the record's ``first``."""
+        begin, end = max(first, self.start), min(first + values.numel(), self.start + self.count)
+        if begin < end:
+            target[begin - self.start : end - self.start] = values[begin - first : end - first]
 
 
 class StoreReader:

@@ -13,6 +13,10 @@ class Resource(Enum):
     DEVICE_TO_HOST = "device_to_host"
     SSD = "ssd"
     ADAM = "adam"
+    INTRA_NODE = "intra_node"
+    """What connects the ranks of a node."""
+    INTER_NODE = "inter_node"
+    """The network between nodes."""
     NONE = "none"
 
 
@@ -21,14 +25,19 @@ class Op(Enum):
 
     PARAMETER_READ = ("parameter read", Resource.SSD)  # SSD -> host
     PARAMETER_UPLOAD = ("parameter upload", Resource.HOST_TO_DEVICE)
+    PARAMETER_GATHER = ("parameter gather", Resource.INTRA_NODE)  # from the ranks of the node, each with its slice
     COMPUTE = ("compute", Resource.GPU)
+    GRADIENT_REDUCE = ("gradient reduction", Resource.INTRA_NODE)  # over the ranks of the node, each keeps its slice
+    GRADIENT_EXCHANGE = ("gradient exchange", Resource.INTER_NODE)  # over nodes, each rank keeps its part of the slice
     GRADIENT_DOWNLOAD = ("gradient download", Resource.DEVICE_TO_HOST)
     GRADIENT_WRITE = ("gradient write", Resource.SSD)  # deferred updates whose gradient finds no room in host memory
     GRADIENT_READ = ("gradient read", Resource.SSD)
     STATE_READ = ("state read", Resource.SSD)
     UPDATE = ("update", Resource.ADAM)
+    PARAMETER_SPREAD = ("parameter spread", Resource.INTER_NODE)  # what each rank has updated, to all nodes
     STATE_WRITE = ("state write", Resource.SSD)  # the record's parameters and its states, as they are updated
     RESIDENT_WRITE = ("resident write", Resource.SSD)  # the same of a record that lives in host memory, for a commit
+    PARAMETER_WRITE = ("parameter write", Resource.SSD)  # of several nodes: the parameters, once they are spread
     ACTIVATION_DOWNLOAD = ("activation download", Resource.DEVICE_TO_HOST)
     ACTIVATION_WRITE = ("activation write", Resource.SSD)
     ACTIVATION_READ = ("activation read", Resource.SSD)
@@ -43,7 +52,7 @@ class Op(Enum):
 
 #: Tasks that read from or write to the SSDs, for counting bytes.
 SSD_READS = frozenset({Op.PARAMETER_READ, Op.GRADIENT_READ, Op.STATE_READ, Op.ACTIVATION_READ})
-SSD_WRITES = frozenset({Op.GRADIENT_WRITE, Op.STATE_WRITE, Op.RESIDENT_WRITE, Op.ACTIVATION_WRITE})
+SSD_WRITES = frozenset({Op.GRADIENT_WRITE, Op.STATE_WRITE, Op.RESIDENT_WRITE, Op.PARAMETER_WRITE, Op.ACTIVATION_WRITE})
 
 
 class Activation(Enum):
@@ -156,6 +165,10 @@ class StepList:
     def ssd_read_bytes(self) -> int:
         """Bytes that the list says will be read from the SSDs."""
         return sum(task.nbytes for task in self.tasks if task.op in SSD_READS)
+
+    def sent_bytes(self) -> int:
+        """Bytes that the list says this rank will send to other nodes."""
+        return sum(task.nbytes for task in self.tasks if task.op.resource is Resource.INTER_NODE)
 
     def kept_bytes(self, each: int) -> int:
         """Bytes of kept outputs that its forward pass leaves for its backward pass, ``each`` in one buffer."""

@@ -227,7 +227,7 @@ def _search_keeping(evaluator: Evaluator, best: Evaluation) -> Evaluation:
     layers = len(evaluator.training.shape.blocks)
     operators: tuple[tuple[str, int], ...] = ()
     choices = []
-    for output in keepable(evaluator.trace).outputs:
+    for output in keepable(evaluator.trace, cost=evaluator.cost).outputs:
         operators = (*operators, (output.operator, output.ordinal))
         if output.saved_flops > 0:
             choices.append(operators)

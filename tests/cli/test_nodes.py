@@ -271,7 +271,6 @@ def test_slurm_writes_lists_short() -> None:
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["--nodes", "2", "--ssd", "/tmp"], "--nodes together with --ssd is not there yet"),
     (["--nodes", "2", "--optimizer-dtype", "bf16"], "--optimizer-dtype does not go with --nodes"),
     (["--nodes", "2", "--trace", "x.json"], "--trace does not go with --nodes"),
     (["--strategy", "zero3"], "--strategy is for several nodes or ranks: add --nodes"),

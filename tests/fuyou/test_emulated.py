@@ -81,7 +81,9 @@ def test_an_engine_on_it_moves_real_bytes_and_exports_nothing(deferred: float, t
             block = 2 + 4 + 2 * (1 - 6912 / 40704)
             flops = sum(
                 (block if record.kind is Kind.BLOCK else 6 if record.name == "head" else 0)
-                * record.parameter_count * 4 * 32
+                * record.parameter_count
+                * 4
+                * 32
                 for record in engine._shape.records
             )
             assert report.bound_seconds["gpu"] == pytest.approx(flops / 2e9, rel=0.05)

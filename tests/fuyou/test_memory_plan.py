@@ -129,9 +129,7 @@ def test_what_the_plan_allocates_is_what_it_counts(situation: dict) -> None:
         return
     shape = step_shape(situation["layers"], situation["tied"], situation["precision"])
     counts, width = plan.counts, shape.precision.parameter_bytes
-    largest = {
-        outer: max(r.numel for r in shape.records if (r.kind is Kind.OUTER) is outer) for outer in (False, True)
-    }
+    largest = {outer: max(r.numel for r in shape.records if (r.kind is Kind.OUTER) is outer) for outer in (False, True)}
     device = (
         counts.device_blocks * largest[False] * width
         + counts.device_outer * largest[True] * width
