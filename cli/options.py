@@ -365,6 +365,7 @@ def build_command(run: Callable[..., int]) -> click.Command:
         help="Let the plan for a cluster, or --strategy auto, choose strategies that send fewer bits.",
     )
     add("--json", is_flag=True, help="Print the plan as JSON.")
+    add("--verify", metavar="DIR...", words=True, help="Train nothing: is what lies in DIR what was written there?")
     add(
         "--profile",
         is_flag=True,

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import FinetuneError, UserError
-from common.store import Store, load_manifest
-from fuyou.commits import CLUSTER, Commits, check_state
+from common.store import Store, StoreError, load_manifest
+from fuyou.commits import CLUSTER, Commits, check_records, check_state
 from fuyou.nodes.agreement import Agreement, host, rank_name
 from fuyou.share import Share
 from fuyou.tasks import Task
@@ -87,7 +87,7 @@ def find_common_state(
     """This rank's store, the newest step that all ranks have, and the run's name. Collective.
 
     Raises:
-        UserError: on every rank alike; says which node lacks what.
+        UserError, StoreError: on every rank alike; says which node lacks what, or what is damaged where.
     """
     share, store = agreement.share, None
     states: list[TrainingState] = []
@@ -113,7 +113,16 @@ def find_common_state(
             store.close()
         raise
     assert store is not None
-    return store, next(state for state in states if state.step == step), found.run
+    state, damage = next(state for state in states if state.step == step), ""
+    try:
+        check_records(store, state)
+    except FinetuneError as error:
+        damage = f"{host()}: {error}"
+    damaged: list[str] = agreement.tell(damage)
+    if any(damaged):
+        store.close()
+        raise StoreError(" ".join(filter(None, damaged)))
+    return store, state, found.run
 
 
 def agreed_step(everyone: Sequence[Found], share: Share) -> int:
