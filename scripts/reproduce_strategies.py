@@ -322,7 +322,7 @@ def amsp_table_iv() -> str:
 
 "AMSP maintains a uniform set of configurations when scaling training from 8 GPUs to 1024 GPUs" (VI-A4): a choice has to
 fit on the smallest cluster, and is made for all of them. Equation 1 (communication of a step, overlap left out) with
-AMSP's formulas IV-C, 80 GB, and the bandwidths of a800-hdr, summed over a step on 8, 16, .. 1024 GPUs (30B: from 32 on);
+AMSP's formulas IV-C, 80 GB, and the bandwidths of a800-hdr, summed over a step on 8 to 1024 GPUs (30B: from 32 on);
 of choices within {SAME:.0%}, the one that takes least memory:
 
 {table((*headings, "GB"), uniform)}
