@@ -1,31 +1,32 @@
-"""What every step gave, one JSON line each, in the output directory: to plot, and to compare runs by."""
+"""What every step gave, one JSON line each: to plot, and to compare runs by."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
 HISTORY_FILE = "losses.jsonl"
+"""In the output directory: what was learnt, the same whenever the run is repeated."""
 
 
 class History:
-    """Appends to ``losses.jsonl``; what is in it beyond ``committed`` belongs to steps that were lost, and goes.
+    """Appends to a file; what is in it beyond ``committed`` belongs to steps that were lost, and goes.
 
     Args:
-        directory: where the file is.
+        path: the file.
         committed: steps that the run has behind it; 0 begins a new file.
     """
 
-    def __init__(self, directory: Path, committed: int) -> None:
-        path = directory / HISTORY_FILE
+    def __init__(self, path: Path, committed: int) -> None:
         kept = [line for line in _lines(path) if _step(line) <= committed] if committed else []
         beside = path.with_suffix(".tmp")
         beside.write_text("".join(f"{line}\n" for line in kept))
         beside.replace(path)
         self._file = path.open("a", buffering=1)
 
-    def append(self, step: int, loss: float, grad_norm: float, lr: float) -> None:
-        """Add a step; it is with the system when this returns."""
-        self._file.write(json.dumps({"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr}) + "\n")
+    def append(self, step: int, values: Mapping[str, float]) -> None:
+        """Add a step's; they are with the system when this returns."""
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
 
     def __enter__(self) -> "History":
         return self

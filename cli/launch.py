@@ -112,12 +112,15 @@ def ranks_per_node(settings: Settings) -> int:
     Raises:
         UserError: ``--gpu`` picks one of several GPUs, or there are fewer than asked for.
     """
-    if settings.gpu not in ("auto", "cpu"):
+    from fuyou.emulated import is_emulated  # imports PyTorch, which has been quietened by now
+
+    emulated = bool(settings.ssd) and is_emulated(settings.gpu)
+    if settings.gpu not in ("auto", "cpu") and not emulated:
         raise UserError(
             f"--gpu {settings.gpu}: with --nodes, every rank has a GPU of its own. Give --gpus-per-node, choose GPUs "
             "with CUDA_VISIBLE_DEVICES, or compute on the CPU with --gpu cpu."
         )
-    there = 0 if settings.gpu == "cpu" else len(list_gpus())
+    there = 0 if settings.gpu == "cpu" or emulated else len(list_gpus())
     wanted = settings.gpus_per_node or there or 1
     if there and wanted > there:
         raise UserError(f"--gpus-per-node {wanted}: this node has {there}. For ranks on the CPU, add --gpu cpu.")
@@ -136,20 +139,26 @@ def _check(settings: Settings) -> None:
     from cli.prepare import check
 
     check_strategy(settings, ranks_per_node(settings))
-    check(settings)
-    commits = settings.output_directory / COMMITS
+    found = check(settings)
+    commits = found.ssd[0] / found.run_name
     if has_commit(settings):
         if not (settings.resume or settings.overwrite):
             raise UserError(
                 f"{commits} holds a run already: add --resume to continue it, --overwrite to replace it, or give "
                 "another --output."
             )
-    elif settings.resume:
+    elif settings.resume and not settings.ssd:  # else the ranks say together which node lacks what
         raise UserError(f"--resume: there is nothing to continue, no commit in {commits}. Leave it out to begin.")
 
 
 def has_commit(settings: Settings) -> bool:
     """Whether there is something to continue."""
+    if settings.ssd:
+        from cli.prepare import check, rank_folder
+        from common.store.manifest import MANIFEST_FILE
+
+        found = check(settings)
+        return any(any((path / found.run_name).glob(f"{rank_folder('*')}/{MANIFEST_FILE}")) for path in found.ssd)
     from fcdp.commits import Commits
 
     return Commits(settings.output_directory / COMMITS).newest() is not None

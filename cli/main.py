@@ -8,13 +8,16 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
+from cli.config import effective_config
+from cli.grouped import WRITTEN, expand_pattern
 from cli.interrupts import Interrupts, Stopped
-from cli.options import build_command, expand_pattern
+from cli.options import build_command
 from cli.settings import Settings
 from common.errors import FinetuneError, UserError
 
@@ -33,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     interrupts = Interrupts()
 
     def run(**options: Any) -> int:
+        nonlocal debug
+        debug = options["debug"]  # a file may say so, too
         return _run(interrupts, tuple(arguments), **options)
 
     try:
@@ -69,8 +74,19 @@ NOT_OF_CLUSTERS = (
 
 
 def _run(
-    interrupts: Interrupts, arguments: tuple[str, ...], demo: bool, profile: bool, plan: bool, **options: Any
+    interrupts: Interrupts,
+    arguments: tuple[str, ...],
+    demo: bool,
+    profile: bool,
+    plan: bool,
+    check: bool,
+    config: Path | None,
+    write_config: bool,
+    **options: Any,
 ) -> int:
+    if write_config:
+        print(effective_config(click.get_current_context()), end="")
+        return 0
     plans = {name: options.pop(name) for name in PLAN_OPTIONS}
     clusters = {name: options.pop(name) for name in CLUSTER_PLAN_OPTIONS}
     if not plan:
@@ -80,15 +96,22 @@ def _run(
     else:
         _refuse_with(
             "--plan", "trains nothing", {**options, "demo": demo, "profile": profile},
-            ("demo", "profile", "data", "resume", "overwrite", "report"),
+            ("demo", "profile", "data", "eval_data", "resume", "overwrite", "report"),
         )  # fmt: skip
     if profile:
         _refuse_with(
-            "--profile", "trains nothing", {**options, "demo": demo}, ("demo", "data", "resume", "trace")
+            "--profile", "trains nothing", {**options, "demo": demo}, ("demo", "data", "eval_data", "resume", "trace")
         )  # fmt: skip
         options["model"] = options["model"] or DEFAULT_PROFILE_MODEL
+    if check:
+        others = ("demo", "profile", "plan", "data", "eval_data", "nodes", "resume", "trace")
+        _refuse_with("--check", "trains nothing", {**options, "demo": demo, "profile": profile, "plan": plan}, others)
+        from cli.check import run_check
+
+        run_check(settings_of(arguments, {**options, "model": options["model"] or ""}), options["model"])
+        return 0
     if demo:
-        own = ("model", "data", "ssd", "nodes", "resume", "trace")
+        own = ("model", "data", "eval_data", "ssd", "nodes", "resume", "trace")
         _refuse_with("--demo", "brings everything with it", options, own)
         from cli.demo import run_demo
 
@@ -133,8 +156,11 @@ def settings_of(arguments: tuple[str, ...], options: dict[str, Any]) -> Settings
         UserError: they do not go together.
     """
     given = {field.name: options[field.name] for field in fields(Settings) if field.name in options}
-    for name in ("ssd", "data"):
-        given[name] = tuple(path for word in options[name] for path in expand_pattern(f"--{name}", word))
+    for name in ("ssd", "data", "eval_data"):
+        given[name] = tuple(
+            path for word in options[name] for path in expand_pattern(f"--{name.replace('_', '-')}", word)
+        )
+    given["lora_targets"] = tuple(options["lora_targets"])
     return Settings(**given, arguments=arguments)
 
 
@@ -175,14 +201,22 @@ def _plan_cluster(plans: dict[str, Any], clusters: dict[str, Any], options: dict
 
 
 def _typed(name: str) -> bool:
-    """Whether an option was given, be it with its default."""
-    return click.get_current_context().get_parameter_source(name) is not ParameterSource.DEFAULT
+    """Whether an option was given: on the command line, be it with its default, or in a file with another value.
+
+    Files that ``--write-config`` made have all options.
+    """
+    context = click.get_current_context()
+    source = context.get_parameter_source(name)
+    if source is not ParameterSource.DEFAULT_MAP:
+        return source is not ParameterSource.DEFAULT
+    default = next(option.to_info_dict()["default"] for option in context.command.params if option.name == name)
+    return str(context.meta[WRITTEN][name]) != str(default)
 
 
 def _refuse_with(option: str, why: str, options: dict[str, Any], others: tuple[str, ...]) -> None:
     for name in others:
         if options[name]:
-            raise UserError(f"{option} {why} and cannot be combined with --{name}.")
+            raise UserError(f"{option} {why} and cannot be combined with --{name.replace('_', '-')}.")
 
 
 def _fail(message: str, status: int, debug: bool = False) -> int:

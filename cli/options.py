@@ -1,140 +1,42 @@
 """The options of ``finetune``, in the groups that ``--help`` shows them in. Imports nothing slow."""
 
-import glob
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem, get_completion_class
 
+from cli.config import load_config_file
+from cli.grouped import Checked, GroupedCommand, GroupedOption
 from cli.schedule import SCHEDULES, Warmup
+from cli.settings import TRACKERS
 from common.errors import UserError
+from common.presets import preset_files
 from common.units import parse_bytes
 
-EXAMPLES = """\
-Model     finetune --model ~/Llama-3-8B --data chats.jsonl
-          finetune --model gpt3-13b --steps 5 --no-save       measures throughput on random tokens
-Data      finetune --model ~/Llama-3-8B --data books/ notes.txt --seq-len 4096 --epochs 2
-Memory    finetune --gpu 4090 --ssd /mnt/nvme* --model gpt3-175b --host-memory 200GiB
-Plan      finetune --plan --gpu 4090 --drive p5510 --ssds 12 --host-memory 768GiB --model gpt3-13b --batch-size 64
-Training  finetune --model ~/Llama-3-8B --data chats.jsonl --lr 2e-5 --warmup 3% --max-grad-norm 1
-Output    finetune --model ~/Llama-3-8B --data chats.jsonl --output tuned --resume
-Nodes     finetune --nodes 4 --rdzv-endpoint node0:29400 --model /shared/Llama-3-8B --data chats.jsonl    on each node
-          srun --nodes 4 --ntasks-per-node 1 finetune --nodes 4 --model /shared/Llama-3-8B --data chats.jsonl
-          finetune --nodes 1 --gpus-per-node 2 --model ~/Llama-3-8B --data chats.jsonl
-"""
+EXAMPLES = {
+    "Model": "finetune --model ~/Llama-3-8B --data chats.jsonl\n"
+    "finetune --model gpt3-13b --steps 5 --no-save       # a preset: measures throughput on random tokens",
+    "Data": "finetune --model ~/Llama-3-8B --data books/ notes.txt --seq-len 4096 --eval-data held-out.jsonl",
+    "Memory": "finetune --gpu 4090 --ssd /mnt/nvme* --model gpt3-175b --host-memory 200GiB",
+    "Cluster": "finetune --nodes 4 --rdzv-endpoint node0:29400 --model /shared/Llama-3-8B --data chats.jsonl\n"
+    "srun --nodes 4 --ntasks-per-node 1 finetune --nodes 4 --model /shared/Llama-3-8B --data chats.jsonl\n"
+    "finetune --nodes 1 --gpus-per-node 2 --model ~/Llama-3-8B --data chats.jsonl",
+    "Training": "finetune --model ~/Llama-3-8B --data chats.jsonl --lr 2e-5 --warmup 3% --max-grad-norm 1",
+    "Adapters": "finetune --model ~/Llama-3-70B --data chats.jsonl --lora-rank 16 --lr 2e-4",
+    "Output": "finetune --model ~/Llama-3-8B --data chats.jsonl --output tuned --log-to tensorboard\n"
+    "finetune --config tuned/run/config.toml --resume",
+    "Planning": "finetune --plan --gpu 4090 --drive p5510 --ssds 12 --host-memory 768GiB --model gpt3-13b\n"
+    "finetune --check --ssd /mnt/nvme*",
+    "Other": "finetune --config run.toml --lr 2e-5              # the command line wins over the file\n"
+    "finetune --model ~/Llama-3-8B --epochs 2 --write-config > run.toml",
+}
+"""Command lines for each heading of the help."""
 
-
-class GroupedOption(click.Option):
-    """An option that knows its heading; with ``words``, it takes all words up to the next option."""
-
-    def __init__(self, *args: Any, group: str, words: bool = False, **kwargs: Any) -> None:
-        kwargs["multiple"] = words
-        super().__init__(*args, **kwargs)
-        self.group = group
-        self.words = words
-
-    def get_help_extra(self, ctx: click.Context) -> Any:
-        """Defaults are shown; ranges such as ``x>=1`` are said only to those who leave them."""
-        extra = super().get_help_extra(ctx)
-        extra.pop("range", None)
-        return extra
-
-
-class GroupedCommand(click.Command):
-    """A command whose help has headings, and some of whose options take several words.
-
-    click has options with a fixed number of values only. Shells expand ``--ssd /mnt/nvme*`` into one ``--ssd`` and
-    several words: the option is repeated before each of them, and click sees what it knows.
-    """
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        names = {name for option in self._grouped() if option.words for name in option.opts}
-        return super().parse_args(ctx, repeat_option(args, names))
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        groups: dict[str, list[tuple[str, str]]] = {}
-        for option in self._grouped():
-            record = option.get_help_record(ctx)
-            if record is not None:
-                groups.setdefault(option.group, []).append(record)
-        for heading, records in groups.items():
-            with formatter.section(heading):
-                formatter.write_dl(records, col_max=28)
-        with formatter.section("Examples"):
-            for line in EXAMPLES.splitlines():
-                formatter.write(f"  {line}\n")
-
-    def get_help_option(self, ctx: click.Context) -> click.Option | None:
-        found = super().get_help_option(ctx)
-        return (
-            found
-            and GroupedOption(
-                ["--help"], group="Other", is_flag=True, is_eager=True, expose_value=False, help=found.help,
-                callback=found.callback,
-            )
-        )  # fmt: skip
-
-    def _grouped(self) -> list[GroupedOption]:
-        return [option for option in self.params if isinstance(option, GroupedOption)]
-
-
-def repeat_option(args: Sequence[str], names: set[str]) -> list[str]:
-    """``--ssd a b`` becomes ``--ssd=a --ssd=b`` for the options in ``names``; all else stays.
-
-    A word that begins with a dash is an option; a file of such a name is given as ``./-name``.
-
-    Raises:
-        click.BadOptionUsage: no word follows.
-    """
-    result: list[str] = []
-    position = 0
-    while position < len(args):
-        name, equals, value = args[position].partition("=")
-        position += 1
-        if name not in names:
-            result.append(args[position - 1])
-            continue
-        values = [value] if equals else []
-        while position < len(args) and not (args[position].startswith("-") and len(args[position]) > 1):
-            values.append(args[position])
-            position += 1
-        if not values:
-            raise click.BadOptionUsage(name, f"Option {name!r} requires an argument.")
-        result += [f"{name}={value}" for value in values]
-    return result
-
-
-def expand_pattern(option: str, name: str) -> list[str]:
-    """What a quoted pattern stands for, sorted; a name without pattern signs, or that exists as it is, is itself.
-
-    Raises:
-        UserError: nothing matches.
-    """
-    path = str(Path(name).expanduser())
-    if Path(path).exists() or not glob.has_magic(path):
-        return [name]
-    found = sorted(glob.glob(path, recursive=True))
-    if not found:
-        raise UserError(f"{option} {name}: nothing matches this pattern.")
-    return found
-
-
-class _Checked(click.ParamType):
-    """A value read by one of our own functions, whose UserError becomes click's."""
-
-    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
-        self.name = name
-        self._parse = parse
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
-        try:
-            return self._parse(value)
-        except UserError as error:
-            self.fail(str(error), param, ctx)
+EXCLUSIVE = (("steps", "epochs"), ("resume", "overwrite"))
+"""Options of which a run has at most one."""
 
 
 def _memory(text: str) -> int:
@@ -155,9 +57,28 @@ def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> No
     ctx.exit()
 
 
+def _show_completion(ctx: click.Context, param: click.Parameter, shell: str | None) -> None:
+    if shell is None or ctx.resilient_parsing:
+        return
+    script = get_completion_class(shell)
+    assert script is not None
+    click.echo(script(ctx.command, {}, "finetune", "_FINETUNE_COMPLETE").source())
+    ctx.exit()
+
+
+def _preset_names(kind: str) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
+    """Completes names of presets, and folders where one may stand instead."""
+
+    def complete(ctx: click.Context, param: click.Parameter, begun: str) -> list[CompletionItem]:
+        names = [CompletionItem(name) for name in sorted(preset_files(kind)) if name.startswith(begun)]
+        return names + ([CompletionItem(begun, type="file")] if kind in ("models", "clusters") else [])
+
+    return complete
+
+
 def build_command(run: Callable[..., int]) -> click.Command:
     """The command: parses, then calls ``run`` with one keyword argument per option."""
-    size = _Checked("size", _memory)
+    size = Checked("size", _memory)
     positive = click.IntRange(min=1)
     rate = click.FloatRange(min=0)
     decay = click.FloatRange(min=0, max=1, max_open=True)
@@ -171,7 +92,12 @@ def build_command(run: Callable[..., int]) -> click.Command:
         return add
 
     add = group("Model")
-    add("--model", metavar="DIR|PRESET", help="Checkpoint directory, or the name of a preset (random weights).")
+    add(
+        "--model",
+        metavar="DIR|PRESET",
+        shell_complete=_preset_names("models"),
+        help="Checkpoint directory, or the name of a preset (random weights).",
+    )
     add("--demo", is_flag=True, help="Make a small checkpoint and fine-tune it: no network, no GPU, two minutes.")
 
     add = group("Data")
@@ -189,6 +115,14 @@ def build_command(run: Callable[..., int]) -> click.Command:
     )
     add("--batch-size", type=positive, default=8, show_default=True, metavar="N", help="Sequences per step.")
 
+    add(
+        "--eval-data",
+        metavar="FILE...",
+        words=True,
+        help="Held-out data: loss and perplexity on all of them before the first and after the last step.",
+    )
+    add("--eval-every", type=positive, metavar="N", help="Evaluate every N steps, too.")
+
     add = group("Memory")
     add(
         "--ssd",
@@ -201,13 +135,14 @@ def build_command(run: Callable[..., int]) -> click.Command:
         default="auto",
         show_default=True,
         metavar="auto|cpu|NAME|INDEX",
+        shell_complete=_preset_names("gpus"),
         help="What computes. (emulated:tflops=165,memory=24GiB,link=25GB/s computes nothing and times the rest.)",
     )
     add("--device-memory", type=size, metavar="SIZE", help="Device memory to use: 24GiB. Default: what is free.")
     add("--host-memory", type=size, metavar="SIZE", help="Host memory to use: 64GiB. Default: what is free.")
     add(
         "--host-cache",
-        type=_Checked("size", parse_bytes),
+        type=Checked("size", parse_bytes),
         metavar="SIZE",
         help="Host memory (of each node) to keep parameters and states in between steps; 0: none. Default: the rest.",
     )
@@ -284,7 +219,7 @@ def build_command(run: Callable[..., int]) -> click.Command:
     add("--lr", metavar="X", type=rate, default=1e-5, show_default=True, help="Highest learning rate.")
     add(
         "--warmup",
-        type=_Checked("warmup", Warmup.parse),
+        type=Checked("warmup", Warmup.parse),
         default="0",
         show_default=True,
         metavar="N|FRACTION",
@@ -325,9 +260,39 @@ def build_command(run: Callable[..., int]) -> click.Command:
         help="Of the data's order, and of random weights and tokens.",
     )
 
+    add = group("Adapters")
+    add("--lora-rank", type=positive, metavar="R", help="Train LoRA adapters of this rank, and freeze the weights.")
+    add(
+        "--lora-alpha",
+        type=click.FloatRange(min=0, min_open=True),
+        metavar="X",
+        help="An adapter's output is multiplied by this over the rank. Default: twice the rank.",
+    )
+    add(
+        "--lora-dropout",
+        type=decay,
+        default=0.0,
+        show_default=True,
+        metavar="X",
+        help="Part of the adapters' inputs to drop in training.",
+    )
+    add(
+        "--lora-targets",
+        metavar="NAME...",
+        words=True,
+        help="Modules to adapt: q_proj v_proj. Default: every linear layer but the head.",
+    )
+    add(
+        "--peft-config",
+        type=folder,
+        metavar="FILE",
+        help="An adapter_config.json of the peft library instead (or its directory): rsLoRA, DoRA, LoHa, LoKr, IA3.",
+    )
+    add("--merge", is_flag=True, help="Write the model with the adapters merged into it, beside the adapters.")
+
     add = group("Output")
     add("--output", type=folder, metavar="DIR", help="Default: finetune-output/<model>.")
-    add("--no-save", "save", is_flag=True, flag_value=False, default=True, help="Write no checkpoint at the end.")
+    add("--save/--no-save", is_flag=True, default=True, help="Write no checkpoint at the end.")
     add("--resume", is_flag=True, help="Continue from the last committed step.")
     add("--overwrite", is_flag=True, help="Replace the run that is in --output and --ssd.")
     add(
@@ -336,11 +301,35 @@ def build_command(run: Callable[..., int]) -> click.Command:
         metavar="N",
         help="Steps between commits: a crash loses at most so many. Default: 1; 100 with --nodes.",
     )
+    add("--sample", metavar="PROMPT", help="At the end, print how the tuned model goes on from there.")
+    add("--sample-tokens", type=positive, default=32, show_default=True, metavar="N", help="How far at most.")
+    add(
+        "--temperature",
+        type=rate,
+        default=0.0,
+        show_default=True,
+        metavar="X",
+        help="Of the --sample: 0 takes the likeliest word each time, 0.8 varies.",
+    )
     add("--report", type=folder, metavar="FILE", help="Write the summary there, as JSON.")
+
+    add(
+        "--log-to",
+        metavar="NAME...",
+        words=True,
+        type=click.Choice(TRACKERS),
+        help="Send every step's figures to tensorboard, wandb, trackio, mlflow; <output>/run/metrics.jsonl has them "
+        "always.",
+    )
 
     add = group("Planning")
     add("--plan", is_flag=True, help="Train nothing: say whether it fits, how fast it will be, and what bounds it.")
-    add("--drive", metavar="NAME", help="Plan for drives of this kind, and for the kind of GPU that --gpu names.")
+    add(
+        "--drive",
+        metavar="NAME",
+        shell_complete=_preset_names("drives"),
+        help="Plan for drives of this kind, and for the kind of GPU that --gpu names.",
+    )
     add("--ssds", type=positive, metavar="N", help="Plan for so many of them.  [default: 1]")
     add(
         "--scheme",
@@ -353,6 +342,7 @@ def build_command(run: Callable[..., int]) -> click.Command:
     add(
         "--cluster",
         metavar="PRESET|FILE",
+        shell_complete=_preset_names("clusters"),
         help="The hardware to plan for, or to choose a strategy for: a preset, or a profile's file.",
     )
     add("--levels", metavar="N,N,...", help="A cluster's ranks by level, fastest first: 2,4,16 is 16 nodes of 4 pairs.")
@@ -375,6 +365,12 @@ def build_command(run: Callable[..., int]) -> click.Command:
         "With --nodes, measure the cluster, and write a file for --cluster.",
     )
     add(
+        "--check",
+        is_flag=True,
+        help="Look at this machine and measure its drives (--ssd) instead of training: what a bug report needs, and "
+        "what will hurt.",
+    )
+    add(
         "--trace",
         type=folder,
         metavar="FILE",
@@ -382,12 +378,31 @@ def build_command(run: Callable[..., int]) -> click.Command:
     )
 
     add = group("Other")
+    add(
+        "--config",
+        type=folder,
+        metavar="FILE",
+        is_eager=True,
+        callback=load_config_file,
+        help="Take options from this TOML file, too; the command line wins.",
+    )
+    add("--write-config", is_flag=True, help="Print all options as they are now, as a file for --config, and stop.")
     add("--debug", is_flag=True, help="Show where an error came from.")
+    add(
+        "--completion",
+        type=click.Choice(["bash", "zsh", "fish"]),
+        is_eager=True,
+        expose_value=False,
+        callback=_show_completion,
+        help='Print what makes a shell complete our options: put eval "$(finetune --completion bash)" in ~/.bashrc.',
+    )
     add("--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version.")
 
     return GroupedCommand(
         "finetune",
         params=list(options),
+        examples=EXAMPLES,
+        exclusive=EXCLUSIVE,
         callback=run,
         help="Fine-tune a Hugging Face model that is larger than memory: parameters and optimizer states live on SSD.",
         context_settings={"max_content_width": 110, "help_option_names": ["--help"]},

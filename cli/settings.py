@@ -12,11 +12,17 @@ NO_WARMUP = Warmup(0)
 COMMITS = "commits"
 """Folder inside the output directory where a run of several ranks has its commits."""
 
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "jsonl")
+"""What ``--log-to`` takes; ``jsonl`` is the run directory's metrics.jsonl, which is always written."""
+
 _ONLY_NODES = (
     "gpus_per_node", "rdzv_endpoint", "node_timeout", "max_restarts", "strategy", "levels", "cluster", "quantise",
     "device_cache_threshold",
 )  # fmt: skip
-_ONLY_ENGINE = ("host_memory", "device_memory", "optimizer_dtype", "io", "single_slot", "trace")
+_ONLY_MEMORY = ("strategy", "device_cache_threshold")
+_ONLY_SAMPLE = ("sample_tokens", "temperature")
+_ONLY_LORA = ("lora_alpha", "lora_dropout", "lora_targets")
+_ONLY_ENGINE = ("sample", "host_memory", "device_memory", "optimizer_dtype", "io", "single_slot", "trace")
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,10 @@ class Settings:
     """Checkpoint directory or preset name."""
     data: tuple[str, ...] = ()
     """Files and directories; none: random tokens."""
+    eval_data: tuple[str, ...] = ()
+    """Held-out files and directories, to evaluate with; none: no evaluation."""
+    eval_every: int | None = None
+    """Steps between evaluations; None: before the first and after the last step only."""
     ssd: tuple[str, ...] = ()
     """Directories for the store, one per drive; none: inside the output directory."""
     gpu: str = "auto"
@@ -69,6 +79,8 @@ class Settings:
     """As it was typed; see :attr:`commit_interval`."""
     host_cache: int | None = None
     """Most host memory (of each node) for what is kept from step to step, bytes; None: what is left, or is needed."""
+    log_to: tuple[str, ...] = ()
+    """Trackers that get every step's figures."""
     single_slot: bool = False
     """Half the space on SSD, and no way to continue after a crash."""
     io: str = "auto"
@@ -95,6 +107,21 @@ class Settings:
     """Whether ``auto`` may choose a strategy that quantises what it sends."""
     device_cache_threshold: float | None = None
     """Part of device memory up to which cached parameters stay there; None: 0.9."""
+    lora_rank: int | None = None
+    """Of LoRA adapters, which are trained while the weights are frozen; None: none, or as ``peft_config`` says."""
+    lora_alpha: float | None = None
+    lora_dropout: float = 0.0
+    lora_targets: tuple[str, ...] = ()
+    """Names of modules to adapt; none: every linear layer but the head."""
+    peft_config: Path | None = None
+    """An ``adapter_config.json``, or its directory."""
+    merge: bool = False
+    """Whether to write the merged model beside the adapters."""
+    sample: str | None = None
+    """A prompt to go on from when training has ended."""
+    sample_tokens: int = 32
+    temperature: float = 0.0
+    """Of the sample; 0 takes the likeliest token each time."""
     debug: bool = False
     arguments: tuple[str, ...] = ()
     """The command line itself, to say how to continue."""
@@ -104,16 +131,30 @@ class Settings:
             raise UserError("--steps and --epochs exclude each other: give one of them.")
         if self.epochs is not None and not self.data:
             raise UserError("--epochs counts passes over data, and there is none: give --data, or --steps instead.")
+        if self.eval_every is not None and not self.eval_data:
+            raise UserError(
+                "--eval-every counts steps between evaluations, and there is no data for them: add --eval-data."
+            )
         if self.resume and self.overwrite:
             raise UserError("--resume continues the run that is there and --overwrite replaces it: give one of them.")
+        if self.lora_rank is not None and self.peft_config is not None:
+            raise UserError("--lora-rank and --peft-config both say what the adapters are: give one of them.")
+        if self.lora_rank is None:
+            self._refuse(_ONLY_LORA, "is about LoRA adapters: add --lora-rank, or put it into --peft-config's file")
+        if self.sample is None:
+            self._refuse(_ONLY_SAMPLE, "is about a sample: add --sample PROMPT")
+        if self.merge and not self.trains_adapters:
+            raise UserError("--merge merges adapters into the weights: add --lora-rank or --peft-config.")
         if self.nodes is None:
             self._refuse(_ONLY_NODES, "is for several nodes or ranks: add --nodes N (1 for this machine alone)")
         else:
             if self.strategy != "auto":
                 self._refuse(("cluster", "quantise"), "is for choosing a strategy: add --strategy auto, or --plan")
             if self.ssd:
-                raise UserError("--nodes together with --ssd is not there yet: leave --ssd out to train in memory.")
-            self._refuse(_ONLY_ENGINE, "does not go with --nodes, which trains in memory: leave it out")
+                self._refuse(("sample",), "does not go with --nodes yet: leave it out")
+                self._refuse(_ONLY_MEMORY, "is for training in memory, without --ssd: leave one of them out")
+            else:
+                self._refuse(_ONLY_ENGINE, "does not go with --nodes, which trains in memory unless --ssd is given")
 
     def _refuse(self, options: tuple[str, ...], why: str) -> None:
         """Refuse options that differ from their defaults."""
@@ -122,9 +163,14 @@ class Settings:
                 raise UserError(f"--{field.name.replace('_', '-')} {why}.")
 
     @property
+    def trains_adapters(self) -> bool:
+        """Whether the weights are frozen and adapters are trained."""
+        return self.lora_rank is not None or self.peft_config is not None
+
+    @property
     def commit_interval(self) -> int:
-        """Steps between two commits. Among nodes each writes 12 bytes per parameter beside the training."""
-        return self.commit_every or (1 if self.nodes is None else 100)
+        """Steps between two commits. In memory each writes 12 bytes per parameter beside the training."""
+        return self.commit_every or (1 if self.nodes is None or self.ssd else 100)
 
     @property
     def output_directory(self) -> Path:

@@ -3,20 +3,25 @@
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from transformers.utils import logging as transformers_logging
 
-from cli.history import History
+from cli.adapters import peft_config_of
+from cli.evaluation import evaluate, is_due
 from cli.interrupts import Interrupts, Stopped
 from cli.machine import training_of
-from cli.prepare import Job, prepare
+from cli.metrics import Metrics, step_metrics
+from cli.prepare import Job, prepare, tokenizer_of
 from cli.progress import Progress, StepLine
 from cli.report import Measurements, Report
+from cli.run_directory import RUN, RunDirectory
+from cli.sample import continuation, print_sample
 from cli.settings import Settings
 from common.errors import UserError
+from common.models.adapters import MERGED
 from fuyou import Engine, NonFiniteLoss, StepReport
 from fuyou.devices import memory_limits, open_device
 from fuyou.planner import profile_of
@@ -66,7 +71,7 @@ def finetune(settings: Settings, interrupts: Interrupts) -> Result:
                 error.add_note(f"Step {engine.committed_step} is committed.")
             error.add_note(settings.how_to_continue)
             raise
-    job.batches.close()
+    job.close()
     return result
 
 
@@ -119,6 +124,7 @@ def _open_engine(job: Job) -> Engine:
         overwrite=settings.overwrite,
         io=settings.io,
         batch_shape=(settings.batch_size, job.seq_len),
+        adapters=peft_config_of(settings),
         automatic=True,
     )
 
@@ -138,8 +144,10 @@ def _train_and_save(job: Job, engine: Engine, interrupts: Interrupts) -> Result:
         engine.write_trace(settings.trace.expanduser())
     read, written = _since(engine, io_before)
     if settings.save:
-        print(f"writing the checkpoint to {job.output}", flush=True)
-        engine.save_pretrained(job.output)
+        print(f"writing the {'adapters' if settings.trains_adapters else 'checkpoint'} to {job.output}", flush=True)
+        engine.save_pretrained(job.output, merge=settings.merge)
+    if settings.sample is not None:
+        _sample(job, engine, settings.sample)
     report = measured.report(
         (engine.parameters, engine.trainable_parameters),
         (engine.device_peak_bytes, engine.host_peak_bytes, engine.host_baseline_bytes),
@@ -163,8 +171,12 @@ def _train(job: Job, engine: Engine, interrupts: Interrupts) -> Measurements:
         engine.model_flops_per_token(job.seq_len),
         engine.hardware_flops_per_token(job.seq_len),
     )
-    memory = _Occasionally(engine.host_memory_in_use)
-    with History(job.output, done) as history, Progress(job.steps, done) as progress:
+    directory = RunDirectory(job, done)
+    directory.write(job, asdict(engine.memory_plan))
+    memory, disk = _Occasionally(engine.host_memory_in_use), _Occasionally(lambda: _disk_usage(job))
+    with Metrics(job, directory, done) as metrics, Progress(job.steps, done) as progress:
+        if not done:
+            _evaluate(job, engine, metrics, progress)
         ended, io_before = time.perf_counter(), engine.io_bytes()
         for step in range(done + 1, job.steps + 1):
             interrupts.check()
@@ -177,11 +189,33 @@ def _train(job: Job, engine: Engine, interrupts: Interrupts) -> Measurements:
             # From the end of one step to that of the next: what a step writes back runs on into the next one.
             began, ended = ended, time.perf_counter()
             measured.add(report.loss, ended - began, report.bound_seconds)
-            history.append(step, report.loss, report.grad_norm, engine.lr)
             io = _since(engine, io_before)
             io_before = engine.io_bytes()
-            progress.show(_line(report, ended - began, measured, io, engine.device_peak_bytes, memory(), job.emulated))
+            line = _line(report, ended - began, measured, io, engine.device_peak_bytes, memory(), job.emulated, disk())
+            metrics.step(step, step_metrics(line, engine.lr, ended - began, step * measured.tokens_per_step))
+            progress.show(line)
+            if is_due(job, step):
+                _evaluate(job, engine, metrics, progress)
+                ended, io_before = time.perf_counter(), engine.io_bytes()
     return measured
+
+
+def _evaluate(job: Job, engine: Engine, metrics: Metrics, progress: Progress) -> None:
+    """Look at the held-out data, if there are any."""
+    if job.held_out is not None:
+        result = evaluate(job.held_out, job.settings.batch_size, lambda batch: engine.eval_loss(**batch))
+        metrics.evaluation(engine.step_count, result)
+        progress.say(f"held out after step {engine.step_count:,}: {result}")
+
+
+def _sample(job: Job, engine: Engine, prompt: str) -> None:
+    """Show what the model makes of a prompt."""
+    settings = job.settings
+    pieces = continuation(
+        engine.next_logits, tokenizer_of(settings, job.checkpoint, "--sample"), prompt, settings.sample_tokens,
+        settings.temperature, job.seq_len, settings.seed,
+    )  # fmt: skip
+    print_sample(pieces, prompt)
 
 
 def _line(
@@ -192,12 +226,14 @@ def _line(
     device: int,
     host: int,
     emulated: bool,
+    disk: int,
 ) -> StepLine:
     rate = measured.tokens_per_step / seconds
     bounds = report.bound_seconds
     return StepLine(
         report.step, report.loss, report.grad_norm, rate, rate * measured.model_flops, io[0] / seconds,
-        io[1] / seconds, device, host, max(bounds, key=lambda name: bounds[name], default="nothing"), emulated,
+        io[1] / seconds, device, host, max(bounds, key=lambda name: bounds[name], default="nothing"), emulated, disk,
+        bounds,
     )  # fmt: skip
 
 
@@ -205,6 +241,12 @@ def _since(engine: Engine, before: tuple[int, int]) -> tuple[int, int]:
     """Bytes read and written since ``before``."""
     now = engine.io_bytes()
     return now[0] - before[0], now[1] - before[1]
+
+
+def _disk_usage(job: Job) -> int:
+    """Bytes that the store takes on all drives."""
+    folders = (path / job.run_name for path in job.ssd)
+    return sum(file.stat().st_blocks * 512 for folder in folders for file in folder.iterdir() if file.is_file())
 
 
 class _Occasionally:
@@ -272,9 +314,13 @@ def check_ids(job: Job, batch: dict[str, Any]) -> None:
 
 
 def _where(job: Job, result: Result) -> str:
-    lines = {"store": f"{', '.join(map(str, result.store))} (may be deleted when this run is not to be continued)"}
+    lines = {"run": f"{job.output / RUN} (configuration, versions, metrics)"}
+    lines["store"] = f"{', '.join(map(str, result.store))} (may be deleted when this run is not to be continued)"
     if job.settings.save:
-        lines["saved"] = f"{result.output}, for AutoModelForCausalLM.from_pretrained"
+        loads = "PeftModel" if job.settings.trains_adapters else "AutoModelForCausalLM"
+        lines["saved"] = f"{result.output}, for {loads}.from_pretrained"
+        if job.settings.merge:
+            lines["merged"] = f"{job.output / MERGED}, for AutoModelForCausalLM.from_pretrained"
     if job.settings.report is not None:
         lines["report"] = str(job.settings.report)
     if job.settings.trace is not None and result.report.steps:

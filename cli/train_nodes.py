@@ -17,18 +17,24 @@ import torch
 import torch.distributed as dist
 
 import common
+from cli.adapters import peft_config_of, trainable_parameters
 from cli.choose_strategy import DEFAULT, choose_strategy
-from cli.history import History
+from cli.evaluation import evaluate, is_due
 from cli.interrupts import Stopped
 from cli.launch import LAUNCH
+from cli.metrics import Metrics, step_metrics
 from cli.prepare import Job, prepare
 from cli.progress import ClusterLine, Progress
 from cli.rank import Rank
 from cli.report import Measurements
+from cli.run_directory import RUN, RunDirectory
 from cli.settings import COMMITS, Settings
 from cli.train import check_ids, check_same_run, quiet_transformers
+from cli.train_ranks import train_ranks
 from common.errors import FinetuneError, UserError
 from common.hardware import list_gpus
+from common.models.adapters import CONFIG, MERGED
+from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from common.units import format_bytes, format_seconds
 from fcdp.commits import Commits
@@ -37,10 +43,15 @@ from fcdp.planner import Workload
 from fcdp.strategy_names import AUTO
 from fcdp.topology import Topology
 from fcdp.trainer import Trainer, TrainerConfig
+from fuyou import Engine
+from fuyou.emulated import is_emulated
 
 _STUCK = timedelta(minutes=30)
 """How long a collective may wait for a rank that is alive: one may read its weights from slower drives than others."""
-_MAY_DIFFER = {"debug", "report", "arguments", "resume", "overwrite", "gpus_per_node", "rdzv_endpoint", "node_timeout"}
+_MAY_DIFFER = {
+    "debug", "report", "trace", "arguments", "resume", "overwrite", "gpus_per_node", "rdzv_endpoint", "node_timeout",
+    "log_to", "ssd",
+}  # fmt: skip
 """Settings that nodes need not agree about, or that others check with better words."""
 
 
@@ -68,24 +79,30 @@ def train(settings: Settings, rank: Rank) -> None:
             time.sleep(0.1)
         job = prepare(settings)
     _check_shared(job, rank.rank)
+    run = train_ranks if settings.ssd else _train_in_memory
+    trained: Engine | Trainer = run(job, topology, rank, launches)
+    rank.disconnect()
+    dist.barrier()
+    trained.close()
+    topology.close()
+    dist.destroy_process_group()
+    job.close()
+
+
+def _train_in_memory(job: Job, topology: Topology, rank: Rank, launches: set[str]) -> Trainer:
     trainer = _open_trainer(job, topology, launches)
     try:
         _train_and_save(job, trainer, rank)
     except FinetuneError as error:
         if trainer.newest_commit() is not None:
-            error.add_note(settings.how_to_continue)
+            error.add_note(job.settings.how_to_continue)
         raise
-    rank.disconnect()
-    dist.barrier()
-    trainer.close()
-    topology.close()
-    dist.destroy_process_group()
-    job.batches.close()
+    return trainer
 
 
 def device_of(settings: Settings, local_rank: int) -> torch.device:
     """What this rank computes on."""
-    if settings.gpu == "cpu" or not list_gpus():
+    if settings.gpu == "cpu" or is_emulated(settings.gpu) or not list_gpus():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
@@ -119,6 +136,8 @@ def _compare(settings: Settings) -> set[str]:
         **{name: str(value) for name, value in vars(settings).items() if name not in _MAY_DIFFER},
         "model": Path(settings.model).name,  # a checkpoint may lie elsewhere on each node
         "data": str([Path(name).name for name in settings.data]),
+        "peft_config": _content(settings.peft_config),
+        "eval_data": str([Path(name).name for name in settings.eval_data]),
         "Python": ".".join(platform.python_version_tuple()[:2]),
         **{library: version(library) for library in ("torch", "transformers", "safetensors")},
         "finetune's code": _code(),
@@ -136,6 +155,14 @@ def _compare(settings: Settings) -> set[str]:
                     f"{other[name]} on {host} (rank {number}). Start the same command with the same code on each."
                 )
     return {launch for _, launch, _ in everyone}
+
+
+def _content(peft_config: Path | None) -> str:
+    """What a file says that may lie elsewhere on each node."""
+    if peft_config is None:
+        return "None"
+    file = peft_config.expanduser()
+    return " ".join((file / CONFIG if file.is_dir() else file).read_text().split())
 
 
 def _code() -> str:
@@ -190,7 +217,7 @@ def _open_trainer(job: Job, topology: Topology, launches: set[str]) -> Trainer:
         host_cache_bytes=None if settings.host_cache is None else settings.host_cache // topology.ranks_per_node,
         device_cache_threshold=0.9 if settings.device_cache_threshold is None else settings.device_cache_threshold,
     )
-    trainer = Trainer(job.checkpoint or settings.model, topology, config, directory)
+    trainer = Trainer(job.checkpoint or settings.model, topology, config, directory, peft_config_of(settings))
     if told[0]:
         trainer.resume()
     else:
@@ -213,11 +240,16 @@ def _strategy(job: Job, topology: Topology) -> str:
     if topology.rank == 0:
         rows = settings.batch_size / topology.world_size
         micro_batch = min(settings.micro_batch or math.ceil(rows), math.ceil(rows))
+        config, _ = load_config(settings.model)
+        model = build_meta_model(config)
+        whole = sum(parameter.numel() for parameter in model.parameters())
+        trained = trainable_parameters(settings, model) if settings.trains_adapters else whole
         workload = Workload.of_model(
-            load_config(settings.model)[0],
+            config,
             seq_len=job.seq_len,
             micro_batch=micro_batch,
             micro_batches=math.ceil(rows / micro_batch),
+            trainable_ratio=min(1.0, trained / whole),
         )
         choice = choose_strategy(settings, workload, topology.levels)
         seconds, sent = format_seconds(choice.step_seconds), format_bytes(choice.inter_node_bytes)
@@ -250,7 +282,7 @@ def _train_and_save(job: Job, trainer: Trainer, rank: Rank) -> None:
     if settings.save:
         if speaks:
             print(f"writing the checkpoint to {job.output}", flush=True)
-        trainer.save_pretrained(job.output)
+        trainer.save_pretrained(job.output, merge=settings.merge)
     if not speaks:
         return
     per_step = sent / len(measured.losses) if measured.losses else 0.0
@@ -277,8 +309,9 @@ def _train(job: Job, trainer: Trainer, rank: Rank) -> tuple[Measurements, int]:
         trainer.hardware_flops_per_token(job.seq_len),
     )
     with contextlib.ExitStack() as stack:
-        history = stack.enter_context(History(job.output, done)) if rank.rank == 0 else None
-        progress = stack.enter_context(Progress(job.steps, done)) if rank.rank == 0 else None
+        said = stack.enter_context(_Said(job, trainer)) if rank.rank == 0 else None
+        if not done:
+            _evaluate(job, trainer, rank, said)
         ended = time.perf_counter()
         for step in range(done + 1, job.steps + 1):
             rank.where = f"in step {step}"
@@ -291,23 +324,65 @@ def _train(job: Job, trainer: Trainer, rank: Rank) -> tuple[Measurements, int]:
             began, ended = ended, time.perf_counter()
             sent += result.sent_bytes
             measured.add(result.loss, ended - began, {})
-            if history is not None and progress is not None:
-                history.append(step, result.loss, result.grad_norm, rate)
+            if said is not None:
                 tokens = measured.tokens_per_step / (ended - began)
-                progress.show(ClusterLine(
+                line = ClusterLine(
                     step, result.loss, result.grad_norm, tokens, tokens * measured.model_flops, result.sent_bytes,
                     trainer.device_peak_bytes, trainer.host_peak_bytes,
-                ))  # fmt: skip
+                )  # fmt: skip
+                said.metrics.step(
+                    step, step_metrics(line, rate, ended - began, step * measured.tokens_per_step, rank.world)
+                )
+                said.progress.show(line)
             if result.stop and step < job.steps:
                 trainer.commit()
                 raise Stopped(f"stopped after step {step}, which is committed. {settings.how_to_continue}")
+            if is_due(job, step):
+                _evaluate(job, trainer, rank, said)
+                ended = time.perf_counter()
     return measured, sent
 
 
+class _Said:
+    """What rank 0 says and writes down."""
+
+    def __init__(self, job: Job, trainer: Trainer) -> None:
+        done = trainer.step_count
+        directory = RunDirectory(job, done)
+        directory.write(job, {
+            "strategy": trainer.strategy,
+            "sent_bytes_per_step": trainer.planned_sent_bytes(job.settings.batch_size),
+        })  # fmt: skip
+        self.metrics = Metrics(job, directory, done)
+        self.progress = Progress(job.steps, done)
+
+    def __enter__(self) -> "_Said":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.progress.__exit__(*exception)
+        self.metrics.__exit__(*exception)
+
+
+def _evaluate(job: Job, trainer: Trainer, rank: Rank, said: _Said | None) -> None:
+    """Look at the held-out data, if there are any; on all ranks."""
+    if job.held_out is None:
+        return
+    rank.where = f"evaluating after step {trainer.step_count}"
+    result = evaluate(job.held_out, job.settings.batch_size, trainer.eval_loss)
+    if said is not None:
+        said.metrics.evaluation(trainer.step_count, result)
+        said.progress.say(f"held out after step {trainer.step_count:,}: {result}")
+
+
 def _where(job: Job) -> str:
-    lines = {"commits": f"{job.output / COMMITS} (may be deleted when this run is not to be continued)"}
+    lines = {"run": f"{job.output / RUN} (configuration, versions, metrics)"}
+    lines["commits"] = f"{job.output / COMMITS} (may be deleted when this run is not to be continued)"
     if job.settings.save:
-        lines["saved"] = f"{job.output}, for AutoModelForCausalLM.from_pretrained"
+        loads = "PeftModel" if job.settings.trains_adapters else "AutoModelForCausalLM"
+        lines["saved"] = f"{job.output}, for {loads}.from_pretrained"
+        if job.settings.merge:
+            lines["merged"] = f"{job.output / MERGED}, for AutoModelForCausalLM.from_pretrained"
     if job.settings.report is not None:
         lines["report"] = str(job.settings.report)
     return "\n".join(f"{name:8} {text}" for name, text in lines.items())

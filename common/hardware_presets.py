@@ -160,6 +160,17 @@ def _find(kind: str, name: str, presets: dict[str, Preset]) -> Preset:
     raise UserError(f"{name!r} is no {kind} preset.{hint}")
 
 
+def drive_preset_of(model: str) -> DrivePreset | None:
+    """The preset of a drive that calls itself ``model``; None if there is none, or several."""
+    words = _words(model)
+    found = [preset for preset in _drives().values() if _words(preset.title) <= words]
+    return found[0] if len(found) == 1 else None
+
+
+def _words(name: str) -> set[str]:
+    return set(re.findall(r"[a-z0-9.+]+", name.lower()))
+
+
 def _key(name: str) -> str:
     """A name without case and punctuation."""
     return re.sub(r"[^a-z0-9]", "", name.lower())

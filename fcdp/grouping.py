@@ -118,12 +118,12 @@ def split_units(units: list[Unit], adapters: AdapterGroups) -> list[ParameterGro
         owners = [owner for unit in mixed for owner in _trainable_owners(unit.module)]
         if owners:
             first = min(units.index(unit) for unit in mixed)
-            groups += _mixed_groups("model", owners, claimed, first)
+            groups += _mixed_groups("model", owners, claimed, first, units[-1].module)
     for index, unit in enumerate(units):
         owners = [owner for owner in _trainable_owners(unit.module) if _has_trainable(owner, claimed)]
         frozen_left = any(not p.requires_grad and id(p) not in claimed for p in unit.module.parameters())
         if owners and frozen_left:
-            groups += _mixed_groups(unit.name or "root", owners, claimed, index)
+            groups += _mixed_groups(unit.name or "root", owners, claimed, index, units[-1].module)
         places = _unclaimed([unit.module], claimed)
         if places:
             groups.append(_claim(ParameterGroup(unit.name or "root", [unit.module], places, index), claimed))
@@ -141,8 +141,11 @@ def whole_units(units: list[Unit]) -> list[ParameterGroup]:
     return groups
 
 
-def _mixed_groups(name: str, owners: list[nn.Module], claimed: set[int], unit: int) -> list[ParameterGroup]:
-    """A group of what ``owners`` hold, after one of the frozen modules below them, which it would swallow."""
+def _mixed_groups(
+    name: str, owners: list[nn.Module], claimed: set[int], unit: int, model: nn.Module
+) -> list[ParameterGroup]:
+    """A group of what ``owners`` hold, after one of the frozen modules below them, which it would swallow, and of those
+    that are tied to these."""
     groups = []
     below = [
         module
@@ -151,6 +154,7 @@ def _mixed_groups(name: str, owners: list[nn.Module], claimed: set[int], unit: i
         if module is not owner and _own(module) and not any(p.requires_grad for p in _own(module).values())
     ]
     below = [module for module in below if _unclaimed([module], claimed)]
+    below += [holder for module in below for holder in _sharing(module, model) if holder not in below]
     if below:
         places = _unclaimed(below, claimed)
         groups.append(_claim(ParameterGroup(f"{name}/frozen", _outermost(below), places, unit), claimed))
@@ -172,6 +176,12 @@ def _trainable_owners(module: nn.Module) -> list[nn.Module]:
                 candidate = parents[id(candidate)]
             owners[id(candidate)] = candidate
     return list(owners.values())
+
+
+def _sharing(module: nn.Module, model: nn.Module) -> list[nn.Module]:
+    """Other modules that own a parameter that ``module`` owns, too."""
+    own = {id(parameter) for parameter in _own(module).values()}
+    return [m for m in model.modules() if m is not module and own & {id(parameter) for parameter in _own(m).values()}]
 
 
 def _has_trainable(module: nn.Module, claimed: set[int]) -> bool:

@@ -8,6 +8,7 @@ GPUs or dies that are connected better than the rest; they, too, are numbered on
 import atexit
 import os
 import weakref
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -20,6 +21,16 @@ from fcdp.mesh import Levels
 from fcdp.routes import Axis
 
 Purpose = Literal["gather", "reduce"]
+
+
+@dataclass(frozen=True)
+class LevelGroups:
+    """One process group for each level. A level of one rank has none: nothing is ever sent there."""
+
+    inside: dist.ProcessGroup | None
+    """The ranks of this node."""
+    across: dist.ProcessGroup | None
+    """The ranks with this rank's place in the other nodes."""
 
 
 class Topology:
@@ -116,6 +127,20 @@ class Topology:
             assert found is not None
             self._groups[axis, purpose] = found
         return found
+
+    @property
+    def gather_groups(self) -> LevelGroups:
+        """For parameters, by level. Collective when they are asked for the first time."""
+        return self._level_groups("gather")
+
+    @property
+    def reduce_groups(self) -> LevelGroups:
+        """For gradients, by level. Collective when they are asked for the first time."""
+        return self._level_groups("reduce")
+
+    def _level_groups(self, purpose: Purpose) -> LevelGroups:
+        inside, across = Axis(1, self.ranks_per_node), Axis(self.ranks_per_node, self.nodes)
+        return LevelGroups(*(self.group(axis, purpose) if axis.size > 1 else None for axis in (inside, across)))
 
     def shard_mesh(self, shards: int) -> DeviceMesh:
         """The block of ``shards`` consecutive ranks that this one is in: what FSDP2 shards over. Collective."""

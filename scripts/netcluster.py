@@ -216,6 +216,8 @@ class Cluster:
             _ip("-n", namespace, "address", "add", f"{self.address(node)}/24", "dev", DEVICE)
             _ip("-n", namespace, "link", "set", DEVICE, "up")
             _ip("-n", namespace, "link", "set", "lo", "up")
+            _keep_order(namespace, DEVICE)
+            _keep_order(self._switch, port)
         self.set_rate(self._rate)
 
     def _end_processes(self) -> None:
@@ -276,6 +278,19 @@ def _remove(namespace: str) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(process), signal.SIGKILL)
     _ip("netns", "delete", namespace, may_fail=True)
+
+
+def _keep_order(namespace: str, device: str) -> None:
+    """Have each connection's packets handled by one CPU, as the queues of a real network device do.
+
+    Else they queue on whatever CPU their sender runs on, overtake each other when it moves, and TCP sends again what
+    was never lost: measured, 1 to 3 percent of the bytes.
+    """
+    groups = f"{(1 << (os.cpu_count() or 1)) - 1:x}"
+    groups = ",".join(re.findall(r".{1,8}", groups[::-1]))[::-1]  # 32 CPUs each
+    queue = f"/sys/class/net/{device}/queues/rx-0/rps_cpus"
+    # Kernels may have been built without it.
+    _run(["ip", "netns", "exec", namespace, "sh", "-c", f"echo {groups} > {queue}"], may_fail=True)
 
 
 def _ip(*arguments: str, may_fail: bool = False) -> str:

@@ -7,5 +7,6 @@
 ``conversion`` names and layouts on disk against those in the model, both ways
 ``sources``    where weights come from: a checkpoint, or random numbers
 ``export``     weights going back into a checkpoint directory
+``adapters``   PEFT adapters: put in, begun, written, merged
 ``flops``      what a token costs
 """

@@ -63,8 +63,9 @@ def finetune(capfd: pytest.CaptureFixture[str]) -> Finetune:
 
     def run(*words: object) -> Outcome:
         capfd.readouterr()
+        before = leftovers()  # what other tests keep for the whole session is none of ours
         status = main([str(word) for word in words])
-        assert leftovers() == []
+        assert leftovers() - before == set()
         return Outcome(status, *capfd.readouterr())
 
     return run
@@ -96,11 +97,12 @@ def sending(number: signal.Signals, when: Callable[[], Any]) -> Iterator[None]:
         watcher.join()
 
 
-def leftovers() -> list[str]:
-    """Child processes that are still there, and our shared memory that is."""
+def leftovers() -> set[str]:
+    """Child processes that are there, and our shared memory that is."""
     children = [child for child in psutil.Process().children(recursive=True) if child.is_running()]
-    names = [" ".join(child.cmdline()) for child in children if child.status() != psutil.STATUS_ZOMBIE]
+    children = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+    names = {f"{child.pid}: {' '.join(child.cmdline())}" for child in children}
     # Python's own tracker of shared memory stays for the life of the process.
-    processes = [name for name in names if "resource_tracker" not in name]
-    shared = [name for name in os.listdir("/dev/shm") if name.startswith("fuyou")] if os.path.isdir("/dev/shm") else []
-    return processes + shared
+    processes = {name for name in names if "resource_tracker" not in name}
+    shared = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+    return processes | {name for name in shared if name.startswith("fuyou")}

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from cli.main import main
@@ -40,7 +41,8 @@ def reference(
 ) -> tuple[list[dict[str, Any]], Path]:
     """Eight steps on one machine: the history, and the output."""
     output = tmp_path_factory.mktemp("reference") / "out"
-    words = ["--model", checkpoint, "--data", data, *COMMON, "--steps", 8, "--output", output]
+    words = ["--model", checkpoint, "--data", data, *COMMON, "--eval-data", data, "--eval-every", 5, "--steps", 8,
+             "--output", output]  # fmt: skip
     assert main([str(word) for word in words]) == 0
     return history(output), output
 
@@ -51,27 +53,62 @@ def same(got: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
         assert [line[name] for line in got] == pytest.approx([line[name] for line in wanted], rel=2e-5), name
 
 
+def held_out(output: Path) -> list[tuple[int, float]]:
+    """Steps and losses of all evaluations."""
+    seen = [json.loads(line) for line in (output / "run/metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["validation_metrics/loss"]) for line in seen if "validation_metrics/loss" in line]
+
+
 def test_two_ranks_train_as_the_engine_does_and_three_go_on(
     finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path, reference: tuple[list[dict[str, Any]], Path]
 ) -> None:
     output, report = tmp_path / "out", tmp_path / "report.json"
-    command = ("--model", checkpoint, "--data", data, *COMMON, "--output", output, "--nodes", 1)
-    done = finetune(*command, "--gpus-per-node", 2, "--micro-batch", 1, "--steps", 5, "--no-save", "--report", report)
+    command = ("--model", checkpoint, "--data", data, *COMMON, "--eval-data", data, "--output", output, "--nodes", 1)
+    planned = ("--strategy", "auto", "--cluster", "a800-hdr")
+    first = ("--gpus-per-node", 2, "--micro-batch", 1, "--steps", 5, "--no-save", "--report", report, *planned)
+    done = finetune(*command, *first)
     assert done.status == 0, done.err
+    assert re.search(r"^strategy \S+; the planner expects .* per step$", done.out, re.MULTILINE)
     assert "2 ranks on the CPU in fp32" in done.out and "step 5/5: loss " in done.out
     assert json.loads(report.read_text())["network_sent_bytes_per_step"] == 0
     assert done.err == ""
     again = finetune(*command, "--gpus-per-node", 2, "--steps", 8)
     assert again.status == 2 and "--resume to continue it" in again.err
-    done = finetune(*command, "--gpus-per-node", 3, "--steps", 8, "--resume")
+    done = finetune(*command, "--gpus-per-node", 3, "--steps", 8, "--resume", "--strategy", "N/I/G", "--levels", "3,1")
     assert done.status == 0, done.err
     assert "resume   after step 5 of 8" in done.out
     same(history(output), reference[0])
+    assert held_out(output) == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in held_out(reference[1])]
     ours, theirs = (AutoModelForCausalLM.from_pretrained(path) for path in (output, reference[1]))
     for (name, one), (_, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5, msg=name)
     files = {path.name for path in output.iterdir()} - {"commits"}
     assert files == {path.name for path in reference[1].iterdir()} - {"store"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_are_trained_written_and_merged(
+    finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path
+) -> None:
+    output, report = tmp_path / "out", tmp_path / "report.json"
+    words = ("--model", checkpoint, "--data", data, *COMMON, "--output", output, "--nodes", 1, "--gpus-per-node", 2,
+             "--steps", 2, "--lora-rank", 3, "--lora-targets", "q_proj", "down_proj", "--merge")  # fmt: skip
+    done = finetune(*words, "--report", report)
+    assert done.status == 0, done.err
+    adapters = 3 * 3 * (32 + 32 + 48 + 32)  # in each of three layers, rank 3 between inputs and outputs
+    assert f"adapters LoRA of rank 3: {adapters / 1000:.1f} K parameters" in done.out
+    assert f"saved    {output}, for PeftModel.from_pretrained" in done.out
+    assert json.loads(report.read_text())["trainable_parameters"] == adapters
+    base = AutoModelForCausalLM.from_pretrained(checkpoint)
+    tuned = PeftModel.from_pretrained(base, output).merge_and_unload()
+    merged = AutoModelForCausalLM.from_pretrained(output / "merged")
+    for (name, one), (_, other) in zip(merged.named_parameters(), tuned.named_parameters(), strict=True):
+        torch.testing.assert_close(one, other, msg=name)
+    before = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
+    changed = {name for name, value in merged.state_dict().items() if not torch.equal(value, before[name])}
+    assert len(changed) == 6 and all("q_proj" in name or "down_proj" in name for name in changed)
+    again = finetune(*words)
+    assert again.status == 2 and "holds adapters already" in again.err
 
 
 class Node:
@@ -237,7 +274,6 @@ def test_slurm_writes_lists_short() -> None:
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["--nodes", "2", "--ssd", "/tmp"], "--nodes together with --ssd is not there yet"),
     (["--nodes", "2", "--optimizer-dtype", "bf16"], "--optimizer-dtype does not go with --nodes"),
     (["--nodes", "2", "--trace", "x.json"], "--trace does not go with --nodes"),
     (["--strategy", "zero3"], "--strategy is for several nodes or ranks: add --nodes"),

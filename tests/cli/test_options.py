@@ -8,8 +8,9 @@ from typing import Any
 import click
 import pytest
 
+from cli.grouped import expand_pattern, repeat_option
 from cli.main import main
-from cli.options import build_command, expand_pattern, repeat_option
+from cli.options import build_command
 from common.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +107,30 @@ def test_help_is_quick_and_in_groups() -> None:
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     headings = [line for line in done.stdout.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert headings == [
-        "Model:", "Data:", "Memory:", "Cluster:", "Training:", "Output:", "Planning:", "Other:", "Examples:"
+        "Model:", "Data:", "Memory:", "Cluster:", "Training:", "Adapters:", "Output:", "Planning:", "Other:"
     ]  # fmt: skip
+    for heading, after in zip(headings, [*headings[1:], "False"], strict=True):
+        assert "\n\n  $ " in done.stdout.split(f"\n{heading}\n")[1].split(f"\n{after}\n")[0], heading
     assert done.stdout.splitlines()[-1] == "False", "PyTorch takes seconds to import"
     assert "--ssd /mnt/nvme* --model gpt3-175b" in done.stdout
+
+
+def test_completion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for shell, word in {
+        "bash": "complete -o nosort -F",
+        "zsh": "#compdef finetune",
+        "fish": "complete --no-files",
+    }.items():
+        assert main(["--completion", shell]) == 0
+        script = capsys.readouterr().out
+        assert word in script and "_FINETUNE_COMPLETE" in script
+    for typed, wanted in {
+        "--mod": "plain,--model", "--model llama-7": "plain,llama-7b", "--gpu rtx-409": "plain,rtx-4090",
+        "--data a.jsonl b": "file,b", "--schedule lin": "plain,linear",
+    }.items():  # fmt: skip
+        monkeypatch.setenv("_FINETUNE_COMPLETE", "bash_complete")
+        monkeypatch.setenv("COMP_WORDS", f"finetune {typed}")
+        monkeypatch.setenv("COMP_CWORD", str(len(typed.split())))
+        with pytest.raises(SystemExit):
+            main([])
+        assert wanted in capsys.readouterr().out.splitlines(), typed

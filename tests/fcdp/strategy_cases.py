@@ -55,7 +55,7 @@ class Block(nn.Module):
 class Run:
     """Ten steps. AdamW updates the blocks and SGD the rest, so one run shows both."""
 
-    micro_batches: tuple[int, ...] = (1, 4, 1, 1, 4, 1, 1, 1, 4, 1)
+    micro_batches: tuple[int, ...] = (1, 4, 1, 1, 1, 4, 1, 1, 1, 1)
     """Of each step."""
     adapters: bool = False
     """Whether only adapters are trained."""

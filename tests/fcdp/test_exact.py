@@ -22,8 +22,9 @@ CASES = [
     for lora in (False, True)
     for micro_batches in (1, 4)
     for checkpointing in (False, True)
-    if (bf16 + lora + (micro_batches == 4) + checkpointing) % 2 == 0  # half of them have every three settings together
 ]
+PLACEMENTS = [("all", 0.0), ("some", 0.5), ("all", 1.0)]
+"""A device's memory, and the threshold: no share stays on it, some do, all do. Cases take turns."""
 EVENTS = [
     Case(event="load_in_place", lora=True, bf16=True),
     Case(event="load_state_dict", lora=True),
@@ -38,6 +39,7 @@ EVENTS = [
     Case(tied=True),
     Case(tied=True, lora=True, bf16=True),
     Case(lora=True, targets=("embed_tokens", "o_proj")),
+    Case(tied=True, lora=True, targets=("embed_tokens", "o_proj")),
     Case(optimizer="foreach"),
     Case(optimizer="sgd", bf16=True),
 ]
@@ -52,9 +54,15 @@ class Runs:
 
     def run(self, layout: tuple[int, int], case: Case, strategy: str, **options: Any) -> Outcome:
         """The outcome, after checking that all ranks ended with the same weights."""
-        outcomes = [outcome for outcome, _ in self._pool.run(layout, train, case, strategy, **options)]
+        return self.inspected(layout, case, strategy, **options)[0]
+
+    def inspected(
+        self, layout: tuple[int, int], case: Case, strategy: str, **options: Any
+    ) -> tuple[Outcome, list[Any]]:
+        """The same, and what ``inspect`` returned on each rank."""
+        outcomes, seen = zip(*self._pool.run(layout, train, case, strategy, **options), strict=True)
         assert len({outcome.weights for outcome in outcomes}) == 1
-        return Outcome(tuple(loss for outcome in outcomes for loss in outcome.losses), outcomes[0].weights)
+        return Outcome(tuple(loss for outcome in outcomes for loss in outcome.losses), outcomes[0].weights), list(seen)
 
 
 @pytest.fixture(scope="module")
@@ -71,25 +79,44 @@ def _name(case: Any) -> str:
     return "-".join([*words, *([case.event] if case.event else []), *([case.optimizer] * (case.optimizer != "fused"))])
 
 
-def _on(layout: tuple[int, int]) -> list[Case]:
-    """All cases on 2 x 2 ranks, some on 3 x 1."""
-    return CASES + EVENTS if layout == (2, 2) else (CASES[::3] + EVENTS[::4])
+def _runs() -> list[Any]:
+    """All cases on 2 x 2 ranks; on 3 x 1 half of them, in which any three settings meet, and some events."""
+    chosen = []
+    for layout in ((2, 2), (3, 1)):
+        for case in CASES:
+            settings = case.bf16 + case.lora + (case.micro_batches == 4) + case.checkpointing
+            if layout == (2, 2) or settings % 2 == 0:
+                chosen.append((layout, case, PLACEMENTS[(settings + layout[1]) % 3]))
+        events = EVENTS if layout == (2, 2) else EVENTS[::4]
+        chosen += [(layout, case, PLACEMENTS[index % 3]) for index, case in enumerate(events)]
+    return chosen
 
 
-@pytest.mark.parametrize(
-    ("layout", "case"), [(layout, case) for layout in [(2, 2), (3, 1)] for case in _on(layout)], ids=_name
-)
-def test_equals_plain_fsdp2(runs: Runs, layout: tuple[int, int], case: Case) -> None:
+@pytest.mark.parametrize(("layout", "case", "placement"), _runs(), ids=_name)
+def test_equals_plain_fsdp2(runs: Runs, layout: tuple[int, int], case: Case, placement: tuple[str, float]) -> None:
     # Recomputation changes nothing, so one reference serves with and without it.
     plain_case = dataclasses.replace(case, checkpointing=False)
     plain = runs.reference(layout, plain_case, "fsdp2")
-    whole = runs.reference(layout, case, "fcdp")
+    memory, threshold = placement
+    options = {"memory": memory, "device_cache_threshold": threshold, "inspect": _placed}
+    whole, placed = runs.inspected(layout, case, "fcdp", **options)
     assert whole == runs.reference(layout, plain_case, "fsdp2", in_order=True)
     assert whole.losses == pytest.approx(plain.losses, rel=3e-2 if case.bf16 else 1e-4)
     assert len(set(whole.losses)) > 5
+    for on_device, groups in placed:
+        if threshold == 0:
+            assert on_device == 0
+        elif memory == "some":
+            assert 0 < on_device < groups
+        else:
+            assert on_device == groups
     # With other groups, gradients lie elsewhere in gloo's buffers, and its ring adds them in another order.
     if not (case.lora and case.event == "thaw") and (case.checkpointing or case.event):
         assert runs.run(layout, case, "fcdp", reduction="fsdp2") == plain
+
+
+def _placed(sharding: Any) -> tuple[int, int]:
+    return len(sharding.on_device()), len(sharding.groups)
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -100,37 +127,11 @@ def test_equals_hybrid_sharding(runs: Runs, lora: bool, bf16: bool) -> None:
     assert runs.run((2, 2), case, "fcdp") == runs.run((2, 2), case, "fsdp2-hybrid")
 
 
-@pytest.mark.parametrize(
-    ("layout", "case", "memory", "threshold"),
-    [
-        ((2, 2), Case(lora=True, bf16=True, checkpointing=True), "some", 0.5),
-        ((2, 2), Case(lora=True, bf16=True, checkpointing=True), "all", 1.0),
-        ((2, 2), Case(lora=True, bf16=True, checkpointing=True), "waves", 0.9),
-        ((2, 2), Case(micro_batches=4), "some", 0.5),
-        ((2, 2), Case(micro_batches=4), "waves", 0.9),
-        ((3, 1), Case(), "all", 0.0),
-        ((3, 1), Case(), "waves", 0.9),
-    ],
-    ids=_name,
-)
-def test_placement_changes_nothing(
-    runs: Runs, pool: Pool, layout: tuple[int, int], case: Case, memory: str, threshold: float
-) -> None:
-    answers = pool.run(layout, train, case, "fcdp", memory=memory, device_cache_threshold=threshold, inspect=_placed)
-    expected = runs.reference(layout, case, "fcdp")
-    assert {outcome.weights for outcome, _ in answers} == {expected.weights}
-    assert tuple(loss for outcome, _ in answers for loss in outcome.losses) == expected.losses
-    for _, (on_device, groups) in answers:
-        if threshold == 0:
-            assert on_device == 0
-        elif memory == "some":
-            assert 0 < on_device < groups
-        elif memory == "all":
-            assert on_device == groups
-
-
-def _placed(sharding: Any) -> tuple[int, int]:
-    return len(sharding.on_device()), len(sharding.groups)
+@pytest.mark.parametrize("case", [Case(lora=True, bf16=True, checkpointing=True), Case(micro_batches=4)], ids=_name)
+def test_shares_that_come_and_go_change_nothing(runs: Runs, case: Case) -> None:
+    plain_case = dataclasses.replace(case, checkpointing=False)
+    moving = runs.run((2, 2), case, "fcdp", memory="waves")
+    assert moving == runs.reference((2, 2), plain_case, "fsdp2", in_order=True)
 
 
 @pytest.mark.parametrize("case", [Case(micro_batches=2), Case(lora=True, checkpointing=True)], ids=_name)

@@ -1,0 +1,196 @@
+"""What surrounds the steps: held-out data, trackers, and a directory from which a run can be repeated."""
+
+import importlib.util
+import itertools
+import json
+import math
+import tomllib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cli.main import main
+from cli.metrics import step_metrics
+from cli.progress import ClusterLine
+from common.data import DataConfig, open_data
+from tests.cli.conftest import Finetune
+
+SMALL = ("--batch-size", 4, "--seq-len", 32, "--gpu", "cpu", "--lr", "1e-3", "--dtype", "fp32", "--seed", 3,
+         "--schedule", "constant", "--max-grad-norm", "0.5")  # fmt: skip
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+class Done(NamedTuple):
+    out: str
+    output: Path
+    words: tuple[object, ...]
+
+
+@pytest.fixture(scope="module")
+def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("held-out") / "held-out.jsonl"
+    file.write_text("".join(json.dumps({"text": f"Number {i} of the rest. " * (i % 5 + 1)}) + "\n" for i in range(23)))
+    return file
+
+
+@pytest.fixture(scope="module")
+def done(checkpoint: Path, data: Path, held_out: Path, tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """Three steps, and two more when resumed, with evaluations in between."""
+    output = tmp_path_factory.mktemp("runs") / "run"
+    words = ("--model", checkpoint, "--data", data, *SMALL, "--output", output, "--eval-data", held_out,
+             "--eval-every", 2)  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "200")
+        assert main([*map(str, words), "--steps", "3", "--no-save"]) == 0
+        assert main([*map(str, words), "--steps", "5", "--resume"]) == 0
+    return Done("", output, words)
+
+
+def test_evaluation_is_that_of_the_plain_model(done: Done, held_out: Path, tmp_path: Path) -> None:
+    """The last one is of the exported model, document by document, without padding or batches."""
+    tokenizer, model = (kind.from_pretrained(done.output) for kind in (AutoTokenizer, AutoModelForCausalLM))
+    batches = open_data(DataConfig((str(held_out),), 32, 4, shuffle=False), tokenizer, tmp_path)
+    assert batches.rows % 4, "the last batch should be a short one"
+    total, count = 0.0, 0
+    for number in range(batches.rows):
+        row = {name: value[number % 4] for name, value in batches.batch(number // 4).items()}
+        starts = [*torch.nonzero(row["position_ids"] == 0).flatten().tolist(), 32]
+        for start, stop in itertools.pairwise(starts):
+            targets = row["labels"][start + 1 : stop]
+            if not (targets != -100).any():
+                continue
+            with torch.no_grad():
+                logits = model(row["input_ids"][None, start:stop]).logits[0, :-1]
+            total += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
+            count += int((targets != -100).sum())
+    seen = [line for line in lines(done.output / "run/metrics.jsonl") if "validation_metrics/loss" in line]
+    assert [line["step"] for line in seen] == [0, 2, 3, 4, 5]
+    assert seen[-1]["validation_metrics/loss"] == pytest.approx(total / count, rel=1e-5)
+    assert seen[-1]["validation_metrics/perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
+    assert seen[-1]["validation_metrics/loss"] < seen[0]["validation_metrics/loss"]
+
+
+def test_a_run_is_repeated_from_its_directory(finetune: Finetune, done: Done, tmp_path: Path) -> None:
+    """The same losses, bit for bit: neither the interruption nor looking at held-out data changes any."""
+    config = done.output / "run" / "config.toml"
+    content = tomllib.loads(config.read_text())
+    assert content["output"]["resume"] is False and content["data"]["data"][0].startswith("/")
+    outcome = finetune("--config", config, "--output", tmp_path / "again", "--eval-every", 5, "--no-save")
+    assert outcome.status == 0, outcome.err
+    assert (tmp_path / "again/losses.jsonl").read_bytes() == (done.output / "losses.jsonl").read_bytes()
+    held_out = [line for line in outcome.out.splitlines() if line.startswith("held out")]
+    assert held_out[0].startswith("held out ") and "rows of 32" in held_out[0]
+    assert [line.split(":")[0] for line in held_out[1:]] == ["held out after step 0", "held out after step 5"]
+
+
+def test_the_run_directory(done: Done) -> None:
+    description = json.loads((done.output / "run/run.json").read_text())
+    assert len(description["id"]) == 32
+    first, second = description["calls"]
+    assert (first["after_step"], first["steps"], second["after_step"], second["steps"]) == (0, 3, 3, 5)
+    assert second["command"].startswith("finetune --model ") and second["command"].endswith("--steps 5 --resume")
+    assert second["versions"]["torch"] == torch.__version__ and second["versions"]["Python"].startswith("3.")
+    assert second["plan"]["counts"]["device_blocks"] > 0 and second["parameters"] == first["parameters"]
+    steps = [line for line in lines(done.output / "run/metrics.jsonl") if "lr" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
+    for line, learned in zip(steps, lines(done.output / "losses.jsonl"), strict=True):
+        assert line["loss_metrics/global_avg_loss"] == learned["loss"] and line["grad_norm"] == learned["grad_norm"]
+        assert line["n_tokens_seen"] == line["step"] * 4 * 32
+        assert line["throughput(tps)"] == pytest.approx(128 / line["time_metrics/end_to_end(s)"])
+        assert line["memory/host(GiB)"] >= 0  # beyond what this process had before
+        for name in ("tflops", "memory/ssd(GiB)", "ssd/written(GiB)", "time_metrics/busy_ssd(s)"):
+            assert line[name] > 0, name
+
+
+def test_rates_of_several_ranks_are_per_device() -> None:
+    line = ClusterLine(7, 1.5, 0.25, 800.0, 4e12, 3 << 30, 5 << 30, 7 << 30)
+    assert step_metrics(line, 1e-3, 2.0, 99, 4) == {
+        "loss_metrics/global_avg_loss": 1.5, "grad_norm": 0.25, "lr": 1e-3, "n_tokens_seen": 99,
+        "throughput(tps)": 200.0, "tflops": 1.0, "time_metrics/end_to_end(s)": 2.0, "memory/max_active(GiB)": 5.0,
+        "memory/host(GiB)": 7.0, "network/sent(GiB)": 3.0,
+    }  # fmt: skip
+
+
+class Noting(GeneralTracker):
+    """A tracker as accelerate knows them, that notes what it is told; the one for MLflow fails at step 2."""
+
+    told: list[tuple[Any, ...]] = []  # noqa: RUF012
+    requires_logging_directory = False
+    main_process_only = True
+
+    def __init__(self, **arguments: Any) -> None:
+        self.name = "mlflow" if "experiment_name" in arguments else "wandb"
+        self.told.append((self.name, "begin", arguments))
+
+    @property
+    def tracker(self) -> None:
+        return None
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.told.append((self.name, "options", values))
+
+    def log(self, values: dict[str, Any], step: int | None = None, **more: Any) -> None:
+        if self.name == "mlflow" and step == 2:
+            raise ConnectionError("no route to host.")
+        self.told.append((self.name, step, values))
+
+    def finish(self) -> None:
+        self.told.append((self.name, "finish"))
+
+
+def test_trackers(finetune: Finetune, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """wandb and mlflow are stand-ins here; what is real is how accelerate's classes are called."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in ("wandb", "mlflow") or find(name))
+    for name in ("wandb", "mlflow"):
+        monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, Noting)
+    Noting.told.clear()
+    outcome = finetune("--model", "llama-10m", "--batch-size", 1, "--seq-len", 8, "--gpu", "cpu", "--steps", 3,
+                       "--no-save", "--output", tmp_path / "out", "--log-to", "wandb", "mlflow", "jsonl")  # fmt: skip
+    assert outcome.status == 0, outcome.err
+    assert outcome.err == "finetune: mlflow gets no more metrics: ConnectionError: no route to host\n"
+    told = {name: [what for who, *what in Noting.told if who == name] for name in ("wandb", "mlflow")}
+    assert [what[0] for what in told["wandb"]] == ["begin", "options", 1, 2, 3, "finish"]
+    assert [what[0] for what in told["mlflow"]] == ["begin", "options", 1]
+    arguments = told["wandb"][0][1]
+    run_id = json.loads((tmp_path / "out/run/run.json").read_text())["id"]
+    assert (arguments["run_name"], arguments["name"], arguments["id"]) == ("finetune", "out", run_id)
+    assert told["wandb"][1][1]["batch_size"] == 1 and told["wandb"][1][1]["log_to"] == "wandb mlflow jsonl"
+    metrics = lines(tmp_path / "out/run/metrics.jsonl")
+    assert told["wandb"][3][1] == {name: value for name, value in metrics[1].items() if name != "step"}
+    assert told["mlflow"][2][1]["throughput_tps"] == metrics[0]["throughput(tps)"]
+
+
+def test_tensorboard_itself(finetune: Finetune, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="needs the package tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    outcome = finetune("--model", "llama-10m", "--batch-size", 1, "--seq-len", 8, "--gpu", "cpu", "--steps", 2,
+                       "--no-save", "--output", tmp_path / "out", "--log-to", "tensorboard")  # fmt: skip
+    assert outcome.status == 0 and outcome.err == "", outcome.err
+    events = EventAccumulator(str(tmp_path / "out/run/tensorboard"))
+    events.Reload()
+    losses = [(event.step, event.value) for event in events.Scalars("loss_metrics/global_avg_loss")]
+    wanted = [(line["step"], line["loss"]) for line in lines(tmp_path / "out/losses.jsonl")]
+    assert losses == [(step, pytest.approx(loss)) for step, loss in wanted]
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--log-to", "trackio"], "-m pip install trackio`, or leave trackio out"),
+    (["--log-to", "tensorbord"], "'tensorbord' is not one of 'tensorboard'"),
+    (["--eval-every", "5"], "there is no data for them: add --eval-data"),
+    (["--eval-data", "nothing.jsonl"], "There is no data file 'nothing.jsonl'"),
+    (["--eval-data", ".", "--gpu", "emulated:tflops=1,memory=1GiB,link=1GB/s", "--no-save"], "no loss on --eval-data"),
+])  # fmt: skip
+def test_mistakes(finetune: Finetune, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "trackio" else find(name))
+    outcome = finetune("--model", "llama-10m", *words)
+    assert outcome.status == 2 and message in outcome.err and outcome.err.count("\n") == 1, outcome.err

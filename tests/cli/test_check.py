@@ -1,0 +1,114 @@
+"""``finetune --check``: what it finds here, and what its rules make of other machines."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cli.check import Paint
+from cli.findings import DriveFound, Finding, GpuFound, MachineFound, find_trouble
+from common.drives import Drive, drive_of
+from common.hardware import Gpu
+from tests.cli.conftest import Finetune
+
+MACHINE = MachineFound(16, 16, 64 << 30, 64 << 30, 50 << 30, True, 2, "performance", False, (13, 0))
+GPU = GpuFound(Gpu(0, "GPU-x", "NVIDIA GeForce RTX 4090", 24 << 30, "0000:01:00.0", 0), 1 << 30, 4, 16, 16, (13, 1))
+LINK = "16.0 GT/s PCIe x4"
+DRIVE = DriveFound(
+    Drive(Path("/mnt/nvme0"), "ext4", "nvme0n1", "Samsung SSD 990 PRO 2TB", False, LINK, LINK, 0),
+    7, 2 * 10**12, 10**12, True, 7.1e9, 6.5e9, 0.003,
+)  # fmt: skip
+
+
+def on(drive: DriveFound, **changes: object) -> DriveFound:
+    return replace(drive, drive=replace(drive.drive, **changes))  # type: ignore[arg-type]
+
+
+def trouble(
+    machine: MachineFound = MACHINE, gpu: GpuFound | None = GPU, drives: tuple[DriveFound, ...] = (DRIVE,),
+    store: int | None = None,
+) -> list[Finding]:  # fmt: skip
+    return find_trouble(machine, [gpu] if gpu else [], list(drives), store, "gpt3-13b")
+
+
+def test_a_good_machine_is_left_alone() -> None:
+    assert trouble(store=10**12) == []
+
+
+@pytest.mark.parametrize(("found", "grave", "what", "mend"), [
+    (trouble(replace(MACHINE, huge_pages=False)), True, "Huge pages are off", "transparent_hugepage/enabled"),
+    (trouble(replace(MACHINE, limit_bytes=8 << 30)), False, "allows 8 GiB of the machine's 64 GiB", "docker run"),
+    (trouble(replace(MACHINE, torch_cuda=None)), True, "cannot use the NVIDIA GeForce RTX 4090", "CUDA build"),
+    (trouble(replace(MACHINE, torch_cuda=(14, 0))), True, "for CUDA 14, and the driver knows CUDA 13", "driver"),
+    (trouble(gpu=None), False, "No NVIDIA GPU", "nvidia-smi"),
+    (trouble(gpu=replace(GPU, link_width=8)), False, "uses 8 of 16 PCI Express lanes", "slot"),
+    (trouble(gpu=replace(GPU, used_bytes=6 << 30)), False, "6 GiB of memory on NVIDIA", "--device-memory"),
+    (trouble(drives=(on(DRIVE, file_system="tmpfs"),)), True, "/mnt/nvme0 is tmpfs", "--ssd"),
+    (trouble(drives=(on(DRIVE, file_system="fuse.glusterfs"),)), True, "network file system", "--ssd"),
+    (trouble(drives=(replace(on(DRIVE, is_rotational=True, model=None), read=2e8),)), True, "hard disk", "--ssd"),
+    (trouble(drives=(replace(DRIVE, direct=False),)), False, "no direct I/O", "xfs"),
+    (trouble(drives=(on(DRIVE, link="8.0 GT/s PCIe x4"),)), False, "runs at 8.0 GT/s PCIe x4 and could", "slot"),
+    (trouble(drives=(on(DRIVE, numa_node=1),)), False, "at NUMA node 1 and the GPU at 0", "Move"),
+    (trouble(drives=(replace(DRIVE, read=2e9),)), False, "reads 2 GB/s here, and its maker says 7.45", "busy"),
+    (trouble(drives=(on(DRIVE, model="Samsung SSD 970 EVO Plus 2TB"),)), False, "slows to 1.", "--drive"),
+    (trouble(drives=(DRIVE, on(DRIVE, directory=Path("/mnt/b")))), False, "/mnt/nvme0 and /mnt/b are on one", "per"),
+    (trouble(store=2 * 10**12), True, "gpt3-13b takes 1.82 TiB on the drives, and 931 GiB", "--single-slot"),
+])  # fmt: skip
+def test_what_hurts(found: list[Finding], grave: bool, what: str, mend: str) -> None:
+    assert len(found) == 1, found
+    assert (found[0].grave, what in found[0].what, mend in found[0].mend) == (grave, True, True), found[0]
+
+
+def test_the_drive_below_a_volume_on_a_partition(tmp_path: Path) -> None:
+    """As /sys has it for a logical volume on the second partition of an NVMe drive."""
+    sys, pci = tmp_path / "sys", tmp_path / "sys/devices/pci0000:00/0000:00:01.0"
+    drive, volume = pci / "nvme/nvme0/nvme0n1", tmp_path / "sys/devices/virtual/block/dm-3"
+    for folder in (drive / "nvme0n1p2", drive / "queue", volume / "slaves", sys / "dev/block", sys / "class/block"):
+        folder.mkdir(parents=True)
+    for file, text in {
+        drive / "queue/rotational": "0", drive / "dev": "259:0", drive / "nvme0n1p2/partition": "2",
+        drive / "nvme0n1p2/dev": "259:2", volume / "dev": "253:3", drive.parent / "model": "Samsung SSD 980 PRO 1TB  ",
+        pci / "current_link_speed": "8.0 GT/s PCIe", pci / "current_link_width": "4",
+        pci / "max_link_speed": "16.0 GT/s PCIe", pci / "max_link_width": "4", pci / "numa_node": "1",
+    }.items():  # fmt: skip
+        file.write_text(text + "\n")
+    (drive / "device").symlink_to("..")
+    (drive.parent / "device").symlink_to("../..")
+    (volume / "slaves/nvme0n1p2").symlink_to(drive / "nvme0n1p2")
+    (sys / "dev/block/253:3").symlink_to(volume)
+    (sys / "dev/block/259:2").symlink_to(drive / "nvme0n1p2")
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        "20 1 8:1 / / rw - ext4 /dev/sda1 rw\n"
+        f"30 20 253:3 / {tmp_path}/my\\040drives rw,noatime shared:3 - xfs /dev/mapper/data rw\n"
+    )
+    directory = tmp_path / "my drives" / "nvme0"
+    directory.mkdir(parents=True)
+    found = drive_of(directory, sys, mounts)
+    assert found == Drive(
+        directory, "xfs", "nvme0n1", "Samsung SSD 980 PRO 1TB", False, "8.0 GT/s PCIe x4", LINK, 1
+    )  # fmt: skip
+    assert found.preset is not None and found.preset.name == "samsung-980-pro-1tb"
+    assert drive_of(tmp_path, sys, mounts) == Drive(tmp_path, "ext4", None, None, False, None, None, None)
+
+
+def test_this_machine(finetune: Finetune, tmp_path: Path) -> None:
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    outcome = finetune("--check", "--ssd", drive, "--model", "gpt3-805b")
+    assert outcome.status == 0 and outcome.err == "", outcome.err
+    for text in ("torch ", "processors", "huge pages", f"directory      {drive}", "GB/s read", "gpt3-805b takes"):
+        assert text in outcome.out
+    assert "\x1b" not in outcome.out, "colours are for terminals"
+    assert list(drive.iterdir()) == []
+    refused = finetune("--check", "--data", "x")
+    assert refused.status == 2 and "--check trains nothing" in refused.err
+
+
+def test_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert Paint()("x", 31) == "\x1b[31mx\x1b[0m"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert Paint()("x", 31) == "x"

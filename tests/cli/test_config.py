@@ -1,0 +1,103 @@
+"""Options in files: read, overridden by the command line, printed again, and refused with a reason."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.config import effective_config, written_by
+from cli.main import main
+from cli.options import build_command
+
+
+def parse(*words: object) -> dict[str, Any]:
+    got: dict[str, Any] = {}
+    build_command(lambda **options: got.update(options)).main([str(word) for word in words], standalone_mode=False)
+    got.pop("config")
+    return got
+
+
+def write(text: str) -> Path:
+    file = Path("run.toml")
+    file.write_text(text)
+    return file
+
+
+def test_a_file_says_what_a_command_line_says() -> None:
+    file = write(
+        'model = "m"\n[data]\ndata = ["a b.jsonl", "c.txt"]\nbatch_size = 4\n[memory]\nssd = "/mnt/nvme0"\ngpu = "0"\n'
+        'host-memory = "1.5GiB"\nsingle-slot = true\n[training]\nlr = 2e-5\nwarmup = 0.03\n[output]\nno-save = true\n'
+    )
+    typed = ("--model", "m", "--data", "a b.jsonl", "c.txt", "--batch-size", 4, "--ssd", "/mnt/nvme0", "--gpu", 0,
+             "--host-memory", "1.5GiB", "--single-slot", "--lr", "2e-5", "--warmup", "0.03", "--no-save")  # fmt: skip
+    assert parse("--config", file) == parse(*typed)
+    assert parse("--config", file, "--save") == parse(*typed[:-1])
+
+
+def test_the_command_line_wins() -> None:
+    file = write('model = "m"\nssd = ["a", "b"]\nlr = 1\nepochs = 3\noverwrite = true\nsingle-slot = true\nseed = 7\n')
+    got = parse("--ssd", "c", "--lr", 2, "--steps", 5, "--resume", "--no-single-slot", "--config", file)
+    assert (got["ssd"], got["lr"], got["steps"], got["epochs"]) == (("c",), 2, 5, None)
+    assert (got["resume"], got["overwrite"], got["single_slot"], got["seed"]) == (True, False, False, 7)
+
+
+def test_what_is_written_reads_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--model", 'with "quotes" and \\', "--data", "ä.jsonl", "b", "--warmup", "3%", "--host-memory", "64GiB",
+             "--no-save", "--lr", "1e-5", "--levels", "2,4", "--max-model", "--eps", ".5"]  # fmt: skip
+    file = write(effective_config(written_by(words)))
+    assert parse("--config", file) == parse(*words)
+    assert effective_config(written_by(["--config", str(file)])) == file.read_text().replace("1e-5", "1e-05")
+    assert parse("--config", write(effective_config(written_by([])))) == parse()
+
+
+def test_paths_that_no_longer_depend_on_the_folder() -> None:
+    Path("texts").mkdir()
+    words = ["--model", "llama-10m", "--data", "texts", "--output", "out", "--trace", "t.json", "--lr", "3"]
+    content = tomllib.loads(effective_config(written_by(words), absolute=True, leave_out=("trace",)))
+    here = str(Path.cwd())
+    assert (content["model"]["model"], content["data"]["data"]) == ("llama-10m", [f"{here}/texts"])
+    assert content["output"]["output"] == f"{here}/out" and "trace" not in content["planning"]
+
+
+def test_write_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "m", "--lr", "2e-5", "--write-config"]) == 0
+    content = tomllib.loads(capsys.readouterr().out)
+    assert content["model"] == {"model": "m", "demo": False} and content["training"]["lr"] == 2e-5
+    assert "config" not in content["other"] and "write-config" not in content["other"]
+
+
+def test_a_full_file_does_not_count_as_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan for a cluster refuses options that change nothing in it; here they have their defaults."""
+    words = ["--plan", "--cluster", "a800-hdr", "--model", "llama-7b"]
+    file = write(effective_config(written_by(words)))
+    assert main(["--config", str(file), "--json"]) == 0
+    capsys.readouterr()
+    assert main(["--config", str(file), "--gpu", "auto"]) == 2
+    assert "--gpu changes nothing in a plan for a cluster" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("[training]\nlearning_rte = 1\n", "no option 'learning_rte'."),
+    ("[training]\nbatch_sise = 1\n", "no option 'batch_sise'. Did you mean 'batch-size'?"),
+    ("[trainin]\nlr = 1\n", "no table [trainin]. Did you mean 'training'?"),
+    ("config = 'x.toml'\n", "no option 'config'."),
+    ("lr = 1\n[training]\nlr = 2\n", "'lr' is there twice"),
+    ("save = true\nno-save = false\n", "'no-save' is there twice"),
+    ("resume = 1\n", "resume is either true or false, not 1"),
+    ("steps = true\n", "steps = true is not a value for --steps"),
+    ("steps = [1, 2]\n", "steps takes one value, not a list"),
+    ("steps = 0\n", "'--steps': 0 is not in the range x>=1. (It is in run.toml.)"),
+    ("host-memory = 'lots'\n", "'lots' is not a size"),
+    ("steps = \n", "run.toml: this is not TOML: Invalid value (at line 1, column 9)"),
+    ("steps = 1\nepochs = 1\nmodel = 'm'\n", "--steps and --epochs exclude each other"),
+])  # fmt: skip
+def test_mistakes(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", str(write(text))]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1 and err.startswith("finetune: error: ")
+
+
+def test_no_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", "nowhere.toml"]) == 2
+    assert "--config nowhere.toml: it cannot be read: No such file or directory." in capsys.readouterr().err
