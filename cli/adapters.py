@@ -6,6 +6,10 @@ from cli.settings import Settings
 
 if TYPE_CHECKING:
     from peft import PeftConfig
+    from transformers import PreTrainedModel
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""As in ``common.models.adapters``, which takes long to import."""
 
 
 def peft_config_of(settings: Settings) -> "PeftConfig | None":
@@ -23,3 +27,17 @@ def peft_config_of(settings: Settings) -> "PeftConfig | None":
     assert settings.lora_rank is not None
     targets = settings.lora_targets or (ALL_LINEAR,)
     return AdapterOptions(settings.lora_rank, settings.lora_alpha, settings.lora_dropout, targets).peft_config()
+
+
+def trainable_parameters(settings: Settings, model: "PreTrainedModel") -> int:
+    """How many numbers are trained when ``model``, which is on the meta device and changed, is given its adapters.
+
+    Raises:
+        UserError: they do not fit the model.
+    """
+    from common.models.adapters import Adapters
+
+    config = peft_config_of(settings)
+    assert config is not None
+    names = Adapters(model, config, settings.seed).trainable_names
+    return sum(model.get_parameter(name).numel() for name in names)

@@ -103,11 +103,11 @@ def look_at_gpus() -> list[GpuFound]:
 def look_at_drive(directory: Path) -> DriveFound:
     """What it is, how much room there is, and what it moves: a few seconds."""
     from fuyou.profiling.drives import open_scratch
-    from fuyou.records import Precision, Record
+    from fuyou.records import Kind, Precision, Record
 
     usage = shutil.disk_usage(directory)
-    record = Record.build(0, "check", False, [(("weight",), (1024,), True)])
-    with open_scratch([directory], record, Precision.named("bf16", "fp32"), None) as scratch:
+    record = Record.build(0, "check", Kind.BLOCK, Precision.named("bf16", "fp32"), [(("weight",), (1024,), True)])
+    with open_scratch([directory], [record], None) as scratch:
         rates, direct = scratch.measure(), scratch.store.direct
     return DriveFound(
         drive_of(directory), directory.stat().st_dev, usage.total, usage.free, direct, rates.read, rates.write,

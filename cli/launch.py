@@ -66,8 +66,11 @@ class LaunchError(FinetuneError):
         self.exit_status = outcome.status
 
 
-def launch(settings: Settings) -> None:
+def launch(settings: Settings, *, trains: bool = True) -> None:
     """Start this node's ranks and wait for their end.
+
+    Args:
+        trains: False: they only measure (``--profile``), so nothing is asked of batch and output.
 
     Raises:
         Stopped, UserError, FinetuneError: how the run ended.
@@ -75,13 +78,14 @@ def launch(settings: Settings) -> None:
     if not settings.debug:
         _quieten_torch()
     ranks = ranks_per_node(settings)
-    if settings.batch_size < ranks * (settings.nodes or 1):
+    if trains and settings.batch_size < ranks * (settings.nodes or 1):
         raise UserError(
             f"--batch-size {settings.batch_size} is less than one sequence for each of {ranks * (settings.nodes or 1)} "
             f"ranks ({settings.nodes} x {ranks})."
         )
     meeting = find_meeting(settings)
-    _check(settings)
+    if trains:
+        _check(settings)
     if meeting.nodes > 1:
         print(f"nodes    waiting for {meeting.nodes} of them at {meeting.endpoint}", flush=True)
     wait_for_host(meeting, settings.node_timeout)
@@ -108,12 +112,15 @@ def ranks_per_node(settings: Settings) -> int:
     Raises:
         UserError: ``--gpu`` picks one of several GPUs, or there are fewer than asked for.
     """
-    if settings.gpu not in ("auto", "cpu"):
+    from fuyou.emulated import is_emulated  # imports PyTorch, which has been quietened by now
+
+    emulated = bool(settings.ssd) and is_emulated(settings.gpu)
+    if settings.gpu not in ("auto", "cpu") and not emulated:
         raise UserError(
             f"--gpu {settings.gpu}: with --nodes, every rank has a GPU of its own. Give --gpus-per-node, choose GPUs "
             "with CUDA_VISIBLE_DEVICES, or compute on the CPU with --gpu cpu."
         )
-    there = 0 if settings.gpu == "cpu" else len(list_gpus())
+    there = 0 if settings.gpu == "cpu" or emulated else len(list_gpus())
     wanted = settings.gpus_per_node or there or 1
     if there and wanted > there:
         raise UserError(f"--gpus-per-node {wanted}: this node has {there}. For ranks on the CPU, add --gpu cpu.")
@@ -128,22 +135,30 @@ def _quieten_torch() -> None:
 
 def _check(settings: Settings) -> None:
     """Find what is wrong before anybody waits for other nodes."""
+    from cli.choose_strategy import check_strategy
     from cli.prepare import check
 
-    check(settings)
-    commits = settings.output_directory / COMMITS
+    check_strategy(settings, ranks_per_node(settings))
+    found = check(settings)
+    commits = found.ssd[0] / found.run_name
     if has_commit(settings):
         if not (settings.resume or settings.overwrite):
             raise UserError(
                 f"{commits} holds a run already: add --resume to continue it, --overwrite to replace it, or give "
                 "another --output."
             )
-    elif settings.resume:
+    elif settings.resume and not settings.ssd:  # else the ranks say together which node lacks what
         raise UserError(f"--resume: there is nothing to continue, no commit in {commits}. Leave it out to begin.")
 
 
 def has_commit(settings: Settings) -> bool:
     """Whether there is something to continue."""
+    if settings.ssd:
+        from cli.prepare import check, rank_folder
+        from common.store.manifest import MANIFEST_FILE
+
+        found = check(settings)
+        return any(any((path / found.run_name).glob(f"{rank_folder('*')}/{MANIFEST_FILE}")) for path in found.ssd)
     from fcdp.commits import Commits
 
     return Commits(settings.output_directory / COMMITS).newest() is not None

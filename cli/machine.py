@@ -2,24 +2,27 @@
 
 from pathlib import Path
 
+from cli.adapters import peft_config_of
 from cli.prepare import sequence_length
 from cli.settings import Settings
 from common.hardware import pick_gpu, torch_name
 from common.models.presets import load_config
 from common.store.directories import usable
-from fuyou.devices import Device, open_device
+from fuyou.devices import Device, leave_cores, open_device
 from fuyou.emulated import is_emulated
 from fuyou.planner import Training, training
 from fuyou.records import Precision
 
 
 def device_at_hand(gpu: str) -> Device:
-    """What ``--gpu`` names.
+    """What ``--gpu`` names. If it is the CPU, it computes on all cores but the optimizer's from now on.
 
     Raises:
         UserError: there is no such device here.
     """
-    return open_device(gpu if is_emulated(gpu) else torch_name(pick_gpu(gpu)))
+    device = open_device(gpu if is_emulated(gpu) else torch_name(pick_gpu(gpu)))
+    leave_cores(device)
+    return device
 
 
 def directories_at_hand(settings: Settings) -> list[Path]:
@@ -42,7 +45,7 @@ def training_of(settings: Settings) -> Training:
         settings.model, settings.batch_size, sequence_length(settings.seq_len, config),
         precision=Precision.named(settings.dtype, settings.optimizer_dtype),
         clips=settings.max_grad_norm > 0, single_slot=settings.single_slot, micro_batch=settings.micro_batch,
-        host_cache=settings.host_cache,
+        host_cache=settings.host_cache, adapters=peft_config_of(settings),
     )  # fmt: skip
 
 

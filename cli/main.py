@@ -62,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 #: What only --plan takes: for one machine, and for a cluster.
 PLAN_OPTIONS = ("drive", "ssds", "scheme", "max_model", "json")
-CLUSTER_PLAN_OPTIONS = ("cluster", "levels", "trainable", "quantise")
+CLUSTER_PLAN_OPTIONS = ("trainable",)
+#: What says which cluster a plan is for; training over nodes takes it, too.
+CLUSTER_OPTIONS = ("cluster", "levels", "quantise")
 #: What changes a run or a plan for one machine, and no plan for a cluster: that assumes bf16, fp32 moments, and the
 #: hardware that --cluster describes.
 NOT_OF_CLUSTERS = (
@@ -98,8 +100,7 @@ def _run(
         )  # fmt: skip
     if profile:
         _refuse_with(
-            "--profile", "trains nothing", {**options, "demo": demo},
-            ("demo", "data", "eval_data", "nodes", "resume", "trace"),
+            "--profile", "trains nothing", {**options, "demo": demo}, ("demo", "data", "eval_data", "resume", "trace")
         )  # fmt: skip
         options["model"] = options["model"] or DEFAULT_PROFILE_MODEL
     if check:
@@ -116,16 +117,21 @@ def _run(
 
         run_demo(options["output"], options["report"], options["debug"], interrupts)
         return 0
-    if plan and (options["nodes"] or clusters["cluster"] or clusters["levels"]):
+    if plan and (options["nodes"] or options["cluster"] or options["levels"]):
         return _plan_cluster(plans, clusters, options)
     if plan:
-        for name, value in clusters.items():
-            if value:
+        for name in (*CLUSTER_PLAN_OPTIONS, *CLUSTER_OPTIONS):
+            if {**clusters, **options}[name]:
                 raise UserError(f"--{name} belongs to plans for a cluster: add --cluster.")
         return _plan(arguments, plans, options)
     if options["model"] is None:
         raise UserError("Give the model to fine-tune with --model DIR or --model PRESET, or try --demo.")
     settings = settings_of(arguments, options)
+    if profile and settings.nodes is not None:
+        from cli.launch import launch
+
+        launch(settings, trains=False)
+        return 0
     if profile:
         from cli.profile import run_profile
 
@@ -186,7 +192,10 @@ def _plan_cluster(plans: dict[str, Any], clusters: dict[str, Any], options: dict
             )
     from cli.plan_cluster import ClusterSettings, plan_cluster
 
-    shared = {name: options[name] for name in ("model", "nodes", "gpus_per_node", "micro_batch", "seq_len", "strategy")}
+    shared = {
+        name: options[name]
+        for name in ("model", "nodes", "gpus_per_node", "micro_batch", "seq_len", "strategy", *CLUSTER_OPTIONS)
+    }
     batch = options["batch_size"] if _typed("batch_size") else None
     return plan_cluster(ClusterSettings(**shared, **clusters, batch_size=batch, as_json=plans["json"]))
 

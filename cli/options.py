@@ -202,8 +202,9 @@ def build_command(run: Callable[..., int]) -> click.Command:
     add(
         "--strategy",
         metavar="NAME|P/G/OS",
-        help="fcdp: parameters cached in host memory; zero3: plain FSDP2; hybrid: FSDP2 inside nodes. Default: fcdp. "
-        "--plan knows more, IGG and 4x1/4x1/8x1 too, and finds the best.",
+        help="How parameters, gradients and optimizer states are sharded: fcdp (parameters cached in host memory), "
+        "zero3, hybrid, zero2, paro-iig, ..., or their scopes, IGG or 4x1/4x1/8x1 (docs/strategies.md). auto: what the "
+        "planner finds fastest on --cluster. Default: fcdp.",
     )
     add(
         "--device-cache-threshold",
@@ -300,6 +301,16 @@ def build_command(run: Callable[..., int]) -> click.Command:
         metavar="N",
         help="Steps between commits: a crash loses at most so many. Default: 1; 100 with --nodes.",
     )
+    add("--sample", metavar="PROMPT", help="At the end, print how the tuned model goes on from there.")
+    add("--sample-tokens", type=positive, default=32, show_default=True, metavar="N", help="How far at most.")
+    add(
+        "--temperature",
+        type=rate,
+        default=0.0,
+        show_default=True,
+        metavar="X",
+        help="Of the --sample: 0 takes the likeliest word each time, 0.8 varies.",
+    )
     add("--report", type=folder, metavar="FILE", help="Write the summary there, as JSON.")
 
     add(
@@ -332,21 +343,26 @@ def build_command(run: Callable[..., int]) -> click.Command:
         "--cluster",
         metavar="PRESET|FILE",
         shell_complete=_preset_names("clusters"),
-        help="Plan for a cluster: a preset, or a profile's file.",
+        help="The hardware to plan for, or to choose a strategy for: a preset, or a profile's file.",
     )
-    add("--levels", metavar="N,N,...", help="Its ranks by level, fastest first: 2,4,16 is 16 nodes of 4 pairs.")
+    add("--levels", metavar="N,N,...", help="A cluster's ranks by level, fastest first: 2,4,16 is 16 nodes of 4 pairs.")
     add(
         "--trainable",
         type=click.FloatRange(min=0, min_open=True, max=1),
         metavar="X",
         help="Part of the parameters to plan as trainable on a cluster: about 0.01 with LoRA. Default: 1.",
     )
-    add("--quantise", is_flag=True, help="Let the plan for a cluster choose strategies that send fewer bits.")
+    add(
+        "--quantise",
+        is_flag=True,
+        help="Let the plan for a cluster, or --strategy auto, choose strategies that send fewer bits.",
+    )
     add("--json", is_flag=True, help="Print the plan as JSON.")
     add(
         "--profile",
         is_flag=True,
-        help="Measure this machine with the model (default: gpt3-1.3b) instead of training: a dozen seconds, a table.",
+        help="Measure this machine with the model (default: gpt3-1.3b) instead of training: a dozen seconds, a table. "
+        "With --nodes, measure the cluster, and write a file for --cluster.",
     )
     add(
         "--check",

@@ -50,7 +50,7 @@ def plan_cluster(settings: ClusterSettings) -> int:
         UserError: what was asked for makes no cluster, batch or strategy.
         FinetuneError: nothing fits.
     """
-    cluster = _cluster(settings)
+    cluster = cluster_of(settings.cluster, settings.levels, settings.nodes, settings.gpus_per_node)
     workload = _workload(settings, cluster)
     chosen = None if settings.strategy in (None, AUTO) else [parse_strategy(settings.strategy)]
     quantise = settings.quantise or chosen is not None
@@ -64,29 +64,41 @@ def plan_cluster(settings: ClusterSettings) -> int:
     return 0
 
 
-def _cluster(settings: ClusterSettings) -> Cluster:
-    if settings.cluster is None:
+def cluster_of(name: str | None, levels: str | None, nodes: int | None, gpus_per_node: int | None) -> Cluster:
+    """The hardware called ``name``, in the size that the other options say; None: as it is.
+
+    Raises:
+        UserError: there is no such hardware, or it does not come in that size.
+    """
+    if name is None:
         raise UserError(
             f"Name the hardware: --cluster PRESET, one of {', '.join(cluster_names())}, or a profile's file."
         )
-    cluster = load_cluster(settings.cluster)
-    if settings.levels is not None:
-        levels = Levels.parse(settings.levels)
-        for option, given, there in (
-            ("--nodes", settings.nodes, levels.nodes),
-            ("--gpus-per-node", settings.gpus_per_node, levels.ranks_per_node),
-        ):
-            if given not in (None, there):
-                raise UserError(f"--levels {levels} has {there} where {option} says {given}. Leave one of them out.")
-        return cluster.resized(levels)
-    *inner, last, nodes = cluster.levels.sizes
-    ranks = cluster.levels.ranks_per_node if settings.gpus_per_node is None else settings.gpus_per_node
+    cluster = load_cluster(name)
+    if levels is not None:
+        return cluster.resized(levels_of(levels, nodes, gpus_per_node))
+    *inner, last, there = cluster.levels.sizes
+    ranks = cluster.levels.ranks_per_node if gpus_per_node is None else gpus_per_node
     faster = cluster.levels.ranks_per_node // last
     if ranks % faster:
-        raise UserError(
-            f"{settings.cluster} has {faster} ranks at its fastest level, which {ranks} per node do not fill."
-        )
-    return cluster.resized(Levels((*inner, ranks // faster, settings.nodes or nodes)))
+        raise UserError(f"{name} has {faster} ranks at its fastest level, which {ranks} per node do not fill.")
+    return cluster.resized(Levels((*inner, ranks // faster, nodes or there)))
+
+
+def levels_of(text: str, nodes: int | None, gpus_per_node: int | None) -> Levels:
+    """``--levels``, which the other two options must not contradict.
+
+    Raises:
+        UserError: they do, or the text is no list of levels.
+    """
+    levels = Levels.parse(text)
+    for option, given, there in (
+        ("--nodes", nodes, levels.nodes),
+        ("--gpus-per-node", gpus_per_node, levels.ranks_per_node),
+    ):
+        if given not in (None, there):
+            raise UserError(f"--levels {levels} has {there} where {option} says {given}. Leave one of them out.")
+    return levels
 
 
 def _workload(settings: ClusterSettings, cluster: Cluster) -> Workload:

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from cli.adapters import ADAPTER_CONFIG, peft_config_of, trainable_parameters
 from cli.schedule import LearningRate
 from cli.settings import COMMITS, Settings
 from cli.trackers import check_trackers
@@ -54,6 +55,8 @@ class Job:
     data_key: str
     """Changes with the data and how they are tokenized."""
     learning_rate: LearningRate
+    adapter_parameters: int = 0
+    """What is trained, if not the weights."""
     held_out: Batches | None = None
     """To evaluate with, in a fixed order."""
 
@@ -85,10 +88,17 @@ class Job:
 
     @property
     def store_bytes(self) -> int:
-        """What the store takes on all SSDs together, without activations; or two commits, one beside the other."""
+        """What the store takes on all SSDs (of one node) together, without activations; or two commits, one beside the
+        other."""
         settings = self.settings
         moments = 4 if settings.optimizer_dtype == "bf16" else 8
-        return self.parameters * (4 + moments) * (1 if settings.single_slot else 2)
+        if settings.nodes is not None and not settings.ssd:
+            return 2 * (self.adapter_parameters or self.parameters) * 12
+        slots = 1 if settings.single_slot else 2
+        width, nodes = 2 if settings.dtype == "bf16" else 4, settings.nodes or 1
+        if settings.trains_adapters:  # every node has the parameters, all together the states
+            return self.parameters * width + self.adapter_parameters * (4 + moments // nodes) * slots
+        return self.parameters * slots * (width * nodes + 4 - width + moments) // nodes
 
     @property
     def fixed_settings(self) -> dict[str, Any]:
@@ -116,11 +126,12 @@ class Job:
         settings, rate = self.settings, self.learning_rate
         source = "random weights" if self.checkpoint is None else str(self.checkpoint)
         store = ", ".join(str(path / self.run_name) for path in self.ssd)
-        if settings.nodes is not None:
+        if settings.nodes is not None and not settings.ssd:
             store = f"a commit every {settings.commit_interval:,} steps in {store}"
         warmup = f" after {rate.warmup:,} of warm-up" if rate.warmup else ""
         lines = {
             "model": f"{settings.model}: {self.architecture}, {format_count(self.parameters)} parameters, {source}",
+            **self._adapters(),
             "machine": f"{describe_machine()}; computing on {self.computing_on} in {settings.dtype}",
             "store": f"{store}: {format_bytes(self.store_bytes)}"
             + (" in a single slot: a crash loses the run" if settings.single_slot else ""),
@@ -131,6 +142,14 @@ class Job:
             "output": f"{self.output}{'' if settings.save else ': no checkpoint (--no-save)'}",
         }
         return "\n".join(f"{name:8} {text}" for name, text in lines.items())
+
+    def _adapters(self) -> dict[str, str]:
+        settings = self.settings
+        if not settings.trains_adapters:
+            return {}
+        what = f"LoRA of rank {settings.lora_rank}" if settings.peft_config is None else str(settings.peft_config)
+        part = self.adapter_parameters / self.parameters
+        return {"adapters": f"{what}: {format_count(self.adapter_parameters)} parameters, {part:.2%} of the model's"}
 
 
 @dataclass(frozen=True)
@@ -153,6 +172,7 @@ def check(settings: Settings) -> Checked:
         UserError: something typed does not exist or does not go together.
     """
     config, checkpoint = load_config(settings.model)
+    peft_config_of(settings)
     emulated = is_emulated(settings.gpu)
     if emulated and settings.save:
         raise UserError("An emulated accelerator computes nothing, so there is no checkpoint to write: add --no-save.")
@@ -177,15 +197,17 @@ def prepare(settings: Settings) -> Job:
     found = check(settings)
     config, checkpoint, seq_len, output = found.config, found.checkpoint, found.seq_len, found.output
     text = config.get_text_config()
-    tokenizer = _tokenizer(settings, checkpoint) if settings.data or settings.eval_data else None
+    tokenizer = tokenizer_of(settings, checkpoint) if settings.data or settings.eval_data else None
     model = build_meta_model(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    adapter_parameters = trainable_parameters(settings, model) if settings.trains_adapters else 0
     batches, data_key = _open_batches(settings, tokenizer, seq_len, text.vocab_size, output)
     total = _total_steps(settings, batches)
     rate = LearningRate(settings.schedule, settings.lr, settings.warmup.steps(total), total)
     job = Job(
         settings, type(model).__name__, text.vocab_size, parameters, checkpoint, found.gpu, output, found.ssd,
-        found.run_name, seq_len, batches, data_key, rate, _open_held_out(settings, tokenizer, seq_len, output),
+        found.run_name, seq_len, batches, data_key, rate, adapter_parameters,
+        _open_held_out(settings, tokenizer, seq_len, output),
     )  # fmt: skip
     if settings.save:
         _check_space(job)
@@ -218,17 +240,23 @@ def _directories(settings: Settings, checkpoint: Path | None) -> tuple[tuple[Pat
             if file.expanduser().is_dir():
                 raise UserError(f"{option} {file} is a directory: give the file to write.")
             _make_directory(option, file.expanduser().absolute().parent)
-    if settings.save and (output / "config.json").exists() and not (settings.resume or settings.overwrite):
+    result, what = (ADAPTER_CONFIG, "adapters") if settings.trains_adapters else ("config.json", "a checkpoint")
+    if settings.save and (output / result).exists() and not (settings.resume or settings.overwrite):
         raise UserError(
-            f"{output} holds a checkpoint already: give another --output, or add --overwrite to replace it "
+            f"{output} holds {what} already: give another --output, or add --overwrite to replace it "
             "(or --resume to continue the run that made it)."
         )
-    if settings.nodes is not None:
+    if settings.nodes is not None and not ssd:
         return (output,), output, COMMITS
     if not ssd:
         return (output,), output, "store"
     # The same drives serve many runs; --resume finds this one by its output directory.
     return ssd, output, f"fuyou-{output.name}-{hashlib.sha256(str(output).encode()).hexdigest()[:6]}"
+
+
+def rank_folder(local_rank: int | str) -> str:
+    """Name of a rank's part of a store, in the store's directory on every SSD of its node."""
+    return f"rank-{local_rank}"
 
 
 def _make_directory(option: str, path: Path) -> None:
@@ -240,7 +268,12 @@ def _make_directory(option: str, path: Path) -> None:
         raise UserError(f"{option}: {path} is not writable for you. Change its owner or mode, or give another place.")
 
 
-def _tokenizer(settings: Settings, checkpoint: Path | None) -> PreTrainedTokenizerBase:
+def tokenizer_of(settings: Settings, checkpoint: Path | None, option: str = "--data") -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer, for ``option``.
+
+    Raises:
+        UserError: it has none.
+    """
     from transformers import AutoTokenizer
 
     if checkpoint is None:
@@ -254,7 +287,7 @@ def _tokenizer(settings: Settings, checkpoint: Path | None) -> PreTrainedTokeniz
         return AutoTokenizer.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # each tokenizer class fails in its own way
         raise UserError(
-            f"{checkpoint} has no tokenizer that transformers can load, and --data needs one: {error}"
+            f"{checkpoint} has no tokenizer that transformers can load, and {option} needs one: {error}"
         ) from error
 
 
@@ -292,6 +325,8 @@ def _check_space(job: Job) -> None:
     if settings.resume or settings.overwrite:
         return  # what is there will be replaced: its space counts, and only the store knows how much that is
     checkpoint = job.parameters * (2 if settings.dtype == "bf16" else 4)
+    if settings.trains_adapters:
+        checkpoint = 4 * job.adapter_parameters + (checkpoint if settings.merge else 0)
     drive = job.output.stat().st_dev
     sharing = sum(path.stat().st_dev == drive for path in job.ssd)
     store = job.store_bytes * sharing // len(job.ssd)

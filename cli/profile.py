@@ -1,6 +1,7 @@
 """``finetune --profile``: what this machine does with a model, measured afresh and shown as a table."""
 
 from cli.machine import device_at_hand, directories_at_hand, training_of
+from cli.report import RESOURCES
 from cli.settings import Settings
 from cli.train import quiet_transformers
 from common.hardware import describe_machine
@@ -47,9 +48,6 @@ def table(profile: Profile, drives: int) -> list[str]:
         for factor, seconds in ((1, profile.block_forward_seconds), (4, profile.block_backward_seconds))
     ]
     shortened = f"; measured on {profile.measured_tokens:,} tokens" if profile.measured_tokens < profile.tokens else ""
-    beside = (
-        "beside computing" if profile.adam_parameters_per_second != profile.adam_alone_parameters_per_second else ""
-    )
     threads = f"{profile.adam_threads} thread{'s' if profile.adam_threads > 1 else ''}"
     sections: dict[str, list[Row]] = {
         f"computing, per micro-batch of {profile.tokens:,} tokens{shortened}": [
@@ -73,8 +71,15 @@ def table(profile: Profile, drives: int) -> list[str]:
             ("commit", _time(profile.commit_seconds), ""),
         ],
         f"optimizer, {threads}": [
-            ("Adam", f"{format_count(profile.adam_parameters_per_second)}/s", f"parameters{beside and ', '}{beside}"),
-            *([("the block beside it", f"{profile.compute_slowdown:.2f} x", "its time alone")] if beside else []),
+            ("Adam", f"{format_count(profile.adam_parameters_per_second)}/s", "parameters"),
+        ],
+        "on the same cores at the same time, part of the speed alone": [
+            (
+                ", ".join(RESOURCES[one.value] for one in speeds),
+                ", ".join(f"{speed:.2f}" for speed in speeds.values()),
+                "",
+            )
+            for speeds in profile.contention.speeds.values()
         ],
         "longest operators of the block's forward pass": [
             (f"{one.name.removeprefix('aten.')} #{one.ordinal}", _time(one.seconds), format_bytes(one.output_bytes))

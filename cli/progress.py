@@ -35,13 +35,16 @@ class StepLine:
     """What the store takes on all drives."""
     busy_seconds: Mapping[str, float] = field(default_factory=dict)
     """By resource."""
+    sent_bytes: float | None = None
+    """By a node to others, where there are several ranks; all else is of one node too, but for the rates."""
 
     def __str__(self) -> str:
+        sent = "" if self.sent_bytes is None else f"{format_bytes(self.sent_bytes)} across nodes, "
         learned = "emulated" if self.emulated else f"loss {self.loss:.4f}, norm {self.grad_norm:.3g}"
         return (
             f"{learned}, {format_count(self.tokens_per_second)} tokens/s, "
             f"{self.flops_per_second / 1e12:.3g} TFLOP/s, SSD {self.read_per_second / 1e9:.2f} GB/s read "
-            f"{self.written_per_second / 1e9:.2f} written, device {format_bytes(self.device_bytes)}, "
+            f"{self.written_per_second / 1e9:.2f} written, {sent}device {format_bytes(self.device_bytes)}, "
             f"host {format_bytes(self.host_bytes)}, bound by {RESOURCES.get(self.bound, self.bound)}"
         )
 

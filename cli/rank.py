@@ -165,9 +165,16 @@ def main(arguments: list[str]) -> NoReturn:
             raise KeyboardInterrupt
         build_command(lambda **options: parsed.update(options) or 0).main(arguments, standalone_mode=False)
         from cli.main import settings_of
-        from cli.train_nodes import train
 
-        train(settings_of(tuple(arguments), parsed), rank)
+        settings = settings_of(tuple(arguments), parsed)
+        if parsed["profile"]:
+            from cli.profile_nodes import profile
+
+            profile(settings, rank)
+        else:
+            from cli.train_nodes import train
+
+            train(settings, rank)
     except (KeyboardInterrupt, Stopped) as stopped:
         rank.end(Outcome(INTERRUPTED, str(stopped) or "stopped before training began."))
     except FinetuneError as error:

@@ -74,7 +74,7 @@ class Report:
                 f"{format_bytes(self.ssd_written_bytes_per_step)} written per step; "
                 f"{total_written / 1e12:.3g} TB written in all"
             )
-        else:
+        if not self.bound_seconds or self.network_sent_bytes_per_step:
             lines["network"] = f"{format_bytes(self.network_sent_bytes_per_step)} sent by each node per step"
         return "\n".join(f"{name:8} {text}" for name, text in lines.items())
 
@@ -92,6 +92,8 @@ RESOURCES = {
     "device_to_host": "copies from the device",
     "ssd": "the SSDs",
     "adam": "the optimizer",
+    "intra_node": "the ranks of a node exchanging data",
+    "inter_node": "the network",
 }
 """How people call what bounds a step."""
 

@@ -3,7 +3,6 @@
 import shlex
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, get_args
 
 from cli.schedule import Warmup
 from common.errors import UserError
@@ -16,14 +15,14 @@ COMMITS = "commits"
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "jsonl")
 """What ``--log-to`` takes; ``jsonl`` is the run directory's metrics.jsonl, which is always written."""
 
-StrategyName = Literal["fcdp", "zero3", "hybrid"]
-"""As in ``fcdp.shard``, which takes long to import."""
-
 _ONLY_NODES = (
-    "gpus_per_node", "rdzv_endpoint", "node_timeout", "max_restarts", "strategy", "device_cache_threshold"
+    "gpus_per_node", "rdzv_endpoint", "node_timeout", "max_restarts", "strategy", "levels", "cluster", "quantise",
+    "device_cache_threshold",
 )  # fmt: skip
+_ONLY_MEMORY = ("strategy", "device_cache_threshold")
+_ONLY_SAMPLE = ("sample_tokens", "temperature")
 _ONLY_LORA = ("lora_alpha", "lora_dropout", "lora_targets")
-_ONLY_ENGINE = ("host_memory", "device_memory", "optimizer_dtype", "io", "single_slot", "trace")
+_ONLY_ENGINE = ("sample", "host_memory", "device_memory", "optimizer_dtype", "io", "single_slot", "trace")
 
 
 @dataclass(frozen=True)
@@ -97,8 +96,15 @@ class Settings:
     """Seconds to wait for a node that does not come or does not answer."""
     max_restarts: int = 3
     """After lost ranks."""
-    strategy: StrategyName | None = None
-    """None: fcdp."""
+    strategy: str | None = None
+    """A name, P/G/OS, or ``auto``; None: fcdp. Checked where it is known what strategies there are: that takes long to
+    import."""
+    levels: str | None = None
+    """Ranks by level, fastest first, where nodes have levels inside; None: what is found."""
+    cluster: str | None = None
+    """For ``auto``: a preset of the hardware, or a profile's file."""
+    quantise: bool = False
+    """Whether ``auto`` may choose a strategy that quantises what it sends."""
     device_cache_threshold: float | None = None
     """Part of device memory up to which cached parameters stay there; None: 0.9."""
     lora_rank: int | None = None
@@ -111,6 +117,11 @@ class Settings:
     """An ``adapter_config.json``, or its directory."""
     merge: bool = False
     """Whether to write the merged model beside the adapters."""
+    sample: str | None = None
+    """A prompt to go on from when training has ended."""
+    sample_tokens: int = 32
+    temperature: float = 0.0
+    """Of the sample; 0 takes the likeliest token each time."""
     debug: bool = False
     arguments: tuple[str, ...] = ()
     """The command line itself, to say how to continue."""
@@ -126,23 +137,24 @@ class Settings:
             )
         if self.resume and self.overwrite:
             raise UserError("--resume continues the run that is there and --overwrite replaces it: give one of them.")
-        if self.strategy is not None and self.strategy not in get_args(StrategyName):
-            known = ", ".join(get_args(StrategyName))
-            raise UserError(
-                f"--strategy {self.strategy} cannot be trained with yet: there are {known}. Add --plan to plan with it."
-            )
         if self.lora_rank is not None and self.peft_config is not None:
             raise UserError("--lora-rank and --peft-config both say what the adapters are: give one of them.")
         if self.lora_rank is None:
             self._refuse(_ONLY_LORA, "is about LoRA adapters: add --lora-rank, or put it into --peft-config's file")
+        if self.sample is None:
+            self._refuse(_ONLY_SAMPLE, "is about a sample: add --sample PROMPT")
         if self.merge and not self.trains_adapters:
             raise UserError("--merge merges adapters into the weights: add --lora-rank or --peft-config.")
         if self.nodes is None:
             self._refuse(_ONLY_NODES, "is for several nodes or ranks: add --nodes N (1 for this machine alone)")
         else:
+            if self.strategy != "auto":
+                self._refuse(("cluster", "quantise"), "is for choosing a strategy: add --strategy auto, or --plan")
             if self.ssd:
-                raise UserError("--nodes together with --ssd is not there yet: leave --ssd out to train in memory.")
-            self._refuse(_ONLY_ENGINE, "does not go with --nodes, which trains in memory: leave it out")
+                self._refuse(("sample",), "does not go with --nodes yet: leave it out")
+                self._refuse(_ONLY_MEMORY, "is for training in memory, without --ssd: leave one of them out")
+            else:
+                self._refuse(_ONLY_ENGINE, "does not go with --nodes, which trains in memory unless --ssd is given")
 
     def _refuse(self, options: tuple[str, ...], why: str) -> None:
         """Refuse options that differ from their defaults."""
@@ -157,8 +169,8 @@ class Settings:
 
     @property
     def commit_interval(self) -> int:
-        """Steps between two commits. Among nodes each writes 12 bytes per parameter beside the training."""
-        return self.commit_every or (1 if self.nodes is None else 100)
+        """Steps between two commits. In memory each writes 12 bytes per parameter beside the training."""
+        return self.commit_every or (1 if self.nodes is None or self.ssd else 100)
 
     @property
     def output_directory(self) -> Path:

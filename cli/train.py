@@ -9,16 +9,19 @@ from typing import Any, Protocol
 
 from transformers.utils import logging as transformers_logging
 
+from cli.adapters import peft_config_of
 from cli.evaluation import evaluate, is_due
 from cli.interrupts import Interrupts, Stopped
 from cli.machine import training_of
 from cli.metrics import Metrics, step_metrics
-from cli.prepare import Job, prepare
+from cli.prepare import Job, prepare, tokenizer_of
 from cli.progress import Progress, StepLine
 from cli.report import Measurements, Report
 from cli.run_directory import RUN, RunDirectory
+from cli.sample import continuation, print_sample
 from cli.settings import Settings
 from common.errors import UserError
+from common.models.adapters import MERGED
 from fuyou import Engine, NonFiniteLoss, StepReport
 from fuyou.devices import memory_limits, open_device
 from fuyou.planner import profile_of
@@ -49,8 +52,6 @@ def finetune(settings: Settings, interrupts: Interrupts) -> Result:
     """
     if not settings.debug:
         quiet_transformers()
-    if settings.trains_adapters:
-        raise UserError("--lora-rank and --peft-config are not there yet on one machine.")
     job = prepare(settings)
     print(job.header(), flush=True)
     _profile(job)
@@ -123,6 +124,7 @@ def _open_engine(job: Job) -> Engine:
         overwrite=settings.overwrite,
         io=settings.io,
         batch_shape=(settings.batch_size, job.seq_len),
+        adapters=peft_config_of(settings),
         automatic=True,
     )
 
@@ -142,8 +144,10 @@ def _train_and_save(job: Job, engine: Engine, interrupts: Interrupts) -> Result:
         engine.write_trace(settings.trace.expanduser())
     read, written = _since(engine, io_before)
     if settings.save:
-        print(f"writing the checkpoint to {job.output}", flush=True)
-        engine.save_pretrained(job.output)
+        print(f"writing the {'adapters' if settings.trains_adapters else 'checkpoint'} to {job.output}", flush=True)
+        engine.save_pretrained(job.output, merge=settings.merge)
+    if settings.sample is not None:
+        _sample(job, engine, settings.sample)
     report = measured.report(
         (engine.parameters, engine.trainable_parameters),
         (engine.device_peak_bytes, engine.host_peak_bytes, engine.host_baseline_bytes),
@@ -202,6 +206,16 @@ def _evaluate(job: Job, engine: Engine, metrics: Metrics, progress: Progress) ->
         result = evaluate(job.held_out, job.settings.batch_size, lambda batch: engine.eval_loss(**batch))
         metrics.evaluation(engine.step_count, result)
         progress.say(f"held out after step {engine.step_count:,}: {result}")
+
+
+def _sample(job: Job, engine: Engine, prompt: str) -> None:
+    """Show what the model makes of a prompt."""
+    settings = job.settings
+    pieces = continuation(
+        engine.next_logits, tokenizer_of(settings, job.checkpoint, "--sample"), prompt, settings.sample_tokens,
+        settings.temperature, job.seq_len, settings.seed,
+    )  # fmt: skip
+    print_sample(pieces, prompt)
 
 
 def _line(
@@ -303,7 +317,10 @@ def _where(job: Job, result: Result) -> str:
     lines = {"run": f"{job.output / RUN} (configuration, versions, metrics)"}
     lines["store"] = f"{', '.join(map(str, result.store))} (may be deleted when this run is not to be continued)"
     if job.settings.save:
-        lines["saved"] = f"{result.output}, for AutoModelForCausalLM.from_pretrained"
+        loads = "PeftModel" if job.settings.trains_adapters else "AutoModelForCausalLM"
+        lines["saved"] = f"{result.output}, for {loads}.from_pretrained"
+        if job.settings.merge:
+            lines["merged"] = f"{job.output / MERGED}, for AutoModelForCausalLM.from_pretrained"
     if job.settings.report is not None:
         lines["report"] = str(job.settings.report)
     if job.settings.trace is not None and result.report.steps:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import hashlib
+import math
 import os
 import platform
 import socket
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 import common
+from cli.adapters import peft_config_of
+from cli.choose_strategy import DEFAULT, choose_strategy
 from cli.evaluation import evaluate, is_due
 from cli.interrupts import Stopped
 from cli.launch import LAUNCH
@@ -27,25 +30,27 @@ from cli.report import Measurements
 from cli.run_directory import RUN, RunDirectory
 from cli.settings import COMMITS, Settings
 from cli.train import check_ids, check_same_run, quiet_transformers
+from cli.train_ranks import train_ranks
 from common.errors import FinetuneError, UserError
 from common.hardware import list_gpus
+from common.models.adapters import CONFIG, MERGED
+from common.models.presets import load_config
+from common.units import format_bytes, format_seconds
 from fcdp.commits import Commits
+from fcdp.mesh import Levels
+from fcdp.planner import Workload
+from fcdp.strategy_names import AUTO
 from fcdp.topology import Topology
 from fcdp.trainer import Trainer, TrainerConfig
+from fuyou import Engine
+from fuyou.emulated import is_emulated
 
 _STUCK = timedelta(minutes=30)
 """How long a collective may wait for a rank that is alive: one may read its weights from slower drives than others."""
 _MAY_DIFFER = {
-    "debug",
-    "report",
-    "arguments",
-    "resume",
-    "overwrite",
-    "gpus_per_node",
-    "rdzv_endpoint",
-    "node_timeout",
-    "log_to",
-}
+    "debug", "report", "trace", "arguments", "resume", "overwrite", "gpus_per_node", "rdzv_endpoint", "node_timeout",
+    "log_to", "ssd",
+}  # fmt: skip
 """Settings that nodes need not agree about, or that others check with better words."""
 
 
@@ -58,9 +63,10 @@ def train(settings: Settings, rank: Rank) -> None:
     if not settings.debug:
         quiet_transformers()
     settings = dataclasses.replace(settings, gpus_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
-    device = _device(settings, int(os.environ["LOCAL_RANK"]))
-    store = _meet(settings, rank, device)
-    topology = Topology.from_environment(device=device)
+    device = device_of(settings, int(os.environ["LOCAL_RANK"]))
+    store = meet(settings, rank, device)
+    levels = None if settings.levels is None else Levels.parse(settings.levels)
+    topology = Topology.from_environment(device=device, levels=levels)
     launches = _compare(settings)
     if rank.rank == 0:
         job = prepare(settings)
@@ -72,30 +78,37 @@ def train(settings: Settings, rank: Rank) -> None:
             time.sleep(0.1)
         job = prepare(settings)
     _check_shared(job, rank.rank)
-    trainer = _open_trainer(job, topology, launches)
-    try:
-        _train_and_save(job, trainer, rank)
-    except FinetuneError as error:
-        if trainer.newest_commit() is not None:
-            error.add_note(settings.how_to_continue)
-        raise
+    run = train_ranks if settings.ssd else _train_in_memory
+    trained: Engine | Trainer = run(job, topology, rank, launches)
     rank.disconnect()
     dist.barrier()
-    trainer.close()
+    trained.close()
     topology.close()
     dist.destroy_process_group()
     job.close()
 
 
-def _device(settings: Settings, local_rank: int) -> torch.device:
-    if settings.gpu == "cpu" or not list_gpus():
+def _train_in_memory(job: Job, topology: Topology, rank: Rank, launches: set[str]) -> Trainer:
+    trainer = _open_trainer(job, topology, launches)
+    try:
+        _train_and_save(job, trainer, rank)
+    except FinetuneError as error:
+        if trainer.newest_commit() is not None:
+            error.add_note(job.settings.how_to_continue)
+        raise
+    return trainer
+
+
+def device_of(settings: Settings, local_rank: int) -> torch.device:
+    """What this rank computes on."""
+    if settings.gpu == "cpu" or is_emulated(settings.gpu) or not list_gpus():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
 
 
-def _meet(settings: Settings, rank: Rank, device: torch.device) -> dist.Store:
+def meet(settings: Settings, rank: Rank, device: torch.device) -> dist.Store:
     """Connect to the other ranks, with a store for this start alone, which is returned, and a client of it for news."""
     timeout = timedelta(seconds=settings.node_timeout)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -122,6 +135,7 @@ def _compare(settings: Settings) -> set[str]:
         **{name: str(value) for name, value in vars(settings).items() if name not in _MAY_DIFFER},
         "model": Path(settings.model).name,  # a checkpoint may lie elsewhere on each node
         "data": str([Path(name).name for name in settings.data]),
+        "peft_config": _content(settings.peft_config),
         "eval_data": str([Path(name).name for name in settings.eval_data]),
         "Python": ".".join(platform.python_version_tuple()[:2]),
         **{library: version(library) for library in ("torch", "transformers", "safetensors")},
@@ -140,6 +154,14 @@ def _compare(settings: Settings) -> set[str]:
                     f"{other[name]} on {host} (rank {number}). Start the same command with the same code on each."
                 )
     return {launch for _, launch, _ in everyone}
+
+
+def _content(peft_config: Path | None) -> str:
+    """What a file says that may lie elsewhere on each node."""
+    if peft_config is None:
+        return "None"
+    file = peft_config.expanduser()
+    return " ".join((file / CONFIG if file.is_dir() else file).read_text().split())
 
 
 def _code() -> str:
@@ -183,7 +205,7 @@ def _open_trainer(job: Job, topology: Topology, launches: set[str]) -> Trainer:
     told = [_is_continued(settings, Commits(directory), launches) if topology.rank == 0 else None]
     dist.broadcast_object_list(told)
     config = TrainerConfig(
-        strategy=settings.strategy or "fcdp",
+        strategy=_strategy(job, topology),
         dtype=settings.dtype,
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
@@ -194,7 +216,7 @@ def _open_trainer(job: Job, topology: Topology, launches: set[str]) -> Trainer:
         host_cache_bytes=None if settings.host_cache is None else settings.host_cache // topology.ranks_per_node,
         device_cache_threshold=0.9 if settings.device_cache_threshold is None else settings.device_cache_threshold,
     )
-    trainer = Trainer(job.checkpoint or settings.model, topology, config, directory)
+    trainer = Trainer(job.checkpoint or settings.model, topology, config, directory, peft_config_of(settings))
     if told[0]:
         trainer.resume()
     else:
@@ -202,6 +224,33 @@ def _open_trainer(job: Job, topology: Topology, launches: set[str]) -> Trainer:
     check_same_run(job, trainer)
     trainer.user_state["launches"] = sorted({*trainer.user_state.get("launches", ()), *launches})
     return trainer
+
+
+def _strategy(job: Job, topology: Topology) -> str:
+    """The name of the strategy, on every rank: rank 0 chooses if that is asked for, for only it need know the cluster.
+
+    Raises:
+        UserError, FinetuneError: on rank 0; see :func:`cli.choose_strategy.choose_strategy`.
+    """
+    settings = job.settings
+    if settings.strategy != AUTO:
+        return settings.strategy or DEFAULT
+    told: list[str] = [""]
+    if topology.rank == 0:
+        rows = settings.batch_size / topology.world_size
+        micro_batch = min(settings.micro_batch or math.ceil(rows), math.ceil(rows))
+        workload = Workload.of_model(
+            load_config(settings.model)[0],
+            seq_len=job.seq_len,
+            micro_batch=micro_batch,
+            micro_batches=math.ceil(rows / micro_batch),
+        )
+        choice = choose_strategy(settings, workload, topology.levels)
+        seconds, sent = format_seconds(choice.step_seconds), format_bytes(choice.inter_node_bytes)
+        print(f"strategy {choice.name}; the planner expects {seconds} and {sent} across nodes per step", flush=True)
+        told = [choice.name]
+    dist.broadcast_object_list(told)
+    return told[0]
 
 
 def _is_continued(settings: Settings, commits: Commits, launches: set[str]) -> bool:
@@ -227,7 +276,7 @@ def _train_and_save(job: Job, trainer: Trainer, rank: Rank) -> None:
     if settings.save:
         if speaks:
             print(f"writing the checkpoint to {job.output}", flush=True)
-        trainer.save_pretrained(job.output)
+        trainer.save_pretrained(job.output, merge=settings.merge)
     if not speaks:
         return
     per_step = sent / len(measured.losses) if measured.losses else 0.0
@@ -237,7 +286,7 @@ def _train_and_save(job: Job, trainer: Trainer, rank: Rank) -> None:
         (trainer.device_peak_bytes, trainer.host_peak_bytes, trainer.host_baseline_bytes),
         (0, 0),
         (0, 0),
-        (per_step if trainer.counts_sent_bytes else planned, planned),
+        (per_step, planned),
     )
     if settings.report is not None:
         report.write(settings.report.expanduser())
@@ -246,15 +295,13 @@ def _train_and_save(job: Job, trainer: Trainer, rank: Rank) -> None:
 
 
 def _train(job: Job, trainer: Trainer, rank: Rank) -> tuple[Measurements, int]:
-    """All steps that are left. Returns measurements, and the bytes that this rank's node has sent to others."""
+    """All steps that are left. Returns measurements, and the bytes that a node has sent to others."""
     settings, done, sent = job.settings, trainer.step_count, 0
-    ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     measured = Measurements(
         settings.batch_size * job.seq_len,
         trainer.model_flops_per_token(job.seq_len),
         trainer.hardware_flops_per_token(job.seq_len),
     )
-    planned = trainer.planned_sent_bytes(settings.batch_size)
     with contextlib.ExitStack() as stack:
         said = stack.enter_context(_Said(job, trainer)) if rank.rank == 0 else None
         if not done:
@@ -269,13 +316,12 @@ def _train(job: Job, trainer: Trainer, rank: Rank) -> tuple[Measurements, int]:
             if step % settings.commit_interval == 0:
                 trainer.commit()
             began, ended = ended, time.perf_counter()
-            node_sent = result.sent_bytes * ranks_per_node if trainer.counts_sent_bytes else planned
-            sent += int(node_sent)
+            sent += result.sent_bytes
             measured.add(result.loss, ended - began, {})
             if said is not None:
                 tokens = measured.tokens_per_step / (ended - began)
                 line = ClusterLine(
-                    step, result.loss, result.grad_norm, tokens, tokens * measured.model_flops, node_sent,
+                    step, result.loss, result.grad_norm, tokens, tokens * measured.model_flops, result.sent_bytes,
                     trainer.device_peak_bytes, trainer.host_peak_bytes,
                 )  # fmt: skip
                 said.metrics.step(
@@ -298,7 +344,7 @@ class _Said:
         done = trainer.step_count
         directory = RunDirectory(job, done)
         directory.write(job, {
-            "strategy": job.settings.strategy or "fcdp",
+            "strategy": trainer.strategy,
             "sent_bytes_per_step": trainer.planned_sent_bytes(job.settings.batch_size),
         })  # fmt: skip
         self.metrics = Metrics(job, directory, done)
@@ -327,7 +373,10 @@ def _where(job: Job) -> str:
     lines = {"run": f"{job.output / RUN} (configuration, versions, metrics)"}
     lines["commits"] = f"{job.output / COMMITS} (may be deleted when this run is not to be continued)"
     if job.settings.save:
-        lines["saved"] = f"{job.output}, for AutoModelForCausalLM.from_pretrained"
+        loads = "PeftModel" if job.settings.trains_adapters else "AutoModelForCausalLM"
+        lines["saved"] = f"{job.output}, for {loads}.from_pretrained"
+        if job.settings.merge:
+            lines["merged"] = f"{job.output / MERGED}, for AutoModelForCausalLM.from_pretrained"
     if job.settings.report is not None:
         lines["report"] = str(job.settings.report)
     return "\n".join(f"{name:8} {text}" for name, text in lines.items())

@@ -86,6 +86,35 @@ def list_gpus() -> list[Gpu]:
         pynvml.nvmlShutdown()
 
 
+def nvlink_peers() -> list[set[int]]:
+    """For each GPU of :func:`list_gpus`, which others it reaches over NVLink, switches included; empty without a
+    driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        handles = list(_visible_handles())
+        return [
+            {place for place, other in enumerate(handles) if other is not handle and _over_nvlink(handle, other)}
+            for handle in handles
+        ]
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _over_nvlink(handle: Any, other: Any) -> bool:
+    import pynvml
+
+    try:
+        status = pynvml.nvmlDeviceGetP2PStatus(handle, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+    except pynvml.NVMLError:  # older drivers, slices of a GPU
+        return False
+    return bool(status == pynvml.NVML_P2P_STATUS_OK)
+
+
 def _visible_handles() -> Iterator[Any]:
     """The management library's handles, in CUDA_VISIBLE_DEVICES' order; like CUDA, stops at the first bad entry."""
     import pynvml

@@ -10,10 +10,11 @@ weight with a trainable bias) is trainable as a whole: correct, but its frozen p
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 AdapterGroups = Literal["block", "model"]
 """``block``: the adapters of a block are gathered and reduced together, overlapping with other blocks' computing.
@@ -38,8 +39,12 @@ class ParameterGroup:
     """Of this rank's part when the cache was filled (CUDA)."""
     kept_after_forward: bool = False
     """Whether FSDP2 keeps the parameters from forward to backward, so that each micro-batch gathers them once."""
+    cell_numel: int = 0
+    """Elements of one rank's part, padded as FSDP2 does."""
     cell_bytes: int = 0
-    """Bytes of one rank's part in compute precision, padded as FSDP2 does."""
+    """Their bytes in compute precision."""
+    mixes_dtypes: bool = False
+    """Whether its parameters are gathered in more than one dtype, and so as plain bytes."""
     reduced_cell_bytes: int = 0
     """Bytes of one rank's part of the gradients in reduce precision."""
     had_trainable: bool = False
@@ -55,6 +60,11 @@ class ParameterGroup:
     def owners(self) -> list[nn.Module]:
         """Modules that own parameters of the group."""
         return list({id(owner): owner for owner, _ in self.places}.values())
+
+    @property
+    def holder(self) -> FSDPModule:
+        """The module on which FSDP2 keeps the group's state, once it is sharded."""
+        return cast(FSDPModule, self.modules[0])
 
     @property
     def trainable(self) -> bool:
@@ -108,12 +118,12 @@ def split_units(units: list[Unit], adapters: AdapterGroups) -> list[ParameterGro
         owners = [owner for unit in mixed for owner in _trainable_owners(unit.module)]
         if owners:
             first = min(units.index(unit) for unit in mixed)
-            groups += _mixed_groups("model", owners, claimed, first)
+            groups += _mixed_groups("model", owners, claimed, first, units[-1].module)
     for index, unit in enumerate(units):
         owners = [owner for owner in _trainable_owners(unit.module) if _has_trainable(owner, claimed)]
         frozen_left = any(not p.requires_grad and id(p) not in claimed for p in unit.module.parameters())
         if owners and frozen_left:
-            groups += _mixed_groups(unit.name or "root", owners, claimed, index)
+            groups += _mixed_groups(unit.name or "root", owners, claimed, index, units[-1].module)
         places = _unclaimed([unit.module], claimed)
         if places:
             groups.append(_claim(ParameterGroup(unit.name or "root", [unit.module], places, index), claimed))
@@ -131,8 +141,11 @@ def whole_units(units: list[Unit]) -> list[ParameterGroup]:
     return groups
 
 
-def _mixed_groups(name: str, owners: list[nn.Module], claimed: set[int], unit: int) -> list[ParameterGroup]:
-    """A group of what ``owners`` hold, after one of the frozen modules below them, which it would swallow."""
+def _mixed_groups(
+    name: str, owners: list[nn.Module], claimed: set[int], unit: int, model: nn.Module
+) -> list[ParameterGroup]:
+    """A group of what ``owners`` hold, after one of the frozen modules below them, which it would swallow, and of those
+    that are tied to these."""
     groups = []
     below = [
         module
@@ -141,6 +154,7 @@ def _mixed_groups(name: str, owners: list[nn.Module], claimed: set[int], unit: i
         if module is not owner and _own(module) and not any(p.requires_grad for p in _own(module).values())
     ]
     below = [module for module in below if _unclaimed([module], claimed)]
+    below += [holder for module in below for holder in _sharing(module, model) if holder not in below]
     if below:
         places = _unclaimed(below, claimed)
         groups.append(_claim(ParameterGroup(f"{name}/frozen", _outermost(below), places, unit), claimed))
@@ -162,6 +176,12 @@ def _trainable_owners(module: nn.Module) -> list[nn.Module]:
                 candidate = parents[id(candidate)]
             owners[id(candidate)] = candidate
     return list(owners.values())
+
+
+def _sharing(module: nn.Module, model: nn.Module) -> list[nn.Module]:
+    """Other modules that own a parameter that ``module`` owns, too."""
+    own = {id(parameter) for parameter in _own(module).values()}
+    return [m for m in model.modules() if m is not module and own & {id(parameter) for parameter in _own(m).values()}]
 
 
 def _has_trainable(module: nn.Module, claimed: set[int]) -> bool:

@@ -1,8 +1,9 @@
-"""FCDP-Cache: this rank's 1/M share of every parameter group, in host memory, or on the device while there is room.
+"""What a rank keeps of gathered parameters: its share of every group, on the device, in host memory, or as fits.
 
-A share is ``[N, c]``: for each of N nodes, the cell of the rank in this rank's place there. The shares of the M ranks
-of a node together are one copy of the model in compute precision. Host memory is mapped once, page-locked where there
-is CUDA, on the GPU's NUMA node, and never given back during the run.
+A share is ``[n, c]``: the cells of n ranks, those with this rank's place in the blocks of ranks that have a copy of the
+parameters among them. In FCDP such a block is a node, n the number of nodes, and the shares of its M ranks together are
+one copy of the model in compute precision. Host memory is mapped once, page-locked where there is CUDA, on the GPU's
+NUMA node, and never given back during the run.
 
 Streams on CUDA (not run on a GPU yet). Gathers run on a stream of FSDP2's, the current one in every call here. Copies
 to the host run on ``outward``; copies to the device, and everything that touches a share on the device, on ``inward``.
@@ -17,7 +18,7 @@ import torch
 
 from common.buffers import PAGE, HostBuffer, round_up
 from fcdp import numa
-from fcdp.placement import Placement
+from fcdp.placement import Residence
 from fcdp.traffic import Traffic
 
 
@@ -78,16 +79,25 @@ class HostCache:
 
 
 class Share:
-    """One group's share: written by a gather across nodes, read by every later gather until it is dirty.
+    """One group's share: written by a gather, read by later ones until the group is dirty.
 
     Args:
-        host: ``uint8``, its place in host memory.
+        nbytes: its size.
+        host: ``uint8 [nbytes]``, its place in host memory; None: it is always on the device.
         streams: None on the CPU.
         placement: decides between host and device at every use.
         traffic: where copied bytes are counted.
     """
 
-    def __init__(self, host: torch.Tensor, streams: CopyStreams | None, placement: Placement, traffic: Traffic):
+    def __init__(
+        self,
+        nbytes: int,
+        host: torch.Tensor | None,
+        streams: CopyStreams | None,
+        placement: Residence,
+        traffic: Traffic,
+    ):
+        self.nbytes = nbytes
         self._host = host
         self._streams = streams
         self._placement = placement
@@ -96,7 +106,6 @@ class Share:
         self._on_host = False  # the host copy is the newest, too
         self._filled: torch.cuda.Event | None = None
         self._loaded: torch.cuda.Event | None = None
-        self.nbytes = host.numel()
 
     @property
     def on_device(self) -> bool:
@@ -104,7 +113,7 @@ class Share:
         return self._device is not None
 
     def store(self, column: torch.Tensor, output: torch.Tensor) -> None:
-        """Keep ``column`` ``[N, c]``, a strided part of ``output`` that the current stream has filled."""
+        """Keep ``column`` ``[n, c]``, a strided part of ``output`` that the current stream has filled."""
         if self._device is not None and not self._placement.may_stay():
             self._drop_device()
         keep = self._device is not None or self._placement.admit(self.nbytes)
@@ -130,7 +139,7 @@ class Share:
             self._traffic.device_to_host += self.nbytes
 
     def load(self, column: torch.Tensor, own: int, allocated: torch.cuda.Event | None) -> None:
-        """Fill ``column`` ``[N, c]`` but for cell ``own``, which holds what FSDP2 has just put there.
+        """Fill ``column`` ``[n, c]`` but for cell ``own``, which holds what FSDP2 has just put there.
 
         On return the current stream is ordered after the copies.
         """
@@ -147,16 +156,15 @@ class Share:
         torch.cuda.current_stream().wait_event(self._loaded)
 
     def cell(self, column: torch.Tensor, index: int) -> torch.Tensor:
-        """Cell ``index`` where it lies now, ``[c]``; shape and dtype are those of ``column`` ``[N, c]``. For the CPU:
+        """Cell ``index`` where it lies now, ``[c]``; shape and dtype are those of ``column`` ``[n, c]``. For the CPU:
         nothing is ordered."""
         return self._device[index] if self._device is not None else self._host_view(column)[index]
 
     def _newest(self, column: torch.Tensor) -> torch.Tensor:
         """The share where it should be read from, after moving it between tiers if that is called for."""
-        host = self._host_view(column)
         if self._device is not None and not self._placement.may_stay():
             if not self._on_host:
-                _copy_cells(self._device, host)
+                _copy_cells(self._device, self._host_view(column))
                 self._traffic.device_to_host += self.nbytes
                 self._on_host = True
             self._drop_device()
@@ -164,12 +172,12 @@ class Share:
                 self._filled = self._streams.inward.record_event()
         elif self._device is None and self._placement.admit(self.nbytes):
             self._device = torch.empty_like(column, memory_format=torch.contiguous_format)
-            self._device.copy_(host, non_blocking=True)
+            self._device.copy_(self._host_view(column), non_blocking=True)
             self._traffic.host_to_device += self.nbytes
         if self._device is not None:
             return self._device
         self._traffic.host_to_device += self.nbytes // column.size(0) * (column.size(0) - 1)
-        return host
+        return self._host_view(column)
 
     def _drop_device(self) -> None:
         """Free the device copy. It was made and used on ``inward`` alone, so its memory is in order there."""
@@ -177,11 +185,12 @@ class Share:
         self._placement.leave(self.nbytes)
 
     def _host_view(self, column: torch.Tensor) -> torch.Tensor:
+        assert self._host is not None
         return self._host.view(column.dtype).view(column.shape)
 
 
 def _copy_cells(source: torch.Tensor, target: torch.Tensor | None, skip: int = -1) -> torch.Tensor:
-    """Copy ``[N, c]`` cell by cell: each is contiguous, so each is one plain, asynchronous copy."""
+    """Copy ``[n, c]`` cell by cell: each is contiguous, so each is one plain, asynchronous copy."""
     if target is None:
         target = torch.empty_like(source, memory_format=torch.contiguous_format)
     for index in range(source.size(0)):

@@ -11,6 +11,7 @@ Which tier holds a share is each rank's own decision: either way it is a hit, an
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -31,6 +32,37 @@ class DeviceMemory:
         free, total = torch.cuda.mem_get_info(device)
         others = total - free - torch.cuda.memory_reserved(device)  # contexts, NCCL, other processes
         return cls(total, lambda: others + torch.cuda.memory_allocated(device))
+
+
+class Residence(Protocol):
+    """Which shares may be on the device."""
+
+    def admit(self, nbytes: int) -> bool:
+        """Whether a share of ``nbytes`` may go to the device; if so it is counted as held."""
+        ...
+
+    def may_stay(self) -> bool:
+        """Whether a share that is on the device may remain."""
+        ...
+
+    def leave(self, nbytes: int) -> None:
+        """A share of ``nbytes`` is no longer on the device."""
+        ...
+
+
+class OnDevice:
+    """Every share, always: the tier ``device``."""
+
+    def admit(self, nbytes: int) -> bool:
+        """Yes."""
+        return True
+
+    def may_stay(self) -> bool:
+        """Yes."""
+        return True
+
+    def leave(self, nbytes: int) -> None:
+        """Never happens."""
 
 
 class Placement:

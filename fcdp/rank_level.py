@@ -1,6 +1,6 @@
-"""Gather and reduce-scatter inside one level of the cluster, straight from and into the places where data lies.
+"""Gather and reduce-scatter along one axis of the cluster, straight from and into the places where data lies.
 
-Data is seen as *rows* ``[R, K, c]``: K cells of c elements for the K ranks of the level, R times over. Rows may be
+Data is seen as *rows* ``[R, K, c]``: K cells of c elements for the K ranks of the axis, R times over. Rows may be
 strided, cells are contiguous. So neither collective needs a copy to bring ranks of one node, or of one place in every
 node, next to each other in memory:
 
@@ -11,51 +11,61 @@ node, next to each other in memory:
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from fcdp.topology import LevelGroups
+from fcdp.routes import Axis
+from fcdp.topology import Purpose, Topology
 from fcdp.traffic import Level as LevelName
 from fcdp.traffic import Traffic
 
 Wait = Callable[[], None]
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """Already complete, or ordered on the current stream."""
 
 
+class Level(Protocol):
+    """What gathers and reductions are put together from: ranks along an axis."""
+
+    axis: Axis
+    size: int
+    index: int
+    """This rank's place on its line of the axis."""
+
+    def gather(self, rows: torch.Tensor) -> Wait:
+        """See :meth:`RankLevel.gather`."""
+        ...
+
+    def reduce_scatter(self, rows: torch.Tensor, output: torch.Tensor) -> None:
+        """See :meth:`RankLevel.reduce_scatter`."""
+        ...
+
+
 class RankLevel:
-    """The ranks that one process group connects, and what this rank sends them.
+    """The ranks on one line of an axis, and what this rank sends them.
 
     Args:
-        groups: gives this rank's groups of both levels for as long as they may be used: whoever closes the topology
-            ends them for everyone.
-        name, purpose, traffic: under what heading sent bytes are counted, and where.
+        topology: gives the process group for as long as it may be used: whoever closes it ends it for everyone.
+        axis: all of whose lines lie inside nodes, or go from node to node.
+        purpose, traffic: under what heading sent bytes are counted, and where.
     """
 
-    def __init__(
-        self,
-        groups: Callable[[], LevelGroups],
-        name: LevelName,
-        purpose: Literal["gather", "reduce"],
-        traffic: Traffic,
-    ):
-        self._groups = groups
-        self._name: LevelName = name
-        self._purpose: Literal["gather", "reduce"] = purpose
+    def __init__(self, topology: Topology, axis: Axis, purpose: Purpose, traffic: Traffic):
+        self.axis = axis
+        self.size = axis.size
+        self.index = axis.index(topology.rank)
+        self._topology = topology
+        self._purpose: Purpose = purpose
         self._traffic = traffic
-        group = self._group
-        self.size = group.size() if group is not None else 1
-        self.index = group.rank() if group is not None else 0
+        topology.group(axis, purpose)  # made here, where all ranks are
 
     @property
-    def _group(self) -> dist.ProcessGroup | None:
-        """None for a level of one rank, where there is nothing to do."""
-        groups = self._groups()
-        return groups.inside if self._name == "inside" else groups.across
+    def _group(self) -> dist.ProcessGroup:
+        return self._topology.group(self.axis, self._purpose)
 
     def gather(self, rows: torch.Tensor) -> Wait:
         """Fill every cell of ``rows`` ``[R, K, c]`` from the rank it belongs to; this rank's cells hold its data.
@@ -63,17 +73,17 @@ class RankLevel:
         Returns:
             What to call before reading. NCCL: nothing to wait for on the host, the current stream is in order.
         """
-        if self._group is None or not rows.numel():
-            return _nothing
+        if not rows.numel():
+            return nothing
         self._count(rows)
-        if _uses_gloo(self._group, rows.device):
+        if uses_gloo(self._group, rows.device):
             return self._exchange(rows, rows) if rows.device.type == "cpu" else self._gather_staged(rows)
         for row in rows:
             if row.is_contiguous():
-                _all_gather(row.view(-1), row[self.index], self._group)
+                all_gather(row.view(-1), row[self.index], self._group)
             else:
                 self._grouped([(row[self.index], to, row[source], source) for to, source in self._turns()])()
-        return _nothing
+        return nothing
 
     def reduce_scatter(self, rows: torch.Tensor, output: torch.Tensor) -> None:
         """``output[r]`` = sum over ranks of their ``rows[r, <this rank>]``, added in rank order.
@@ -82,11 +92,8 @@ class RankLevel:
             rows: ``[R, K, c]``, left as they are.
             output: ``[R, c]``; may not share memory with ``rows``.
         """
-        if self._group is None:
-            output.copy_(rows[:, 0])
-            return
         self._count(rows)
-        if not _uses_gloo(self._group, rows.device):
+        if not uses_gloo(self._group, rows.device):
             for row, result in zip(rows, output, strict=True):
                 _reduce_scatter(result, row.contiguous().view(-1), self._group)
             return
@@ -113,10 +120,12 @@ class RankLevel:
         Returns:
             What to call before reading ``received``; until then ``rows`` must stay.
         """
-        if self._group is None or not rows.numel():
-            return _nothing
-        self._count(rows)
-        if not _uses_gloo(self._group, rows.device):
+        if not rows.numel():
+            return nothing
+        nbytes = rows.numel() // self.size * rows.element_size()
+        for to, _ in self._turns():
+            self._traffic.sent(self._purpose, "across" if self._is_on_another_node(to) else "inside", nbytes)
+        if not uses_gloo(self._group, rows.device):
             return self._grouped([
                 (row[to], to, places[_without(self.index, source)], source)
                 for row, places in zip(rows, received, strict=True)
@@ -127,7 +136,7 @@ class RankLevel:
         staged = torch.empty(received.shape, dtype=received.dtype)
         self._exchange(rows.cpu(), staged, skip_own=True)()
         received.copy_(staged)
-        return _nothing
+        return nothing
 
     def shift(self, cell: torch.Tensor, to: int, place: torch.Tensor, source: int) -> Wait:
         """One step of a ring: ``cell`` goes to rank ``to`` while ``place`` is filled by rank ``source``.
@@ -136,9 +145,8 @@ class RankLevel:
             What to call before reading ``place``; until then ``cell`` must stay. NCCL: orders the stream that is
             current when it is called.
         """
-        assert self._group is not None, "a level of one rank has no ring"
         self._traffic.sent(self._purpose, self._name, cell.numel() * cell.element_size())
-        if not _uses_gloo(self._group, cell.device):
+        if not uses_gloo(self._group, cell.device):
             return self._grouped([(cell, to, place, source)])
         if cell.device.type == "cpu":
             works = [
@@ -150,7 +158,7 @@ class RankLevel:
         receiving = dist.irecv(staged, group=self._group, group_src=source)
         _all_of([receiving, dist.isend(cell.cpu(), group=self._group, group_dst=to)])()
         place.copy_(staged)
-        return _nothing
+        return nothing
 
     def _turns(self) -> list[tuple[int, int]]:
         """To whom to send and from whom to receive, in which order: everyone starts with its neighbour, so that not
@@ -184,11 +192,19 @@ class RankLevel:
         for index in range(self.size):
             if index != self.index:
                 rows[:, index].copy_(on_host[:, index])
-        return _nothing
+        return nothing
 
     def _count(self, rows: torch.Tensor) -> None:
         nbytes = rows.numel() // self.size * (self.size - 1) * rows.element_size()
         self._traffic.sent(self._purpose, self._name, nbytes)
+
+    @property
+    def _name(self) -> LevelName:
+        return "across" if self.axis.crosses_nodes(self._topology.ranks_per_node) else "inside"
+
+    def _is_on_another_node(self, index: int) -> bool:
+        rank = self._topology.rank + (index - self.index) * self.axis.stride
+        return rank // self._topology.ranks_per_node != self._topology.node
 
 
 def _all_of(works: Sequence[dist.Work | None]) -> Wait:
@@ -207,7 +223,7 @@ def _without(own: int, rank: int) -> int:
     return rank - (rank > own)
 
 
-def _uses_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+def uses_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether tensors on ``device`` go through gloo in this group, which may have a backend per device type."""
     configuration = dist.get_backend_config(group)
     for part in configuration.split(","):
@@ -217,10 +233,10 @@ def _uses_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     return False
 
 
-def _all_gather(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
+def all_gather(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> Any:
     """The flat all-gather under the name that this PyTorch does not deprecate."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(output, own, group=group)
+    return gather(output, own, group=group, async_op=async_op)
 
 
 def _reduce_scatter(output: torch.Tensor, data: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from common.errors import UserError
+from common.quantisation import Bits
 from fcdp.mesh import Levels, Mesh, Scope
 
 Tier = Literal["none", "device", "host", "adaptive"]
@@ -26,6 +27,7 @@ Ring = Literal["flat", "hierarchical", "ho"]
 ``hierarchical``: level after level. ``ho``: levels at the same time (PaRO 3.4)."""
 
 Format = Literal["bf16", "int8", "int4"]
+BITS: dict[Format, Bits] = {"int8": 8, "int4": 4}
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,9 @@ class Strategy:
         second = None if self.second is None else self.second.on(levels)
         if p == second and self.precision.second == "bf16":
             second = None  # on one node they are the same shards
-        cached = second is not None or 1 < p.shards < os.shards
+        # A node of one rank has all of P in that rank's share: on the device nothing is gained by it.
+        own = p.shards < os.shards and (p.shards > 1 or self.cache in ("host", "adaptive"))
+        cached = second is not None or own
         cache: Tier = (self.cache or "device") if cached else "none"
         if cached and cache == "none":
             cache = "device"

@@ -1,20 +1,26 @@
-"""Where this rank stands: its node, its place in the node, and the process groups of the two levels.
+"""Where this rank stands: its node, its place in the node, and the process groups that strategies communicate in.
 
 A cluster is ``nodes`` machines with ``ranks_per_node`` processes each, numbered node by node as torchrun and Slurm's
-block distribution do: rank = node * ranks_per_node + local_rank. Two-level collectives move data first between ranks
-with the same place in their nodes (*across*) and then between the ranks of one node (*inside*), or the other way round.
+block distribution do: rank = node * ranks_per_node + local_rank. Inside a node there may be further levels, pairs of
+GPUs or dies that are connected better than the rest; they, too, are numbered one after the other.
 """
 
 import atexit
 import os
 import weakref
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from common.errors import FinetuneError, UserError
+from fcdp.links import linked_gpus
+from fcdp.mesh import Levels
+from fcdp.routes import Axis
+
+Purpose = Literal["gather", "reduce"]
 
 
 @dataclass(frozen=True)
@@ -37,16 +43,30 @@ class Topology:
         nodes: how many machines.
         ranks_per_node: processes on each of them; the same number everywhere.
         device: this rank's compute device. None: ``cuda:<local rank>`` where there is CUDA, else the CPU.
+        levels: where there are levels inside the nodes: ``Levels((2, 4, 16))`` is 16 nodes of four pairs.
 
     Raises:
         UserError: the process group is not initialised, the numbers do not multiply to its size, or ranks disagree.
     """
 
-    def __init__(self, nodes: int, ranks_per_node: int, *, device: torch.device | str | None = None):
+    def __init__(
+        self,
+        nodes: int,
+        ranks_per_node: int,
+        *,
+        device: torch.device | str | None = None,
+        levels: Levels | None = None,
+    ):
         if not dist.is_initialized():
             raise UserError("A Topology needs torch.distributed: call torch.distributed.init_process_group() before.")
         world, rank = dist.get_world_size(), dist.get_rank()
-        _agree((nodes, ranks_per_node))
+        self.levels = levels or Levels((ranks_per_node, nodes))
+        _agree((nodes, ranks_per_node, *self.levels.sizes))
+        if (self.levels.nodes, self.levels.ranks_per_node) != (nodes, ranks_per_node):
+            raise UserError(
+                f"The levels {levels} are {self.levels.nodes} nodes with {self.levels.ranks_per_node} ranks each, but "
+                f"there are {nodes} with {ranks_per_node}."
+            )
         if nodes < 1 or nodes * ranks_per_node != world:
             raise UserError(
                 f"{nodes} nodes with {ranks_per_node} ranks each are {nodes * ranks_per_node} ranks, "
@@ -62,13 +82,17 @@ class Topology:
         self.device = torch.device(device)
         #: All ranks in one dimension: what FSDP2 shards over.
         self.mesh: DeviceMesh = init_device_mesh(self.device.type, (world,), mesh_dim_names=("world",))
-        self._gather: LevelGroups | None = self._make_groups("gather")
-        self._reduce: LevelGroups | None = self._make_groups("reduce")
+        self._groups: dict[tuple[Axis, Purpose], dist.ProcessGroup] | None = {}
+        self._meshes: dict[int, DeviceMesh] = {world: self.mesh}
         _open.add(self)
 
     @classmethod
-    def from_environment(cls, *, device: torch.device | str | None = None) -> "Topology":
+    def from_environment(cls, *, device: torch.device | str | None = None, levels: Levels | None = None) -> "Topology":
         """The topology that torchrun's variables describe: LOCAL_WORLD_SIZE ranks in each node.
+
+        Args:
+            levels: None: pairs (or larger groups) of GPUs inside the nodes that NVLink connects are found where there
+                are any; see :mod:`fcdp.links`.
 
         Raises:
             UserError: LOCAL_WORLD_SIZE is missing, or nodes have different numbers of ranks.
@@ -82,23 +106,50 @@ class Topology:
             )
         local_world = int(os.environ["LOCAL_WORLD_SIZE"])
         _agree((local_world,))
-        return cls(dist.get_world_size() // local_world, local_world, device=device)
+        nodes = dist.get_world_size() // local_world
+        if levels is None and (device is None or torch.device(device).type == "cuda"):
+            levels = _found_levels(nodes, local_world)
+        return cls(nodes, local_world, device=device, levels=levels)
+
+    def group(self, axis: Axis, purpose: Purpose) -> dist.ProcessGroup:
+        """This rank's process group on ``axis``. Collective when an axis is asked for the first time.
+
+        Raises:
+            FinetuneError: the topology has been closed.
+        """
+        if self._groups is None:
+            raise FinetuneError("This Topology has been closed: what was sharded with it can no longer communicate.")
+        found = self._groups.get((axis, purpose))
+        if found is None:
+            for line in axis.lines(self.world_size):  # every rank takes part in making every group
+                made = dist.new_group(line, group_desc=f"fcdp_{purpose}_{axis.size}_ranks_{axis.stride}_apart")
+                found = made if self.rank in line else found
+            assert found is not None
+            self._groups[axis, purpose] = found
+        return found
 
     @property
     def gather_groups(self) -> LevelGroups:
-        """For gathering parameters."""
-        return self._opened(self._gather)
+        """For parameters, by level. Collective when they are asked for the first time."""
+        return self._level_groups("gather")
 
     @property
     def reduce_groups(self) -> LevelGroups:
-        """For reducing gradients."""
-        return self._opened(self._reduce)
+        """For gradients, by level. Collective when they are asked for the first time."""
+        return self._level_groups("reduce")
 
-    def hybrid_mesh(self) -> DeviceMesh:
-        """Nodes by ranks in a node: replicate over the first dimension, shard over the second. Collective."""
-        return init_device_mesh(
-            self.device.type, (self.nodes, self.ranks_per_node), mesh_dim_names=("replicate", "shard")
-        )
+    def _level_groups(self, purpose: Purpose) -> LevelGroups:
+        inside, across = Axis(1, self.ranks_per_node), Axis(self.ranks_per_node, self.nodes)
+        return LevelGroups(*(self.group(axis, purpose) if axis.size > 1 else None for axis in (inside, across)))
+
+    def shard_mesh(self, shards: int) -> DeviceMesh:
+        """The block of ``shards`` consecutive ranks that this one is in: what FSDP2 shards over. Collective."""
+        if shards not in self._meshes:
+            whole = init_device_mesh(
+                self.device.type, (self.world_size // shards, shards), mesh_dim_names=("replicate", "shard")
+            )
+            self._meshes[shards] = whole["shard"]
+        return self._meshes[shards]
 
     def close(self) -> None:
         """Let go of the process groups, so that destroy_process_group() can end them. Idempotent.
@@ -106,26 +157,7 @@ class Topology:
         A group that outlives ``destroy_process_group`` may abort the interpreter at its end. Topologies that are still
         open then are closed first.
         """
-        self._gather = self._reduce = None
-
-    def _opened(self, groups: LevelGroups | None) -> LevelGroups:
-        if groups is None:
-            raise FinetuneError("This Topology has been closed: what was sharded with it can no longer communicate.")
-        return groups
-
-    def _make_groups(self, purpose: str) -> LevelGroups:
-        """This rank's two groups. Every rank takes part in making every group, in the same order."""
-        inside = across = None
-        ranks = torch.arange(self.world_size).view(self.nodes, self.ranks_per_node)
-        if self.ranks_per_node > 1:
-            for node in range(self.nodes):
-                group = dist.new_group(ranks[node].tolist(), group_desc=f"fcdp_{purpose}_inside_node_{node}")
-                inside = group if node == self.node else inside
-        if self.nodes > 1:
-            for place in range(self.ranks_per_node):
-                group = dist.new_group(ranks[:, place].tolist(), group_desc=f"fcdp_{purpose}_across_nodes_{place}")
-                across = group if place == self.local_rank else across
-        return LevelGroups(inside, across)
+        self._groups = None
 
 
 def _agree(numbers: tuple[int, ...]) -> None:
@@ -139,6 +171,15 @@ def _agree(numbers: tuple[int, ...]) -> None:
             f"every other node. What the ranks were started with differs ({described}). "
             "Start the same number of processes on every node."
         )
+
+
+def _found_levels(nodes: int, ranks_per_node: int) -> Levels | None:
+    """The levels that every node finds in itself; None where a node has none, or nodes differ."""
+    found: list[int] = [1] * dist.get_world_size()
+    dist.all_gather_object(found, linked_gpus(ranks_per_node))
+    if len(set(found)) > 1 or found[0] == 1:
+        return None
+    return Levels((found[0], ranks_per_node // found[0], nodes))
 
 
 _open: "weakref.WeakSet[Topology]" = weakref.WeakSet()

@@ -7,28 +7,32 @@ over all labels of the batch, so they do not depend on how many ranks there are,
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from peft import PeftConfig
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from common.data import document_mask
 from common.errors import UserError
 from common.memory_meter import PeakMeter
+from common.models.adapters import MERGED, Adapters
 from common.models.export import CheckpointWriter, copy_tokenizer_files
-from common.models.flops import hardware_flops_per_token, model_flops_per_token
+from common.models.flops import active_parameters, hardware_flops_per_token, model_flops_per_token
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from common.models.sources import CheckpointSource, RandomSource, WeightSource
 from fcdp.commits import Commits
-from fcdp.shard import StrategyName, fully_shard, sharding
+from fcdp.shard import fully_shard, sharding
+from fcdp.strategy import Strategy
 from fcdp.topology import Topology
-from fcdp.weights import gather_blocks, load, materialise, widen
+from fcdp.weights import gather_blocks, load, materialise, whole, widen
 from fuyou import NonFiniteLoss
 from fuyou.gradients import sum_of_squares
 from fuyou.loss import cross_entropy, shifted_labels
@@ -43,7 +47,8 @@ _SHARD_BYTES = 2_000_000_000
 class TrainerConfig:
     """Options of :class:`Trainer`."""
 
-    strategy: StrategyName = "fcdp"
+    strategy: Strategy | str = "fcdp"
+    """One of the space, or how it is written; see :func:`fcdp.fully_shard`."""
     dtype: str = "bf16"
     """What blocks compute in and what crosses the network, gradients too; masters and moments are fp32."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -62,7 +67,7 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class ClusterStep:
-    """One finished step, the same on every rank but for the last two."""
+    """One finished step, the same on every rank but for ``seconds``."""
 
     step: int
     loss: float
@@ -72,8 +77,7 @@ class ClusterStep:
     """Whether any rank asked to stop after this step."""
     seconds: float
     sent_bytes: int
-    """That this rank sent to other nodes, by the strategy's own count; 0 for strategies of FSDP2's, which do not count.
-    """
+    """That a node sent to others, on average over nodes."""
 
 
 class Trainer:
@@ -84,12 +88,20 @@ class Trainer:
     Args:
         model: checkpoint directory, which every node must be able to read, or a preset's name.
         commits: folder for commits, on a file system that all nodes share.
+        adapters: what to train instead of the weights, which are then frozen, in the compute dtype.
 
     Raises:
         UserError, FinetuneError: on every rank whose files are not what they should be.
     """
 
-    def __init__(self, model: str | os.PathLike[str], topology: Topology, config: TrainerConfig, commits: Path):
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        topology: Topology,
+        config: TrainerConfig,
+        commits: Path,
+        adapters: PeftConfig | None = None,
+    ):
         self._topology, self._options = topology, config
         self._dtype = DTYPES[config.dtype]
         self._device = topology.device
@@ -107,6 +119,7 @@ class Trainer:
         )
         self._source.check()
         self._model: Any = build_meta_model(self.config, dtype=self._dtype)
+        self._adapters = None if adapters is None else Adapters(self._model, adapters, config.seed)
         widen(self._model)
         if self._model.supports_gradient_checkpointing:
             self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -123,7 +136,7 @@ class Trainer:
         self._optimizer = self._make_optimizer()
         self._commits = Commits(commits)
         self.parameters = sum(parameter.numel() for parameter in self._model.parameters())
-        self.trainable_parameters = self.parameters
+        self.trainable_parameters = sum(parameter.numel() for _, parameter in self._trained())
         self.step_count = 0
         self.committed_step = 0
         self._is_committed = False
@@ -134,7 +147,7 @@ class Trainer:
 
     def begin(self) -> None:
         """Load the weights that training starts from."""
-        load(self._model, self._source)
+        load(self._model, self._source, self._adapters)
         self._sharding.invalidate()
 
     def resume(self) -> None:
@@ -155,10 +168,12 @@ class Trainer:
                     f"The run in {self._commits.directory} has {what} {saved.get(what)}, and this one {now}. "
                     "Give what it began with, or begin a new run in another place."
                 )
+        if self._adapters is not None:  # frozen weights are no part of a commit
+            load(self._model, self._source, self._adapters)
         self._commits.load(step, self._state())
         for name, value in self._source.read_buffers():
             self._model.get_buffer(name).copy_(value)
-        for parameter in self._model.parameters():
+        for _, parameter in self._trained():
             self._optimizer.state[parameter]["step"].fill_(step)
         self._sharding.invalidate()
         self.step_count = self.committed_step = step
@@ -174,12 +189,25 @@ class Trainer:
             self._is_committed = True
 
     def _identity(self) -> dict[str, Any]:
-        return {"model type": self.config.model_type, "parameters": self.parameters, "--dtype": self._options.dtype}
+        adapters = None if self._adapters is None else self._adapters.described
+        weights = sum(parameter.numel() for parameter in self._plain.parameters())
+        return {
+            "model type": self.config.model_type,
+            "parameters": weights,
+            "--dtype": self._options.dtype,
+            "adapters": adapters,
+        }
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What the optimizer changes: everything, or with adapters these."""
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                yield name, parameter
 
     def _state(self) -> dict[str, torch.Tensor]:
-        """Everything that changes: parameters and moments. Data and dropout are functions of the step's number."""
+        """All that changes: trained parameters and moments. Data and dropout are functions of the step's number."""
         state = {}
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._trained():
             moments = self._optimizer.state[parameter]
             state[f"master.{name}"] = parameter.detach()
             state[f"mean.{name}"] = moments["exp_avg"]
@@ -192,11 +220,11 @@ class Trainer:
             {"params": [], "weight_decay": options.weight_decay},
             {"params": [], "weight_decay": 0.0},
         ]
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._trained():
             groups[0 if wants_decay(name, parameter.shape) else 1]["params"].append(parameter)
         groups = [group for group in groups if group["params"]]
         optimizer = torch.optim.AdamW(groups, betas=options.betas, eps=options.eps, fused=True)
-        for parameter in self._model.parameters():  # as AdamW would at its first step: commits need a place to load to
+        for _, parameter in self._trained():  # as AdamW would at its first step: commits need a place to load to
             optimizer.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=self._device),
                 "exp_avg": torch.zeros_like(parameter),
@@ -234,7 +262,7 @@ class Trainer:
             loss, gradient = cross_entropy(logits, part["targets"], share, gradient=True)
             logits.backward(gradient)
             total += loss / world
-        loss_value, norm, stopping = self._agree(total, stop)
+        loss_value, norm, stopping, all_sent = self._agree(total, stop, self._sharding.traffic.across - sent)
         if not math.isfinite(loss_value) or not math.isfinite(norm):
             what = f"loss of step {step} is {loss_value}" if not math.isfinite(loss_value) else (
                 f"gradient norm of step {step} is {norm}"
@@ -248,9 +276,8 @@ class Trainer:
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.step_count = step
-        return ClusterStep(
-            step, loss_value, norm, stopping, time.monotonic() - began, self._sharding.traffic.across - sent
-        )
+        seconds, node_sent = time.monotonic() - began, int(all_sent / self._topology.nodes)
+        return ClusterStep(step, loss_value, norm, stopping, seconds, node_sent)
 
     @torch.no_grad()
     def eval_loss(self, batch: Mapping[str, torch.Tensor]) -> float:
@@ -266,9 +293,7 @@ class Trainer:
         for part in self._split({**batch, "targets": targets}):
             total += cross_entropy(self._logits(part), part["targets"], items, gradient=False)[0]
         self._model.train()
-        for module in self._model.modules():  # some stay whole after a forward pass, expecting a backward pass
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        self._sharding.reshard()  # some stay whole after a forward pass, expecting a backward pass
         dist.all_reduce(total)
         return float(total)
 
@@ -303,14 +328,14 @@ class Trainer:
         logits: torch.Tensor = self._model(**inputs, use_cache=False).logits
         return logits
 
-    def _agree(self, loss: torch.Tensor, stop: bool) -> tuple[float, float, bool]:
-        """Loss and gradient norm of the whole batch, and whether any rank asked to stop: one small message."""
-        # Sharded over nodes and ranks alike, or replicated on every node.
-        copies = self._topology.nodes if self._sharding.strategy == "hybrid" else 1
+    def _agree(self, loss: torch.Tensor, stop: bool, sent: int) -> tuple[float, float, bool, float]:
+        """Loss and gradient norm of the whole batch, whether any rank asked to stop, and what all ranks have sent to
+        other nodes: one small message."""
+        copies = self._sharding.routes.replicas
         squares = sum((sum_of_squares(value.flatten()) for value in self._gradients()), loss.new_zeros(()))
-        told = torch.stack([loss, squares / copies, loss.new_tensor(float(stop))])
+        told = torch.stack([loss, squares / copies, loss.new_tensor(float(stop)), loss.new_tensor(float(sent))])
         dist.all_reduce(told)
-        return float(told[0]), math.sqrt(float(told[1])), bool(told[2] > 0)
+        return float(told[0]), math.sqrt(float(told[1])), bool(told[2] > 0), float(told[3])
 
     def _gradients(self) -> list[torch.Tensor]:
         """This rank's part of every gradient."""
@@ -319,11 +344,29 @@ class Trainer:
 
     # -- results ----------------------------------------------------------------------------------------------------
 
-    def save_pretrained(self, directory: Path) -> None:
-        """Export a Hugging Face checkpoint in the compute dtype. All ranks gather, a block at a time; rank 0 writes."""
+    def save_pretrained(self, directory: Path, *, merge: bool = False) -> None:
+        """Export what was trained. All ranks gather, a block at a time; rank 0 writes.
+
+        Without adapters, a Hugging Face checkpoint in the compute dtype; with them, an adapter directory of PEFT.
+
+        Args:
+            merge: write the model with the adapters merged into it, too, in the folder :data:`MERGED` inside.
+        """
+        self._sharding.reshard()
+        if self._adapters is None:
+            self._export(directory, gather_blocks(self._model, self._block_prefix, self._dtype))
+            return
+        values = {name: whole(parameter).cpu() for name, parameter in self._trained()}
+        if self._topology.rank == 0:
+            self._adapters.save(directory, values)
+        if merge:
+            self._export(directory / MERGED, self._merged(self._adapters))
+        dist.barrier()
+
+    def _export(self, directory: Path, blocks: Iterator[dict[str, torch.Tensor]]) -> None:
         leads = self._topology.rank == 0
         writer = CheckpointWriter(directory, self._plain, self.config, self._dtype, _SHARD_BYTES) if leads else None
-        for named in gather_blocks(self._model, self._block_prefix, self._dtype):
+        for named in blocks:
             if writer is not None:
                 writer.add(named)
         if writer is not None:
@@ -332,30 +375,43 @@ class Trainer:
                 copy_tokenizer_files(self._checkpoint, directory)
         dist.barrier()
 
+    def _merged(self, adapters: Adapters) -> Iterator[dict[str, torch.Tensor]]:
+        """Weights with their adapters added; on the first rank, which writes them. On others nothing."""
+        for named in gather_blocks(self._model, self._block_prefix, None, adapters.layers):
+            leads = self._topology.rank == 0
+            yield adapters.merge({name: value.cpu() for name, value in named.items()}) if leads else {}
+
     def newest_commit(self) -> int | None:
         """The step that :meth:`resume` would continue from."""
         return self._commits.newest()
 
     # -- figures ----------------------------------------------------------------------------------------------------
 
+    @property
+    def strategy(self) -> str:
+        """Name of how the model is sharded."""
+        return self._sharding.strategy.name
+
     def planned_sent_bytes(self, rows: int) -> float:
         """Bytes that a node sends to others in a step of ``rows`` sequences, not the first, by the formulas."""
-        gloo = self._device.type == "cpu"
-        return self._sharding.bytes_across_nodes(self.micro_batches(rows), gloo=gloo)
-
-    @property
-    def counts_sent_bytes(self) -> bool:
-        """Whether steps tell what they sent; else only the formula knows."""
-        return self._sharding.strategy == "fcdp"
+        return self._sharding.bytes_across_nodes(self.micro_batches(rows))
 
     def model_flops_per_token(self, seq_len: int) -> float:
-        """6 per parameter and token, plus attention; recomputation not counted."""
-        return model_flops_per_token(self._plain, seq_len)
+        """6 per parameter and token, 4 per frozen one, plus attention; recomputation not counted."""
+        return model_flops_per_token(self._plain, seq_len) + self._adapter_flops
 
     def hardware_flops_per_token(self, seq_len: int) -> float:
         """The same with the recomputed forward pass counted, where there is one."""
         recomputed = self._model.supports_gradient_checkpointing
-        return (hardware_flops_per_token if recomputed else model_flops_per_token)(self._plain, seq_len)
+        count = hardware_flops_per_token if recomputed else model_flops_per_token
+        return count(self._plain, seq_len) + self._adapter_flops
+
+    @property
+    def _adapter_flops(self) -> float:
+        """Per token, on top of training all weights: adapters' own, less the gradients of frozen weights."""
+        if self._adapters is None:
+            return 0.0
+        return 6.0 * self.trainable_parameters - 2.0 * active_parameters(self._plain, self._plain)
 
     @property
     def host_peak_bytes(self) -> int:

@@ -1,4 +1,5 @@
-"""Weights into a sharded model, each rank its own rows; and out of it, a block at a time.
+"""Weights into a sharded model, each rank its own rows; and out of it, a block at a time. Adapters, which are small,
+are made whole on every rank.
 
 FSDP2 cuts every parameter along its first dimension into as many equal parts as there are shards, so a rank's part is a
 range of rows. Where a tensor on disk is the parameter, each rank reads its range through PyTorch's distributed reader
@@ -6,7 +7,7 @@ of Hugging Face checkpoints. What has to be put together first (fused experts, o
 made one parameter or module at a time on every rank, of which the rank keeps its rows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -15,22 +16,22 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
+from common.models.adapters import Adapters
 from common.models.shards import read_header
 from common.models.sources import CheckpointSource, WeightSource
 
 
 def widen(model: nn.Module) -> None:
-    """Turn the parameters of a model on the meta device into fp32 ones, the masters, tied ones staying tied. Buffers
-    stay as they are."""
+    """Turn the parameters of a model on the meta device that are trained into fp32 ones, the masters, tied ones staying
+    tied. Buffers, and parameters that are frozen, stay as they are."""
     wide: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_floating_point():
+            if parameter is not None and parameter.is_floating_point() and parameter.requires_grad:
                 if id(parameter) not in wide:
                     value = torch.empty_like(parameter, dtype=torch.float32)
-                    wide[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                    wide[id(parameter)] = nn.Parameter(value)
                 setattr(module, name, wide[id(parameter)])
 
 
@@ -44,24 +45,35 @@ def materialise(model: nn.Module, device: torch.device) -> None:
         module._buffers[name] = None if value is None else value.to(device)
 
 
-def load(model: nn.Module, source: WeightSource) -> None:
-    """Fill the shards of ``model`` from ``source``. Collective.
+def load(model: nn.Module, source: WeightSource, adapters: Adapters | None = None) -> None:
+    """Fill the shards of ``model`` from ``source``, and those of adapters with their first values. Collective.
 
     Args:
         model: sharded and materialised.
-        source: of the same model, made from a copy of it that is not sharded. It has been checked.
+        source: of the same model, made from a copy of it that is not sharded and has no adapters. It has been checked.
+        adapters: that ``model`` has been given.
     """
     shards = {name: cast(DTensor, parameter) for name, parameter in model.named_parameters()}
-    direct = _direct_names(source, list(shards)) if isinstance(source, CheckpointSource) else {}
+    new = adapters.names if adapters is not None else ()
+    names = adapters.base_names if adapters is not None else {name: name for name in shards}
+    by_source = {names[name]: shard for name, shard in shards.items() if name in names}
+    direct = _direct_names(source, list(by_source)) if isinstance(source, CheckpointSource) else {}
     if direct and isinstance(source, CheckpointSource):
-        wanted = {stored: shards[name].detach() for name, stored in direct.items()}
+        wanted = {stored: by_source[name].detach() for name, stored in direct.items()}
         dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(source.shards.directory)))
-    with torch.no_grad():
-        for name, value in source.read([name for name in shards if name not in direct]):
-            start, stop = row_range(shards[name])
-            shards[name].to_local().copy_(value[start:stop])
+    for name, value in source.read([name for name in by_source if name not in direct]):
+        _keep_rows(by_source[name], value)
+    for name in new:
+        assert adapters is not None
+        _keep_rows(shards[name], adapters.initial_value(name, source))
     for name, value in source.read_buffers():
         model.get_buffer(name).copy_(value)
+
+
+def _keep_rows(shard: DTensor, value: torch.Tensor) -> None:
+    start, stop = row_range(shard)
+    with torch.no_grad():
+        shard.to_local().copy_(value[start:stop])
 
 
 def row_range(parameter: DTensor) -> tuple[int, int]:
@@ -73,24 +85,30 @@ def row_range(parameter: DTensor) -> tuple[int, int]:
     return start, min(rows, start + part)
 
 
-def gather_blocks(model: PreTrainedModel, prefix: str, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
-    """All parameters in ``dtype``, those of one block at a time, then those outside blocks one by one. Collective:
-    every rank iterates to the end, and gets all.
+def gather_blocks(
+    model: nn.Module, prefix: str, dtype: torch.dtype | None, layers: Sequence[str] = ()
+) -> Iterator[dict[str, torch.Tensor]]:
+    """All parameters, those of one block at a time, then those outside blocks one by one. Collective: every rank
+    iterates to the end, and gets all.
 
     Args:
         prefix: name of the model's list of blocks.
+        dtype: that they are given in; None: their own.
+        layers: names of modules outside blocks whose parameters are to come together.
     """
     together: dict[str, list[str]] = {}
     for name, _ in model.named_parameters():
-        inside = name.startswith(f"{prefix}.")
-        unit = name.removeprefix(f"{prefix}.").partition(".")[0] if inside else name
-        together.setdefault(f"block {unit}" if inside else unit, []).append(name)
+        layer = next((layer for layer in layers if name.startswith(f"{layer}.")), name)
+        if name.startswith(f"{prefix}."):
+            layer = f"block {name.removeprefix(f'{prefix}.').partition('.')[0]}"
+        together.setdefault(layer, []).append(name)
     for names in together.values():
-        yield {name: _whole(model.get_parameter(name), dtype) for name in names}
+        yield {name: whole(model.get_parameter(name), dtype) for name in names}
 
 
-def _whole(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-    return cast(DTensor, parameter.detach().to(dtype)).full_tensor()
+def whole(parameter: nn.Parameter, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A sharded parameter put together on every rank, in ``dtype`` or its own. Collective."""
+    return cast(DTensor, parameter.detach().to(dtype or parameter.dtype)).full_tensor()
 
 
 def _direct_names(source: CheckpointSource, names: list[str]) -> dict[str, str]:

@@ -26,6 +26,8 @@ class StepReport:
     planned_read_bytes: int
     """Bytes that the schedule had the SSDs read."""
     planned_written_bytes: int
+    planned_sent_bytes: int = 0
+    """Bytes that the schedule had this rank send to other nodes."""
     kept_activation_bytes: int = 0
     """Bytes of operator outputs that were kept for the backward pass, in whatever tier."""
     recomputation_saved: float = 0.0
@@ -64,7 +66,8 @@ class Accounting:
         ended = [task.done and self._plane.device.ended(task) for task in self._watched]
         done = [task for task, over in zip(self._watched, ended, strict=True) if over]
         self._watched = [task for task, over in zip(self._watched, ended, strict=True) if not over]
-        busy: dict[Resource, list[Interval]] = {resource: [] for resource in Resource if resource is not Resource.NONE}
+        absent = {Resource.NONE} | (set() if self._plane.ranks else {Resource.INTRA_NODE, Resource.INTER_NODE})
+        busy: dict[Resource, list[Interval]] = {resource: [] for resource in Resource if resource not in absent}
         for task in done:
             task.began, task.ended = self._plane.device.interval(task)
             # The optimizer process reports when it read, computed and wrote: its tasks contain all three.

@@ -13,6 +13,9 @@ from fuyou.records import weights_file
 from fuyou.tasks import Op, Task
 from fuyou.training_state import TrainingState, random_states
 
+CLUSTER = "cluster"
+"""Key of what a manifest says beside the state where several ranks have made it together."""
+
 
 class Commits:
     """The committed state of a store, and the steps on their way to it.
@@ -56,16 +59,24 @@ class Commits:
 
     def commit(self, task: Task) -> None:
         """Everything of the step is written: make it durable, then make it count."""
-        self._store.sync([weights_file(task.target)])
-        self.state = replace(self._states[task.step], slot=task.target)
-        self.write_manifest()
+        self._make_durable(task)
         self.committed_step = task.step
         for old in [step for step in self._states if step <= task.step]:
             del self._states[old]
 
+    def _make_durable(self, task: Task) -> None:
+        """Sync what is written, then say so in the manifest."""
+        self._store.sync([weights_file(task.target)])
+        self.state = replace(self._states[task.step], slot=task.target)
+        self.write_manifest()
+
     def write_manifest(self) -> None:
         """Make the state durable; atomic."""
-        commit_manifest(self._store.directories[0], self.state.to_dict())
+        commit_manifest(self._store.directories[0], self._content())
+
+    def _content(self) -> dict[str, Any]:
+        """Of the manifest."""
+        return self.state.to_dict()
 
     def submitted(self, tasks: Sequence[Task]) -> None:
         """Note the commits among tasks that the executor has been given."""
@@ -84,8 +95,22 @@ def load_state(store: Store, wanted: TrainingState) -> TrainingState:
         UserError: the store holds nothing that could be continued as ``wanted``.
         FinetuneError: its state is damaged.
     """
+    content = load_manifest(store.directories[0])
+    if content is not None and CLUSTER in content:
+        raise UserError(
+            f"The run in {store.directories[0]} was made by several ranks ({content[CLUSTER]['nodes']} nodes with "
+            f"{content[CLUSTER]['ranks_per_node']} each): continue it with as many, or --overwrite it."
+        )
+    return check_state(store, content, wanted)
+
+
+def check_state(store: Store, content: dict[str, Any] | None, wanted: TrainingState) -> TrainingState:
+    """The state that a manifest's ``content`` describes, if it can be continued as ``wanted``.
+
+    Raises:
+        UserError, FinetuneError: as :func:`load_state`.
+    """
     place = store.directories[0]
-    content = load_manifest(place)
     if content is None:
         raise UserError(
             f"The run in {place} was ended before its weights were written. Begin it again with --overwrite."

@@ -44,6 +44,7 @@ class StepComputation:
         plan: how the batch is split.
         recomputations: how blocks are computed again; remembers from step to step.
         began: when the step began, on :func:`time.monotonic`'s clock.
+        items: labels in the batches of all ranks together; None: this is the only one.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class StepComputation:
         plan: MemoryPlan,
         recomputations: Recomputations,
         began: float,
+        items: int | None = None,
     ):
         self._stack, self._plane, self.tasks, self.began = stack, plane, tasks, began
         self._plan, self._recomputations = plan, recomputations
@@ -63,7 +65,8 @@ class StepComputation:
         targets = shifted_labels(batch["labels"])
         # On the device: CUDA divides by a number of the host's as multiplication by its reciprocal, which is not what
         # an ordinary loop (transformers' loss divides by such a tensor) gives.
-        self._items = (targets != -100).sum().to(self._device, non_blocking=True)
+        labels = (targets != -100).sum() if items is None else torch.tensor(items)
+        self._items = labels.to(self._device, non_blocking=True)
         self.tokens = batch["input_ids"].numel()
         self._micro = self._split(batch, targets)
         self._calls: list[BlockCalls | None] = [None] * len(self._micro)
@@ -93,7 +96,7 @@ class StepComputation:
     # -- passes ---------------------------------------------------------------------------------------------------
 
     def forward(self) -> torch.Tensor:
-        """Run everything up to the head; returns the batch's mean loss, an fp32 scalar."""
+        """Run everything up to the head; returns the batch's mean loss (this rank's part of it), an fp32 scalar."""
         while self._next is not None and self._next.visit is not None and self._next.visit.phase in FORWARD_PHASES:
             self._run(self._next)
             self._next = next(self._todo, None)
@@ -122,7 +125,7 @@ class StepComputation:
         return self._next is None
 
     def gradient_norm(self) -> float:
-        """Norm of the whole gradient, as the optimizer sees it (rounded to the compute dtype)."""
+        """Norm of the whole gradient, as the optimizer sees it (rounded to the compute dtype). For a single rank."""
         return float(torch.stack(self._squares).sum().sqrt())
 
     @property
@@ -177,7 +180,8 @@ class StepComputation:
 
     @torch.enable_grad()
     def _head(self, task: Task) -> None:
-        hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro)).detach().requires_grad_()
+        hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro)).detach()
+        hidden.requires_grad_(task.output >= 0)
         loss: torch.Tensor | None = None
         for columns in self._columns(task.micro):
             with self._stack.bound(self._leaves(task), before=False):
@@ -186,9 +190,9 @@ class StepComputation:
                 torch.autograd.backward(logits, gradient)
                 del logits, gradient
             loss = part if loss is None else loss + part
-        assert loss is not None and hidden.grad is not None
+        assert loss is not None
         self._losses.append(loss)
-        self._activation(task.output, hidden.shape).copy_(hidden.grad)
+        self._pass_on(task, hidden)
 
     @torch.no_grad()
     def _head_eval(self, task: Task) -> None:
@@ -203,7 +207,7 @@ class StepComputation:
     @torch.enable_grad()
     def _block_backward(self, task: Task, layer: int) -> None:
         shape = self._hidden_shape(task.micro)
-        hidden = self._activation(task.inputs[0], shape).detach().requires_grad_()
+        hidden = self._activation(task.inputs[0], shape).detach().requires_grad_(task.output >= 0)
         calls, recorded = self._call(task.micro), self._recorded.pop((layer, task.micro))
         with self._stack.bound(self._leaves(task)), self._replayed(layer, task.micro) as replay:
 
@@ -214,8 +218,7 @@ class StepComputation:
             result, saved = self._recomputations.backward(layer, hidden, calls, run, self._kept(task), recorded)
             self._saved.append(saved)
             torch.autograd.backward(result, self._activation(task.inputs[1], shape))
-        assert hidden.grad is not None
-        self._activation(task.output, shape).copy_(hidden.grad)
+        self._pass_on(task, hidden)
 
     @torch.enable_grad()
     def _embed_backward(self, task: Task) -> None:
@@ -225,6 +228,12 @@ class StepComputation:
                 torch.autograd.backward(hidden, self._activation(task.inputs[0], hidden.shape))
 
     # -- parts ----------------------------------------------------------------------------------------------------
+
+    def _pass_on(self, task: Task, hidden: torch.Tensor) -> None:
+        """Leave the gradient of a visit's input for the visit below, if that wants it."""
+        if task.output >= 0:
+            assert hidden.grad is not None
+            self._activation(task.output, hidden.shape).copy_(hidden.grad)
 
     def _logits(self, micro: int, hidden: torch.Tensor, columns: slice) -> torch.Tensor:
         """``[b, s, V]`` for this range of tokens."""
@@ -272,50 +281,76 @@ class StepComputation:
         return _apart(self._plane.activations[Activation.KEPT].bytes(task.kept, self._plan.kept_bytes))
 
     def _parameters(self, task: Task) -> dict[str, torch.Tensor]:
-        """The record's parameters on the device, under all of their names."""
-        record, views = self._record_views(task)
-        return {name: views[slot.name] for slot in record.parameters for name in slot.names}
+        """The parameters of the task's records on the device, under all of their names, in the dtypes of the model."""
+        return {
+            name: torch.nn.Parameter(views[slot.name].to(self._stack.dtype_of(name)), requires_grad=False)
+            for record, views in self._views(task)
+            for slot in record.parameters
+            for name in slot.names
+        }
 
     def _leaves(self, task: Task) -> dict[str, torch.Tensor]:
-        """The same as leaves whose gradients go to the record's sum. Tied names share one leaf."""
-        record, views = self._record_views(task)
-        leaves = {name: torch.nn.Parameter(view) for name, view in views.items()}
-        if task.first and task.record not in self._sums:
-            self._sums[task.record] = GradientSum(record, self._sum_buffer(task))
-        self._sums[task.record].attach(leaves)
-        return {name: leaves[slot.name] for slot in record.parameters for name in slot.names}
+        """The same, but what is trained are leaves whose gradients go to their record's sum. Tied names share one."""
+        leaves: dict[str, torch.Tensor] = {}
+        for record, views in self._views(task):
+            own = {name: torch.nn.Parameter(view, requires_grad=record.trainable) for name, view in views.items()}
+            if record.trainable:
+                if task.first and record.index not in self._sums:
+                    self._sums[record.index] = GradientSum(record, self._sum_buffer(record, task.gradient))
+                self._sums[record.index].attach(own)
+            for slot in record.parameters:
+                leaf = own[slot.name].to(self._stack.dtype_of(slot.name))
+                leaves.update(dict.fromkeys(slot.names, leaf))
+        return leaves
 
-    def _record_views(self, task: Task) -> tuple[Record, dict[str, torch.Tensor]]:
-        """The task's record, and its parameters in the device buffer by their first names."""
-        record = self._plane.shape.records[task.record]
-        flat = self._plane.parameters[record.outer].values(task.source, record.numel, self._dtype)
-        return record, record.views(_apart(flat))
+    def _views(self, task: Task) -> Iterator[tuple[Record, dict[str, torch.Tensor]]]:
+        """The task's records, and their parameters in the device buffers by their first names."""
+        assert task.visit is not None
+        for index, buffer in zip(task.visit.records, (task.source, task.adapter), strict=False):
+            record = self._plane.shape.records[index]
+            flat = self._plane.parameters[record.kind].values(buffer, record.numel, record.precision.dtype)
+            # Each apart: some adapters swap a weight in place, which must not look like a change of its neighbours.
+            yield record, {name: _apart(view) for name, view in record.views(flat).items()}
 
-    def _sum_buffer(self, task: Task) -> torch.Tensor:
-        record = self._plane.shape.records[task.record]
-        wide = self._plane.wide.get(record.outer)
+    def _sum_buffer(self, record: Record, buffer: int) -> torch.Tensor:
+        wide = self._plane.wide.get(record.kind)
         if wide is not None:
             return wide.values(0, record.numel, torch.float32)
-        return self._plane.gradients[record.outer].values(task.gradient, record.numel, self._dtype)
+        return self._plane.gradients[record.kind].values(buffer, record.numel, record.precision.dtype)
 
     def _finish_gradient(self, task: Task) -> None:
         """The record's gradient is complete (unless the embedding will add to it): round it, square it."""
-        shape = self._plane.shape
         assert task.visit is not None
-        if task.visit.phase is Phase.HEAD and shape.embedding == shape.head:
+        if not task.visit.completes:
             return
-        record = shape.records[task.record]
-        total = self._sums.pop(task.record)
+        record = self._plane.shape.records[task.visit.trained]
+        total = self._sums.pop(record.index)
         total.finish()
-        rounded = self._plane.gradients[record.outer].values(task.gradient, record.numel, self._dtype)
+        rounded = self._plane.gradients[record.kind].values(task.gradient, record.numel, record.precision.dtype)
         if rounded.data_ptr() != total.flat.data_ptr():
             rounded.copy_(total.flat)
         elif rounded.dtype != total.flat.dtype:
             round_in_place(total.flat, rounded)
-        self._squares.append(sum_of_squares(rounded))
+        if self._plane.ranks is None:  # else it is a part of a sum
+            self._squares.append(sum_of_squares(rounded))
 
     def _replayed(self, layer: int, micro: int) -> "_Replay":
         return _Replay(self._random.pop((layer, micro)), self._device)
+
+
+class NextToken(StepComputation):
+    """A forward pass over one sequence, for what comes after it."""
+
+    logits: torch.Tensor
+    """fp32 ``[V]``, on the CPU."""
+
+    @torch.no_grad()
+    def _head_eval(self, task: Task) -> None:
+        hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro))
+        last = slice(hidden.shape[1] - 1, hidden.shape[1])
+        with self._stack.bound(self._parameters(task), before=False):
+            self.logits = self._logits(task.micro, hidden, last)[0, -1].float().cpu()
+        self._losses.append(torch.zeros(()))
 
 
 def _apart(buffer: torch.Tensor) -> torch.Tensor:

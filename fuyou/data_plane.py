@@ -19,6 +19,8 @@ from fuyou.adam import Update
 from fuyou.devices import Device, optimizer_threads
 from fuyou.executor import ELSEWHERE, Executor
 from fuyou.memory_plan import MemoryPlan
+from fuyou.nodes.handlers import RankHandlers
+from fuyou.nodes.topology import Topology
 from fuyou.optimizer_link import OptimizerLink
 from fuyou.optimizer_protocol import (
     BufferRegion,
@@ -31,8 +33,8 @@ from fuyou.optimizer_protocol import (
     WriteRecord,
     Written,
 )
-from fuyou.records import Record, RecordExtents
-from fuyou.schedule import StepShape
+from fuyou.records import Kind, Record, RecordExtents
+from fuyou.step_shape import StepShape
 from fuyou.tasks import Activation, Op, Task
 from fuyou.trace import RecordInterval
 
@@ -71,6 +73,7 @@ class DataPlane:
         spill_gradients: whether gradients may have to wait on SSD.
         resident: records whose states stay in host memory.
         pace: makes the drives look slower.
+        topology: the other ranks, if there are any.
     """
 
     def __init__(
@@ -88,31 +91,25 @@ class DataPlane:
         spill_gradients: bool,
         resident: Collection[int] = (),
         pace: Pace | None = None,
+        topology: Topology | None = None,
     ):
         self.shape, self.plan, self.device, self.store = shape, plan, device, store
         self._extents, self._link, self._update_of = extents, link, update_of
         self._scratch_directories, self._pace = list(scratch), pace
-        width, counts = shape.precision.parameter_bytes, plan.counts
-        largest = {
-            outer: max(record.numel for record in shape.records if record.outer is outer) for outer in (False, True)
-        }
-        self.parameters = {
-            False: DeviceBuffers(device, largest[False] * width, counts.device_blocks),
-            True: DeviceBuffers(device, largest[True] * width, counts.device_outer),
-        }
+        counts = plan.counts
+        self.parameters = {kind: DeviceBuffers(device, shape.device_nbytes(kind), counts.device(kind)) for kind in Kind}
         #: fp32 sums of gradients that several micro-batches (or visits) contribute to.
         self.wide = {
-            outer: DeviceBuffers(device, largest[outer] * 4, 1)
-            for outer, wanted in ((False, plan.wide_blocks), (True, plan.wide_outer))
+            kind: DeviceBuffers(device, shape.trained_elements(kind) * 4, 1)
+            for kind, wanted in ((Kind.BLOCK, plan.wide_blocks), (Kind.OUTER, plan.wide_outer))
             if wanted
         }
         # Where there is but one gradient buffer, the sum is rounded in place: the next one waits for its download.
         self.gradients = {
-            outer: self.wide[outer] if shares else DeviceBuffers(device, largest[outer] * width, count)
-            for outer, count, shares in (
-                (False, counts.device_block_gradients, plan.wide_blocks and counts.device_block_gradients == 1),
-                (True, counts.device_outer_gradients, plan.wide_outer and counts.device_outer_gradients == 1),
-            )
+            kind: self.wide[kind]
+            if kind in self.wide and counts.device_gradients(kind) == 1
+            else DeviceBuffers(device, shape.device_gradient_nbytes(kind), counts.device_gradients(kind))
+            for kind in Kind
         }
         self._activation_bytes = {
             Activation.HIDDEN: plan.activation_bytes, Activation.KEPT: plan.kept_bytes,
@@ -121,7 +118,7 @@ class DataPlane:
             Activation.HIDDEN: DeviceBuffers(device, plan.activation_bytes, counts.device_activations),
             Activation.KEPT: DeviceBuffers(device, plan.kept_bytes, counts.device_kept),
         }
-        self.shared = self._regions(largest, width)
+        self.shared = self._regions()
         assert link.shared_fd is not None
         os.ftruncate(link.shared_fd, self.shared.nbytes)
         self.host = HostBuffer(self.shared.nbytes, fd=os.dup(link.shared_fd)).touch()
@@ -142,8 +139,10 @@ class DataPlane:
         self.optimizer_read_bytes = self.optimizer_written_bytes = 0
         self._ssd_intervals: list[RecordInterval] = []
         self._adam_intervals: list[RecordInterval] = []
+        self.ranks = RankHandlers(self, topology) if topology is not None else None
         self.executor = Executor(
             {
+                **(self.ranks.handlers() if self.ranks is not None else {}),
                 Op.PARAMETER_READ: self._parameter_read,
                 Op.PARAMETER_UPLOAD: self._parameter_upload,
                 Op.GRADIENT_DOWNLOAD: self._gradient_download,
@@ -153,6 +152,7 @@ class DataPlane:
                 Op.UPDATE: self._update,
                 Op.STATE_WRITE: self._state_write,
                 Op.RESIDENT_WRITE: self._resident_write,
+                Op.PARAMETER_WRITE: self._parameter_write,
                 Op.ACTIVATION_DOWNLOAD: self._activation_download,
                 Op.ACTIVATION_WRITE: self._activation_write,
                 Op.ACTIVATION_READ: self._activation_read,
@@ -167,12 +167,11 @@ class DataPlane:
                 io="posix",
                 io_threads=4,
                 records=[record.to_dict() for record in shape.records],
-                dtype=shape.precision.dtype,
-                optimizer_dtype=shape.precision.optimizer_dtype,
                 slots=slots,
                 chunk_elements=plan.chunk_elements,
                 ring_chunks=plan.ring_chunks,
                 shared=self.shared,
+                share=shape.share,
                 resident=sorted(resident),
                 pace=pace,
                 threads=optimizer_threads(device),
@@ -183,30 +182,33 @@ class DataPlane:
 
     # -- buffers --------------------------------------------------------------------------------------------------
 
-    def _regions(self, largest: dict[bool, int], width: int) -> SharedRegions:
-        counts, offset = self.plan.counts, 0
-        regions: list[dict[bool, BufferRegion]] = []
-        for block_count, outer_count in (
-            (counts.host_blocks, counts.host_outer),
-            (counts.host_block_gradients, counts.host_outer_gradients),
-        ):
+    def _regions(self) -> SharedRegions:
+        counts, shape, offset = self.plan.counts, self.shape, 0
+        regions: list[dict[Kind, BufferRegion]] = []
+        for count, nbytes in (
+            (counts.host, shape.parameter_nbytes), (counts.host_gradients, shape.gradient_nbytes),
+        ):  # fmt: skip
             region = {}
-            for outer, count in ((False, block_count), (True, outer_count)):
-                region[outer] = BufferRegion(offset, largest[outer] * width, count)
-                offset += region[outer].nbytes
+            for kind in Kind:
+                region[kind] = BufferRegion(offset, nbytes(kind), count(kind))
+                offset += region[kind].nbytes
             regions.append(region)
         return SharedRegions(offset, regions[0], regions[1])
 
-    def _make_scratch(self, spill_gradients: bool) -> tuple[Store | None, dict[Activation, list[Extent]], list[Extent]]:
+    def _make_scratch(
+        self, spill_gradients: bool
+    ) -> tuple[Store | None, dict[Activation, list[Extent]], dict[int, Extent]]:
         layout, counts = Layout(len(self._scratch_directories)), self.plan.counts
         activations = {
             kind: [layout.allocate("activations", self._activation_bytes[kind]) for _ in range(count)]
             for kind, count in ((Activation.HIDDEN, counts.ssd_activations), (Activation.KEPT, counts.ssd_kept))
         }
-        gradients = []
+        gradients: dict[int, Extent] = {}
         if spill_gradients:
-            width = self.shape.precision.gradient_bytes
-            gradients = [layout.allocate("gradients", record.numel * width) for record in self.shape.records]
+            gradients = {
+                index: layout.allocate("gradients", self.shape.records[index].gradient_nbytes)
+                for index in self.shape.trainable
+            }
         if not any(activations.values()) and not gradients:
             return None, activations, gradients
         for path in self._scratch_directories:
@@ -221,13 +223,13 @@ class DataPlane:
         )
         return scratch, activations, gradients
 
-    def host_parameters(self, outer: bool, index: int, nbytes: int) -> np.ndarray:
+    def host_parameters(self, kind: Kind, index: int, nbytes: int) -> np.ndarray:
         """``uint8 [nbytes]`` of a host parameter buffer."""
-        return self.host.bytes(self.shared.parameters[outer].start(index), nbytes)
+        return self.host.bytes(self.shared.parameters[kind].start(index), nbytes)
 
-    def host_gradients(self, outer: bool, index: int, nbytes: int) -> np.ndarray:
+    def host_gradients(self, kind: Kind, index: int, nbytes: int) -> np.ndarray:
         """``uint8 [nbytes]`` of a host gradient buffer."""
-        return self.host.bytes(self.shared.gradients[outer].start(index), nbytes)
+        return self.host.bytes(self.shared.gradients[kind].start(index), nbytes)
 
     def _host_activation(self, task: Task, index: int) -> np.ndarray:
         start = index * self._activation_bytes[task.activation]
@@ -240,11 +242,18 @@ class DataPlane:
 
     def create(self, record: Record, target: int) -> None:
         """Write a record's first state, of which ``hi`` and ``lo`` are in host buffers 0; blocks until written."""
+        if not record.trainable:
+            values = self.host_parameters(record.kind, 0, record.parameter_nbytes)
+            self.store.write_now(self._extents[record.index].parameters[0], values)
+            return
         event = self._created[record.index] = threading.Event()
         self._link.send(CreateRecord(record.index, 0, 0, target))
         while not event.wait(0.2):
             if self.executor.failure is not None:
                 raise self.executor.failure
+        if record.share.nodes > 1:
+            place = self._extents[record.index].parameters[target]
+            self.store.write_now(place, self.host_parameters(record.kind, 0, place.nbytes))
 
     def close(self) -> None:
         """Stop all workers, give all memory back, remove the scratch files."""
@@ -269,27 +278,31 @@ class DataPlane:
 
     def _parameter_read(self, task: Task) -> Future:
         record = self.shape.records[task.record]
-        buffer = self.host_parameters(record.outer, task.target, task.nbytes)
+        buffer = self.host_parameters(record.kind, task.target, task.nbytes)
         return self.store.read(self._extents[task.record].parameters[task.source], buffer)
 
     def _parameter_upload(self, task: Task) -> None:
         record = self.shape.records[task.record]
-        source = torch.from_numpy(self.host_parameters(record.outer, task.source, task.nbytes))
-        self.device.copy(task, self.parameters[record.outer].bytes(task.target, task.nbytes), source)
+        source = torch.from_numpy(self.host_parameters(record.kind, task.source, task.nbytes))
+        start = record.share.stored_start(record.numel) * record.precision.parameter_bytes
+        target = self.parameters[record.kind].bytes(task.target, start + task.nbytes)[start:]
+        self.device.copy(task, target, source)
 
     def _gradient_download(self, task: Task) -> None:
         record = self.shape.records[task.record]
-        target = torch.from_numpy(self.host_gradients(record.outer, task.target, task.nbytes))
-        self.device.copy(task, target, self.gradients[record.outer].bytes(task.source, task.nbytes))
+        target = torch.from_numpy(self.host_gradients(record.kind, task.target, task.nbytes))
+        start = record.share.owned_start(record.numel) * record.precision.gradient_bytes
+        source = self.gradients[record.kind].bytes(task.source, start + task.nbytes)[start:]
+        self.device.copy(task, target, source)
 
     def _gradient_write(self, task: Task) -> Future:
         assert self._scratch is not None
-        buffer = self.host_gradients(self.shape.records[task.record].outer, task.source, task.nbytes)
+        buffer = self.host_gradients(self.shape.records[task.record].kind, task.source, task.nbytes)
         return self._scratch.write(self._gradient_extents[task.record], buffer)
 
     def _gradient_read(self, task: Task) -> Future:
         assert self._scratch is not None
-        buffer = self.host_gradients(self.shape.records[task.record].outer, task.target, task.nbytes)
+        buffer = self.host_gradients(self.shape.records[task.record].kind, task.target, task.nbytes)
         return self._scratch.read(self._gradient_extents[task.record], buffer)
 
     def _state_read(self, task: Task) -> None:
@@ -313,6 +326,10 @@ class DataPlane:
             self._writing[task.record] = task
         self._link.send(WriteRecord(task.record, task.source, task.target))
         return ELSEWHERE
+
+    def _parameter_write(self, task: Task) -> Future:
+        buffer = self.host_parameters(self.shape.records[task.record].kind, task.source, task.nbytes)
+        return self.store.write(self._extents[task.record].parameters[task.target], buffer)
 
     def _activation_download(self, task: Task) -> None:
         target = torch.from_numpy(self._host_activation(task, task.target))

@@ -10,7 +10,7 @@ quarter loses it all).
 from collections.abc import Callable
 
 from fuyou.residency import spread
-from fuyou.schedule import StepShape
+from fuyou.step_shape import StepShape
 
 
 def interleaved(shape: StepShape, fraction: float) -> frozenset[int]:
@@ -19,8 +19,8 @@ def interleaved(shape: StepShape, fraction: float) -> frozenset[int]:
     The blocks are counted from the end of the stack, where the next forward pass leaves the most time.
     """
     if fraction >= 1:
-        return frozenset(record.index for record in shape.records)
-    return frozenset(spread(shape.blocks, round(fraction * len(shape.blocks))))
+        return frozenset(shape.trainable)
+    return frozenset(spread(shape.trainable_blocks, round(fraction * len(shape.trainable_blocks))))
 
 
 def best_fraction(seconds: Callable[[float], float], layers: int) -> float:

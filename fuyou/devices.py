@@ -5,6 +5,7 @@ real copies, made by the lanes' threads. So what runs on a machine without a GPU
 """
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ from common.units import parse_bytes
 from fuyou.emulated import PREFIX, EmulatedDevice, EmulatedSpec, is_emulated
 from fuyou.tasks import Op, Task
 
+_EXCHANGES = (Op.PARAMETER_GATHER, Op.GRADIENT_REDUCE, Op.GRADIENT_EXCHANGE)
 _COPIES = (Op.PARAMETER_UPLOAD, Op.GRADIENT_DOWNLOAD, Op.ACTIVATION_UPLOAD, Op.ACTIVATION_DOWNLOAD)
 
 
@@ -42,6 +44,10 @@ class Device(Protocol):
 
     def copy(self, task: Task, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy contiguous bytes (``uint8 [n]`` each) between host and device, in the lane of ``task``."""
+        ...
+
+    def exchange(self, task: Task, work: Callable[[], None]) -> None:
+        """Call ``work``, which moves bytes in device memory between ranks, in the lane of ``task``."""
         ...
 
     def wait_event(self, task: Task, event: object) -> None:
@@ -103,6 +109,9 @@ class CpuDevice:
         # numpy copies without the interpreter lock and without waking PyTorch's thread pool in this thread
         np.copyto(target.numpy(), source.numpy())
 
+    def exchange(self, task: Task, work: Callable[[], None]) -> None:
+        work()
+
     def wait_event(self, task: Task, event: object) -> None:
         pass
 
@@ -149,7 +158,7 @@ class CudaDevice:
         torch.cuda.set_device(self.torch_device)
         self.name = torch.cuda.get_device_name(index)
         torch.cuda.reset_peak_memory_stats(self.torch_device)
-        self._streams = {op: torch.cuda.Stream(self.torch_device) for op in _COPIES}
+        self._streams = {op: torch.cuda.Stream(self.torch_device) for op in _COPIES + _EXCHANGES}
         self._origin = torch.cuda.Event(enable_timing=True)
         self._origin.record()
         self._origin.synchronize()
@@ -164,6 +173,13 @@ class CudaDevice:
         with torch.cuda.device(self.torch_device), torch.cuda.stream(stream):
             self._mark(task, stream)
             target.copy_(source, non_blocking=True)
+            self._finish(task, stream)
+
+    def exchange(self, task: Task, work: Callable[[], None]) -> None:
+        stream = self._streams[task.op]
+        with torch.cuda.device(self.torch_device), torch.cuda.stream(stream):
+            self._mark(task, stream)
+            work()
             self._finish(task, stream)
 
     def wait_event(self, task: Task, event: object) -> None:
@@ -234,9 +250,24 @@ def optimizer_threads(device: Device) -> int:
     return 1 if device.shares_host_memory else max(1, cpu_count() - 2)
 
 
-def memory_limits(device: Device, host: int | str | None, device_memory: int | str | None) -> tuple[int, int]:
-    """Budgets of host and device memory in bytes: as given, or what there is (four fifths of it on the host)."""
-    host_limit = memory_available_bytes() * 4 // 5 if host is None else parse_bytes(host)
+def leave_cores(device: Device) -> None:
+    """Let PyTorch compute on all cores but those that the optimizer needs, if the device is the CPU.
+
+    Its threads wait for each other after every operator: where one of them shares a core with Adam, all of them wait.
+    A quarter of the step of a small model on four cores (docs/experiments.md).
+    """
+    if device.shares_host_memory:
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), cpu_count() - optimizer_threads(device))))
+
+
+def memory_limits(
+    device: Device, host: int | str | None, device_memory: int | str | None, ranks_per_node: int = 1
+) -> tuple[int, int]:
+    """Budgets of host and device memory in bytes: as given, or what there is (four fifths of it on the host).
+
+    The host's is shared by ``ranks_per_node`` ranks.
+    """
+    host_limit = (memory_available_bytes() * 4 // 5 if host is None else parse_bytes(host)) // ranks_per_node
     device_limit = device.memory_limit() if device_memory is None else parse_bytes(device_memory)
     # What shares the host's memory is a part of its budget: the planner counts it there as well.
     return host_limit, host_limit if device_limit is None else device_limit

@@ -10,7 +10,7 @@ Like a GPU it is asynchronous: work is queued on streams in no time, waits for e
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +24,9 @@ from fuyou.tasks import BEFORE_HEAD_PHASES, FORWARD_PHASES, Op, Phase, Resource,
 PREFIX = "emulated:"
 _USAGE = (
     "Write it as emulated:tflops=165,memory=24GiB,link=25GB/s, and to slow the drives down as well, "
-    "ssd_read=3GB/s,ssd_write=2GB/s (per directory)."
+    "ssd_read=3GB/s,ssd_write=2GB/s (per directory); among several ranks, inside=20GB/s,across=1.2GB/s."
 )
+_FIELDS = ("tflops", "memory", "link", "ssd_read", "ssd_write", "inside", "across")
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,10 @@ class EmulatedSpec:
     """To the device and from it, each."""
     pace: Pace | None = None
     """Of each directory's drive; None leaves the drives as they are."""
+    inside_bytes_per_second: float | None = None
+    """From a rank to the others of its node, where there are several ranks."""
+    across_bytes_per_second: float | None = None
+    """From a node to the others, shared by its ranks' tasks one at a time."""
 
     @staticmethod
     def parse(text: str) -> "EmulatedSpec":
@@ -49,7 +54,7 @@ class EmulatedSpec:
         fields: dict[str, str] = {}
         for part in text.removeprefix(PREFIX).split(","):
             name, equals, value = part.partition("=")
-            if not equals or name.strip() not in ("tflops", "memory", "link", "ssd_read", "ssd_write"):
+            if not equals or name.strip() not in _FIELDS:
                 raise UserError(f"{part!r} in device {text!r} is not understood. {_USAGE}")
             fields[name.strip()] = value.strip()
         missing = [name for name in ("tflops", "memory", "link") if name not in fields]
@@ -60,8 +65,12 @@ class EmulatedSpec:
         except ValueError:
             raise UserError(f"tflops={fields['tflops']} in device {text!r} is not a number. {_USAGE}") from None
         pace = Pace(_rate(fields["ssd_read"]), _rate(fields["ssd_write"])) if "ssd_read" in fields else None
-        spec = EmulatedSpec(tflops * 1e12, parse_bytes(fields["memory"]), _rate(fields["link"]), pace)
-        if min(spec.flops_per_second, spec.memory_bytes, spec.link_bytes_per_second) <= 0:
+        inside, across = (_rate(fields[name]) if name in fields else None for name in ("inside", "across"))
+        spec = EmulatedSpec(
+            tflops * 1e12, parse_bytes(fields["memory"]), _rate(fields["link"]), pace, inside, across
+        )  # fmt: skip
+        rates = [rate for rate in (inside, across) if rate is not None]
+        if min(spec.flops_per_second, spec.memory_bytes, spec.link_bytes_per_second, *rates) <= 0:
             raise UserError(f"Every part of device {text!r} must be more than nothing.")
         return spec
 
@@ -81,6 +90,9 @@ class EmulatedEvent:
 
     began: float
     ended: float
+
+
+_STREAMS = (Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST, Resource.INTRA_NODE, Resource.INTER_NODE)
 
 
 class EmulatedDevice:
@@ -106,6 +118,14 @@ class EmulatedDevice:
     def copy(self, task: Task, target: torch.Tensor, source: torch.Tensor) -> None:
         self._queue(task, source.numel() / self.spec.link_bytes_per_second)
 
+    def exchange(self, task: Task, work: Callable[[], None]) -> None:
+        """Meet the other ranks, which ``work`` does, then take the time that the bytes would take."""
+        work()
+        inside = task.op.resource is Resource.INTRA_NODE
+        rate = self.spec.inside_bytes_per_second if inside else self.spec.across_bytes_per_second
+        assert rate is not None
+        self._queue(task, task.nbytes / rate)
+
     def begin_compute(self, task: Task) -> None:
         """Queue the time that ``task`` would compute for."""
         self._queue(task, task.flops / self.spec.flops_per_second)
@@ -115,7 +135,7 @@ class EmulatedDevice:
 
     def wait_event(self, task: Task, event: object) -> None:
         assert isinstance(event, EmulatedEvent)
-        if task.op is Op.COMPUTE or task.op.resource in (Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST):
+        if task.op is Op.COMPUTE or task.op.resource in _STREAMS:
             self._waits[task] = max(event.ended, self._waits.get(task, 0.0))
         else:
             sleep_until(event.ended)  # the CPU, or an SSD, is about to touch the bytes

@@ -3,49 +3,52 @@
 import math
 import os
 import time
+import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftConfig
 from transformers import PreTrainedConfig
 
 from common.errors import FinetuneError, UserError
 from common.memory_meter import PeakMeter, proportional_set_bytes
-from common.models.export import CheckpointWriter, copy_tokenizer_files
+from common.models.adapters import MERGED, AdapterOptions
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
-from common.models.meta import build_meta_model
 from common.models.presets import load_config
-from common.models.sources import CheckpointSource, RandomSource, WeightSource
 from common.store import Layout, Store
 from common.store.directories import usable
 from common.units import parse_bytes
 from fuyou.accounting import Accounting, StepReport
 from fuyou.adam import AdamConfig, Update
 from fuyou.commits import Commits, load_state
-from fuyou.compute import NonFiniteLoss, StepComputation
+from fuyou.compute import NextToken, NonFiniteLoss, StepComputation
 from fuyou.data_plane import DataPlane
 from fuyou.deferral import interleaved
 from fuyou.devices import memory_limits, open_device
 from fuyou.emulated import EmulatedDevice, TimedComputation
+from fuyou.exporting import Exporter
+from fuyou.io_counter import IoCounter
 from fuyou.keeping import Keeping, KeepingPlan
 from fuyou.memory_plan import Batch, MemoryPlanner
-from fuyou.model_records import fingerprint, model_records
+from fuyou.nodes.agreement import Agreement
+from fuyou.nodes.commits import ClusterCommits, find_common_state
+from fuyou.nodes.reader import ClusterReader
+from fuyou.nodes.topology import Topology, share_of
+from fuyou.open_model import OpenModel
 from fuyou.optimizer_link import OptimizerLink
 from fuyou.planner import Training, choose
 from fuyou.recompute import Recomputations
-from fuyou.records import Precision, allocate_extents, weights_file
-from fuyou.schedule import BatchShape, Scheduler
-from fuyou.stack import StreamedModel
+from fuyou.records import Precision, allocate_extents
+from fuyou.schedule import Scheduler
+from fuyou.share import Share
+from fuyou.step_shape import BatchShape
 from fuyou.store_access import StoreReader, fill_store
-from fuyou.tasks import StepList
+from fuyou.tasks import Op, StepList
 from fuyou.trace import StepTrace
 from fuyou.training_state import TrainingState, random_states, restore_random_states
-
-#: Largest shard of an exported checkpoint.
-_SHARD_BYTES = 5_000_000_000
 
 
 @dataclass
@@ -72,6 +75,8 @@ class EngineConfig:
     io: str
     seed: int
     kept_activations: Keeping | int
+    adapters: PeftConfig | None
+    trainable: tuple[str, ...] | None
 
     def __post_init__(self) -> None:
         checks = {
@@ -134,10 +139,18 @@ class Engine:
             calls; or ``"kvikio"``, which is checked and not used further.
         batch_shape: (sequences, tokens per sequence) of the batches to come; without it, buffers are planned for one
             micro-batch and made again if the first batch is larger.
+        adapters: train these and freeze the weights: a configuration of ``peft``, or the few settings of
+            :class:`common.models.adapters.AdapterOptions`. Frozen weights take 2 bytes per parameter on SSD (4 in fp32)
+            and are only read; adapters and their states are fp32, live in host memory, and are what is committed.
+        trainable: train only parameters with these names (``*`` stands for anything) and freeze the others likewise.
         automatic: let the planner choose ``deferred_fraction`` and ``kept_activations`` where they are not given, by
             simulation of this run on this machine. Needs ``batch_shape`` and a profile of this machine with this model
             (``finetune --profile``); without one nothing is chosen. Costs 0.1 to 3 s at the start, and changes no
-            number.
+            number. On one rank only.
+        topology: the other ranks, if there are any (an ``fcdp.Topology``). Every rank makes an engine, with directories
+            of its own and otherwise alike, gives it its own part of every batch, and calls everything that the others
+            call. Every node keeps one copy of the parameters, of which each of its M ranks stores 1/M; optimizer states
+            are spread over all W ranks. ``host_memory`` and ``host_cache`` are those of the node.
 
     Raises:
         UserError: what was asked for is not possible (paths, space, budgets, model).
@@ -171,7 +184,10 @@ class Engine:
         io: str = "auto",
         batch_shape: tuple[int, int] | None = None,
         kept_activations: Keeping | int | str | None = None,
+        adapters: PeftConfig | AdapterOptions | None = None,
+        trainable: Sequence[str] | None = None,
         automatic: bool = False,
+        topology: Topology | None = None,
     ):
         deferred_fraction = 1.0 if max_grad_norm else deferred_fraction  # nothing is updated before the norm is known
         self._options = EngineConfig(
@@ -179,6 +195,8 @@ class Engine:
             max_grad_norm, deferred_fraction, micro_batch, commit_every,
             None if host_cache is None else parse_bytes(host_cache), single_slot, io, seed,
             kept_activations if isinstance(kept_activations, Keeping) else parse_bytes(kept_activations or 0),
+            adapters.peft_config() if isinstance(adapters, AdapterOptions) else adapters,
+            None if trainable is None else tuple(trainable),
         )  # fmt: skip
         self.lr = lr
         self._closed = False
@@ -188,7 +206,9 @@ class Engine:
         self._step: StepComputation | TimedComputation | None = None
         self._in_flight = False
         self._trace: StepTrace | None = None
-        self._io_closed = self._io_other = self._planned_bytes = (0, 0)  # bytes read, bytes written
+        self._agreement: Agreement | None = None
+        self._items: int | None = None  # labels in the batches of all ranks, where there are several
+        self._io = IoCounter(self._io_now)
         self._meter = PeakMeter(self._pids)
         try:
             self._ssd = [Path(path) for path in ssd]
@@ -197,13 +217,17 @@ class Engine:
             self._device = open_device(device)
             self.emulated = isinstance(self._device, EmulatedDevice)
             self._pace = self._device.spec.pace if isinstance(self._device, EmulatedDevice) else None
-            self._host_limit, self._device_limit = memory_limits(self._device, host_memory, device_memory)
+            self._topology, share = topology, share_of(topology)
+            self._agreement = Agreement(share) if topology is not None else None
+            self._cluster_options(share)
+            limits = memory_limits(self._device, host_memory, device_memory, share.ranks_per_node)
+            self._host_limit, self._device_limit = self._smallest(limits)
             self._device.cap_memory(self._device_limit)
             self._link = OptimizerLink()  # imports PyTorch while the model is built
             self._link.wait_until_up()
             self._meter.start()
             self._open_model()
-            if automatic and batch_shape is not None:
+            if automatic and batch_shape is not None and topology is None:
                 self._choose(batch_shape)
             self._plan_buffers()
             self._open_store(run_name, resume, overwrite, batch_shape)
@@ -213,19 +237,45 @@ class Engine:
 
     # -- opening --------------------------------------------------------------------------------------------------
 
+    def _cluster_options(self, share: Share) -> None:
+        """What several ranks make of the options.
+
+        Raises:
+            UserError: these do not go together.
+        """
+        if share.world_size == 1:
+            return
+        options = self._options
+        if isinstance(self._device, EmulatedDevice):
+            spec = self._device.spec
+            for level, ranks, rate in (
+                ("inside", share.ranks_per_node, spec.inside_bytes_per_second),
+                ("across", share.nodes, spec.across_bytes_per_second),
+            ):
+                if ranks > 1 and rate is None:
+                    raise UserError(f"An emulated accelerator among several ranks needs a rate: add {level}=10GB/s.")
+        if options.host_cache is not None:
+            self._options = replace(options, host_cache=options.host_cache // share.ranks_per_node)
+
+    def _smallest(self, limits: tuple[int, int]) -> tuple[int, int]:
+        """The smallest budgets of all ranks: they must plan alike, for their collectives to match."""
+        if self._agreement is None:
+            return limits
+        hosts, devices = zip(*self._agreement.tell(limits), strict=True)
+        return min(hosts), min(devices)
+
     def _open_model(self) -> None:
-        torch.manual_seed(self._options.seed)
-        meta = build_meta_model(self.config, dtype=self._options.precision.dtype)
-        self._source: WeightSource = (
-            CheckpointSource(self._checkpoint, meta) if self._checkpoint else RandomSource(meta, self._options.seed)
+        options = self._options
+        torch.manual_seed(options.seed)
+        self._model = OpenModel(
+            self.config, options.precision, self._device.torch_device, options.adapters, options.trainable, options.seed
         )
-        self._source.check()
-        for name, value in self._source.read_buffers():
-            meta.get_buffer(name).copy_(value)
-        self._stack = StreamedModel(meta, self._device.torch_device)
-        self._shape = model_records(self._stack, self._options.precision)
-        self.parameters = sum(record.parameter_count for record in self._shape.records)
-        self.trainable_parameters = self.parameters
+        share = share_of(self._topology)
+        self._source = self._model.weights(self._checkpoint)
+        self._stack, self._shape = self._model.stack, self._model.shape.shared(share)
+        if share.rank:
+            torch.manual_seed(options.seed + share.rank)  # what drops out differs, as the sequences do
+        self.parameters, self.trainable_parameters = self._model.parameters, self._model.trainable_parameters
 
     def _choose(self, batch_shape: tuple[int, int]) -> None:
         """Take from the planner what was left open, if this machine and model have been profiled."""
@@ -269,18 +319,22 @@ class Engine:
         rows, seq_len = batch_shape or (options.micro_batch or 1, min(context, 2048))
         self.memory_plan = self._planner.plan(rows, seq_len, options.micro_batch)
         layout = Layout(len(self._ssd))
-        self._extents = allocate_extents(layout, self._shape.records, options.precision, slots)
+        self._extents = allocate_extents(layout, self._shape.records, slots)
         folders = [path / run_name for path in self._ssd]
         wanted = TrainingState(
-            0, 0, "", fingerprint(self._shape.records), str(options.precision.dtype),
+            0, 0, "", self._model.fingerprint, str(options.precision.dtype),
             str(options.precision.optimizer_dtype), slots, emulated=self.emulated,
         )  # fmt: skip
         self.created_bytes = 0
         # Everything goes through host memory, so there is nothing for "auto" to measure.
         io: dict[str, Any] = {"io": "posix" if options.io == "auto" else options.io, "pace": self._pace}
+        run = self._agreement.tell(uuid.uuid4().hex)[0] if self._agreement is not None else ""
         if resume:
-            self._store = Store.open(folders, **io)
-            state = load_state(self._store, wanted)
+            if self._agreement is None:
+                self._store = Store.open(folders, **io)
+                state = load_state(self._store, wanted)
+            else:
+                self._store, state, run = find_common_state(self._agreement, lambda: Store.open(folders, **io), wanted)
             restore_random_states(state.random, self._device.torch_device)
         else:
             made = [folder for folder in folders if not folder.exists()]
@@ -293,18 +347,33 @@ class Engine:
                     folder.rmdir()
                 raise
             state = replace(wanted, store=self._store.id)
-        self._commits = Commits(self._store, state, options.single_slot)
+        self._commits = self._make_commits(state, run)
         self.step_count = state.step
         self.user_state: dict[str, Any] = dict(state.user)
         self._open_plane()
         if not resume:
             assert self._plane is not None
-            with self._not_counted():
+            with self._io.not_counted():
                 fill_store(self._plane, self._source, 0)
-            self._store.sync([weights_file(0)])
+            self._store.sync({extent.file for places in self._extents for extent in places.parameters[:1]})
             state.random = random_states(self._device.torch_device)
             self._commits.write_manifest()
-            self.created_bytes = self._io_other[1]
+            self.created_bytes = self._io.other[1]
+        elif self._agreement is not None:
+            self._commits.write_manifest()  # a step that this rank alone had committed does not count
+        if self._agreement is not None:
+            self._agreement.tell(None)
+
+    def _make_commits(self, state: TrainingState, run: str) -> Commits:
+        assert self._store is not None
+        if self._agreement is None:
+            return Commits(self._store, state, self._options.single_slot)
+        return ClusterCommits(self._agreement, run, self._checksum, self._store, state, self._options.single_slot)
+
+    def _checksum(self, step: int) -> int:
+        """Of the parameters that this rank stores, as ``step`` has left them."""
+        assert self._plane is not None and self._plane.ranks is not None
+        return self._plane.ranks.take_checksum(step)
 
     def _open_plane(self) -> None:
         """Allocate everything and start the workers, by the memory plan."""
@@ -326,12 +395,11 @@ class Engine:
             deferred=deferred, hold=options.max_grad_norm is not None, resident=self.memory_plan.resident,
             recomputation=recomputation,
         )  # fmt: skip
-        held = self.memory_plan.held_gradients
         self._plane = DataPlane(
             self._shape, self.memory_plan, self._device, self._store, self._extents, self._commits.state.slots,
             self._link, [folder / "scratch" for folder in self._store.directories], self._commits.commit,
-            self._commits.update_of, spill_gradients=held < len(deferred), resident=self.memory_plan.resident,
-            pace=self._pace,
+            self._commits.update_of, spill_gradients=self.memory_plan.spills_gradients(self._shape, deferred),
+            resident=self.memory_plan.resident, pace=self._pace, topology=self._topology,
         )  # fmt: skip
         self._accounting = Accounting(self._plane, self._trace)
 
@@ -339,7 +407,7 @@ class Engine:
         """Give all buffers back. What is pending must have been flushed; what is not is lost."""
         if self._plane is not None:
             self._plane.close()
-            self._io_closed = _plus(self._io_closed, self._plane.io_bytes())
+            self._io.ended(self._plane.io_bytes())
             self._plane = None
         if self._link is not None:
             self._link.close()
@@ -376,7 +444,7 @@ class Engine:
         self._step = self._computation(plane, tasks, batch, began)
         self._submit(tasks)
         self._step.forward()
-        loss = self._step.loss
+        loss = self._step.loss = self._whole_loss(self._step.loss)
         if not math.isfinite(loss):
             self._finish_earlier_commit()
             raise NonFiniteLoss(f"The loss of step {step} is {loss}.", step, self.committed_step)
@@ -399,7 +467,7 @@ class Engine:
             raise FinetuneError("engine.step() comes after engine(**batch).loss.backward().")
         plane, step = self._plane, self.step_count + 1
         assert plane is not None and current.tasks.end is not None
-        norm = current.gradient_norm()
+        norm = self._gradient_norm(current)
         if not math.isfinite(norm):
             self._finish_earlier_commit()
             raise NonFiniteLoss(f"The gradient norm of step {step} is {norm}.", step, self.committed_step)
@@ -424,6 +492,7 @@ class Engine:
             idle_seconds=times.idle,
             planned_read_bytes=current.tasks.ssd_read_bytes(),
             planned_written_bytes=current.tasks.ssd_written_bytes(),
+            planned_sent_bytes=current.tasks.sent_bytes(),
             kept_activation_bytes=current.tasks.kept_bytes(self.memory_plan.kept_bytes),
             recomputation_saved=current.recomputation_saved,
         )
@@ -438,7 +507,57 @@ class Engine:
         self._stack.model.eval()
         try:
             self._submit(tasks)
-            return float(computation.forward())
+            return self._whole_loss(float(computation.forward()))
+        finally:
+            self._accounting.take()
+            self._stack.model.train()
+
+    def _whole_loss(self, loss: float) -> float:
+        """The sum of what all ranks have found, added in fp32 in their order."""
+        if self._agreement is None:
+            return loss
+        total, *others = (torch.tensor(told, dtype=torch.float32) for told in self._agreement.tell(loss))
+        for other in others:
+            total += other
+        return float(total)
+
+    def _gradient_norm(self, current: StepComputation | TimedComputation) -> float:
+        """Of the gradient summed over all ranks."""
+        if self._agreement is None or self.emulated:
+            return current.gradient_norm()
+        assert self._plane is not None and self._plane.ranks is not None
+        reductions = [task for task in current.tasks.tasks if task.op in (Op.GRADIENT_REDUCE, Op.GRADIENT_EXCHANGE)]
+        self._plane.executor.wait(reductions)
+        self._device.synchronize()
+        squares = self._plane.ranks.take_squares(current.tasks.step)
+        return math.sqrt(sum(self._agreement.tell(float(squares))))
+
+    @torch.no_grad()
+    def next_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The model's prediction after a sequence: fp32 ``[V]`` for int64 ``[1, S]``.
+
+        Nothing is kept from call to call, so each reads the whole model and computes the whole sequence: for looking at
+        what a model has learnt, not for serving it.
+
+        Raises:
+            UserError: this is not one sequence, or the run is emulated.
+        """
+        if self.emulated:
+            raise UserError("A run on an emulated device computes nothing, so there is nothing that it could say.")
+        if input_ids.dim() != 2 or input_ids.shape[0] != 1 or not input_ids.numel():
+            raise UserError(f"next_logits takes one sequence, [1, tokens], not {list(input_ids.shape)}.")
+        self.flush()
+        batch = {"input_ids": input_ids, "labels": input_ids}
+        plane = self._fitting_plane(batch)
+        tasks = self._scheduler.evaluation(self.step_count, self._batch_shape(batch))
+        computation = NextToken(
+            self._stack, plane, tasks, batch, self.memory_plan, self._recomputations, time.monotonic()
+        )
+        self._stack.model.eval()
+        try:
+            self._submit(tasks)
+            computation.forward()
+            return computation.logits
         finally:
             self._accounting.take()
             self._stack.model.train()
@@ -457,9 +576,7 @@ class Engine:
     def _submit(self, tasks: StepList) -> None:
         """Let the lanes run ``tasks``, and note what they will cost."""
         assert self._plane is not None
-        self._planned_bytes = (
-            self._planned_bytes[0] + tasks.ssd_read_bytes(), self._planned_bytes[1] + tasks.ssd_written_bytes()
-        )  # fmt: skip
+        self._io.submitted(tasks)
         self._plane.executor.submit(tasks.tasks)
         self._commits.submitted(tasks.tasks)
         self._accounting.watch(tasks)
@@ -469,22 +586,37 @@ class Engine:
     ) -> StepComputation | TimedComputation:
         if isinstance(self._device, EmulatedDevice):
             return TimedComputation(self._device, plane.executor, tasks, batch["input_ids"].numel(), began)
-        return StepComputation(self._stack, plane, tasks, batch, self.memory_plan, self._recomputations, began)
+        return StepComputation(
+            self._stack, plane, tasks, batch, self.memory_plan, self._recomputations, began, self._items
+        )
 
     def _commit_requested(self) -> int:
         """The newest step whose commit is done or among the submitted tasks."""
         return self._scheduler.commit_step if self._scheduler.commit_step is not None else self.committed_step
 
     def _prepare(self, batch: dict[str, torch.Tensor]) -> DataPlane:
-        """Check the batch; make buffers anew if it does not fit those there are."""
+        """Check the batch, and find room for it."""
         if self._closed:
             raise FinetuneError("The engine has been closed.")
         for name in ("input_ids", "labels"):
             if batch.get(name) is None or batch[name].dim() != 2:
                 raise UserError(f"A batch needs {name} of shape [sequences, tokens].")
-        if not bool((batch["labels"][:, 1:] != -100).any()):
+        items = self._count_labels(batch)
+        if not items:
             raise UserError("No token of this batch has a label (all are -100): there is nothing to learn from it.")
+        self._items = items if self._agreement is not None else None
+        return self._fitting_plane(batch)
+
+    def _count_labels(self, batch: dict[str, torch.Tensor]) -> int:
+        """In the batches of all ranks."""
+        items = int((batch["labels"][:, 1:] != -100).sum())
+        return items if self._agreement is None else sum(self._agreement.tell(items))
+
+    def _fitting_plane(self, batch: dict[str, torch.Tensor]) -> DataPlane:
+        """Buffers in which the batch has room, on every rank."""
         rows, seq_len = batch["input_ids"].shape
+        if self._agreement is not None:  # all or none of the ranks make their buffers anew
+            rows, seq_len = (max(sizes) for sizes in zip(*self._agreement.tell((rows, seq_len)), strict=True))
         planned = self.memory_plan.batch
         if self._plane is None or rows > planned.rows or seq_len > planned.seq_len:
             self.flush()
@@ -518,19 +650,25 @@ class Engine:
 
     def _reader(self) -> StoreReader:
         assert self._store is not None
-        slots = [self._commits.state.slot] * len(self._shape.records)
-        return StoreReader(self._store, self._shape, self._extents, self.memory_plan.chunk_elements, slots)
+        slot = self._commits.state.slot
+        places = (self._store, self._shape, self._extents, self.memory_plan.chunk_elements, slot)
+        return StoreReader(*places) if self._topology is None else ClusterReader(self._topology, *places)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter's name and fp32 master weight, read from the store one at a time."""
+        """Every parameter's name and fp32 master weight (or frozen value), read from the store one at a time."""
         self.flush()
-        with self._not_counted():
+        with self._io.not_counted():
             yield from self._reader().masters()
 
-    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Export a Hugging Face checkpoint (compute dtype), record by record; training can go on afterwards.
+    def save_pretrained(self, directory: str | os.PathLike[str], *, merge: bool = False) -> None:
+        """Export what was trained: a Hugging Face checkpoint in the compute dtype, or a PEFT adapter directory.
 
-        Buffers are given back while exporting, so that it stays within the host budget.
+        Record by record, and buffers are given back meanwhile, so that it stays within the host budget. Training can
+        go on afterwards.
+
+        Args:
+            merge: write a checkpoint with the adapters merged into the weights as well, in the folder ``merged`` of
+                ``directory``.
 
         Raises:
             UserError: the run is emulated: its weights mean nothing.
@@ -539,16 +677,23 @@ class Engine:
             raise UserError("A run on an emulated device has no weights worth keeping: nothing is exported.")
         self.flush()
         self._close_plane()
-        shard = max(32 << 20, min(_SHARD_BYTES, self._host_limit // 3))
-        target = Path(directory)
-        writer = CheckpointWriter(target, self._stack.model, self.config, self._options.precision.dtype, shard)
-        reader = self._reader()
-        with self._not_counted():
-            for record in self._shape.records:
-                writer.add(reader.compute_weights(record))
-        writer.finish()
-        if self._checkpoint is not None:
-            copy_tokenizer_files(self._checkpoint, target)
+        share = self._shape.share
+        if share.node == 0:  # whose ranks have everything together
+            self._write(Path(directory), merge, writes=share.rank == 0)
+        if self._agreement is not None:
+            self._agreement.tell(None)
+
+    def _write(self, target: Path, merge: bool, writes: bool) -> None:
+        """``writes``: whether this rank writes what the ranks of this node read together."""
+        dtype = self._options.precision.dtype
+        exporter = Exporter(self._model, self._reader(), self._shape, self._checkpoint, self._host_limit, writes)
+        with self._io.not_counted():
+            if self._model.adapters is None:
+                exporter.checkpoint(target, dtype)
+                return
+            exporter.adapter(target)
+            if merge:
+                exporter.checkpoint(target / MERGED, dtype)
 
     # -- figures --------------------------------------------------------------------------------------------------
 
@@ -562,25 +707,17 @@ class Engine:
 
     def io_bytes(self) -> tuple[int, int]:
         """Bytes that training has read from and written to the SSDs, in all our processes."""
-        return _minus(self._all_io_bytes(), self._io_other)
-
-    def _all_io_bytes(self) -> tuple[int, int]:
-        assert self._store is not None
-        total = _plus(self._io_closed, (self._store.bytes_read, self._store.bytes_written))
-        return _plus(total, self._plane.io_bytes()) if self._plane is not None else total
-
-    @contextmanager
-    def _not_counted(self) -> Iterator[None]:
-        """What is read and written meanwhile is not training's: filling the store, exporting, looking."""
-        before = self._all_io_bytes()
-        try:
-            yield
-        finally:
-            self._io_other = _plus(self._io_other, _minus(self._all_io_bytes(), before))
+        return self._io.training
 
     def planned_io_bytes(self) -> tuple[int, int]:
         """What the schedule says that :meth:`io_bytes` comes to, once everything submitted is done."""
-        return self._planned_bytes
+        return self._io.planned
+
+    def _io_now(self) -> tuple[int, int]:
+        """What the store and the optimizer process there are have moved."""
+        parts = [(store.bytes_read, store.bytes_written) for store in (self._store,) if store is not None]
+        parts += [plane.io_bytes() for plane in (self._plane,) if plane is not None]
+        return sum(read for read, _ in parts), sum(written for _, written in parts)
 
     def host_memory_in_use(self) -> int:
         """Proportional set size of our processes, in bytes, beyond what they had before the model was touched."""
@@ -639,6 +776,8 @@ class Engine:
             self._close_plane()
             if self._store is not None:
                 self._store.close()
+            if self._agreement is not None:
+                self._agreement.close()
             self._meter.stop()
 
     def __enter__(self) -> "Engine":
@@ -646,14 +785,6 @@ class Engine:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close()
-
-
-def _plus(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
-    return one[0] + other[0], one[1] + other[1]
-
-
-def _minus(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
-    return one[0] - other[0], one[1] - other[1]
 
 
 class _StreamedLoss(torch.autograd.Function):

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_map
 from common.errors import UserError
 from fuyou.block_trace import AttentionOf, BlockTrace, Operator, Tracer
 from fuyou.residency import spread
-from fuyou.schedule import Recomputation
 from fuyou.stack import StreamedModel
+from fuyou.step_shape import Recomputation
 
 #: FLOPs that a device does while it moves one byte of its memory, for operators that are bound by that: about 160 on an
 #: RTX 4090 (165 TFLOP/s in bf16, 1008 GB/s) and on an A100 (312 TFLOP/s, 1.9 TB/s).
@@ -155,6 +155,11 @@ def keepable(trace: BlockTrace, rows: int = 1, cost: Cost = roofline) -> Keepabl
         )
         kept, needed = kept | {best}, best_needed
     return Keepable(tuple(chosen), rows * trace.flops(), rows * unneeded)
+
+
+def worth_keeping(trace: BlockTrace) -> list[tuple[str, int]]:
+    """Name and ordinal of all calls that save FLOPs if their outputs are kept, best first."""
+    return [(one.operator, one.ordinal) for one in keepable(trace).outputs if one.saved_flops > 0]
 
 
 def trace_block(stack: StreamedModel, seq_len: int, device: str, dtype: torch.dtype, layer: int = -1) -> BlockTrace:

@@ -7,7 +7,7 @@ then optimizer states that need not be read at all.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedConfig
@@ -16,9 +16,9 @@ from common.buffers import round_up
 from common.errors import UserError
 from common.units import format_bytes
 from fuyou.loss import pass_bytes
-from fuyou.records import PAGE_ELEMENTS, Record
+from fuyou.records import PAGE_ELEMENTS, Kind
 from fuyou.residency import resident_records
-from fuyou.schedule import BufferCounts, StepShape
+from fuyou.step_shape import BufferCounts, StepShape
 
 #: Optimizer states move and are updated in chunks of this many parameters. Small ones (10 MB of lo, mean and variance)
 #: keep reads, arithmetic and writes of one block going at the same time; large ones cost less Python per byte, which
@@ -30,6 +30,8 @@ CHUNKS_PER_BLOCK = 32
 HOST_OVERHEAD_BYTES = 96 << 20
 #: Adam's scratch memory in the optimizer process, from above: half a mebibyte per thread, twice that with bf16 moments.
 ADAM_SCRATCH_BYTES = 20 << 20
+#: Device memory in which gradients of other ranks arrive, for each of the two levels: they are added piece by piece.
+REDUCTION_BYTES = 32 << 20
 #: How often the logits exist at once, in the compute dtype: themselves, their gradient, and one more in families that
 #: pass them through a function (soft capping). What the loss makes of them in fp32 comes in passes, see fuyou/loss.py.
 LOGIT_COPIES = 3
@@ -87,10 +89,15 @@ class MemoryPlan:
     resident: tuple[int, ...] = ()
     """Records that live in host memory for the whole run, states included."""
 
-    @property
-    def held_gradients(self) -> int:
-        """Blocks' gradients that can wait on the host while two others pass through."""
-        return max(0, self.counts.host_block_gradients - 2)
+    def spills_gradients(self, shape: StepShape, deferred: Collection[int]) -> bool:
+        """Whether there is no room on the host for all gradients that wait for a deferred update, while others pass
+        through."""
+        passing = {Kind.BLOCK: 2, Kind.OUTER: 1, Kind.ADAPTER: 0}
+        return any(
+            sum(shape.records[index].kind is kind for index in deferred)
+            > max(0, self.counts.host_gradients(kind) - few)
+            for kind, few in passing.items()
+        )
 
 
 def activation_elements_per_token(config: PreTrainedConfig) -> float:
@@ -146,16 +153,15 @@ class MemoryPlanner:
         self.deferred = deferred
         self.host_cache = host_cache
         self._kept_layers, self._kept_bytes = kept_layers, kept_bytes
-        largest = max((shape.records[index] for index in shape.blocks), key=lambda record: record.numel)
-        self.block = largest.numel
-        outer = [record for record in shape.records if record.outer]
-        self.outer = max(record.numel for record in outer)
-        # By the model alone: states lie on SSD chunk by chunk.
-        wanted = min(LARGEST_CHUNK, max(SMALLEST_CHUNK, self.block // CHUNKS_PER_BLOCK))
-        self.chunk_elements = round_up(min(wanted, max(self.block, self.outer)), PAGE_ELEMENTS)
-        self.block_chunks = len(largest.chunks(self.chunk_elements))
-        self.largest_block_parameter = _largest(shape.records[index] for index in shape.blocks)
-        self.largest_outer_parameter = _largest(outer)
+        self.adapters = len(shape.of_kind(Kind.ADAPTER))
+        # By the model and the number of ranks alone: states lie on SSD chunk by chunk.
+        trained = [shape.records[index] for index in shape.trainable]
+        largest = max((r for r in trained if r.kind is Kind.BLOCK), key=lambda r: r.numel, default=trained[-1])
+        wanted = min(LARGEST_CHUNK, max(SMALLEST_CHUNK, largest.owned // CHUNKS_PER_BLOCK))
+        self.chunk_elements = round_up(min(wanted, max(record.owned for record in trained)), PAGE_ELEMENTS)
+        # Of the rank that has most: all must plan the same.
+        ranks = [replace(largest, share=share) for share in shape.share.everyone()]
+        self.block_chunks = max(len(record.chunks(self.chunk_elements)) for record in ranks)
 
     def plan(self, rows: int, seq_len: int, micro_rows: int | None) -> MemoryPlan:
         """The best plan that fits: micro-batches as large as the device takes (or as asked), then buffers.
@@ -168,7 +174,7 @@ class MemoryPlanner:
         for size in sizes:
             batch = Batch(rows, seq_len, min(size, rows))
             for device in _device_ladder():
-                plan = self._fit(batch, device)
+                plan = self._fit(batch, self._wanted(device))
                 if plan is not None:
                     if best is None or device.device_blocks > best.counts.device_blocks:
                         best = plan
@@ -182,8 +188,9 @@ class MemoryPlanner:
     def _fit(self, batch: Batch, device: BufferCounts) -> MemoryPlan | None:
         activations = (len(self.shape.blocks) + 2) * batch.micro_batches + 2
         kept = self._kept(batch)
-        rungs = itertools.product(_host_ladder(_with_kept(device, kept)), _head_ladder(batch))
-        for (counts, ring), columns in rungs:
+        rungs = itertools.product(self._adapter_ladder(), _host_ladder(_with_kept(device, kept)), _head_ladder(batch))
+        for (in_host, passing), (counts, ring), columns in rungs:
+            counts = replace(self._wanted(counts), host_adapters=in_host, host_adapter_gradients=passing)
             plan = self._count(batch, counts, ring, columns)
             if plan.device_bytes > self.device_limit or plan.host_bytes > self.host_limit:
                 continue
@@ -205,10 +212,11 @@ class MemoryPlanner:
                 if counts.host_activations < missing + 1:
                     counts = replace(counts, ssd_activations=activations)
             counts = self._place_kept(batch, counts, ring, columns, kept)
-            block_bytes = self.block * self.shape.precision.parameter_bytes
-            room = self.host_limit - self._count(batch, counts, ring, columns).host_bytes
-            held = max(0, min(room // block_bytes, self.deferred, len(self.shape.blocks)))
-            counts = replace(counts, host_block_gradients=counts.host_block_gradients + held)
+            block_bytes = self.shape.gradient_nbytes(Kind.BLOCK)
+            if block_bytes:
+                room = self.host_limit - self._count(batch, counts, ring, columns).host_bytes
+                held = max(0, min(room // block_bytes, self.deferred, len(self.shape.blocks)))
+                counts = replace(counts, host_block_gradients=counts.host_block_gradients + held)
             return self._cache(self._count(batch, counts, ring, columns), ring)
         return None
 
@@ -216,22 +224,49 @@ class MemoryPlanner:
         """``plan`` with what is left of the host's memory as a cache: parameters, which save twice their size in
         every step; and when all of them are there, states, which save it once (twice if not every step is committed).
         """
-        layers, outer = len(self.shape.blocks), sum(record.outer for record in self.shape.records)
-        width, counts = self.shape.precision.parameter_bytes, plan.counts
+        layers, outer, counts = len(self.shape.blocks), len(self.shape.of_kind(Kind.OUTER)), plan.counts
+        block_bytes, outer_bytes = (self.shape.parameter_nbytes(kind) for kind in (Kind.BLOCK, Kind.OUTER))
         room = self.host_limit - plan.host_bytes
         room = room if self.host_cache is None else min(room, self.host_cache)
-        more = max(0, min(room // (self.block * width), layers - counts.host_blocks))
+        more = max(0, min(room // block_bytes, layers - counts.host_blocks))
         counts = replace(counts, host_blocks=counts.host_blocks + more)
-        room -= more * self.block * width
+        room -= more * block_bytes
         missing = max(0, outer - counts.host_outer)
         resident: tuple[int, ...] = ()
-        if counts.host_blocks >= layers and missing * self.outer * width <= room:
+        if counts.host_blocks >= layers and missing * outer_bytes <= room:
             counts = replace(counts, host_outer=counts.host_outer + missing)
-            room -= missing * self.outer * width
+            room -= missing * outer_bytes
             resident = tuple(resident_records(self.shape, room))
         plan = self._count(plan.batch, counts, ring, plan.head_columns)
-        states = sum(self.shape.records[index].numel for index in resident) * self.shape.precision.state_bytes
+        states = sum(self.shape.records[index].state_nbytes for index in resident)
+        if self._in_memory(counts):
+            resident += tuple(record.index for record in self.shape.of_kind(Kind.ADAPTER))
         return replace(plan, resident=resident, host_bytes=plan.host_bytes + states)
+
+    def _wanted(self, counts: BufferCounts) -> BufferCounts:
+        """``counts`` without gradients of what is frozen, and with what adapters need on the device."""
+        none = {
+            name: 0
+            for kind, names in (
+                (Kind.BLOCK, ("device_block_gradients", "host_block_gradients")),
+                (Kind.OUTER, ("device_outer_gradients", "host_outer_gradients")),
+            )
+            if not self.shape.trained_elements(kind)
+            for name in names
+        }
+        few = min(2, self.adapters)
+        return replace(counts, device_adapters=few, device_adapter_gradients=few, **none)
+
+    def _adapter_ladder(self) -> list[tuple[int, int]]:
+        """Host buffers for adapters and for their gradients: all of them, as a rule; else as many as pass through."""
+        if not self.adapters:
+            return [(0, 0)]
+        waiting = min(self.adapters, self.deferred + 2)
+        return [(self.adapters, waiting), (min(3, self.adapters), min(2, self.adapters))]
+
+    def _in_memory(self, counts: BufferCounts) -> bool:
+        """Whether adapters are in host memory for the whole run, their optimizer states with them."""
+        return 0 < self.adapters <= counts.host_adapters
 
     def _kept(self, batch: Batch) -> int:
         """How many buffers of kept outputs a step fills."""
@@ -256,11 +291,11 @@ class MemoryPlanner:
 
     def _block_workspace(self, batch: Batch) -> int:
         per_token = activation_elements_per_token(self.config) * self.shape.precision.parameter_bytes
-        return int(batch.micro_tokens * per_token)
+        return int(batch.micro_tokens * (per_token + adapter_bytes_per_token(self.shape)))
 
     def _count(self, batch: Batch, counts: BufferCounts, ring_blocks: float, columns: int) -> MemoryPlan:
         """What ``counts`` take, with ``columns`` tokens of each row going through the head at once."""
-        precision, several = self.shape.precision, batch.micro_batches > 1
+        shape, precision, several = self.shape, self.shape.precision, batch.micro_batches > 1
         width = precision.parameter_bytes
         text = self.config.get_text_config()
         activation = round_up(batch.micro_tokens * text.hidden_size * width, 4096)
@@ -272,27 +307,33 @@ class MemoryPlanner:
         )
         # An outer gradient is made, transposed or summed on the way, and added to the flat buffer: measured on a CPU,
         # three times its size at once.
-        head = logits + 3 * self.largest_outer_parameter * width
-        workspace = self._block_workspace(batch) + max(2 * self.largest_block_parameter * width, head)
+        head = logits + 3 * _largest(shape, Kind.OUTER) * width
+        workspace = self._block_workspace(batch) + max(2 * _largest(shape, Kind.BLOCK) * width, head)
 
-        wide_blocks = precision.split and several
+        trained = {kind: shape.trained_elements(kind) for kind in (Kind.BLOCK, Kind.OUTER)}
+        wide_blocks = precision.split and several and bool(trained[Kind.BLOCK])
         # Two contributions (head and tied embedding) need no more: their sum is rounded once either way.
-        wide_outer = precision.split and (several or columns < batch.seq_len)
+        wide_outer = precision.split and (several or columns < batch.seq_len) and bool(trained[Kind.OUTER])
         chunk = self.chunk_elements
         ring_chunks = max(2, math.ceil(ring_blocks * self.block_chunks))
         device = (
-            counts.device_blocks * self.block * width
-            + counts.device_outer * self.outer * width
-            + self.block * _gradient_bytes(counts.device_block_gradients, width, wide_blocks)
-            + self.outer * _gradient_bytes(counts.device_outer_gradients, width, wide_outer)
+            sum(counts.device(kind) * shape.device_nbytes(kind) for kind in Kind)
+            + trained[Kind.BLOCK] * _gradient_bytes(counts.device_block_gradients, width, wide_blocks)
+            + trained[Kind.OUTER] * _gradient_bytes(counts.device_outer_gradients, width, wide_outer)
+            + counts.device_adapter_gradients * shape.device_gradient_nbytes(Kind.ADAPTER)
             + counts.device_activations * activation
             + counts.device_kept * kept
             + workspace
+            + REDUCTION_BYTES * ((shape.share.ranks_per_node > 1) + (shape.share.nodes > 1))
         )
         host = (
-            (counts.host_blocks + counts.host_block_gradients) * self.block * width
-            + (counts.host_outer + counts.host_outer_gradients) * self.outer * width
-            + ring_chunks * chunk * precision.state_bytes
+            sum(
+                counts.host(kind) * shape.parameter_nbytes(kind)
+                + counts.host_gradients(kind) * shape.gradient_nbytes(kind)
+                for kind in Kind
+            )
+            + (sum(r.state_nbytes for r in shape.of_kind(Kind.ADAPTER)) if self._in_memory(counts) else 0)
+            + ring_chunks * chunk * max(shape.records[index].precision.state_bytes for index in shape.trainable)
             + counts.host_activations * activation
             + counts.host_kept * kept
             + HOST_OVERHEAD_BYTES
@@ -306,7 +347,10 @@ class MemoryPlanner:
 
     def _too_small(self, batches: list[Batch]) -> UserError:
         counts, ring = list(_host_ladder(list(_device_ladder())[-1]))[-1]
-        counts = replace(counts, host_activations=2)
+        in_host, passing = self._adapter_ladder()[-1]
+        counts = replace(
+            self._wanted(counts), host_activations=2, host_adapters=in_host, host_adapter_gradients=passing
+        )
         plans = [
             self._count(batch, _with_kept(counts, self._kept(batch)), ring, columns)
             for batch in batches
@@ -326,13 +370,29 @@ class MemoryPlanner:
                 f"--host-memory of at least {_mebibytes(least.host_bytes)} (it is {format_bytes(self.host_limit)})"
             )
         smaller = "" if batch.micro_rows == 1 or len(batches) > 1 else " A smaller --micro-batch needs less."
+        block, outer = (max(r.numel for r in self.shape.of_kind(kind)) for kind in (Kind.BLOCK, Kind.OUTER))
         return UserError(
-            f"One block of this model ({self.block:,} parameters; {self.outer:,} outside the blocks) with a "
+            f"One block of this model ({block:,} parameters; {outer:,} outside the blocks) with a "
             f"micro-batch of {batch.micro_rows} x {batch.seq_len} tokens needs {' and '.join(needs)}.{smaller}"
         )
 
 
-def _largest(records: Iterable[Record]) -> int:
+def adapter_bytes_per_token(shape: StepShape) -> int:
+    """What a block's adapters save in its forward pass, per token, from above: an input and an output of each in fp32,
+    and one more of each on the way."""
+    return (
+        max(
+            (8 * sum(max(slot.shape) for slot in record.parameters if len(slot.shape) > 1))
+            for record in shape.of_kind(Kind.ADAPTER)
+        )
+        if shape.of_kind(Kind.ADAPTER)
+        else 0
+    )
+
+
+def _largest(shape: StepShape, kind: Kind) -> int:
+    """Elements of the largest parameter of this kind that has a gradient."""
+    records = [record for record in shape.of_kind(kind) if record.trainable]
     return max((slot.numel for record in records for slot in record.parameters), default=0)
 
 

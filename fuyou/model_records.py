@@ -3,24 +3,65 @@
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
 
 from common.errors import UserError
 from common.models.structure import fp32_parameters, parameter_names
-from fuyou.records import Precision, Record, wants_decay
-from fuyou.schedule import StepShape
+from fuyou.records import Kind, Precision, Record, wants_decay
 from fuyou.stack import StreamedModel
+from fuyou.step_shape import StepShape
 
 #: Names, shape, and whether weight decay applies.
 Entry = tuple[tuple[str, ...], Sequence[int], bool]
 
 
+@dataclass
+class _Group:
+    """Parameters that are used together: a block's, or those on one side of the blocks."""
+
+    frozen: list[Entry] = field(default_factory=list)
+    trained: list[Entry] = field(default_factory=list)
+
+    def add(self, entry: Entry, trained: bool) -> None:
+        (self.trained if trained else self.frozen).append(entry)
+
+    def joined(self, other: "_Group") -> "_Group":
+        return _Group(self.frozen + other.frozen, self.trained + other.trained)
+
+
+class _Records:
+    """Records as they are made, numbered; what is trained beside what is frozen comes last."""
+
+    def __init__(self, precision: Precision):
+        self.made: list[Record] = []
+        self._precision = precision
+
+    def main(self, name: str, kind: Kind, group: _Group) -> int:
+        """A record of the whole group, or of what is frozen of it."""
+        return self._add(name, kind, self._precision, group.frozen or group.trained, not group.frozen)
+
+    def adapter(self, name: str, entries: list[Entry]) -> int:
+        """A record of what is trained of a group that is frozen otherwise; -1 if that is nothing."""
+        if not entries:
+            return -1
+        precision = Precision(torch.float32, self._precision.optimizer_dtype)
+        return self._add(f"{name} adapters", Kind.ADAPTER, precision, entries, True)
+
+    def _add(self, name: str, kind: Kind, precision: Precision, entries: list[Entry], trainable: bool) -> int:
+        self.made.append(Record.build(len(self.made), name, kind, precision, entries, trainable=trainable))
+        return len(self.made) - 1
+
+
 def model_records(stack: StreamedModel, precision: Precision) -> StepShape:
-    """One record per block, one for what runs before the blocks, one for what runs after.
+    """One record per block, one for what runs before the blocks, one for what runs after; and where some parameters
+    are frozen (``requires_grad`` is False) and some are not, one more for the latter.
 
     Where a parameter is used on both sides (tied embeddings), both sides are one record.
 
     Raises:
-        UserError: the family keeps parameters in fp32 that bf16 training would round.
+        UserError: the family keeps parameters in fp32 that bf16 training would round, or all parameters are frozen.
     """
     kept = fp32_parameters(stack.model)
     if kept and precision.split:
@@ -28,31 +69,58 @@ def model_records(stack: StreamedModel, precision: Precision) -> StepShape:
             f"{type(stack.model).__name__} insists on fp32 for {len(kept)} parameters ({kept[0]}, ...): train it with "
             "--dtype fp32."
         )
-    blocks: list[list[Entry]] = [[] for _ in stack.blocks]
-    before: list[Entry] = []
-    after: list[Entry] = []
-    tied = False
+    if not any(parameter.requires_grad for parameter in stack.model.parameters()):
+        raise UserError("All parameters of the model are frozen: there is nothing to train.")
+    blocks = [_Group() for _ in stack.blocks]
+    before, after, both = _Group(), _Group(), _Group()
     prefix = f"{stack.block_prefix}."
     for names in parameter_names(stack.model):
-        shape = tuple(stack.model.get_parameter(names[0]).shape)
+        parameter = stack.model.get_parameter(names[0])
+        shape = tuple(parameter.shape)
         entry = (names, shape, wants_decay(names[0], shape))
         if names[0].startswith(prefix):
-            blocks[int(names[0].removeprefix(prefix).partition(".")[0])].append(entry)
-            continue
-        sides = {stack.runs_before_blocks(name) for name in names}
-        tied = tied or len(sides) == 2
-        (before if True in sides else after).append(entry)
-    if tied or not after or not before:
-        outer = [Record.build(0, "outer", True, before + after)]
+            group = blocks[int(names[0].removeprefix(prefix).partition(".")[0])]
+        else:
+            sides = {stack.runs_before_blocks(name) for name in names}
+            group = both if len(sides) == 2 else before if True in sides else after
+        group.add(entry, parameter.requires_grad)
+    return _step_shape(blocks, before, after, both, precision)
+
+
+def _step_shape(blocks: list[_Group], before: _Group, after: _Group, both: _Group, precision: Precision) -> StepShape:
+    records = _Records(precision)
+    first, last = before.joined(_Group()), after
+    if both.frozen or both.trained or not _any(before) or not _any(after):
+        # In the model's order, as far as that goes: what is tied is the embedding, which comes first.
+        whole = both.joined(before).joined(after)
+        embedding = head = records.main("outer", Kind.OUTER, whole)
+        if not whole.frozen:
+            first = last = _Group()  # trained as a whole: no adapters
     else:
-        outer = [Record.build(0, "embedding", True, before), Record.build(1, "head", True, after)]
-    records = outer + [
-        Record.build(len(outer) + layer, f"block {layer}", False, entries) for layer, entries in enumerate(blocks)
-    ]
-    return StepShape(tuple(records), 0, len(outer) - 1, tuple(range(len(outer), len(records))), precision)
+        whole = _Group()
+        embedding, head = records.main("embedding", Kind.OUTER, before), records.main("head", Kind.OUTER, after)
+        first, last = (group if group.frozen else _Group() for group in (before, after))
+    layers = tuple(records.main(f"block {layer}", Kind.BLOCK, group) for layer, group in enumerate(blocks))
+    if whole.frozen and both.trained:
+        embedding_adapter = head_adapter = records.adapter("outer", whole.trained)
+    else:
+        embedding_adapter = records.adapter("embedding", first.trained)
+        head_adapter = records.adapter("head", last.trained)
+    adapters = tuple(
+        records.adapter(f"block {layer}", group.trained if group.frozen else []) for layer, group in enumerate(blocks)
+    )
+    return StepShape(
+        tuple(records.made), embedding, head, layers, precision, adapters if max(adapters) >= 0 else (),
+        embedding_adapter, head_adapter,
+    )  # fmt: skip
 
 
-def fingerprint(records: Sequence[Record]) -> str:
-    """Identifies the layout of all records: a store can only be used with the model that it was made for."""
-    content = json.dumps([record.to_dict() for record in records], sort_keys=True)
+def _any(group: _Group) -> bool:
+    return bool(group.frozen or group.trained)
+
+
+def fingerprint(records: Sequence[Record], computation: object = None) -> str:
+    """Identifies the layout of all records, and whatever else of the computation a checkpoint does not say: a store can
+    only be used with the model that it was made for."""
+    content = json.dumps([[record.to_dict() for record in records], computation], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:32]

@@ -45,7 +45,7 @@ from fuyou.optimizer_protocol import (
     WriteRecord,
     Written,
 )
-from fuyou.records import Chunk, Precision, Record, RecordExtents, allocate_extents
+from fuyou.records import PAGE_ELEMENTS, Chunk, Precision, Record, RecordExtents, allocate_extents
 
 
 @dataclass
@@ -81,8 +81,8 @@ class Resident:
     ``written`` is the last write-back, which must be over before they are changed again.
     """
 
-    def __init__(self, record: Record, precision: Precision):
-        self.buffer = HostBuffer(record.numel * precision.state_bytes).touch()
+    def __init__(self, record: Record):
+        self.buffer = HostBuffer(record.state_nbytes).touch()
         self.loaded = False
         self.written: Write | None = None
 
@@ -114,22 +114,22 @@ class OptimizerProcess:
         self._setup = setup
         self._connection = connection
         self._sending = threading.Lock()
-        self._precision = Precision(setup.dtype, setup.optimizer_dtype)
-        self._records = [Record.from_dict(index, content) for index, content in enumerate(setup.records)]
+        self._records = [
+            Record.from_dict(index, content).shared(setup.share) for index, content in enumerate(setup.records)
+        ]
         self._shared = HostBuffer(setup.shared.nbytes, fd=shared_fd).touch()
         directories = [Path(path) for path in setup.directories]
         self._store = Store.open(directories, io=setup.io, threads=setup.io_threads, pace=setup.pace)
         # The training files' places follow from the records alone; the store's layout holds just these, in this order.
         self._extents: list[RecordExtents] = allocate_extents(
-            Layout(len(setup.directories)), self._records, self._precision, setup.slots
+            Layout(len(setup.directories)), self._records, setup.slots
         )
-        self._ring = [
-            HostBuffer(setup.chunk_elements * self._precision.state_bytes).touch() for _ in range(setup.ring_chunks)
-        ]
+        width = max(record.precision.state_bytes for record in self._records if record.trainable)
+        self._ring = [HostBuffer(setup.chunk_elements * width).touch() for _ in range(setup.ring_chunks)]
         self._free: queue.Queue[HostBuffer] = queue.Queue()
         for buffer in self._ring:
             self._free.put(buffer)
-        self._resident = {index: Resident(self._records[index], self._precision) for index in setup.resident}
+        self._resident = {index: Resident(self._records[index]) for index in setup.resident}
         self._announced: queue.Queue[ReadStates] = queue.Queue()
         self._read: queue.Queue[Place] = queue.Queue()
         self._updates: collections.deque[UpdateRecord | CreateRecord | WriteRecord] = collections.deque()
@@ -172,15 +172,14 @@ class OptimizerProcess:
             extent = self._extents[message.record].states[message.source]
             resident = self._resident.get(message.record)
             for chunk in self._chunks(message.record):
-                place = self._resident_place(resident, chunk) if resident else Place(chunk, self._free.get())
+                place = self._resident_place(message.record, chunk) if resident else Place(chunk, self._free.get())
                 if resident is None or not resident.loaded:
-                    self._start_reading(place, extent)
+                    self._start_reading(place, extent, self._records[message.record].precision.state_bytes)
                 self._read.put(place)
             if resident is not None:
                 resident.loaded = True
 
-    def _start_reading(self, place: Place, extent: Extent) -> None:
-        width = self._precision.state_bytes
+    def _start_reading(self, place: Place, extent: Extent, width: int) -> None:
         first, nbytes = place.chunk.start * width, (place.chunk.stop - place.chunk.start) * width
         place.times.append(time.monotonic())
         place.reading = self._store.read(extent, place.buffer.bytes(place.offset, nbytes), first, nbytes)
@@ -202,8 +201,10 @@ class OptimizerProcess:
     def _update(self, message: UpdateRecord) -> None:
         record = self._records[message.record]
         parameters, gradients = self._parameter_bytes(message.parameters, record), self._gradients(message, record)
-        values = torch.from_numpy(parameters).view(self._precision.dtype)
+        values = torch.from_numpy(parameters).view(record.precision.dtype)
         write = self._begin_write(message.record)
+        # Of stochastic rounding: no two ranks draw the same, for no rank has more chunks than pages.
+        stream = record.share.owned_start(record.numel) // PAGE_ELEMENTS
         began, computing = 0.0, []
         for number in range(write.pending):
             place = self._read.get()
@@ -211,12 +212,12 @@ class OptimizerProcess:
                 place.reading.result()
                 write.intervals.append((place.times[0], place.times[-1]))
             began = began or time.monotonic()
-            chunk, states = place.chunk, StateChunks(place, self._precision)
+            chunk, states = place.chunk, StateChunks(place, record.precision)
             part = slice(chunk.start, chunk.stop)
             started = time.monotonic()
             self._adam.update(
                 values[part], states.lo, states.mean, states.variance, gradients[part], message.update,
-                decay=chunk.decay, stream=message.record << 32 | number,
+                decay=chunk.decay, stream=message.record << 32 | stream + number,
             )  # fmt: skip
             computing.append((started, time.monotonic()))
             if message.target >= 0:
@@ -229,13 +230,13 @@ class OptimizerProcess:
         record = self._records[message.record]
         parameters = self._parameter_bytes(message.parameters, record)
         low: torch.Tensor | None = None
-        if self._precision.split:
-            region = self._setup.shared.gradients[record.outer]
-            low = self._shared.tensor(torch.int16, region.start(message.low_halves), record.numel)
+        if record.precision.split:
+            region = self._setup.shared.gradients[record.kind]
+            low = self._shared.tensor(torch.int16, region.start(message.low_halves), record.owned)
         write = Write(message.record, len(self._chunks(message.record)))
         for chunk in self._chunks(message.record):
             place = Place(chunk, self._free.get())
-            states = StateChunks(place, self._precision)
+            states = StateChunks(place, record.precision)
             if states.lo is not None and low is not None:
                 states.lo.copy_(low[chunk.start : chunk.stop])
             states.mean.zero_()
@@ -244,9 +245,9 @@ class OptimizerProcess:
 
     def _write_resident(self, message: WriteRecord) -> None:
         parameters = self._parameter_bytes(message.parameters, self._records[message.record])
-        resident, write = self._resident[message.record], self._begin_write(message.record)
+        write = self._begin_write(message.record)
         for chunk in self._chunks(message.record):
-            self._write_chunk(write, message.target, self._resident_place(resident, chunk), parameters)
+            self._write_chunk(write, message.target, self._resident_place(message.record, chunk), parameters)
 
     def _begin_write(self, index: int) -> Write:
         """A new write-back of a record; if its states are resident, after the last one is over."""
@@ -261,17 +262,19 @@ class OptimizerProcess:
     def _write_chunk(self, write: Write, target: int, place: Place, parameters: np.ndarray) -> None:
         """Start writing one chunk's states and parameters; the buffer is free again when both are written."""
         extents, chunk = self._extents[write.record], place.chunk
-        width, count = self._precision.parameter_bytes, chunk.stop - chunk.start
-        state_bytes = count * self._precision.state_bytes
+        precision = self._records[write.record].precision
+        width, count = precision.parameter_bytes, chunk.stop - chunk.start
+        state_bytes = count * precision.state_bytes
         began = time.monotonic()
         first, stop = chunk.start * width, chunk.stop * width
         futures = [
             self._store.write(
                 extents.states[target], place.buffer.bytes(place.offset, state_bytes),
-                chunk.start * self._precision.state_bytes, state_bytes,
-            ),
-            self._store.write(extents.parameters[target], parameters[first:stop], first, stop - first),
+                chunk.start * precision.state_bytes, state_bytes,
+            )
         ]  # fmt: skip
+        if self._setup.share.nodes == 1:
+            futures.append(self._store.write(extents.parameters[target], parameters[first:stop], first, stop - first))
         waiting = [len(futures)]
 
         def finished(future: Future) -> None:
@@ -299,16 +302,19 @@ class OptimizerProcess:
     def _chunks(self, index: int) -> list[Chunk]:
         return self._records[index].chunks(self._setup.chunk_elements)
 
-    def _resident_place(self, resident: Resident, chunk: Chunk) -> Place:
-        return Place(chunk, resident.buffer, chunk.start * self._precision.state_bytes, resident=True)
+    def _resident_place(self, index: int, chunk: Chunk) -> Place:
+        start = chunk.start * self._records[index].precision.state_bytes
+        return Place(chunk, self._resident[index].buffer, start, resident=True)
 
     def _parameter_bytes(self, index: int, record: Record) -> np.ndarray:
-        region = self._setup.shared.parameters[record.outer]
-        return self._shared.bytes(region.start(index), record.numel * self._precision.parameter_bytes)
+        """What this rank owns of the parameters in host buffer ``index``."""
+        region, width = self._setup.shared.parameters[record.kind], record.precision.parameter_bytes
+        start = region.start(index) + record.share.owned_in_stored(record.numel) * width
+        return self._shared.bytes(start, record.owned * width)
 
     def _gradients(self, message: UpdateRecord, record: Record) -> torch.Tensor:
-        region = self._setup.shared.gradients[record.outer]
-        return self._shared.tensor(self._precision.dtype, region.start(message.gradient), record.numel)
+        region = self._setup.shared.gradients[record.kind]
+        return self._shared.tensor(record.precision.dtype, region.start(message.gradient), record.owned)
 
     def _send(self, message: object) -> None:
         with self._sending:
@@ -329,6 +335,8 @@ def report(connection: Connection, error: BaseException, lock: AbstractContextMa
 
 def main(pipe_fd: int) -> None:
     """Say hello, receive the set-up, serve."""
+    # By this the engine ends us; a rank of several blocks it for itself, and what is blocked is inherited.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine decides what it means
     connection = Connection(pipe_fd)
     try:

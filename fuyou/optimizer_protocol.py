@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from common.store import Pace
 from common.store.store import Io
 from fuyou.adam import Update
+from fuyou.records import Kind
+from fuyou.share import ALONE, Share
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,11 @@ class BufferRegion:
 
 @dataclass(frozen=True)
 class SharedRegions:
-    """Where parameters and gradients lie in the shared memory file; outer records have buffers of their own."""
+    """Where parameters and gradients lie in the shared memory file; each kind of record has buffers of its own."""
 
     nbytes: int
-    parameters: dict[bool, BufferRegion]
-    """By whether the record is outer."""
-    gradients: dict[bool, BufferRegion]
+    parameters: dict[Kind, BufferRegion]
+    gradients: dict[Kind, BufferRegion]
 
 
 @dataclass(frozen=True)
@@ -45,14 +44,14 @@ class Setup:
     io: Io
     io_threads: int
     records: list[dict[str, Any]]
-    dtype: torch.dtype
-    optimizer_dtype: torch.dtype
     slots: int
     chunk_elements: int
     ring_chunks: int
     """State buffers: one is read into, one is updated, one is written from; more smooth the flow."""
     shared: SharedRegions
     threads: int
+    share: Share = ALONE
+    """What of every record is this process's. Parameters that other nodes have a part in, the engine writes."""
     resident: list[int] = field(default_factory=list)
     """Records whose states stay in memory once they have been read."""
     pace: Pace | None = None

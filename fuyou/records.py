@@ -2,11 +2,16 @@
 
 In memory a record is one flat buffer of parameters; on SSD it is that buffer and, beside it, its optimizer states in
 chunks of ``[lo | mean | variance]``, so that one chunk is one contiguous range to read, update and write back.
+
+A record is trained as a whole or frozen as a whole. Where a module has both, it has two records: the frozen one is
+written when the store is made and only read from then on; the other, an *adapter* whatever it is made of, holds what is
+trained, in fp32.
 """
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -14,6 +19,7 @@ import torch
 from common.buffers import PAGE, round_up
 from common.errors import UserError
 from common.store import Extent, Layout
+from fuyou.share import ALONE, Share
 
 #: Every parameter starts on a multiple of this many elements: 256 bytes in bf16, enough for any vector unit and for
 #: bit-reproducible BLAS, and no chunk ever ends in a scalar tail.
@@ -48,6 +54,11 @@ class Precision:
         return cls(DTYPES[dtype], DTYPES[optimizer_dtype])
 
     @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """Of parameters and moments."""
+        return self.dtype, self.optimizer_dtype
+
+    @property
     def split(self) -> bool:
         """Whether masters are kept as ``hi`` and ``lo`` halves."""
         return self.dtype == torch.bfloat16
@@ -66,6 +77,17 @@ class Precision:
     def state_bytes(self) -> int:
         """Bytes per parameter of what only the optimizer needs: ``lo`` (if split), mean, variance."""
         return (2 if self.split else 0) + 2 * self.optimizer_dtype.itemsize
+
+
+class Kind(Enum):
+    """Which buffers a record passes through: each kind has its own, of the size of its largest record."""
+
+    BLOCK = "block"
+    """Of the stack: all of a block's parameters, or those of them that are frozen."""
+    OUTER = "outer"
+    """Outside the stack, likewise: may be many times larger than a block."""
+    ADAPTER = "adapter"
+    """What is trained of modules whose other parameters are frozen."""
 
 
 @dataclass(frozen=True)
@@ -109,17 +131,27 @@ class Record:
     index: int
     name: str
     """``block 7``, ``embedding``, ``head`` or ``outer``: for messages and traces."""
-    outer: bool
-    """Outside the stack of blocks: uses its own buffers, for it may be many times larger than a block."""
+    kind: Kind
+    precision: Precision
+    trainable: bool
+    """Whether it has gradients and optimizer states; a frozen one has a single place on SSD, and is only read."""
     parameters: tuple[ParameterSlot, ...]
     decayed: int
     """Elements in the decayed part, padding included."""
     numel: int
     """Elements of the whole record, padding included."""
+    share: Share = ALONE
+    """What of it is this rank's. Where there are several ranks, it is padded so that all have equal parts."""
 
     @staticmethod
     def build(
-        index: int, name: str, outer: bool, parameters: Iterable[tuple[tuple[str, ...], Sequence[int], bool]]
+        index: int,
+        name: str,
+        kind: Kind,
+        precision: Precision,
+        parameters: Iterable[tuple[tuple[str, ...], Sequence[int], bool]],
+        *,
+        trainable: bool = True,
     ) -> "Record":
         """Lay out ``(names, shape, decay)`` in order, decayed ones first."""
         wanted = list(parameters)
@@ -134,7 +166,41 @@ class Record:
             position = round_up(position, PAGE_ELEMENTS)
             if part:
                 boundary = position
-        return Record(index, name, outer, tuple(slots), boundary, position)
+        return Record(index, name, kind, precision, trainable, tuple(slots), boundary, position)
+
+    def shared(self, share: Share) -> "Record":
+        """The same record as one rank of several sees it."""
+        return replace(self, numel=share.padded(self.numel), share=share)
+
+    @property
+    def stored(self) -> int:
+        """Elements whose parameters this rank keeps, on SSD and in host memory: all, where it is alone."""
+        return self.share.stored(self.numel)
+
+    @property
+    def owned(self) -> int:
+        """Elements that this rank updates: all, where it is alone."""
+        return self.share.owned(self.numel)
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes of all parameters, as they are on the device."""
+        return self.numel * self.precision.parameter_bytes
+
+    @property
+    def parameter_nbytes(self) -> int:
+        """Bytes of the parameters that this rank keeps, on SSD and in host memory."""
+        return self.stored * self.precision.parameter_bytes
+
+    @property
+    def gradient_nbytes(self) -> int:
+        """Bytes of the gradient on its way to the optimizer, of what this rank updates."""
+        return self.owned * self.precision.gradient_bytes if self.trainable else 0
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of what only the optimizer needs, of what this rank updates."""
+        return self.owned * self.precision.state_bytes if self.trainable else 0
 
     @property
     def parameter_count(self) -> int:
@@ -142,11 +208,14 @@ class Record:
         return sum(slot.numel for slot in self.parameters)
 
     def chunks(self, chunk_elements: int) -> list[Chunk]:
-        """The record cut into ranges of at most ``chunk_elements`` (a multiple of a page)."""
+        """What this rank owns, in ranges of at most ``chunk_elements`` (a multiple of a page), counted from the first
+        element that it owns."""
+        first = self.share.owned_start(self.numel)
         result = []
         for start, stop, decay in ((0, self.decayed, True), (self.decayed, self.numel, False)):
-            for first in range(start, stop, chunk_elements):
-                result.append(Chunk(first, min(first + chunk_elements, stop), decay))
+            start, stop = max(start, first), min(stop, first + self.owned)
+            for at in range(start, stop, chunk_elements):
+                result.append(Chunk(at - first, min(at + chunk_elements, stop) - first, decay))
         return result
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -156,7 +225,9 @@ class Record:
     def to_dict(self) -> dict[str, Any]:
         return {
             "name": self.name,
-            "outer": self.outer,
+            "kind": self.kind.value,
+            "dtypes": [str(dtype).removeprefix("torch.") for dtype in self.precision.dtypes],
+            "trainable": self.trainable,
             "parameters": [[list(slot.names), list(slot.shape), slot.decay] for slot in self.parameters],
         }
 
@@ -165,33 +236,41 @@ class Record:
         return Record.build(
             index,
             content["name"],
-            content["outer"],
+            Kind(content["kind"]),
+            Precision(*(getattr(torch, name) for name in content["dtypes"])),
             [(tuple(names), shape, decay) for names, shape, decay in content["parameters"]],
+            trainable=content["trainable"],
         )
 
 
 @dataclass(frozen=True)
 class RecordExtents:
-    """Where a record lies on SSD: one pair of extents per slot."""
+    """Where a record lies on SSD: one pair of extents per slot, or the parameters alone, once, if it is frozen."""
 
     parameters: tuple[Extent, ...]
     states: tuple[Extent, ...]
 
 
+#: Name of the file, in every SSD directory, that holds all frozen records.
+FROZEN_FILE = "weights.frozen"
+
+
 def weights_file(slot: int) -> str:
-    """Name of the file, in every SSD directory, that holds slot ``slot`` of all records."""
+    """Name of the file, in every SSD directory, that holds slot ``slot`` of all records that are trained."""
     return f"weights.{slot}"
 
 
-def allocate_extents(
-    layout: Layout, records: Sequence[Record], precision: Precision, slots: int
-) -> list[RecordExtents]:
+def allocate_extents(layout: Layout, records: Sequence[Record], slots: int) -> list[RecordExtents]:
     """Give every record its place in every slot. Deterministic: both processes compute the same places."""
     places: list[tuple[list[Extent], list[Extent]]] = [([], []) for _ in records]
+    for record, (parameters, _) in zip(records, places, strict=True):
+        if not record.trainable:
+            parameters.append(layout.allocate(FROZEN_FILE, record.parameter_nbytes))
     for slot in range(slots):
         for record, (parameters, states) in zip(records, places, strict=True):
-            parameters.append(layout.allocate(weights_file(slot), record.numel * precision.parameter_bytes))
-            states.append(layout.allocate(weights_file(slot), record.numel * precision.state_bytes))
+            if record.trainable:
+                parameters.append(layout.allocate(weights_file(slot), record.parameter_nbytes))
+                states.append(layout.allocate(weights_file(slot), record.state_nbytes))
     return [RecordExtents(tuple(parameters), tuple(states)) for parameters, states in places]
 
 

@@ -8,7 +8,8 @@ those which stream are spread over the step.
 
 from collections.abc import Sequence
 
-from fuyou.schedule import StepShape
+from fuyou.records import Kind
+from fuyou.step_shape import StepShape
 
 
 def spread(blocks: Sequence[int], count: int) -> list[int]:
@@ -18,11 +19,14 @@ def spread(blocks: Sequence[int], count: int) -> list[int]:
 
 
 def resident_records(shape: StepShape, room: int) -> list[int]:
-    """Indices of the records whose optimizer states (and low halves) fit in ``room`` bytes together."""
-    width, chosen = shape.precision.state_bytes, []
-    for record in shape.records:
-        if record.outer and record.numel * width <= room:
+    """Indices of the records, adapters aside, whose optimizer states fit in ``room`` bytes together."""
+    chosen = []
+    for record in shape.of_kind(Kind.OUTER):
+        if record.trainable and record.state_nbytes <= room:
             chosen.append(record.index)
-            room -= record.numel * width
-    largest = max(shape.records[index].numel for index in shape.blocks) * width
-    return sorted(chosen + spread(shape.blocks, min(len(shape.blocks), room // largest)))
+            room -= record.state_nbytes
+    blocks = [record for record in shape.of_kind(Kind.BLOCK) if record.trainable]
+    if not blocks:
+        return chosen
+    count = min(len(blocks), room // max(record.state_nbytes for record in blocks))
+    return sorted(chosen + spread([record.index for record in blocks], count))

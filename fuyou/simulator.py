@@ -3,7 +3,7 @@
 The same lists that the engine runs, by the same rules: one lane per kind of task, first in, first out, each task when
 what it waits for is done; two pools of I/O threads that share the drives; an optimizer that reads ahead into a ring of
 chunk buffers, updates chunk by chunk in order, and writes each back. Only how long a piece of work takes comes from
-rates instead of from doing it.
+rates instead of from doing it; and where work shares cores, each piece goes as fast as what runs beside it lets it.
 """
 
 import heapq
@@ -12,10 +12,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
+from fuyou.contention import Contention
 from fuyou.intervals import Interval
 from fuyou.memory_plan import MemoryPlan
 from fuyou.records import Precision, Record
-from fuyou.schedule import FULL_RECOMPUTATION, BatchShape, Recomputation, Scheduler, StepShape
+from fuyou.schedule import Scheduler
+from fuyou.step_shape import FULL_RECOMPUTATION, BatchShape, Recomputation, StepShape
 from fuyou.tasks import SSD_READS, Op, Phase, Resource, StepList, Task
 
 #: I/O moves in pieces of at most this size: the stripe of the store.
@@ -45,6 +47,12 @@ class Rates:
     """Per token, of phases outside the blocks, where they were measured; others take their FLOPs' time."""
     finish_seconds: float = 0.0
     """At the end of each block's backward visit: its gradient's part of the norm."""
+    keep_seconds: float = 0.0
+    """Per token, by which the forward pass of a block takes longer where it keeps outputs of its operators."""
+    backward_flops_per_second: float | None = None
+    """Of the device, on blocks in the backward pass; None: the same as in the forward pass."""
+    contention: Contention | None = None
+    """How much slower work gets beside other work; None: not at all."""
 
     def compute_seconds(self, task: Task) -> float:
         """How long a compute task takes."""
@@ -52,8 +60,10 @@ class Rates:
         for phase, seconds in self.outer_seconds:
             if phase is task.visit.phase:
                 return seconds * task.tokens
-        finish = self.finish_seconds if task.last and task.visit.phase is Phase.BLOCK_BACKWARD else 0.0
-        return task.flops / self.flops_per_second + finish
+        if task.visit.phase is not Phase.BLOCK_BACKWARD:
+            return task.flops / self.flops_per_second + (self.keep_seconds * task.tokens if task.kept >= 0 else 0.0)
+        finish = self.finish_seconds if task.last else 0.0
+        return task.flops / (self.backward_flops_per_second or self.flops_per_second) + finish
 
 
 @dataclass
@@ -77,6 +87,7 @@ class _Chunk:
     task: int
     """Index of the record."""
     elements: int
+    precision: Precision
     first: bool
     last: bool
     resident: bool = False
@@ -117,8 +128,82 @@ class _Drives:
                 done()
             self._serve()
 
-        self._simulator.count(Resource.SSD, seconds)
-        self._simulator.later(seconds, finished)
+        self._simulator.work(Resource.SSD, seconds, finished)
+
+
+class _Cores:
+    """What is at work on cores that are shared: at most one piece of each resource, each at its speed beside others."""
+
+    def __init__(self, simulator: "Simulator", contention: Contention):
+        self._simulator, self._contention = simulator, contention
+        self._left: dict[Resource, float] = {}
+        self._ended: dict[Resource, Callable[[], None]] = {}
+        self._since = 0.0
+        self._changes = 0
+
+    def start(self, resource: Resource, seconds: float, ended: Callable[[], None]) -> None:
+        """Work that would take ``seconds`` alone, then call ``ended``."""
+        assert resource not in self._left
+        self._advance()
+        self._left[resource], self._ended[resource] = seconds, ended
+        self._expect()
+
+    def _speed(self, resource: Resource) -> float:
+        return self._contention.speed(resource, self._left.keys())
+
+    def _advance(self) -> None:
+        """Take off what has been done since the last change."""
+        passed, self._since = self._simulator.now - self._since, self._simulator.now
+        if passed:
+            for resource in self._left:
+                self._left[resource] -= passed * self._speed(resource)
+
+    def _expect(self) -> None:
+        """Look at what ends first, unless something changes before that."""
+        self._changes += 1
+        if not self._left:
+            return
+        waits = {resource: max(0.0, left) / self._speed(resource) for resource, left in self._left.items()}
+        first = min(waits, key=lambda resource: waits[resource])
+        changes = self._changes
+
+        def over() -> None:
+            if changes != self._changes:
+                return
+            self._advance()
+            del self._left[first]
+            ended = self._ended.pop(first)
+            self._expect()
+            ended()
+
+        self._simulator.later(waits[first], over)
+
+
+class _Link:
+    """One direction between host and device: one copy after the other, of whatever lane."""
+
+    def __init__(self, simulator: "Simulator", resource: Resource):
+        self._simulator, self._resource = simulator, resource
+        self._waiting: deque[tuple[Task, float, Callable[[], None]]] = deque()
+        self._busy = False
+
+    def copy(self, task: Task, seconds: float, ended: Callable[[], None]) -> None:
+        self._waiting.append((task, seconds, ended))
+        self._serve()
+
+    def _serve(self) -> None:
+        if self._busy or not self._waiting:
+            return
+        task, seconds, ended = self._waiting.popleft()
+        task.began = self._simulator.now
+        self._busy = True
+
+        def copied() -> None:
+            self._busy = False
+            self._serve()
+            ended()
+
+        self._simulator.work(self._resource, seconds, copied)
 
 
 class _Optimizer:
@@ -166,7 +251,7 @@ class _Optimizer:
                 ready[0] = True
                 self._compute()
 
-            self._simulator.drives.submit(1, True, chunk.elements * self._simulator.state_bytes, arrived)
+            self._simulator.drives.submit(1, True, chunk.elements * chunk.precision.state_bytes, arrived)
 
     def _compute(self) -> None:
         if self._computing or not self._updates or not self._in_order or not self._in_order[0][1][0]:
@@ -177,19 +262,18 @@ class _Optimizer:
             task.began = self._simulator.now
         self._computing = True
         seconds = chunk.elements / self._simulator.rates.adam_parameters_per_second
-        self._simulator.count(Resource.ADAM, seconds)
 
         def updated() -> None:
             self._computing = False
             if task.target >= 0:
-                nbytes = chunk.elements * (self._simulator.state_bytes + self._simulator.parameter_bytes)
+                nbytes = chunk.elements * (chunk.precision.state_bytes + chunk.precision.parameter_bytes)
                 self._simulator.drives.submit(1, False, nbytes, lambda: self._wrote(chunk))
             if chunk.last:
                 self._updates.popleft()
                 self._simulator.finish(task)
             self._compute()
 
-        self._simulator.later(seconds, updated)
+        self._simulator.work(Resource.ADAM, seconds, updated)
 
     def _wrote(self, chunk: _Chunk) -> None:
         self._free += not chunk.resident
@@ -206,20 +290,16 @@ class Simulator:
 
     Args:
         records: of the model.
-        precision: how wide parameters and states are.
         rates: of the machine.
         ring_chunks, chunk_elements: the optimizer's state buffers.
     """
 
-    def __init__(
-        self, records: Sequence[Record], precision: Precision, rates: Rates, ring_chunks: int, chunk_elements: int
-    ):
+    def __init__(self, records: Sequence[Record], rates: Rates, ring_chunks: int, chunk_elements: int):
         self.records, self.rates = records, rates
-        self.state_bytes, self.parameter_bytes = precision.state_bytes, precision.parameter_bytes
         largest = max(record.numel for record in records)
         scale = max(1, -(-largest // (chunk_elements * _MOST_PIECES)))
         self._chunk_elements = chunk_elements * scale
-        self.piece_bytes = max(_PIECE_BYTES, -(-largest * precision.parameter_bytes // _MOST_PIECES))
+        self.piece_bytes = max(_PIECE_BYTES, -(-max(record.parameter_nbytes for record in records) // _MOST_PIECES))
         self.drives = _Drives(self)
         self._optimizer = _Optimizer(self, ring_chunks if scale == 1 else max(2, -(-ring_chunks // scale)))
         self._now = 0.0
@@ -230,7 +310,8 @@ class Simulator:
         self._remaining: dict[Task, int] = {}
         self._after: dict[Task, list[Task]] = {}
         self._finished: set[Task] = set()
-        self._link_free: dict[Resource, float] = {}
+        self._links = {way: _Link(self, way) for way in (Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST)}
+        self._cores = _Cores(self, rates.contention) if rates.contention is not None else None
         self._result = Simulation()
 
     def run(self, steps: Sequence[StepList]) -> Simulation:
@@ -257,14 +338,27 @@ class Simulator:
         """Call ``action`` when ``seconds`` have passed."""
         heapq.heappush(self._events, (self._now + seconds, next(self._number), action))
 
-    def count(self, resource: Resource, seconds: float, wait: float = 0.0) -> None:
-        """``resource`` works for ``seconds``, ``wait`` seconds from now on."""
-        self._result.busy[resource] = self._result.busy.get(resource, 0.0) + seconds
-        spans, began = self._result.intervals.setdefault(resource, []), self._now + wait
-        if spans and spans[-1][1] >= began:
-            spans[-1] = (spans[-1][0], max(spans[-1][1], began + seconds))
+    def work(self, resource: Resource, seconds: float, ended: Callable[[], None]) -> None:
+        """Let ``resource`` work for what takes ``seconds`` with nothing beside it, then call ``ended``."""
+        began = self._now
+
+        def over() -> None:
+            self._count(resource, began)
+            ended()
+
+        if self._cores is not None and resource is not Resource.NONE:
+            self._cores.start(resource, seconds, over)
         else:
-            spans.append((began, began + seconds))
+            self.later(seconds, over)
+
+    def _count(self, resource: Resource, began: float) -> None:
+        """``resource`` has worked since ``began``."""
+        self._result.busy[resource] = self._result.busy.get(resource, 0.0) + self._now - began
+        spans = self._result.intervals.setdefault(resource, [])
+        if spans and spans[-1][1] >= began:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], self._now))
+        else:
+            spans.append((began, self._now))
 
     def finish(self, task: Task) -> None:
         """``task`` is done: start what waited for it."""
@@ -281,7 +375,10 @@ class Simulator:
     def chunks(self, record: Record) -> list[_Chunk]:
         """The pieces in which the optimizer works on ``record``."""
         sizes = [chunk.stop - chunk.start for chunk in record.chunks(self._chunk_elements)]
-        return [_Chunk(record.index, size, number == 0, number == len(sizes) - 1) for number, size in enumerate(sizes)]
+        return [
+            _Chunk(record.index, size, record.precision, number == 0, number == len(sizes) - 1)
+            for number, size in enumerate(sizes)
+        ]
 
     # -- lanes ----------------------------------------------------------------------------------------------------
 
@@ -336,24 +433,18 @@ class Simulator:
 
     def _copy(self, lane: Op, task: Task, bytes_per_second: float) -> None:
         """Lanes of one direction share its link."""
-        resource = task.op.resource
-        wait = max(0.0, self._link_free.get(resource, 0.0) - self._now)
-        seconds = task.nbytes / bytes_per_second
-        self._link_free[resource] = self._now + wait + seconds
-        task.began += wait
-        self._occupy(lane, task, resource, seconds, wait)
+        self._running.add(lane)
+        self._links[task.op.resource].copy(task, task.nbytes / bytes_per_second, lambda: self._leave(lane, task))
 
-    def _occupy(self, lane: Op, task: Task, resource: Resource, seconds: float, wait: float = 0.0) -> None:
+    def _occupy(self, lane: Op, task: Task, resource: Resource, seconds: float) -> None:
         """``task`` holds its lane until it is done."""
         self._running.add(lane)
-        self.count(resource, seconds, wait)
+        self.work(resource, seconds, lambda: self._leave(lane, task))
 
-        def ended() -> None:
-            self._running.discard(lane)
-            self.finish(task)
-            self._advance(lane)
-
-        self.later(wait + seconds, ended)
+    def _leave(self, lane: Op, task: Task) -> None:
+        self._running.discard(lane)
+        self.finish(task)
+        self._advance(lane)
 
 
 def simulate(
@@ -374,5 +465,5 @@ def simulate(
     )
     batch = BatchShape(plan.batch.micro_batches, plan.activation_bytes, plan.batch.mean_tokens, plan.kept_bytes)
     lists = [scheduler.training_step(step, batch) for step in range(1, steps + 1)]
-    simulator = Simulator(shape.records, shape.precision, rates, plan.ring_chunks, plan.chunk_elements)
+    simulator = Simulator(shape.records, rates, plan.ring_chunks, plan.chunk_elements)
     return simulator.run(lists), lists[-1]

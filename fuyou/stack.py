@@ -83,7 +83,7 @@ class StreamedModel:
         self._calls: BlockCalls | None = None
         self._stack_output: torch.Tensor | None = None
         self._returns_tuple = False
-        #: Modules with parameters that run before the blocks.
+        #: Modules that run before the blocks and use parameters; see :meth:`_survey`.
         self.before: frozenset[nn.Module] = frozenset()
         #: Whether the family itself keeps packed documents apart, given position ids that restart at each.
         self.isolates_documents = False
@@ -94,11 +94,8 @@ class StreamedModel:
     def _survey(self) -> None:
         """Run what comes before the blocks without its parameters, to see what that is and which masks it makes."""
         inside = {module for block in self.blocks for module in block.modules()}
-        outside = [
-            module
-            for module in self.model.modules()
-            if module not in inside and any(parameter is not None for parameter in module._parameters.values())
-        ]
+        self._runners = _runners(self.model, {owner for owner, _, _ in self._owners.values()} - inside)
+        outside = set(self._runners.values())
         called: list[nn.Module] = []
         hooks = [module.register_forward_pre_hook(lambda module, _: called.append(module)) for module in outside]
         packed = torch.arange(8, device=self.device).remainder(4).unsqueeze(0)  # two documents of four tokens
@@ -122,7 +119,11 @@ class StreamedModel:
 
     def runs_before_blocks(self, name: str) -> bool:
         """Whether the parameter ``name`` belongs to a module that runs before the blocks."""
-        return self._owners[name][0] in self.before
+        return self._runners.get(self._owners[name][0]) in self.before
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """What the model computes with in the place of the parameter ``name``."""
+        return self._owners[name][2].dtype
 
     @contextmanager
     def bound(self, parameters: Mapping[str, torch.Tensor], *, before: bool | None = None) -> Iterator[None]:
@@ -130,7 +131,7 @@ class StreamedModel:
 
         ``before`` restricts that to modules that run before the blocks (True) or to the others (False).
         """
-        names = [name for name in parameters if before is None or (self._owners[name][0] in self.before) is before]
+        names = [name for name in parameters if before is None or self.runs_before_blocks(name) is before]
         try:
             for name in names:
                 module, attribute, _ = self._owners[name]
@@ -234,6 +235,21 @@ class StreamedModel:
                 return tree_map(to_device, forward(*tree_map(to_meta, args), **tree_map(to_meta, kwargs)))
 
         return run
+
+
+def _runners(model: nn.Module, owners: set[nn.Module]) -> dict[nn.Module, nn.Module]:
+    """For each of ``owners`` of parameters, the module that is called to use them: itself, or, of a mere collection of
+    parameters, what holds it, together with all that stands in there."""
+    parents = {child: parent for parent in model.modules() for child in parent.children()}
+    holders = {parents[owner] for owner in owners if isinstance(owner, nn.ParameterDict | nn.ParameterList)}
+    found = {}
+    for owner in owners:
+        found[owner] = module = owner
+        while module in parents:
+            module = parents[module]
+            if module in holders:
+                found[owner] = module
+    return found
 
 
 def _closed(mask: Any, query: int, key: int) -> bool:

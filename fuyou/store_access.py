@@ -1,6 +1,7 @@
 """Whole parameters into the store and out of it, in the memory of one record or one parameter."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,48 +12,73 @@ from fuyou.adam import PASS_ELEMENTS
 from fuyou.data_plane import DataPlane
 from fuyou.halves import join, split
 from fuyou.records import ParameterSlot, Record, RecordExtents
-from fuyou.schedule import StepShape
+from fuyou.step_shape import StepShape
 
 
 def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
-    """Write every record's first state to slot ``target``: weights from ``source``, zero moments.
+    """Write this rank's part of every record's first state: weights from ``source``; what is trained to slot
+    ``target``, with zero moments.
 
     Host parameter buffer 0 takes a record's ``hi`` halves and gradient buffer 0 its ``lo`` halves, so this needs no
     memory beyond the plan but one parameter.
     """
-    precision = plane.shape.precision
     for record in plane.shape.records:
-        parameters = plane.host_parameters(record.outer, 0, record.numel * precision.parameter_bytes)
-        values = torch.from_numpy(parameters).view(precision.dtype)
+        stored = Window(record.share.stored_start(record.numel), record.stored)
+        owned = Window(record.share.owned_start(record.numel), record.owned)
+        parameters = plane.host_parameters(record.kind, 0, record.parameter_nbytes)
+        values = torch.from_numpy(parameters).view(record.precision.dtype)
         values.zero_()
         low = None
-        if precision.split:
-            low = torch.from_numpy(plane.host_gradients(record.outer, 0, record.numel * 2)).view(torch.int16)
+        if record.trainable and record.precision.split:
+            low = torch.from_numpy(plane.host_gradients(record.kind, 0, owned.count * 2)).view(torch.int16)
             low.zero_()
-        slots = {slot.name: slot for slot in record.parameters}
-        for name, tensor in source.read([slot.name for slot in record.parameters]):
+        slots = {slot.name: slot for slot in record.parameters if stored.meets(slot.offset, slot.numel)}
+        for name, tensor in source.read(list(slots)):
             start = slots[name].offset
             flat = tensor.reshape(-1)
             for first in range(0, flat.numel(), PASS_ELEMENTS):
-                part = flat[first : first + PASS_ELEMENTS].to(torch.float32, copy=True)
-                where = slice(start + first, start + first + part.numel())
-                if low is None:
-                    values[where] = part
-                else:
-                    split(part, values[where], low[where])
+                part = flat[first : first + PASS_ELEMENTS]
+                if low is not None:
+                    hi, lo = torch.empty_like(part, dtype=values.dtype), torch.empty_like(part, dtype=low.dtype)
+                    split(part.to(torch.float32, copy=True), hi, lo)
+                    owned.copy(low, lo, start + first)
+                    part = hi
+                stored.copy(values, part, start + first)  # rounded to nearest, as transformers does, if not split
             del tensor, flat
         plane.create(record, target)
+        if low is not None:
+            # An emulated device never writes a gradient. Halves read as one are full of denormal numbers, which make
+            # Adam five times slower than it is.
+            low.zero_()
+
+
+@dataclass(frozen=True)
+class Window:
+    """The elements ``[start, start + count)`` of a record."""
+
+    start: int
+    count: int
+
+    def meets(self, first: int, count: int) -> bool:
+        """Whether any of the ``count`` elements from ``first`` on is among them."""
+        return first < self.start + self.count and self.start < first + count
+
+    def copy(self, target: torch.Tensor, values: torch.Tensor, first: int) -> None:
+        """Copy to ``target`` ``[count]`` what is among them of ``values``, which begin at the record's ``first``."""
+        begin, end = max(first, self.start), min(first + values.numel(), self.start + self.count)
+        if begin < end:
+            target[begin - self.start : end - self.start] = values[begin - first : end - first]
 
 
 class StoreReader:
-    """Reads parameters of a store at rest, in the state of one slot per record.
+    """Reads parameters of a store at rest, in the state of one slot.
 
     Args:
         store: open.
         shape: the model's records.
         extents: their places.
         chunk_elements: how states are cut into chunks.
-        slot_of: the slot of each record's newest state.
+        slot: that holds the newest state of what is trained.
     """
 
     def __init__(
@@ -61,35 +87,37 @@ class StoreReader:
         shape: StepShape,
         extents: Sequence[RecordExtents],
         chunk_elements: int,
-        slot_of: Sequence[int],
+        slot: int,
     ):
         self._store, self._shape, self._extents = store, shape, extents
-        self._chunk_elements, self._slot_of = chunk_elements, slot_of
+        self._chunk_elements, self._newest = chunk_elements, slot
 
     def compute_weights(self, record: Record) -> dict[str, torch.Tensor]:
-        """All of a record's parameters by first name, in the compute dtype, as views of one buffer."""
-        width = self._shape.precision.parameter_bytes
-        buffer = torch.empty(record.numel * width, dtype=torch.uint8)
-        self._store.read_now(self._extents[record.index].parameters[self._slot_of[record.index]], buffer.numpy())
-        return record.views(buffer.view(self._shape.precision.dtype))
+        """All of a record's parameters by first name, in the record's dtype, as views of one buffer."""
+        buffer = torch.empty(record.parameter_nbytes, dtype=torch.uint8)
+        self._store.read_now(self._extents[record.index].parameters[self._slot(record)], buffer.numpy())
+        return record.views(buffer.view(record.precision.dtype))
 
     def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter's name and fp32 master, one at a time."""
+        """Every parameter's name and fp32 master (or frozen value, in the dtype it is kept in), one at a time."""
         for record in self._shape.records:
             for slot in record.parameters:
                 yield slot.name, self._master(record, slot)
 
+    def _slot(self, record: Record) -> int:
+        return self._newest if record.trainable else 0
+
     def _master(self, record: Record, slot: ParameterSlot) -> torch.Tensor:
         places = self._extents[record.index]
-        file = self._slot_of[record.index]
-        width = self._shape.precision.parameter_bytes
-        values = torch.empty(slot.numel, dtype=self._shape.precision.dtype)
+        file = self._slot(record)
+        width = record.precision.parameter_bytes
+        values = torch.empty(slot.numel, dtype=record.precision.dtype)
         raw = values.view(torch.uint8).numpy()
         self._store.read_now(places.parameters[file], raw, slot.offset * width, raw.nbytes)
-        if not self._shape.precision.split:
+        if not record.trainable or not record.precision.split:
             return values.view(slot.shape)
         low = np.empty(slot.numel, dtype=np.int16)
-        state_bytes = self._shape.precision.state_bytes
+        state_bytes = record.precision.state_bytes
         stop = slot.offset + slot.numel
         for chunk in record.chunks(self._chunk_elements):
             first, last = max(chunk.start, slot.offset), min(chunk.stop, stop)

@@ -13,6 +13,10 @@ class Resource(Enum):
     DEVICE_TO_HOST = "device_to_host"
     SSD = "ssd"
     ADAM = "adam"
+    INTRA_NODE = "intra_node"
+    """What connects the ranks of a node."""
+    INTER_NODE = "inter_node"
+    """The network between nodes."""
     NONE = "none"
 
 
@@ -21,14 +25,19 @@ class Op(Enum):
 
     PARAMETER_READ = ("parameter read", Resource.SSD)  # SSD -> host
     PARAMETER_UPLOAD = ("parameter upload", Resource.HOST_TO_DEVICE)
+    PARAMETER_GATHER = ("parameter gather", Resource.INTRA_NODE)  # from the ranks of the node, each with its slice
     COMPUTE = ("compute", Resource.GPU)
+    GRADIENT_REDUCE = ("gradient reduction", Resource.INTRA_NODE)  # over the ranks of the node, each keeps its slice
+    GRADIENT_EXCHANGE = ("gradient exchange", Resource.INTER_NODE)  # over nodes, each rank keeps its part of the slice
     GRADIENT_DOWNLOAD = ("gradient download", Resource.DEVICE_TO_HOST)
     GRADIENT_WRITE = ("gradient write", Resource.SSD)  # deferred updates whose gradient finds no room in host memory
     GRADIENT_READ = ("gradient read", Resource.SSD)
     STATE_READ = ("state read", Resource.SSD)
     UPDATE = ("update", Resource.ADAM)
+    PARAMETER_SPREAD = ("parameter spread", Resource.INTER_NODE)  # what each rank has updated, to all nodes
     STATE_WRITE = ("state write", Resource.SSD)  # the record's parameters and its states, as they are updated
     RESIDENT_WRITE = ("resident write", Resource.SSD)  # the same of a record that lives in host memory, for a commit
+    PARAMETER_WRITE = ("parameter write", Resource.SSD)  # of several nodes: the parameters, once they are spread
     ACTIVATION_DOWNLOAD = ("activation download", Resource.DEVICE_TO_HOST)
     ACTIVATION_WRITE = ("activation write", Resource.SSD)
     ACTIVATION_READ = ("activation read", Resource.SSD)
@@ -43,7 +52,7 @@ class Op(Enum):
 
 #: Tasks that read from or write to the SSDs, for counting bytes.
 SSD_READS = frozenset({Op.PARAMETER_READ, Op.GRADIENT_READ, Op.STATE_READ, Op.ACTIVATION_READ})
-SSD_WRITES = frozenset({Op.GRADIENT_WRITE, Op.STATE_WRITE, Op.RESIDENT_WRITE, Op.ACTIVATION_WRITE})
+SSD_WRITES = frozenset({Op.GRADIENT_WRITE, Op.STATE_WRITE, Op.RESIDENT_WRITE, Op.PARAMETER_WRITE, Op.ACTIVATION_WRITE})
 
 
 class Activation(Enum):
@@ -80,6 +89,19 @@ class Visit:
     record: int
     layer: int
     """Index of the block, 0 to L - 1; -1 outside the stack."""
+    adapter: int = -1
+    """Record that is trained beside ``record``, which is frozen then; -1 if there is none."""
+    trained: int = -1
+    """Record whose gradient a backward visit adds to: ``record``, ``adapter``, or -1 for none."""
+    completes: bool = True
+    """Whether that gradient is complete after it: not after the head, if the embedding trains the same record."""
+    passes_on: bool = True
+    """Whether a backward visit gives the gradient with respect to its input: not if nothing below it is trained."""
+
+    @property
+    def records(self) -> tuple[int, ...]:
+        """All records that the visit uses."""
+        return (self.record,) if self.adapter < 0 else (self.record, self.adapter)
 
 
 @dataclass(eq=False, slots=True)
@@ -103,6 +125,8 @@ class Task:
     """Index of the buffer slot (or, on SSD, of the file slot or extent) that it takes from."""
     target: int = -1
     """Likewise, that it writes to; -1 if an update is not written."""
+    adapter: int = -1
+    """Device buffer of the adapter that a compute task uses beside its record, if there is one."""
     gradient: int = -1
     """Gradient slot of an update, or of the compute task that accumulates into it."""
     inputs: tuple[int, ...] = ()
@@ -141,6 +165,10 @@ class StepList:
     def ssd_read_bytes(self) -> int:
         """Bytes that the list says will be read from the SSDs."""
         return sum(task.nbytes for task in self.tasks if task.op in SSD_READS)
+
+    def sent_bytes(self) -> int:
+        """Bytes that the list says this rank will send to other nodes."""
+        return sum(task.nbytes for task in self.tasks if task.op.resource is Resource.INTER_NODE)
 
     def kept_bytes(self, each: int) -> int:
         """Bytes of kept outputs that its forward pass leaves for its backward pass, ``each`` in one buffer."""

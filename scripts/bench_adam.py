@@ -47,7 +47,7 @@ from fuyou.optimizer_protocol import (
     UpdateRecord,
     Written,
 )
-from fuyou.records import PAGE_ELEMENTS, Precision, Record, allocate_extents
+from fuyou.records import PAGE_ELEMENTS, Kind, Precision, Record, allocate_extents
 
 PRECISION = Precision(torch.bfloat16, torch.float32)
 #: Bytes per parameter that a copy moves in each direction, so that it moves as many as an update: 14 in and 12 out.
@@ -160,20 +160,23 @@ class FromSsd:
     ):
         shape = (record_elements // PAGE_ELEMENTS, PAGE_ELEMENTS)
         count = max(2, round(parameters / (shape[0] * shape[1])))
-        self.records = [Record.build(i, f"block {i}", False, [((f"{i}.weight",), shape, True)]) for i in range(count)]
+        self.records = [
+            Record.build(i, f"block {i}", Kind.BLOCK, PRECISION, [((f"{i}.weight",), shape, True)])
+            for i in range(count)
+        ]
         self.parameters = sum(record.numel for record in self.records)
         self._chunk_elements = chunk_elements
         self._messages: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._steps = 0
 
         layout = Layout(len(directories))
-        self._extents = allocate_extents(layout, self.records, PRECISION, 2)
+        self._extents = allocate_extents(layout, self.records, 2)
         self._store = Store.create(directories, layout, io="posix")
         largest = 2 * self.records[0].numel
         regions = SharedRegions(
             (PARAMETER_BUFFERS + GRADIENT_BUFFERS) * largest,
-            {False: BufferRegion(0, largest, PARAMETER_BUFFERS), True: BufferRegion(0, 0, 0)},
-            {False: BufferRegion(PARAMETER_BUFFERS * largest, largest, GRADIENT_BUFFERS), True: BufferRegion(0, 0, 0)},
+            {Kind.BLOCK: BufferRegion(0, largest, PARAMETER_BUFFERS)},
+            {Kind.BLOCK: BufferRegion(PARAMETER_BUFFERS * largest, largest, GRADIENT_BUFFERS)},
         )
         self._link = OptimizerLink()
         self._link.wait_until_up()
@@ -188,8 +191,6 @@ class FromSsd:
                 io="posix",
                 io_threads=4,
                 records=[record.to_dict() for record in self.records],
-                dtype=PRECISION.dtype,
-                optimizer_dtype=PRECISION.optimizer_dtype,
                 slots=2,
                 chunk_elements=chunk_elements,
                 ring_chunks=ring_chunks,

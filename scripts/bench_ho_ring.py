@@ -32,6 +32,7 @@ import fcdp
 from common.errors import FinetuneError
 from fcdp.collectives import HoRing
 from fcdp.rank_level import RankLevel
+from fcdp.routes import Axis
 from fcdp.traffic import Traffic
 
 REPORT, SET_RATE = "REPORT ", "SET_RATE "
@@ -46,8 +47,9 @@ class Worker:
         dist.init_process_group("gloo")
         self.topology = topology = fcdp.Topology.from_environment(device="cpu")
         traffic = Traffic()
-        self.inside = RankLevel(lambda: topology.gather_groups, "inside", "gather", traffic)
-        self.across = RankLevel(lambda: topology.gather_groups, "across", "gather", traffic)
+        ranks = topology.ranks_per_node
+        self.inside = RankLevel(topology, Axis(1, ranks), "gather", traffic)
+        self.across = RankLevel(topology, Axis(ranks, topology.nodes), "gather", traffic)
         self.ho = HoRing(self.inside, self.across)
         cell = int(mib * 2**20 / 4 / topology.world_size)
         self.right = torch.arange(topology.world_size * cell, dtype=torch.float32).view(
@@ -56,11 +58,12 @@ class Worker:
 
     def run(self, rounds: int, inside: list[str]) -> None:
         """All kinds at all rates."""
+        topology = self.topology
         kinds: dict[str, Callable[[torch.Tensor], None]] = {
             "gloo": self._gloo,
             "flat": self._flat,
             "hierarchical": self._hierarchical,
-            "ho": lambda cells: self.ho.gather(cells)(),
+            "ho": lambda cells: self.ho.gather(cells.view(1, topology.world_size, -1))(),
         }
         for rate in inside:
             self._set_rate(rate)
@@ -77,7 +80,7 @@ class Worker:
 
     def _time(self, gather: Callable[[torch.Tensor], None]) -> float:
         cells = torch.zeros_like(self.right)
-        self.ho.own(cells).copy_(self.ho.own(self.right))
+        self._own(cells).copy_(self._own(self.right))
         dist.barrier()
         started = time.perf_counter()
         gather(cells)
@@ -87,17 +90,20 @@ class Worker:
         dist.all_reduce(taken, op=dist.ReduceOp.MAX)
         return float(taken)
 
+    def _own(self, cells: torch.Tensor) -> torch.Tensor:
+        return cells[self.topology.node, self.topology.local_rank]
+
     def _gloo(self, cells: torch.Tensor) -> None:
-        dist.all_gather(list(cells.view(self.topology.world_size, -1)), self.ho.own(cells).clone())
+        dist.all_gather(list(cells.view(self.topology.world_size, -1)), self._own(cells).clone())
 
     def _flat(self, cells: torch.Tensor) -> None:
         _ring(cells.view(self.topology.world_size, -1), self.topology.rank, None)
 
     def _hierarchical(self, cells: torch.Tensor) -> None:
-        groups = self.topology.gather_groups
-        _ring(cells[:, self.inside.index], self.across.index, groups.across)
+        across, inside = (self.topology.group(level.axis, "gather") for level in (self.across, self.inside))
+        _ring(cells[:, self.inside.index], self.across.index, across)
         for block in cells:
-            _ring(block, self.inside.index, groups.inside)
+            _ring(block, self.inside.index, inside)
 
     def _set_rate(self, rate: str) -> None:
         if self.topology.rank == 0:

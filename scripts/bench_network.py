@@ -4,7 +4,7 @@
 
 For every case (model, full or LoRA, micro-batches) and strategy the same processes train at one rate after the other;
 rates change under them. Bytes are those of the nodes' network devices, as counted and less headers, next to what the
-formulas of `fcdp/traffic.py` say. *Exposed* is a step's time less that of the same step with the network unlimited:
+planner's formulas say. *Exposed* is a step's time less that of the same step with the network unlimited:
 what communication costs that computing does not hide. Times are medians. Needs root (see netcluster.py).
 """
 
@@ -151,8 +151,8 @@ class Worker:
         for rate in self.rates:
             self._set_rate(rate)
             steps = [step() for _ in range(self.steps)]
-            formula = sharding.bytes_across_nodes(case.micro_batches, gloo=True)
-            formula_first = sharding.bytes_across_nodes(case.micro_batches, first_step=True, gloo=True)
+            formula = sharding.bytes_across_nodes(case.micro_batches)
+            formula_first = sharding.bytes_across_nodes(case.micro_batches, first_step=True)
             seconds, sent, payload = zip(*steps, strict=True)
             sent, payload = statistics.median(sent), statistics.median(payload)
             result = Measured(case.name, strategy, rate, list(seconds), sent, payload, first, formula, formula_first)

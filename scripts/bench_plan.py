@@ -22,7 +22,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 
 from common.units import parse_bytes
 from fuyou import Engine
-from fuyou.devices import memory_limits, open_device
+from fuyou.devices import leave_cores, memory_limits, open_device
 from fuyou.planner import Machine, Plan, Training, plan, profile_of, profiled_machine, training
 
 NAME = "bench-plan"
@@ -102,6 +102,7 @@ class Row:
 def machine_of(one: Configuration, job: Training, ssd: Sequence[Path]) -> Machine:
     """The machine at hand, profiled for ``job``."""
     device = open_device(one.device)
+    leave_cores(device)
     limits = memory_limits(device, parse_bytes(one.host_memory), None)
     profile = profile_of(job, device, limits, ssd, measure=True)
     assert profile is not None

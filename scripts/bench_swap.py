@@ -52,7 +52,7 @@ def amounts(evaluator: Evaluator) -> Iterator[tuple[str, Keeping]]:
     yield "nothing", Keeping((), 0)
     assert evaluator.trace is not None
     operators: tuple[tuple[str, int], ...] = ()
-    for output in keepable(evaluator.trace).outputs:
+    for output in keepable(evaluator.trace, cost=evaluator.cost).outputs:
         operators = (*operators, (output.operator, output.ordinal))
         if output.saved_flops > 0:
             for count in (layers // 2, layers):

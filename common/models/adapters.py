@@ -27,6 +27,9 @@ from common.models.sources import WeightSource
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """What an adapter directory consists of."""
 
+MERGED = "merged"
+"""Folder inside an adapter directory for the model with these adapters merged into it."""
+
 METHODS = (PeftType.LORA, PeftType.LOHA, PeftType.LOKR, PeftType.IA3)
 """Methods whose adapters belong to one module each and whose layers know how to merge themselves."""
 
@@ -180,6 +183,21 @@ class Adapters:
     def trainable_names(self) -> tuple[str, ...]:
         """What is trained: the adapters, and with ``bias = "all"`` or ``"lora_only"`` the model's own biases."""
         return tuple(name for name, parameter in self.model.named_parameters() if parameter.requires_grad)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the adapted modules."""
+        return tuple(name for name, module in self.model.named_modules() if isinstance(module, BaseTunerLayer))
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The configuration as JSON, without what is as ``peft`` has it by default."""
+        usual = type(self.config)().to_dict()
+        own = {key: value for key, value in self.config.to_dict().items() if value != usual.get(key)}
+        for key in ("base_model_name_or_path", "inference_mode", "auto_mapping", "peft_version"):
+            own.pop(key, None)
+        result: dict[str, Any] = json.loads(json.dumps(own, default=sorted, sort_keys=True))
+        return result
 
     def source(self, weights: WeightSource) -> "AdaptedSource":
         """``weights`` (of the model as it was) with the adapters' first values, under the names of now."""

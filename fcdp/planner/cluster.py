@@ -32,6 +32,8 @@ class Cluster:
     host_link_bytes_per_second: float
     """Of one device, to host memory or from it, while all devices of the node copy."""
     rates: Rates
+    overlaps_reductions: bool = True
+    """Whether ranks compute on while gradients are reduced. With gloo they wait: FSDP2 on a CPU has no streams."""
     leaf_of_node: tuple[int, ...] | None = None
     """Leaf switch of each node, where known; see :mod:`fcdp.planner.node_order`."""
 
@@ -126,6 +128,7 @@ def _read_profile(path: Path) -> Cluster:
             memory_bytes_per_second=float(facts["memory_bytes_per_second"]),
             host_link_bytes_per_second=float(facts["host_link_bytes_per_second"]),
             rates=Measured.from_facts(facts),
+            overlaps_reductions=bool(facts.get("overlaps_reductions", True)),
             leaf_of_node=tuple(facts["leaf_of_node"]) if facts.get("leaf_of_node") else None,
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:

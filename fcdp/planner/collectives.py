@@ -85,35 +85,46 @@ def step_collectives(layout: Layout, workload: Workload, *, select_and_drop: boo
     strategy, p, g, os = layout.strategy, layout.p, layout.g, layout.os
     world, s = layout.levels.whole, workload.micro_batches
     psi, trained = workload.parameters, workload.trainable
-    gather = BYTES_PER_ELEMENT[strategy.precision.gather]
-    reduce = BYTES_PER_ELEMENT[strategy.precision.reduce]
+    compute, gradient = workload.compute_bytes, workload.gradient_bytes
+    gather = _element(strategy.precision.gather, compute)
+    reduce = _element(strategy.precision.reduce, gradient)
+    again = psi - workload.kept  # what is gathered in the backward pass, too
     ring = strategy.ring
     found: list[Collective] = []
 
-    def add(purpose: str, operation: Operation, mesh: Mesh, nbytes: float, times: int, phase: Phase) -> None:
+    def add(
+        purpose: str, operation: Operation, mesh: Mesh, nbytes: float, times: int, phase: Phase, ring: Ring = ring
+    ) -> None:
         if mesh.shards > 1 and times:
             found.append(Collective(purpose, operation, mesh, nbytes, times, phase, ring))
 
     add("gather P, forward", "all_gather", p, gather * psi, s, "forward")
     if layout.second is None:
-        add("gather P, backward", "all_gather", p, gather * psi, s, "backward")
+        add("gather P, backward", "all_gather", p, gather * again, s, "backward")
     else:
-        second = BYTES_PER_ELEMENT[strategy.precision.second]
-        add("gather second shards, backward", "all_gather", layout.second, second * psi, s, "backward")
+        second = _element(strategy.precision.second, compute)
+        add("gather second shards, backward", "all_gather", layout.second, second * again, s, "backward")
 
     if select_and_drop:
         if g not in (p, os) or not g.holds(p):
             raise UserError(f"{strategy.name}: AMSP has G sharded as P or as OS (IV-C3), not over {g}.")
-        add("reduce G", "reduce_scatter", p, 2.0 * trained, s, "backward")
-        add("reduce G, keep a part", "all_reduce", g.over(p), 2.0 * trained / p.shards, s - 1, "backward")
-        add("reduce G, last", "all_reduce", world.over(p), 2.0 * trained / p.shards, 1, "reduce")
+        add("reduce G", "reduce_scatter", p, gradient * trained, s, "backward")
+        add("reduce G, keep a part", "all_reduce", g.over(p), gradient * trained / p.shards, s - 1, "backward")
+        add("reduce G, last", "all_reduce", world.over(p), gradient * trained / p.shards, 1, "reduce")
     else:
-        add("reduce G", "reduce_scatter", g, reduce * trained, s, "backward")
-        add("reduce G to OS", "reduce_scatter", os.over(g), 2.0 * trained / g.shards, 1, "reduce")
-        add("reduce G over replicas", "all_reduce", world.over(os), 2.0 * trained / os.shards, 1, "reduce")
+        # What is quantised goes in one hop inside the node, and one beyond it: a ring would quantise it at every step.
+        hops: Ring = ring if strategy.precision.reduce == "bf16" else "hierarchical"
+        add("reduce G", "reduce_scatter", g, reduce * trained, s, "backward", hops)
+        add("reduce G to OS", "reduce_scatter", os.over(g), gradient * trained / g.shards, 1, "reduce")
+        add("reduce G over replicas", "all_reduce", world.over(os), gradient * trained / os.shards, 1, "reduce")
     spread: Operation = "broadcast" if select_and_drop else "all_gather"
-    add("spread new P", spread, os.over(p), 2.0 * trained / p.shards, 1, "spread")
+    add("spread new P", spread, os.over(p), compute * trained / p.shards, 1, "spread")
     return found
+
+
+def _element(format: Format, plain: float) -> float:
+    """Bytes of one element in ``format``; ``plain`` where it is not quantised."""
+    return plain if format == "bf16" else BYTES_PER_ELEMENT[format]
 
 
 def bytes_per_node(collectives: list[Collective], layout: Layout) -> tuple[float, float]:

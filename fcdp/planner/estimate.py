@@ -114,7 +114,11 @@ def estimate(
     update = OPTIMIZER_BYTES * workload.trainable / layout.os.shards / cluster.memory_bytes_per_second
     clock = _Step(forward, backward, _copies(layout, workload, memory, cluster), pieces)
     phases: dict[Phase, float] = {"forward": 0.0, "backward": 0.0, "reduce": 0.0, "spread": 0.0}
+    waiting = 0.0
     for found, seconds in zip(collectives, one, strict=True):
+        if found.operation != "all_gather" and not cluster.overlaps_reductions:
+            waiting += seconds * found.times
+            continue
         # Some run in all micro-batches but one (AMSP's T_g); time them as an even part of each.
         each = workload.micro_batches if found.phase in ("forward", "backward") else 1
         phases[found.phase] += seconds * found.times / each
@@ -128,7 +132,7 @@ def estimate(
         inter_node_bytes=inter,
         intra_node_bytes=intra,
         compute_seconds=workload.micro_batches * (forward + backward) + update,
-        step_seconds=clock.seconds(phases, workload.micro_batches, overlap_spread) + update,
+        step_seconds=clock.seconds(phases, workload.micro_batches, overlap_spread) + waiting + update,
         fits=memory.device <= room and memory.host <= cluster.host_memory_bytes,
     )
 

@@ -73,6 +73,6 @@ def memory_of(layout: Layout, workload: Workload, *, checkpointing: bool) -> Mem
 
 def _gathered(layout: Layout, workload: Workload) -> float:
     """Blocks that are whole for a while: the one that computes and the one fetched ahead, and one block's gradients."""
-    parameters = 2 * P_BYTES * workload.parameters / workload.units if layout.p.shards > 1 else 0.0
+    parameters = 2 * P_BYTES * workload.parameters / workload.units if layout.p.shards > 1 or layout.p_in_cache else 0.0
     gradients = G_BYTES * workload.trainable / workload.units if layout.g.shards > 1 else 0.0
     return parameters + gradients

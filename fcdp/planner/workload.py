@@ -33,6 +33,13 @@ class Workload:
     seq_len: int = 1
     micro_batch: int = 1
     """Sequences that a rank computes at once."""
+    kept: float = 0.0
+    """Parameters that stay gathered from forward to backward because the backward begins with them: head and final
+    norm."""
+    compute_bytes: float = 2.0
+    """Of one parameter as it is gathered, where that is not quantised."""
+    gradient_bytes: float = 2.0
+    """Of one gradient as it is reduced, where that is not quantised."""
     micro_batches: int = 1
     """How many of them accumulate before the optimizer steps: s in PaRO, M in AMSP."""
 

@@ -123,7 +123,7 @@ def _changes(base: Plan) -> Iterator[tuple[str, Training, Machine]]:
         yield "no clipping (--max-grad-norm 0)", replace(job, clips=False), machine
     precision = job.shape.precision
     if precision.optimizer_dtype != torch.bfloat16:
-        halved = replace(job.shape, precision=Precision(precision.dtype, torch.bfloat16))
+        halved = job.shape.with_precision(Precision(precision.dtype, torch.bfloat16))
         yield "bf16 moments (--optimizer-dtype bf16)", replace(job, shape=halved), machine
     if not base.fits and not job.single_slot:
         yield "one slot instead of two (--single-slot)", replace(job, single_slot=True), machine

@@ -4,16 +4,18 @@ A list of hundreds of thousands of tasks takes seconds to simulate. For comparin
 until few enough are left: the same bytes and FLOPs in fewer tasks, buffers of activations in proportion.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from common.errors import UserError
-from fuyou.block_trace import BlockTrace
+from fuyou.block_trace import BlockTrace, Operator
 from fuyou.deferral import interleaved
-from fuyou.keeping import Keeping, KeepingPlan, trace_block
+from fuyou.keeping import Keeping, KeepingPlan, keep_of, roofline, trace_block, worth_keeping
 from fuyou.memory_plan import Batch, MemoryPlan, MemoryPlanner
 from fuyou.planner.machine import Machine
 from fuyou.planner.training import Training
+from fuyou.schedule import Recomputation
 from fuyou.simulator import Rates, Simulation, simulate
 from fuyou.tasks import Resource, StepList
 
@@ -121,11 +123,68 @@ class Evaluator:
     @cached_property
     def rates(self) -> Rates:
         """The machine's, with the device's in FLOPs as the task list counts them: 2 per parameter and token."""
-        rates, training = self.machine.rates, self.training
-        if not self.machine.all_flops or self.trace is None:
-            return rates
+        machine, training = self.machine, self.training
+        if self._operator_seconds is not None:
+            assert machine.profile is not None and self.trace is not None
+            measured = machine.profile.rates(1.0 - keep_of(self.trace, ()).saved_fraction)
+            return replace(
+                machine.rates, flops_per_second=measured.flops_per_second,
+                backward_flops_per_second=measured.backward_flops_per_second,
+            )  # fmt: skip
+        if not machine.all_flops or self.trace is None:
+            return machine.rates
         listed = 2 * training.block_parameters / len(training.shape.blocks) * training.seq_len
-        return replace(rates, flops_per_second=rates.flops_per_second * listed / self.trace.flops())
+        return replace(machine.rates, flops_per_second=machine.rates.flops_per_second * listed / self.trace.flops())
+
+    @cached_property
+    def _operator_seconds(self) -> list[float] | None:
+        """Of each of the trace's operators for a micro-batch of the profile, if it has measured just these."""
+        profile = self.machine.profile
+        if profile is None or self.trace is None:
+            return None
+        if [(one.name, one.ordinal) for one in profile.operators] != [
+            (o.name, o.ordinal) for o in self.trace.operators
+        ]:
+            return None
+        seconds = [one.seconds for one in profile.operators]
+        # One at a time they take longer than the whole pass: each is waited for, in Python.
+        return [one * min(1.0, profile.block_forward_seconds / sum(seconds)) for one in seconds]
+
+    def cost(self, operator: Operator) -> float:
+        """What it costs to compute ``operator`` again: measured, or as a GPU's roofline has it."""
+        if self._operator_seconds is None:
+            return roofline(operator)
+        assert self.trace is not None
+        return self._operator_seconds[self.trace.operators.index(operator)]
+
+    def recomputation(self, candidate: Candidate, micro_rows: int) -> Recomputation:
+        """What of a block's forward pass is computed again, in FLOPs of the backward pass's rate."""
+        found = self.keeping(candidate).recomputation(micro_rows, self.training.seq_len)
+        if self._operator_seconds is None or not found.layers:
+            return found
+        profile = self.machine.profile
+        assert profile is not None and self.trace is not None
+        seconds = self._left_out(candidate.keeping.operators)
+        if profile.kept_bytes:  # leaving operators out one by one saves less than what they take one by one
+            most = self._left_out(worth_keeping(self.trace))
+            seconds *= max(0.0, profile.block_backward_seconds - profile.kept_backward_seconds) / most
+        backward = 3 - found.unneeded  # what was measured, in forward passes' FLOPs
+        return replace(found, saved=found.unneeded + backward * seconds / profile.block_backward_seconds)
+
+    def _left_out(self, operators: Iterable[tuple[str, int]]) -> float:
+        """Seconds of what a micro-batch of the profile need not compute again if these calls' outputs are kept."""
+        assert self._operator_seconds is not None and self.trace is not None
+        kept = [self.trace.find(*one) for one in operators]
+        left_out = self.trace.required() - self.trace.required(frozenset(one for one in kept if one is not None))
+        return sum(self._operator_seconds[index] for index in left_out)
+
+    def _keep_seconds(self, kept_bytes: int, micro_tokens: int) -> float:
+        """Per token, by which a forward pass takes longer if it keeps so many bytes of a micro-batch."""
+        profile = self.machine.profile
+        if profile is None or not profile.kept_bytes:
+            return 0.0
+        longer = max(0.0, profile.kept_forward_seconds - profile.block_forward_seconds)
+        return longer * kept_bytes / profile.kept_bytes / micro_tokens
 
     def memory(self, candidate: Candidate) -> MemoryPlan:
         """The buffers that ``candidate`` gets.
@@ -150,13 +209,16 @@ class Evaluator:
         layers = len(training.shape.blocks)
         plan = merge_micro_batches(memory, layers) if merged else memory
         recomputation = self.keeping(candidate).recomputation(memory.batch.micro_rows, training.seq_len)
+        kept_bytes = self.keeping(candidate).keep(memory.batch.micro_rows, training.seq_len).nbytes
+        rates = replace(self.rates, keep_seconds=self._keep_seconds(kept_bytes, memory.batch.micro_tokens))
         simulation, tasks = simulate(
-            training.shape, plan, self.rates, self.deferred(candidate), _STEPS, training.clips, recomputation
-        )
+            training.shape, plan, rates, self.deferred(candidate), _STEPS, training.clips,
+            self.recomputation(candidate, memory.batch.micro_rows),
+        )  # fmt: skip
         left_out = 1 - sum(recomputation.fraction(layer) for layer in range(layers)) / layers
         again = (training.hardware_flops_per_token - training.model_flops_per_token) * training.tokens
         return Evaluation(
-            candidate, memory, simulation.step_seconds(), busy_seconds(tasks, self.rates), tasks, simulation,
+            candidate, memory, simulation.step_seconds(), busy_seconds(tasks, rates), tasks, simulation,
             plan.kept_bytes, left_out * again,
         )  # fmt: skip
 

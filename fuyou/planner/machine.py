@@ -47,6 +47,8 @@ class Machine:
     all_flops: bool = True
     """Whether the device's rate is in FLOPs that were all counted, attention's included; else only 2 per parameter and
     token were (what the task list says), for the forward pass."""
+    profile: Profile | None = None
+    """What was measured, if anything was."""
     assumptions: tuple[str, ...] = ()
     """What was assumed for want of a measurement, for people."""
 
@@ -143,6 +145,7 @@ def profiled_machine(
         store_bytes,
         cpu=cpu,
         all_flops=False,
+        profile=profile,
     )
 
 

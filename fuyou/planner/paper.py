@@ -17,8 +17,9 @@ from fuyou.planner.machine import Machine
 from fuyou.planner.plan import Plan, missing_space
 from fuyou.planner.training import Training
 from fuyou.records import Precision
-from fuyou.schedule import BatchShape, BufferCounts, Scheduler, StepShape
+from fuyou.schedule import Scheduler
 from fuyou.simulator import Rates, Simulation, Simulator
+from fuyou.step_shape import BatchShape, BufferCounts, StepShape
 from fuyou.tasks import Op, Phase, StepList, Task
 
 #: Buffers of whole blocks that fill device memory: parameters and fp16 gradients, two of each, so that one moves while
@@ -76,7 +77,7 @@ class PaperScheme:
     @property
     def shape(self) -> StepShape:
         precision = self.training.shape.precision
-        return replace(self.training.shape, precision=PaperPrecision(precision.dtype, precision.optimizer_dtype))
+        return self.training.shape.with_precision(PaperPrecision(precision.dtype, precision.optimizer_dtype))
 
     @cached_property
     def rates(self) -> Rates:
@@ -228,7 +229,7 @@ class PaperScheme:
             step.tasks.append(_step_end(step))
             _step_end(step).after = list(step.tasks[:-1])  # the next step begins when this one is over
             lists.append(step)
-        simulator = Simulator(shape.records, shape.precision, rates, plan.ring_chunks, plan.chunk_elements)
+        simulator = Simulator(shape.records, rates, plan.ring_chunks, plan.chunk_elements)
         return simulator.run(lists), lists[-1]
 
     def plan(self) -> Plan:

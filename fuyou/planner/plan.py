@@ -227,7 +227,7 @@ def _search_keeping(evaluator: Evaluator, best: Evaluation) -> Evaluation:
     layers = len(evaluator.training.shape.blocks)
     operators: tuple[tuple[str, int], ...] = ()
     choices = []
-    for output in keepable(evaluator.trace).outputs:
+    for output in keepable(evaluator.trace, cost=evaluator.cost).outputs:
         operators = (*operators, (output.operator, output.ordinal))
         if output.saved_flops > 0:
             choices.append(operators)
@@ -275,8 +275,8 @@ def ssd_bytes(evaluator: Evaluator, evaluation: Evaluation) -> int:
     training, memory = evaluator.training, evaluation.memory
     total = training.record_bytes + memory.counts.ssd_activations * memory.activation_bytes
     total += memory.counts.ssd_kept * memory.kept_bytes
-    if memory.held_gradients < len(evaluator.deferred(evaluation.candidate)):
-        total += sum(record.numel for record in training.shape.records) * training.shape.precision.gradient_bytes
+    if memory.spills_gradients(training.shape, evaluator.deferred(evaluation.candidate)):
+        total += sum(record.gradient_nbytes for record in training.shape.records)
     return total
 
 

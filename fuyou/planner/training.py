@@ -4,16 +4,16 @@ import os
 from dataclasses import dataclass, replace
 
 import torch
+from peft import PeftConfig
 from transformers import PreTrainedConfig
 
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
-from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from fuyou.keeping import Keeping
-from fuyou.model_records import model_records
+from fuyou.open_model import OpenModel
 from fuyou.records import Precision
-from fuyou.schedule import StepShape
 from fuyou.stack import StreamedModel
+from fuyou.step_shape import StepShape
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -67,9 +67,11 @@ class Training:
     @property
     def record_bytes(self) -> int:
         """What parameters and states take on SSD, in all slots."""
-        precision = self.shape.precision
-        elements = sum(record.numel for record in self.shape.records)
-        return elements * (precision.parameter_bytes + precision.state_bytes) * (1 if self.single_slot else 2)
+        slots = 1 if self.single_slot else 2
+        return sum(
+            (record.parameter_nbytes + record.state_nbytes) * (slots if record.trainable else 1)
+            for record in self.shape.records
+        )
 
 
 def training(
@@ -83,6 +85,7 @@ def training(
     micro_batch: int | None = None,
     deferred_fraction: float | None = None,
     host_cache: int | None = None,
+    adapters: PeftConfig | None = None,
 ) -> Training:
     """Look at a model without its weights: half a second for 160 layers.
 
@@ -90,17 +93,17 @@ def training(
         model: checkpoint directory, preset name, or transformers configuration.
         rows, seq_len: of a batch.
         precision: None computes in bf16 with fp32 moments.
+        adapters: what is trained, if the weights are frozen.
 
     Raises:
         UserError: no such model, or one that cannot be streamed.
     """
     precision = precision or Precision(torch.bfloat16, torch.float32)
     config, _ = load_config(model)
-    meta = build_meta_model(config, dtype=precision.dtype)
-    stack = StreamedModel(meta, torch.device("cpu"))
-    shape = model_records(stack, precision)
+    opened = OpenModel(config, precision, torch.device("cpu"), adapters)
+    meta = opened.stack.model
     name = os.fspath(model) if not isinstance(model, PreTrainedConfig) else type(meta).__name__
     return Training(
-        name, config, stack, shape, rows, seq_len, model_flops_per_token(meta, seq_len),
+        name, config, opened.stack, opened.shape, rows, seq_len, model_flops_per_token(meta, seq_len),
         hardware_flops_per_token(meta, seq_len), clips, single_slot, micro_batch, deferred_fraction, host_cache,
     )  # fmt: skip

@@ -6,7 +6,7 @@ One block of the model really runs, with random weights, in the way in which the
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,11 +18,13 @@ from torch.utils._pytree import tree_leaves
 from fuyou.block_trace import makes_views
 from fuyou.devices import Device
 from fuyou.gradients import GradientSum, sum_of_squares
+from fuyou.keeping import keep_of, trace_block, worth_keeping
 from fuyou.loss import cross_entropy
 from fuyou.profiling.profile import OperatorTime
+from fuyou.recompute import Recomputations, Recorded
 from fuyou.records import Record
-from fuyou.schedule import StepShape
 from fuyou.stack import BlockCalls, StreamedModel
+from fuyou.step_shape import StepShape
 
 #: A pass through the block, forward and backward, that is expected to take longer is measured on fewer tokens.
 LONGEST_PASS_SECONDS = 0.4
@@ -41,6 +43,9 @@ class PartTimes:
     embed_forward: float
     block_forward: float
     block_backward: float
+    kept_forward: float
+    kept_backward: float
+    kept_bytes: int
     block_finish: float
     head: float
     head_forward: float
@@ -83,12 +88,16 @@ class BlockBench:
         calls = -(-self._wanted[1] // self._head_columns)
         whole, head = self._wanted[0] * self._wanted[1], self._head_tokens
         hidden, arguments, _ = self.embedding(self.seq_len)
+        kept_forward, kept_backward, kept_bytes = self._kept(arguments, hidden)
         return PartTimes(
             self.rows * self.seq_len,
             self.matmul_flops_per_second,
             _extrapolated([(one.tokens, one.embed_forward) for one in samples], whole),
             _extrapolated([(one.tokens, one.block_forward) for one in samples], whole),
             _extrapolated([(one.tokens, one.block_backward) for one in samples], whole),
+            kept_forward * self._scale,
+            kept_backward * self._scale,
+            round(kept_bytes * self._scale),
             self.seconds(lambda: sum_of_squares(self._gradient)),
             calls * _extrapolated([(one.head_tokens, one.head) for one in samples], head),
             calls * _extrapolated([(one.head_tokens, one.head_forward) for one in samples], head),
@@ -100,7 +109,7 @@ class BlockBench:
         """Times on sequences of this many tokens."""
         hidden, calls, embed = self.embedding(seq_len)
         embed_forward, embed_backward = (self.seconds(work) for work in embed)
-        forward, backward = (self.seconds(work) for work in self.block(calls, hidden))
+        forward, backward = self._both(*self.block(calls, hidden))
         columns = min(seq_len, self._head_tokens // self.rows)
         head, head_forward = self._head(hidden[:, :columns].detach())
         return _Sample(
@@ -108,19 +117,59 @@ class BlockBench:
             embed_backward,
         )  # fmt: skip
 
-    def block(self, calls: BlockCalls, hidden: torch.Tensor) -> tuple[Callable[[], None], Callable[[], None]]:
-        """The block's forward pass, and its backward pass with recomputation."""
+    def _both(self, forward: Callable[[], None], backward: Callable[[], None]) -> tuple[float, float]:
+        """Seconds of a block's forward and backward pass, as they are from the second step on."""
+        forward()
+        backward()  # the first one is traced; from the next pass on it takes short cuts
+        seconds = self.seconds(forward)
+        return seconds, self.seconds(backward)
+
+    def _kept(self, calls: BlockCalls, hidden: torch.Tensor) -> tuple[float, float, int]:
+        """The same if everything is kept that saves FLOPs, and how many bytes that is; nothing where none can be."""
+        kernels = "cpu" if self._device.torch_device.type == "cpu" else "cuda"
+        try:
+            trace = trace_block(self._stack, self.seq_len, kernels, self._dtype, self._layer)
+        except Exception:  # whatever a family's own code does without values: such a run keeps nothing
+            return 0.0, 0.0, 0
+        operators = worth_keeping(trace)
+        nbytes = keep_of(trace, operators, self.rows).nbytes
+        return *self._both(*self.block(calls, hidden, operators, nbytes)), nbytes
+
+    def block(
+        self,
+        calls: BlockCalls,
+        hidden: torch.Tensor,
+        operators: Collection[tuple[str, int]] = (),
+        kept_bytes: int = 0,
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """The block's forward pass, and its backward pass with recomputation.
+
+        Args:
+            calls, hidden: what it is called with.
+            operators: calls whose outputs are kept.
+            kept_bytes: of these.
+        """
         views = self._record.views(self._weights)
         output, upstream = torch.empty_like(hidden), torch.full_like(hidden, 1e-3)
+        again = Recomputations([self._layer], operators, kept_bytes)
+        recorded = Recorded(None)
+        buffer = torch.empty(kept_bytes, dtype=torch.uint8, device=hidden.device) if kept_bytes else None
 
         def forward() -> None:
+            nonlocal recorded
             with torch.no_grad(), self._stack.bound(_named(self._record, views)):
-                output.copy_(self._stack.block(self._layer, hidden, calls))
+                result, recorded = again.forward(
+                    self._layer, hidden, calls, lambda: self._stack.block(self._layer, hidden, calls), buffer
+                )
+            output.copy_(result)
 
         def backward() -> None:
             leaf = hidden.detach().requires_grad_()
             with torch.enable_grad(), self._stack.bound(self._leaves(self._record, views, self._gradient)):
-                torch.autograd.backward(self._stack.block(self._layer, leaf, calls), upstream)
+                result, _ = again.backward(
+                    self._layer, leaf, calls, lambda: self._stack.block(self._layer, leaf, calls), buffer, recorded
+                )
+                torch.autograd.backward(result, upstream)
             assert leaf.grad is not None
             output.copy_(leaf.grad)
 

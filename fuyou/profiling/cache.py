@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from common.hardware import cpu_count
 from fuyou.devices import Device
 from fuyou.emulated import EmulatedDevice
@@ -79,6 +81,7 @@ def describe(workload: Workload, device: Device) -> dict[str, Any]:
         "pace": str(device.spec.pace) if isinstance(device, EmulatedDevice) else "",
         "processor": _processor(),
         "processors": cpu_count(),
+        "threads": torch.get_num_threads() if device.shares_host_memory else 0,
         "drives": sorted(_drive(path) for path in workload.directories),
         "shape": shape,
         "precision": [str(workload.precision.dtype), str(workload.precision.optimizer_dtype)],

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import statistics
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ import psutil
 
 from common.buffers import HostBuffer
 from common.store import Extent, Layout, Pace, Store, commit_manifest
-from fuyou.records import Precision, Record, RecordExtents, allocate_extents
+from fuyou.records import Record, allocate_extents
 
 FOLDER = "fuyou-profile-"
 """Beginning of the scratch folder's name; the process id follows."""
@@ -44,17 +43,16 @@ class DriveRates:
 
 
 class Scratch:
-    """A store for measuring: something to move, and one record for the optimizer process.
+    """A store for measuring: something to move, and records for the optimizer process.
 
     Args:
         store: open.
-        record: for the optimizer.
-        record_extents: its place, in two slots.
+        records: for the optimizer, in two slots.
         transfers: what is moved to measure bandwidth.
     """
 
-    def __init__(self, store: Store, record: Record, record_extents: RecordExtents, transfers: list[Extent]):
-        self.store, self.record, self.record_extents = store, record, record_extents
+    def __init__(self, store: Store, records: Sequence[Record], transfers: list[Extent]):
+        self.store, self.records = store, records
         self._transfers = transfers
 
     def measure(self) -> DriveRates:
@@ -67,11 +65,12 @@ class Scratch:
             filled, rate = self._move("write", buffers, _FILL_SECONDS, len(self._transfers))
             written = self._transfers[:filled]  # what was never written is read without looking at the drive
             write = rate if filled < len(self._transfers) else self._move("write", buffers)[1]
+            commit = self._commit()  # after as much has been written as in a step, not after a pause
             return DriveRates(
                 read=self._move("read", buffers, extents=written)[1],
                 write=write,
                 mixed=self._move("mixed", buffers, extents=written)[1],
-                commit_seconds=statistics.median(self._commit(buffers[0]) for _ in range(3)),
+                commit_seconds=commit,
             )
         finally:
             for buffer in buffers:
@@ -102,9 +101,8 @@ class Scratch:
             future.result()
         return count, moved / (time.perf_counter() - began)
 
-    def _commit(self, buffer: HostBuffer) -> float:
+    def _commit(self) -> float:
         """Seconds from the last write's end to a committed manifest, as at the end of a step."""
-        self.store.write_now(self._transfers[0], buffer.array)
         began = time.perf_counter()
         self.store.sync([_FILE])
         for path in self.store.directories:
@@ -113,9 +111,7 @@ class Scratch:
 
 
 @contextmanager
-def open_scratch(
-    directories: Sequence[Path], record: Record, precision: Precision, pace: Pace | None
-) -> Iterator[Scratch]:
+def open_scratch(directories: Sequence[Path], records: Sequence[Record], pace: Pace | None) -> Iterator[Scratch]:
     """Scratch files in a folder of their own in each of ``directories``; whatever happens, they are gone afterwards.
 
     Raises:
@@ -125,14 +121,14 @@ def open_scratch(
     for path in directories:
         _remove_left_behind(path)
     layout = Layout(len(directories))
-    places = allocate_extents(layout, [record], precision, slots=2)
+    allocate_extents(layout, records, slots=2)
     transfers = [layout.allocate(_FILE, _TRANSFER_BYTES * len(directories)) for _ in range(_TRANSFERS)]
     store: Store | None = None
     try:
         for folder in folders:
             folder.mkdir()
         store = Store.create(folders, layout, io="posix", pace=pace)
-        yield Scratch(store, record, places[0], transfers)
+        yield Scratch(store, records, transfers)
     finally:
         if store is not None:
             store.close()

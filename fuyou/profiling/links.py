@@ -2,7 +2,9 @@
 
 import statistics
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +47,16 @@ def measure_link(device: Device, nbytes: int) -> LinkRates:
         down.close()
 
 
+@contextmanager
+def copying(device: Device, nbytes: int) -> Iterator[Callable[[], object]]:
+    """A function that copies ``nbytes`` (or :data:`LARGEST_COPY_BYTES`) to the device."""
+    copies = _Copies(device, Op.PARAMETER_UPLOAD, min(nbytes, LARGEST_COPY_BYTES))
+    try:
+        yield copies.copy
+    finally:
+        copies.close()
+
+
 class _Copies:
     """One direction and its buffers."""
 
@@ -59,9 +71,10 @@ class _Copies:
 
     def rate(self) -> float:
         """Bytes per second: the median of a few copies, after one to warm up."""
-        return statistics.median([self._copy() for _ in range(_COPIES + 1)][1:])
+        return statistics.median([self.copy() for _ in range(_COPIES + 1)][1:])
 
-    def _copy(self) -> float:
+    def copy(self) -> float:
+        """Copy once; bytes per second."""
         task = Task(self._op, [])
         task.began = time.monotonic()
         self._device.copy(task, self._target, self._source)

@@ -14,19 +14,22 @@ import transformers
 from transformers import PreTrainedConfig
 
 from common.models.meta import build_meta_model
+from fuyou.contention import Contention
 from fuyou.devices import Device, optimizer_threads
 from fuyou.emulated import EmulatedDevice
 from fuyou.memory_plan import MemoryPlan
 from fuyou.model_records import model_records
 from fuyou.optimizer_link import OptimizerLink
+from fuyou.profiling.beside import Repeated, Worker, measure_contention
 from fuyou.profiling.blocks import BlockBench, PartTimes
 from fuyou.profiling.drives import open_scratch
-from fuyou.profiling.links import measure_link
-from fuyou.profiling.optimizer import OptimizerBench, scratch_record
+from fuyou.profiling.links import copying, measure_link
+from fuyou.profiling.optimizer import OptimizerBench, scratch_records
 from fuyou.profiling.profile import Profile
 from fuyou.records import Precision
-from fuyou.schedule import StepShape
 from fuyou.stack import StreamedModel
+from fuyou.step_shape import StepShape
+from fuyou.tasks import Resource
 
 
 @dataclass(frozen=True)
@@ -76,17 +79,16 @@ def measure(workload: Workload, device: Device) -> Profile:
     try:
         stack = StreamedModel(build_meta_model(workload.config, dtype=workload.precision.dtype), device.torch_device)
         shape = model_records(stack, workload.precision)
-        record = scratch_record(workload.chunk_elements)
+        block_bytes = _largest_block(shape) * workload.precision.parameter_bytes
+        records = scratch_records(workload.chunk_elements, workload.precision)
         link.wait_until_up()
-        with open_scratch(workload.directories, record, workload.precision, pace) as scratch:
+        with open_scratch(workload.directories, records, pace) as scratch:
             drives = scratch.measure()
-            copies = measure_link(device, _largest_block(shape) * workload.precision.parameter_bytes)
+            copies = measure_link(device, block_bytes)
             parts, blocks = _parts(stack, shape, device, workload)
             threads = optimizer_threads(device)
             bench = OptimizerBench(link, scratch, workload.precision, workload.chunk_elements, threads, pace)
-            work = blocks.work() if blocks is not None and device.shares_host_memory else None
-            scale = parts.measured_tokens / workload.tokens
-            adam = bench.measure(drives, work, (parts.block_forward + parts.block_backward) * scale)
+            adam, contention = _contention(bench, blocks if device.shares_host_memory else None, device, block_bytes)
     finally:
         if bench is not None:
             bench.close()
@@ -101,6 +103,9 @@ def measure(workload: Workload, device: Device) -> Profile:
         embed_forward_seconds=parts.embed_forward,
         block_forward_seconds=parts.block_forward,
         block_backward_seconds=parts.block_backward,
+        kept_forward_seconds=parts.kept_forward,
+        kept_backward_seconds=parts.kept_backward,
+        kept_bytes=parts.kept_bytes,
         block_finish_seconds=parts.block_finish,
         head_seconds=parts.head,
         head_forward_seconds=parts.head_forward,
@@ -114,14 +119,41 @@ def measure(workload: Workload, device: Device) -> Profile:
         write_bytes_per_second=drives.write,
         mixed_bytes_per_second=drives.mixed,
         commit_seconds=drives.commit_seconds,
-        adam_parameters_per_second=adam.beside,
-        adam_alone_parameters_per_second=adam.alone,
+        adam_parameters_per_second=adam * workload.chunk_elements,
         adam_threads=threads,
-        compute_slowdown=adam.slowdown,
+        contention=contention,
         measured_at=time.time(),
         measured_in_seconds=time.monotonic() - began,
         versions=versions(),
     )
+
+
+def _contention(
+    bench: OptimizerBench, blocks: BlockBench | None, device: Device, copied_bytes: int
+) -> tuple[float, Contention]:
+    """Chunks that Adam updates in a second, and what shares its cores with what.
+
+    Args:
+        bench: the optimizer process.
+        blocks: what computes, where that takes the same cores.
+        device: where it computes.
+        copied_bytes: of a copy to it.
+    """
+    workers: dict[Resource, Worker] = {Resource.ADAM: bench.updating, Resource.SSD: bench.writing}
+    if blocks is None:
+        alone, contention = measure_contention(workers)
+        return alone[Resource.ADAM], contention
+    with copying(device, copied_bytes) as copy:
+        workers[Resource.GPU] = Repeated(blocks.work())
+        workers[Resource.HOST_TO_DEVICE] = Repeated(copy)
+        pairs = [(Resource.GPU, Resource.HOST_TO_DEVICE), (Resource.ADAM, Resource.HOST_TO_DEVICE)]
+        alone, contention = measure_contention(workers, pairs)
+    speeds = dict(contention.speeds)
+    for resource, _ in pairs:  # copies in the other direction are the same work
+        up = speeds[frozenset({resource, Resource.HOST_TO_DEVICE})]
+        down = {resource: up[resource], Resource.DEVICE_TO_HOST: up[Resource.HOST_TO_DEVICE]}
+        speeds[frozenset(down)] = down
+    return alone[Resource.ADAM], Contention(speeds)
 
 
 def versions() -> dict[str, str]:
@@ -142,7 +174,11 @@ def _emulated_parts(shape: StepShape, flops_per_second: float, tokens: int) -> P
     """What an emulated device takes for the costs that the schedule writes down."""
     block = max(shape.records[index].parameter_count for index in shape.blocks) * tokens / flops_per_second
     head = shape.records[shape.head].parameter_count * tokens / flops_per_second
-    return PartTimes(tokens, flops_per_second, 0.0, 2 * block, 6 * block, 0.0, 6 * head, 2 * head, 0.0, ())
+    return PartTimes(
+        measured_tokens=tokens, matmul_flops_per_second=flops_per_second, embed_forward=0.0, block_forward=2 * block,
+        block_backward=6 * block, kept_forward=0.0, kept_backward=0.0, kept_bytes=0, block_finish=0.0, head=6 * head,
+        head_forward=2 * head, embed_backward=0.0, operators=(),
+    )  # fmt: skip
 
 
 def _largest_block(shape: StepShape) -> int:

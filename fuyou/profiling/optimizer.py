@@ -1,13 +1,9 @@
-"""How fast the optimizer process updates: the process itself is started, on a scratch record."""
+"""The optimizer process at work on scratch records: what it computes in a second, and what it writes."""
 
 import os
-import queue
-import statistics
+import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,53 +14,100 @@ from fuyou.adam import AdamConfig, Update
 from fuyou.optimizer_link import OptimizerLink
 from fuyou.optimizer_protocol import (
     BufferRegion,
-    CreateRecord,
     ReadStates,
     Setup,
     SharedRegions,
     Updated,
     UpdateRecord,
+    WriteRecord,
     Written,
 )
-from fuyou.profiling.drives import DriveRates, Scratch
-from fuyou.records import Precision, Record
+from fuyou.profiling.drives import Scratch
+from fuyou.records import Kind, Precision, Record
 
-#: A record of this many parameters is updated, or of two chunks if these are larger.
-RECORD_ELEMENTS = 4 << 20
-#: Updates are repeated for this long.
-UPDATE_SECONDS = 1.0
-_MOST_UPDATES = 12
+#: About as many parameters are updated in turn: more than a processor's own caches hold with their states.
+UPDATED_ELEMENTS = 4 << 20
+#: Parameters of each record that is written while others are updated.
+WRITTEN_ELEMENTS = 2 << 20
+_WRITTEN_RECORDS = 3
 _ANSWER_SECONDS = 60.0
 
-Message = TypeVar("Message", Updated, Written)
+
+def scratch_records(chunk_elements: int, precision: Precision) -> list[Record]:
+    """Records of one chunk each to be updated, then those to be written."""
+    updated = max(1, UPDATED_ELEMENTS // chunk_elements)
+    sizes = [chunk_elements] * updated + [WRITTEN_ELEMENTS] * _WRITTEN_RECORDS
+    return [
+        Record.build(index, f"profile {index}", Kind.BLOCK, precision, [(("weight",), (1, size), True)])
+        for index, size in enumerate(sizes)
+    ]
 
 
-@dataclass(frozen=True)
-class OptimizerRates:
-    """Parameters per second."""
+class Pump:
+    """Keeps the optimizer process supplied with one kind of work: sends a record again when its answer has come.
 
-    alone: float
-    beside: float
-    """While the device computes, where that takes the same processors; else the same as ``alone``."""
-    slowdown: float
-    """How many times as long the computation takes beside it."""
+    Args:
+        send: asks for a piece of work on a record.
+        records: what is under way at the same time.
+    """
 
+    def __init__(self, send: Callable[[int], None], records: Sequence[int]):
+        self.ends: list[float] = []
+        self._send, self._records = send, records
+        self._running = False
+        self._under_way = 0
+        self._failure: BaseException | None = None
+        self._changed = threading.Condition()
 
-def scratch_record(chunk_elements: int) -> Record:
-    """A record of whole chunks for the optimizer to work on."""
-    chunks = max(2, RECORD_ELEMENTS // chunk_elements)
-    return Record.build(0, "profile", False, [(("weight",), (chunks, chunk_elements), True)])
+    def start(self) -> None:
+        self.ends, self._running = [], True
+        for record in self._records:
+            with self._changed:
+                self._under_way += 1
+            self._send(record)
+
+    def answered(self, record: int) -> None:
+        """The work on ``record`` is done; called in the link's thread."""
+        self.ends.append(time.monotonic())
+        if self._running:
+            self._send(record)
+            return
+        with self._changed:
+            self._under_way -= 1
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """No answer will come any more."""
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        self._running = False
+        with self._changed:
+            over = self._changed.wait_for(lambda: not self._under_way or self._failure is not None, _ANSWER_SECONDS)
+        if self._failure is not None:
+            raise self._failure
+        if not over:
+            raise FinetuneError(
+                f"The optimizer process has not answered for {_ANSWER_SECONDS:.0f} s while it was being measured: a "
+                "drive hangs, or the machine is overloaded."
+            )
 
 
 class OptimizerBench:
-    """The optimizer process at work on one record.
+    """The optimizer process with records in its memory, of which it updates some and writes others.
 
     Args:
         link: the process, up but not set up.
-        scratch: the store with the record.
+        scratch: the store with the records of :func:`scratch_records`.
         chunk_elements: of the run.
         threads: of the run.
         pace: of the drives.
+
+    Attributes:
+        updating: updates one chunk in each piece of work; writes nothing.
+        writing: writes :data:`WRITTEN_ELEMENTS` parameters and their states in each; computes nothing.
     """
 
     def __init__(
@@ -76,93 +119,66 @@ class OptimizerBench:
         threads: int,
         pace: Pace | None,
     ):
-        self._link, self._record = link, scratch.record
-        self._state_bytes = scratch.record.numel * precision.state_bytes
-        self._answers: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._link, records = link, scratch.records
+        written = [record.index for record in records[-_WRITTEN_RECORDS:]]
+        updated = [record.index for record in records[:-_WRITTEN_RECORDS]]
         self._step = 0
-        nbytes = scratch.record.numel * precision.parameter_bytes
+        nbytes = max(record.parameter_nbytes for record in records)
         shared = SharedRegions(
-            2 * nbytes, {outer: BufferRegion(0, nbytes, 1) for outer in (False, True)},
-            {outer: BufferRegion(nbytes, nbytes, 1) for outer in (False, True)},
+            2 * nbytes, {Kind.BLOCK: BufferRegion(0, nbytes, 1)},
+            {Kind.BLOCK: BufferRegion(nbytes, nbytes, 1)},
         )  # fmt: skip
-        assert link.shared_fd is not None
-        os.ftruncate(link.shared_fd, shared.nbytes)
-        self._memory = HostBuffer(shared.nbytes, fd=os.dup(link.shared_fd)).touch()
-        values = self._memory.tensor(precision.dtype, 0, 2 * scratch.record.numel)
-        tile = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)).to(precision.dtype) * 0.02
-        for start in range(0, values.numel(), tile.numel()):
-            part = values[start : start + tile.numel()]
-            part.copy_(tile[: part.numel()])
-        chunks = len(self._record.chunks(chunk_elements))
+        self._share(shared, precision)
+        self.updating = Pump(self._update, updated if len(updated) > 1 else 2 * updated)
+        self.writing = Pump(self._write, written)
         link.set_up(
             Setup(
                 directories=[str(path) for path in scratch.store.directories],
                 io="posix",
                 io_threads=4,
-                records=[self._record.to_dict()],
-                dtype=precision.dtype,
-                optimizer_dtype=precision.optimizer_dtype,
+                records=[record.to_dict() for record in records],
                 slots=2,
                 chunk_elements=chunk_elements,
-                ring_chunks=chunks,
+                ring_chunks=1,
                 shared=shared,
                 threads=threads,
+                resident=[record.index for record in records],
                 pace=pace,
             ),
-            self._answers.put,
-            self._answers.put,
+            self._heard,
+            self._failed,
         )
-        link.send(CreateRecord(0, 0, 0, 0))
-        self._answer(Written)
-
-    def measure(self, drives: DriveRates, work: Callable[[], None] | None, work_seconds: float) -> OptimizerRates:
-        """Updates alone and, if there is ``work`` that takes the same processors, beside it.
-
-        Args:
-            drives: their rates: an update begins when its states have been read.
-            work_seconds: how long ``work`` takes by itself.
-        """
-        reading = 1.3 * self._state_bytes / drives.read + 0.01
-        alone = self._updates(reading)
-        if work is None:
-            return OptimizerRates(alone, alone, 1.0)
-        taken = []
-        with ThreadPoolExecutor(1) as thread:
-            beside = thread.submit(self._updates, reading)
-            while not beside.done():
-                began = time.perf_counter()
-                work()
-                taken.append(time.perf_counter() - began)
-        return OptimizerRates(alone, beside.result(), max(1.0, statistics.median(taken) / work_seconds))
 
     def close(self) -> None:
         """End the process."""
         self._link.close()
         self._memory.close()
 
-    def _updates(self, reading: float) -> float:
-        """Parameters per second: the median of some updates whose states wait in memory, after one to warm up."""
-        rates: list[float] = []
-        began = time.monotonic()
-        while len(rates) < 3 or (time.monotonic() - began < UPDATE_SECONDS and len(rates) < _MOST_UPDATES):
-            source, self._step = self._step % 2, self._step + 1
-            self._link.send(ReadStates(0, source))
-            time.sleep(reading)
-            self._link.send(UpdateRecord(0, 0, 0, 1 - source, Update(self._step, AdamConfig())))
-            updated = self._answer(Updated)
-            rates.append(self._record.numel / (updated.ended - updated.began))
-            self._answer(Written)
-        return statistics.median(rates[1:])
+    def _share(self, shared: SharedRegions, precision: Precision) -> None:
+        """Memory for parameters and gradients, with random numbers in it: what there is may make Adam slow."""
+        assert self._link.shared_fd is not None
+        os.ftruncate(self._link.shared_fd, shared.nbytes)
+        self._memory = HostBuffer(shared.nbytes, fd=os.dup(self._link.shared_fd)).touch()
+        values = self._memory.tensor(precision.dtype, 0, shared.nbytes // precision.dtype.itemsize)
+        tile = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)).to(precision.dtype) * 0.02
+        for start in range(0, values.numel(), tile.numel()):
+            part = values[start : start + tile.numel()]
+            part.copy_(tile[: part.numel()])
 
-    def _answer(self, kind: type[Message]) -> Message:
-        try:
-            message = self._answers.get(timeout=_ANSWER_SECONDS)
-        except queue.Empty:
-            raise FinetuneError(
-                f"The optimizer process has not answered for {_ANSWER_SECONDS:.0f} s while it was being measured: a "
-                "drive hangs, or the machine is overloaded."
-            ) from None
-        if isinstance(message, BaseException):
-            raise message
-        assert isinstance(message, kind)
-        return message
+    def _update(self, record: int) -> None:
+        self._step += 1
+        self._link.send(ReadStates(record, 0))
+        self._link.send(UpdateRecord(record, 0, 0, -1, Update(self._step, AdamConfig())))
+
+    def _write(self, record: int) -> None:
+        self._link.send(WriteRecord(record, 0, 0))
+
+    def _heard(self, message: object) -> None:
+        if isinstance(message, Updated):
+            self.updating.answered(message.record)
+        elif isinstance(message, Written):
+            self.writing.answered(message.record)
+
+    def _failed(self, error: BaseException) -> None:
+        self.updating.fail(error)
+        self.writing.fail(error)

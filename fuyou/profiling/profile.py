@@ -1,13 +1,14 @@
 """The result of profiling: rates and times, as JSON on disk."""
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from fuyou.contention import Contention
 from fuyou.simulator import Rates
 from fuyou.tasks import Phase
 
-FORMAT = 1
+FORMAT = 2
 """Version of the JSON. Another one is not read, but measured again."""
 
 
@@ -42,7 +43,12 @@ class Profile:
     """Times of a whole micro-batch, each as the engine's tasks do it."""
     block_forward_seconds: float
     block_backward_seconds: float
-    """With the forward pass computed again."""
+    """With the forward pass computed again, as far as anything of it is needed."""
+    kept_forward_seconds: float
+    """The same two, of a block that keeps all outputs that save FLOPs; 0 where nothing can be kept."""
+    kept_backward_seconds: float
+    kept_bytes: int
+    """Of these outputs."""
     block_finish_seconds: float
     """Squaring a block's gradient for its norm, once per visit however many micro-batches there are."""
     head_seconds: float
@@ -68,11 +74,10 @@ class Profile:
     """``fdatasync`` and manifest."""
 
     adam_parameters_per_second: float
-    """Of the optimizer process, beside computing where the device is the CPU."""
-    adam_alone_parameters_per_second: float
+    """Of the optimizer process, with nothing beside it."""
     adam_threads: int
-    compute_slowdown: float
-    """How many times as long a block takes beside the optimizer at work; 1 where the device is not the CPU."""
+    contention: Contention
+    """How much slower Adam and the drives get beside each other, and computing and copying where they share cores."""
 
     measured_at: float
     """Seconds since the epoch."""
@@ -80,16 +85,16 @@ class Profile:
     versions: dict[str, str]
     """Of PyTorch and transformers."""
 
-    def rates(self, block_flops: float | None = None) -> Rates:
+    def rates(self, recomputed: float = 1.0) -> Rates:
         """Rates for the simulator.
 
         Args:
-            block_flops: what the schedule writes down for one micro-batch's forward and backward task of a block; None:
-                2 and 6 per parameter and token, the whole forward pass computed again.
+            recomputed: part of a block's forward FLOPs that its backward pass computed again when it was measured.
         """
-        flops = 8.0 * self.block_parameters * self.tokens if block_flops is None else block_flops
+        flops = 2.0 * self.block_parameters * self.tokens
         return Rates(
-            flops_per_second=flops / (self.block_forward_seconds + self.block_backward_seconds),
+            flops_per_second=flops / self.block_forward_seconds,
+            backward_flops_per_second=(2 + recomputed) * flops / self.block_backward_seconds,
             upload_bytes_per_second=self.upload_beside_bytes_per_second,
             download_bytes_per_second=self.download_beside_bytes_per_second,
             read_bytes_per_second=self.read_bytes_per_second,
@@ -101,6 +106,7 @@ class Profile:
                 for phase in (Phase.EMBED_FORWARD, Phase.HEAD, Phase.HEAD_EVAL, Phase.EMBED_BACKWARD)
             ),
             finish_seconds=self.block_finish_seconds,
+            contention=self.contention,
         )
 
     def phase_seconds(self) -> dict[Phase, float]:
@@ -116,7 +122,7 @@ class Profile:
 
     def to_dict(self) -> dict[str, Any]:
         """What JSON can carry."""
-        return asdict(self)
+        return {**asdict(replace(self, contention=Contention())), "contention": self.contention.to_list()}
 
     @staticmethod
     def from_dict(content: dict[str, Any]) -> "Profile":
@@ -127,8 +133,9 @@ class Profile:
         """
         try:
             operators = tuple(OperatorTime(**one) for one in content["operators"])
-            profile = Profile(**{**content, "operators": operators})
-        except (TypeError, KeyError) as error:
+            contention = Contention.from_list(content["contention"])
+            profile = Profile(**{**content, "operators": operators, "contention": contention})
+        except (TypeError, KeyError, ValueError) as error:
             raise ValueError(f"not a profile: {error}") from error
         numbers = {field.name: getattr(profile, field.name) for field in fields(profile) if field.type in (int, float)}
         for name, value in numbers.items():

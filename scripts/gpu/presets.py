@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, PreTrainedConfig, logging
 
 import fuyou
-import fuyou.engine
+import fuyou.open_model
 from common.errors import UserError
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
@@ -77,7 +77,7 @@ class TiledSource(RandomSource):
 
 
 def open_engine(settings: Settings, config: PreTrainedConfig, **options: Any) -> fuyou.Engine:
-    fuyou.engine.RandomSource = TiledSource  # type: ignore[misc]
+    fuyou.open_model.RandomSource = TiledSource  # type: ignore[misc]
     return fuyou.Engine(
         config, ssd=[settings.ssd], run_name=RUN_NAME, device=settings.device, host_memory=settings.host_memory,
         device_memory=settings.device_memory, io="posix", **options,

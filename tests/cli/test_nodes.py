@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from cli.main import main
@@ -80,6 +81,31 @@ def test_two_ranks_train_as_the_engine_does_and_three_go_on(
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5, msg=name)
     files = {path.name for path in output.iterdir()} - {"commits"}
     assert files == {path.name for path in reference[1].iterdir()} - {"store"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_are_trained_written_and_merged(
+    finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path
+) -> None:
+    output, report = tmp_path / "out", tmp_path / "report.json"
+    words = ("--model", checkpoint, "--data", data, *COMMON, "--output", output, "--nodes", 1, "--gpus-per-node", 2,
+             "--steps", 2, "--lora-rank", 3, "--lora-targets", "q_proj", "down_proj", "--merge")  # fmt: skip
+    done = finetune(*words, "--report", report)
+    assert done.status == 0, done.err
+    adapters = 3 * 3 * (32 + 32 + 48 + 32)  # in each of three layers, rank 3 between inputs and outputs
+    assert f"adapters LoRA of rank 3: {adapters / 1000:.1f} K parameters" in done.out
+    assert f"saved    {output}, for PeftModel.from_pretrained" in done.out
+    assert json.loads(report.read_text())["trainable_parameters"] == adapters
+    base = AutoModelForCausalLM.from_pretrained(checkpoint)
+    tuned = PeftModel.from_pretrained(base, output).merge_and_unload()
+    merged = AutoModelForCausalLM.from_pretrained(output / "merged")
+    for (name, one), (_, other) in zip(merged.named_parameters(), tuned.named_parameters(), strict=True):
+        torch.testing.assert_close(one, other, msg=name)
+    before = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
+    changed = {name for name, value in merged.state_dict().items() if not torch.equal(value, before[name])}
+    assert len(changed) == 6 and all("q_proj" in name or "down_proj" in name for name in changed)
+    again = finetune(*words)
+    assert again.status == 2 and "holds adapters already" in again.err
 
 
 class Node:
@@ -245,7 +271,6 @@ def test_slurm_writes_lists_short() -> None:
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["--nodes", "2", "--ssd", "/tmp"], "--nodes together with --ssd is not there yet"),
     (["--nodes", "2", "--optimizer-dtype", "bf16"], "--optimizer-dtype does not go with --nodes"),
     (["--nodes", "2", "--trace", "x.json"], "--trace does not go with --nodes"),
     (["--strategy", "zero3"], "--strategy is for several nodes or ranks: add --nodes"),

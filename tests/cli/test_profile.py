@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from cli.profile import table
-from fuyou.profiling import Profile, blocks, drives, optimizer
+from fuyou.profiling import Profile, beside, blocks, drives, optimizer
+from fuyou.tasks import Resource
 from tests.cli.conftest import Finetune, sending
 from tests.cli.test_bad_input import check
 from tests.fuyou.profiling.test_profile import PROFILE
@@ -19,7 +20,10 @@ from tests.fuyou.profiling.test_profile import PROFILE
 def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(blocks, "REPEAT_SECONDS", 0.01)
     monkeypatch.setattr(drives, "DIRECTION_SECONDS", 0.05)
-    monkeypatch.setattr(optimizer, "UPDATE_SECONDS", 0.02)
+    monkeypatch.setattr(beside, "WINDOW_SECONDS", 0.02)
+    monkeypatch.setattr(beside, "WARM_SECONDS", 0.01)
+    monkeypatch.setattr(optimizer, "UPDATED_ELEMENTS", 1 << 14)
+    monkeypatch.setattr(optimizer, "WRITTEN_ELEMENTS", 1 << 14)
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
 
 
@@ -38,7 +42,7 @@ def test_a_profile(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None
         "SSDs, 1 directory",
         "commit",
         "optimizer, 1 thread",
-        "parameters, beside computing",
+        "the optimizer, the SSDs, computing",
         "mm.default #0",
     ):
         assert words in outcome.out  # fmt: skip
@@ -51,12 +55,13 @@ def test_a_profile(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None
     assert profile.block_backward_seconds > profile.block_forward_seconds
     # The same unit; not closer, because each was measured for a moment only.
     assert 0 < sum(one.seconds for one in profile.operators) < profile.block_backward_seconds * 100
-    assert profile.compute_slowdown >= 1
+    together = profile.contention.speeds[frozenset({Resource.ADAM, Resource.SSD, Resource.GPU})]
+    assert all(0 < speed <= 1 for speed in together.values())
 
 
 def test_the_table_is_aligned() -> None:
     lines = [line for line in table(PROFILE, 2) if line.startswith("  ")]
-    amounts = [re.match(r"  \S.*?\S  +([\d.]+ \S+)(  |$)", line) for line in lines]
+    amounts = [re.match(r"  \S.*?\S  +([\d.]+,? \S+(?:, \S+)*)(  |$)", line) for line in lines]
     assert len({amount.end(1) for amount in amounts if amount}) == 1, "they end in one column"
     assert all(amounts)
     assert re.search(

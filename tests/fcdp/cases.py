@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import fcdp
 from fcdp.placement import DeviceMemory
-from tests.fcdp.twin import InOrder
+from tests.fcdp.twin import InOrder, Plain, Ring
 
 warnings.filterwarnings("ignore")
 
@@ -86,34 +86,39 @@ def train(
     strategy: str,
     *,
     in_order: bool = False,
-    prepare: Callable[[nn.Module, fcdp.Topology], None] | None = None,
-    inspect: Callable[[fcdp.Sharding], Any] | None = None,
+    reduction: str = "",
+    inspect: Callable[[Any], Any] | None = None,
     memory: str = "",
     **options: Any,
 ) -> tuple[Outcome, Any]:
     """Train; what came out, and what ``inspect`` returned at the end.
 
     Args:
+        strategy: one of ours, or one of :class:`Plain`'s.
         in_order: replace FSDP2's reduce-scatter by the twin's.
-        prepare: called with the sharded model.
+        reduction: ``fsdp2``: replace ours by FSDP2's.
         memory: stands for a device's memory: see :func:`_memory`.
     """
     model: Any = make_model(case)
     if memory:
         options["device_memory"] = _memory(memory)
-    model = fcdp.fully_shard(model, topology, strategy, mp_policy=policy(case), **options)
-    sharding = fcdp.sharding(model)
+    sharding: Any
+    if strategy.startswith("fsdp2"):
+        sharding = Plain(model, topology, strategy, policy(case))
+    else:
+        model = fcdp.fully_shard(model, topology, strategy, mp_policy=policy(case), **options)
+        sharding = fcdp.sharding(model)
     if case.event == "compile":
         torch.compiler.reset()  # what is compiled depends on what was before
         for block in sharding.groups:
             if block.name.split(".")[-1].isdigit():
                 block.modules[0].compile(backend="aot_eager")
-    if prepare:
-        prepare(model, topology)
     twins = []
-    if in_order:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            if reduction == "fsdp2":
+                module.set_custom_reduce_scatter(Ring())
+            if in_order:
                 twins.append(InOrder(topology.nodes, topology.ranks_per_node))
                 module.set_custom_reduce_scatter(twins[-1])
     optimizer = make_optimizer(model, case.optimizer)
@@ -169,7 +174,7 @@ def _memory(kind: str) -> DeviceMemory:
     return DeviceMemory(10**9, lambda: 10**10 if next(looks) % 11 == 10 else 0)
 
 
-def _happen(event: str, step: int, model: Any, sharding: fcdp.Sharding, saved: dict[str, Any]) -> None:
+def _happen(event: str, step: int, model: Any, sharding: Any, saved: dict[str, Any]) -> None:
     """Things that users do between steps."""
     if event == "load_in_place":
         if step == 1:

@@ -9,7 +9,7 @@ from tests.fcdp.pool import Pool
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Four processes."""
+    """Started as they are needed, the first time."""
     ranks = Pool()
     yield ranks
     ranks.close()

@@ -1,9 +1,10 @@
-"""Four processes, started once, that run one case after another as the ranks of small clusters on loopback.
+"""Processes, started once, that run one case after another as the ranks of small clusters on loopback.
 
 Python and the libraries are imported once, in a server from which the ranks are forked.
 """
 
 import faulthandler
+import math
 import multiprocessing
 import os
 import socket
@@ -12,7 +13,6 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-RANKS = 4
 DEADLINE_S = 40
 
 
@@ -21,26 +21,29 @@ class RankError(AssertionError):
 
 
 class Pool:
-    """``pool.run((nodes, ranks_per_node), function, *args)`` returns what each rank's call returned."""
+    """``pool.run((nodes, ranks_per_node), function, *args)`` returns what each rank's call returned.
+
+    With three numbers, nodes have levels inside: nodes, pairs in each, ranks in each pair.
+    """
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.fcdp.cases"])
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["tests.fcdp.cases"])
         self._pipes: list[Connection] = []
-        self._processes = []
-        self._layout: tuple[int, int] | None = None
+        self._processes: list[Any] = []
+        self._layout: tuple[int, ...] | None = None
         self._port = 0
-        for index in range(RANKS):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(index, theirs), daemon=True)
+
+    def run(self, layout: tuple[int, ...], function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call ``function(topology, *args, **kwargs)`` on every rank of a cluster of ``layout``."""
+        world = math.prod(layout)
+        while len(self._processes) < world:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(len(self._processes), theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
-
-    def run(self, layout: tuple[int, int], function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call ``function(topology, *args, **kwargs)`` on every rank of a cluster of ``layout``."""
-        world = layout[0] * layout[1]
         if layout != self._layout:
             # A new process group for everyone in it: a port tells it from the one before.
             self._layout = layout
@@ -77,6 +80,7 @@ def _serve(index: int, pipe: Connection) -> None:
     import torch.distributed as dist
 
     import fcdp
+    from fcdp.mesh import Levels
 
     torch.set_num_threads(1)
     topology: fcdp.Topology | None = None
@@ -92,11 +96,12 @@ def _serve(index: int, pipe: Connection) -> None:
             if port != current:
                 _leave(topology)
                 topology, current = None, None
-                os.environ.update(RANK=str(index), WORLD_SIZE=str(layout[0] * layout[1]))
-                dist.init_process_group(
-                    "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=index, world_size=layout[0] * layout[1]
-                )
-                topology, current = fcdp.Topology(*layout), port
+                world = math.prod(layout)
+                os.environ.update(RANK=str(index), WORLD_SIZE=str(world))
+                dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=index, world_size=world)
+                nodes, *inside = layout
+                topology = fcdp.Topology(nodes, math.prod(inside), levels=Levels((*reversed(inside), nodes)))
+                current = port
             answer = (True, function(topology, *args, **kwargs))
         except BaseException:
             answer = (False, traceback.format_exc())

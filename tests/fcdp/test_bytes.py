@@ -66,13 +66,3 @@ def test_bytes_across_nodes_are_the_formulas(pool: Pool, layout: tuple[int, int]
         assert (rank["across"], rank["inside"]) == (rank["sent_across"], rank["sent_inside"])
         # All groups in the first step, then the trainable ones, however many micro-batches and recomputations.
         assert rank["misses"] == rank["groups"] + 4 * rank["trainable"]
-
-
-def test_formulas_of_the_comparison() -> None:
-    """fsdp2-style numbers for a model of 1000 bytes on 2 x 2 ranks: 3 S on gloo, S, and S."""
-    from fcdp.traffic import fcdp_bytes, hybrid_bytes, zero3_bytes
-
-    assert zero3_bytes(4, gathered=2000, reduced=1000, all_reduce=True) == 3000
-    assert zero3_bytes(4, gathered=2000, reduced=1000, all_reduce=False) == 2250
-    assert fcdp_bytes(2, gathered=1000, reduced=1000) == 1000
-    assert hybrid_bytes(2, reduced=1000) == 1000

@@ -39,6 +39,7 @@ EVENTS = [
     Case(tied=True),
     Case(tied=True, lora=True, bf16=True),
     Case(lora=True, targets=("embed_tokens", "o_proj")),
+    Case(tied=True, lora=True, targets=("embed_tokens", "o_proj")),
     Case(optimizer="foreach"),
     Case(optimizer="sgd", bf16=True),
 ]
@@ -95,11 +96,11 @@ def _runs() -> list[Any]:
 def test_equals_plain_fsdp2(runs: Runs, layout: tuple[int, int], case: Case, placement: tuple[str, float]) -> None:
     # Recomputation changes nothing, so one reference serves with and without it.
     plain_case = dataclasses.replace(case, checkpointing=False)
-    plain = runs.reference(layout, plain_case, "zero3")
+    plain = runs.reference(layout, plain_case, "fsdp2")
     memory, threshold = placement
     options = {"memory": memory, "device_cache_threshold": threshold, "inspect": _placed}
     whole, placed = runs.inspected(layout, case, "fcdp", **options)
-    assert whole == runs.reference(layout, plain_case, "zero3", in_order=True)
+    assert whole == runs.reference(layout, plain_case, "fsdp2", in_order=True)
     assert whole.losses == pytest.approx(plain.losses, rel=3e-2 if case.bf16 else 1e-4)
     assert len(set(whole.losses)) > 5
     for on_device, groups in placed:
@@ -111,7 +112,7 @@ def test_equals_plain_fsdp2(runs: Runs, layout: tuple[int, int], case: Case, pla
             assert on_device == groups
     # With other groups, gradients lie elsewhere in gloo's buffers, and its ring adds them in another order.
     if not (case.lora and case.event == "thaw") and (case.checkpointing or case.event):
-        assert runs.run(layout, case, "fcdp", two_level_reduction=False) == plain
+        assert runs.run(layout, case, "fcdp", reduction="fsdp2") == plain
 
 
 def _placed(sharding: Any) -> tuple[int, int]:
@@ -123,14 +124,14 @@ def _placed(sharding: Any) -> tuple[int, int]:
 def test_equals_hybrid_sharding(runs: Runs, lora: bool, bf16: bool) -> None:
     # The fused optimizer treats the ends of a shard differently from its middle, and shards are larger here.
     case = Case(bf16=bf16, lora=lora, micro_batches=2, checkpointing=bf16, optimizer="foreach")
-    assert runs.run((2, 2), case, "fcdp") == runs.run((2, 2), case, "hybrid")
+    assert runs.run((2, 2), case, "fcdp") == runs.run((2, 2), case, "fsdp2-hybrid")
 
 
 @pytest.mark.parametrize("case", [Case(lora=True, bf16=True, checkpointing=True), Case(micro_batches=4)], ids=_name)
 def test_shares_that_come_and_go_change_nothing(runs: Runs, case: Case) -> None:
     plain_case = dataclasses.replace(case, checkpointing=False)
     moving = runs.run((2, 2), case, "fcdp", memory="waves")
-    assert moving == runs.reference((2, 2), plain_case, "zero3", in_order=True)
+    assert moving == runs.reference((2, 2), plain_case, "fsdp2", in_order=True)
 
 
 @pytest.mark.parametrize("case", [Case(micro_batches=2), Case(lora=True, checkpointing=True)], ids=_name)
@@ -144,5 +145,5 @@ def test_options_change_nothing(runs: Runs, case: Case, options: dict[str, Any])
 @pytest.mark.parametrize("layout", [(1, 4), (4, 1), (1, 1)], ids=_name)
 def test_one_node_or_one_rank_per_node(runs: Runs, layout: tuple[int, int]) -> None:
     case = Case(lora=True, micro_batches=2)
-    twin = {"in_order": True} if layout == (4, 1) else {}  # one node is plain FSDP2
-    assert runs.run(layout, case, "fcdp") == runs.run(layout, case, "zero3", **twin)
+    twin = {"in_order": True} if layout != (1, 1) else {}
+    assert runs.run(layout, case, "fcdp") == runs.run(layout, case, "fsdp2", **twin)

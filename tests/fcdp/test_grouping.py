@@ -57,10 +57,11 @@ def test_plain_groups_are_units() -> None:
     assert _each_once(model, groups)
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("adapters", ["block", "model"])
-def test_adapters_on_embeddings_leave_the_frozen_base_alone(adapters: str) -> None:
+def test_adapters_on_embeddings_leave_the_frozen_base_alone(adapters: str, tied: bool) -> None:
     """Their matrices are in a ParameterDict, which is never called: the module around it also holds the base."""
-    model = make_model(Case())
+    model = make_model(Case(tied=tied))
     model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"]))
     groups = split_units(find_units(model), adapters)  # type: ignore[arg-type]
     for group in groups:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import fcdp
+from common.models.adapters import AdapterOptions
 from fcdp.trainer import Trainer, TrainerConfig
 from fuyou import NonFiniteLoss
 
@@ -26,6 +27,7 @@ class Run:
     resume: bool = False
     save: Path | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    adapters: AdapterOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Outcome:
     planned: float
     held: int
     """Elements of parameters that this rank holds."""
+    kinds: set[tuple[bool, torch.dtype]]
+    """Whether parameters are trained, and their dtype here."""
 
 
 def batch(step: int, rows: int) -> dict[str, torch.Tensor]:
@@ -58,7 +62,8 @@ def rate(step: int) -> float:
 
 def train(topology: fcdp.Topology, run: Run) -> Outcome:
     config = TrainerConfig(**{"strategy": run.strategy, "dtype": "fp32", "max_grad_norm": 0.5, **run.options})
-    trainer = Trainer(run.model, topology, config, run.folder)
+    adapters = None if run.adapters is None else run.adapters.peft_config()
+    trainer = Trainer(run.model, topology, config, run.folder, adapters)
     trainer.resume() if run.resume else trainer.begin()
     losses, norms = [], []
     sent = 0
@@ -70,11 +75,12 @@ def train(topology: fcdp.Topology, run: Run) -> Outcome:
     trainer.user_state["steps"] = trainer.step_count
     trainer.commit()
     if run.save is not None:
-        trainer.save_pretrained(run.save)
+        trainer.save_pretrained(run.save, merge=run.adapters is not None)
     held = sum(parameter.to_local().numel() for parameter in trainer._model.parameters())
+    kinds = {(parameter.requires_grad, parameter.dtype) for parameter in trainer._model.parameters()}
     planned = trainer.planned_sent_bytes(run.rows)
     trainer.close()
-    return Outcome(losses, norms, sent, planned, held)
+    return Outcome(losses, norms, sent, planned, held, kinds)
 
 
 def diverge(topology: fcdp.Topology, run: Run) -> str:

@@ -1,4 +1,4 @@
-"""Plain FSDP2 with the one thing changed that bit equality needs: the order in which gradients are added.
+"""Plain FSDP2 to compare with, also with the one thing changed that bit equality needs: the order of additions.
 
 gloo's reduce-scatter is a ring all-reduce: every piece of the buffer starts its sum at another rank, so what is added
 first depends on where a gradient lies. NCCL has orders of its own. Two-level reduction adds inside the node first, on
@@ -11,6 +11,50 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import fcdp
+from fcdp.grouping import find_units, whole_units
+
+
+class Plain:
+    """FSDP2 untouched, unit by unit as ours: ``fsdp2`` over all ranks, ``fsdp2-hybrid`` inside nodes."""
+
+    def __init__(self, model: nn.Module, topology: fcdp.Topology, name: str, policy: MixedPrecisionPolicy):
+        mesh = topology.mesh
+        if name == "fsdp2-hybrid":
+            mesh = init_device_mesh("cpu", (topology.nodes, topology.ranks_per_node), mesh_dim_names=("n", "m"))
+        units = find_units(model)
+        self.is_hybrid = name == "fsdp2-hybrid"
+        self.model: Any = model
+        self.groups = whole_units(units)
+        for group in self.groups:
+            keep = units[group.unit].keep_after_forward
+            fully_shard(group.modules[0], mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
+
+    def set_is_last_micro_batch(self, is_last: bool) -> None:
+        if self.is_hybrid:
+            self.model.set_requires_all_reduce(is_last)
+
+    def invalidate(self) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Ring:
+    """The reduce-scatter that FSDP2 has itself, as a comm: FSDP2's own class is private."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)
 
 
 class InOrder:

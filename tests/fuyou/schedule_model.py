@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from fuyou.deferral import interleaved
-from fuyou.records import Precision, Record
-from fuyou.schedule import BatchShape, BufferCounts, Recomputation, Scheduler, StepShape
+from fuyou.records import Kind, Precision, Record
+from fuyou.schedule import Scheduler
+from fuyou.step_shape import BatchShape, BufferCounts, Recomputation, StepShape
 from fuyou.tasks import Activation, Op, Phase, StepList, Task
 
 BF16 = Precision(torch.bfloat16, torch.float32)
@@ -30,12 +31,12 @@ def step_shape(layers: int, tied: bool, precision: Precision = BF16) -> StepShap
     """Records of a small stack; outer ones are larger, and every record has its own size."""
     outer = [("outer", 9000)] if tied else [("embedding", 9000), ("head", 7000)]
     records = [
-        Record.build(index, name, True, [((f"{name}.weight",), (size,), True)])
+        Record.build(index, name, Kind.OUTER, precision, [((f"{name}.weight",), (size,), True)])
         for index, (name, size) in enumerate(outer)
     ]
     for layer in range(layers):
         parameters = [((f"{layer}.weight",), (40 + layer, 50), True), ((f"{layer}.bias",), (50,), False)]
-        records.append(Record.build(len(records), f"block {layer}", False, parameters))
+        records.append(Record.build(len(records), f"block {layer}", Kind.BLOCK, precision, parameters))
     blocks = tuple(range(len(outer), len(records)))
     return StepShape(tuple(records), 0, len(outer) - 1, blocks, precision)
 
@@ -88,30 +89,30 @@ class Program:
     def accesses(self, task: Task) -> tuple[list[tuple], list[tuple]]:
         """Places that ``task`` reads, and places that it writes."""
         record = task.record
-        outer = self.shape.records[record].outer if record >= 0 else None
+        buffers = self.shape.records[record].kind if record >= 0 else None
         kept: list[tuple] = [("host states", record)] if record in self.resident else []
         kind = {Activation.HIDDEN: "activation", Activation.KEPT: "kept"}[task.activation]
         match task.op:
             case Op.PARAMETER_READ:
-                return [("ssd parameters", record, task.source)], [("host parameters", outer, task.target)]
+                return [("ssd parameters", record, task.source)], [("host parameters", buffers, task.target)]
             case Op.PARAMETER_UPLOAD:
-                return [("host parameters", outer, task.source)], [("device parameters", outer, task.target)]
+                return [("host parameters", buffers, task.source)], [("device parameters", buffers, task.target)]
             case Op.COMPUTE:
-                reads = [("device parameters", outer, task.source)]
+                reads = [("device parameters", buffers, task.source)]
                 reads += [("device activation", index) for index in task.inputs]
                 writes = [("device activation", task.output)] if task.output >= 0 else []
-                writes += [("device gradient", outer, task.gradient)] if task.gradient >= 0 else []
+                writes += [("device gradient", buffers, task.gradient)] if task.gradient >= 0 else []
                 if task.kept >= 0:
                     assert task.visit is not None
                     forward = task.visit.phase is Phase.BLOCK_FORWARD
                     (writes if forward else reads).append(("device kept", task.kept))
                 return reads, writes
             case Op.GRADIENT_DOWNLOAD:
-                return [("device gradient", outer, task.source)], [("host gradient", outer, task.target)]
+                return [("device gradient", buffers, task.source)], [("host gradient", buffers, task.target)]
             case Op.GRADIENT_WRITE:
-                return [("host gradient", outer, task.source)], [("ssd gradient", record)]
+                return [("host gradient", buffers, task.source)], [("ssd gradient", record)]
             case Op.GRADIENT_READ:
-                return [("ssd gradient", record)], [("host gradient", outer, task.target)]
+                return [("ssd gradient", record)], [("host gradient", buffers, task.target)]
             case Op.STATE_READ:
                 if not task.nbytes:
                     return [], []
@@ -120,11 +121,11 @@ class Program:
                 source = self.source_of[id(task)]
                 states = [("ssd states", record, source)] if source is not None else []
                 places = [("ssd parameters", record, task.target), ("ssd states", record, task.target)]
-                places = [("host parameters", outer, task.source), *(places if task.target >= 0 else []), *kept]
-                return [("host gradient", outer, task.gradient), *states], places
+                places = [("host parameters", buffers, task.source), *(places if task.target >= 0 else []), *kept]
+                return [("host gradient", buffers, task.gradient), *states], places
             case Op.STATE_WRITE | Op.RESIDENT_WRITE:
                 places = [("ssd parameters", record, task.target), ("ssd states", record, task.target)]
-                return [("host parameters", outer, task.source), *kept], places
+                return [("host parameters", buffers, task.source), *kept], places
             case Op.ACTIVATION_DOWNLOAD:
                 return [(f"device {kind}", task.source)], [(f"host {kind}", task.target)]
             case Op.ACTIVATION_UPLOAD:
@@ -300,8 +301,8 @@ class Machine:
                 record = task.record
                 if task.op is Op.UPDATE:
                     return (record, task.step)
-                outer = self.shape.records[record].outer
-                return self.content["host parameters", outer, task.source]
+                buffers = self.shape.records[record].kind
+                return self.content["host parameters", buffers, task.source]
             case _:
                 return self.content[self.program.accesses(task)[0][0]]
 
@@ -330,7 +331,7 @@ class Machine:
         """The complete gradient of one step."""
         micro = next(micro for kind, micro, steps in self.program.lists if kind == "train" and steps.step == step)
         phases = [Phase.BLOCK_BACKWARD]
-        if self.shape.records[record].outer:
+        if self.shape.records[record].kind is Kind.OUTER:
             heads = [Phase.HEAD] if record == self.shape.head else []
             phases = heads + ([Phase.EMBED_BACKWARD] if record == self.shape.embedding else [])
         return (record, step, [(phase, m) for phase in phases for m in range(micro)])
@@ -338,13 +339,13 @@ class Machine:
     def _check(self, task: Task) -> None:
         """The task finds what it should, now."""
         record = task.record
-        outer = self.shape.records[record].outer if record >= 0 else None
+        buffers = self.shape.records[record].kind if record >= 0 else None
         match task.op:
             case Op.COMPUTE:
                 assert task.visit is not None
                 kind = self.program.lists[self.program.list_of[id(task)]][0]
                 version = task.step - 1 if kind == "train" else task.step
-                self._expect(task, ("device parameters", outer, task.source), (record, version))
+                self._expect(task, ("device parameters", buffers, task.source), (record, version))
                 inputs, _ = self._activations(task)
                 assert len(task.inputs) == len(inputs)
                 for index, value in zip(task.inputs, inputs, strict=True):
@@ -357,10 +358,10 @@ class Machine:
                 if task.visit.phase in TRAINS and not task.first:
                     complete = self._gradient(record, task.step)[2]  # type: ignore[index]
                     part = complete[: complete.index((task.visit.phase, task.micro))]
-                    self._expect(task, ("device gradient", outer, task.gradient), (record, task.step, part))
+                    self._expect(task, ("device gradient", buffers, task.gradient), (record, task.step, part))
             case Op.UPDATE:
-                self._expect(task, ("host parameters", outer, task.source), (record, task.step - 1))
-                self._expect(task, ("host gradient", outer, task.gradient), self._gradient(record, task.step))
+                self._expect(task, ("host parameters", buffers, task.source), (record, task.step - 1))
+                self._expect(task, ("host gradient", buffers, task.gradient), self._gradient(record, task.step))
                 resident = record in self.program.resident
                 slot = self.program.source_of[id(task)]
                 states = ("host states", record) if resident else ("ssd states", record, slot)

@@ -9,6 +9,7 @@ import torch
 from common.errors import UserError
 from fuyou import Engine
 from fuyou.emulated import EmulatedDevice, EmulatedEvent, EmulatedSpec
+from fuyou.records import Kind
 from fuyou.tasks import Op, Task
 from tests.fuyou.twin import tiny_configs
 
@@ -79,7 +80,10 @@ def test_an_engine_on_it_moves_real_bytes_and_exports_nothing(deferred: float, t
             # 40,704 per token (34,560 of them in matrices), the 6,912 of the last matrix are not computed again.
             block = 2 + 4 + 2 * (1 - 6912 / 40704)
             flops = sum(
-                (block if not record.outer else 6 if record.name == "head" else 0) * record.parameter_count * 4 * 32
+                (block if record.kind is Kind.BLOCK else 6 if record.name == "head" else 0)
+                * record.parameter_count
+                * 4
+                * 32
                 for record in engine._shape.records
             )
             assert report.bound_seconds["gpu"] == pytest.approx(flops / 2e9, rel=0.05)

@@ -7,13 +7,15 @@ from hypothesis import strategies as st
 
 from fuyou import gradients
 from fuyou.gradients import GradientSum, round_in_place, sum_of_squares
-from fuyou.records import Record
+from fuyou.records import Kind, Precision, Record
 
+BF16 = Precision(torch.bfloat16, torch.float32)
 SHAPES = {"up": (7, 5), "norm": (5,), "down": (5, 7), "scale": (1,)}
 
 
 def record() -> Record:
-    return Record.build(0, "block 0", False, [((name,), shape, len(shape) > 1) for name, shape in SHAPES.items()])
+    parameters = [((name,), shape, len(shape) > 1) for name, shape in SHAPES.items()]
+    return Record.build(0, "block 0", Kind.BLOCK, BF16, parameters)
 
 
 def leaves(dtype: torch.dtype) -> dict[str, torch.nn.Parameter]:
@@ -60,7 +62,7 @@ def test_sums_over_micro_batches(dtype: torch.dtype, sum_dtype: torch.dtype, mic
 
 
 def test_a_leaf_used_twice_counts_twice() -> None:
-    layout = Record.build(0, "outer", True, [(("embedding", "head"), (6, 4), True)])
+    layout = Record.build(0, "outer", Kind.OUTER, BF16, [(("embedding", "head"), (6, 4), True)])
     ours = GradientSum(layout, torch.full((layout.numel,), 7.0))
     leaf = torch.nn.Parameter(torch.randn(6, 4))
     ours.attach({"embedding": leaf})

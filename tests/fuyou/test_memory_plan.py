@@ -15,8 +15,8 @@ from fuyou.memory_plan import (
     MemoryPlanner,
     activation_elements_per_token,
 )
-from fuyou.records import PAGE_ELEMENTS, Precision
-from fuyou.schedule import StepShape
+from fuyou.records import PAGE_ELEMENTS, Kind, Precision
+from fuyou.step_shape import StepShape
 from tests.fuyou.schedule_model import BF16, Machine, build, check_order, step_shape
 
 MEBIBYTE = 1 << 20
@@ -129,7 +129,7 @@ def test_what_the_plan_allocates_is_what_it_counts(situation: dict) -> None:
         return
     shape = step_shape(situation["layers"], situation["tied"], situation["precision"])
     counts, width = plan.counts, shape.precision.parameter_bytes
-    largest = {outer: max(r.numel for r in shape.records if r.outer is outer) for outer in (False, True)}
+    largest = {outer: max(r.numel for r in shape.records if (r.kind is Kind.OUTER) is outer) for outer in (False, True)}
     device = (
         counts.device_blocks * largest[False] * width
         + counts.device_outer * largest[True] * width
@@ -238,7 +238,7 @@ def test_what_is_left_of_the_host_holds_parameters_and_then_states() -> None:
     shape = step_shape(5, False)
     width, state = shape.precision.parameter_bytes, shape.precision.state_bytes
     block = max(shape.records[index].numel for index in shape.blocks)
-    outer = [record.numel for record in shape.records if record.outer]
+    outer = [record.numel for record in shape.of_kind(Kind.OUTER)]
 
     def plan(cache: int | None) -> MemoryPlan:
         made = planner(shape, 8 << 30, 8 << 30)

@@ -13,7 +13,9 @@ from common.store import Layout
 from common.store.layout import pieces
 from fuyou.records import (
     ALIGN_ELEMENTS,
+    FROZEN_FILE,
     PAGE_ELEMENTS,
+    Kind,
     Precision,
     Record,
     allocate_extents,
@@ -37,7 +39,10 @@ def records(draw: st.DrawFn) -> Record:
     wanted = draw(st.lists(st.tuples(shapes, st.booleans()), min_size=1, max_size=8))
     parameters = [((f"p{index}", f"alias{index}") if index % 3 == 0 else (f"p{index}",), shape, decay)
                   for index, (shape, decay) in enumerate(wanted)]  # fmt: skip
-    return Record.build(draw(st.integers(0, 5)), "block 3", draw(st.booleans()), parameters)
+    return Record.build(
+        draw(st.integers(0, 5)), "block 3", draw(st.sampled_from(Kind)), draw(st.sampled_from(PRECISIONS)), parameters,
+        trainable=draw(st.booleans()),
+    )  # fmt: skip
 
 
 @given(records())
@@ -98,16 +103,20 @@ def test_dictionaries_go_through_json(record: Record) -> None:
 
 
 def test_a_record_with_only_one_part() -> None:
-    decayed = Record.build(0, "a", True, [(("w",), (3, 5), True)])
+    decayed = Record.build(0, "a", Kind.OUTER, PRECISIONS[0], [(("w",), (3, 5), True)])
     assert (decayed.decayed, decayed.numel) == (PAGE_ELEMENTS, PAGE_ELEMENTS)
-    plain = Record.build(0, "b", True, [(("w",), (3,), False)])
+    plain = Record.build(0, "b", Kind.OUTER, PRECISIONS[0], [(("w",), (3,), False)])
     assert (plain.decayed, plain.numel) == (0, PAGE_ELEMENTS)
     assert [chunk.decay for chunk in plain.chunks(PAGE_ELEMENTS)] == [False]
 
 
 def test_layout_by_example() -> None:
     record = Record.build(
-        1, "block 0", False, [(("norm",), (48,), False), (("up",), (48, 72), True), (("down",), (72, 48), True)]
+        1,
+        "block 0",
+        Kind.BLOCK,
+        PRECISIONS[0],
+        [(("norm",), (48,), False), (("up",), (48, 72), True), (("down",), (72, 48), True)],
     )
     assert [(slot.name, slot.offset) for slot in record.parameters] == [("up", 0), ("down", 3456), ("norm", 8192)]
     assert (record.decayed, record.numel) == (8192, 8192 + 2048)
@@ -126,34 +135,38 @@ def test_bytes_per_parameter(precision: Precision) -> None:
 
 @given(
     st.lists(records(), min_size=1, max_size=5),
-    st.sampled_from(PRECISIONS),
     st.integers(1, 2),
     st.integers(1, 4),
 )
-def test_extents(wanted: list[Record], precision: Precision, slots: int, directories: int) -> None:
+def test_extents(wanted: list[Record], slots: int, directories: int) -> None:
     layout = Layout(directories)
-    extents = allocate_extents(layout, wanted, precision, slots)
+    extents = allocate_extents(layout, wanted, slots)
     assert len(extents) == len(wanted)
     for record, places in zip(wanted, extents, strict=True):
+        if not record.trainable:
+            assert len(places.parameters) == 1 and not places.states and places.parameters[0].file == FROZEN_FILE
+            assert places.parameters[0].nbytes == record.numel * record.precision.parameter_bytes
+            continue
         assert len(places.parameters) == len(places.states) == slots
         for slot in range(slots):
             assert places.parameters[slot].file == places.states[slot].file == weights_file(slot)
-            assert places.parameters[slot].nbytes == record.numel * precision.parameter_bytes
-            assert places.states[slot].nbytes == record.numel * precision.state_bytes
+            assert places.parameters[slot].nbytes == record.numel * record.precision.parameter_bytes
+            assert places.states[slot].nbytes == record.numel * record.precision.state_bytes
     # No two of them share a byte.
-    for slot in range(slots):
+    everything = [extent for places in extents for extent in (*places.parameters, *places.states)]
+    for file in layout.file_bytes():
         taken: list[tuple[int, int, int]] = []
-        for places in extents:
-            for extent in (places.parameters[slot], places.states[slot]):
+        for extent in everything:
+            if extent.file == file:
                 for piece in pieces(extent, directories, 0, extent.nbytes):
                     taken.append((piece.directory, piece.offset, piece.offset + piece.nbytes))
         taken.sort()
         for (directory, _, stop), (other, start, _) in pairwise(taken):
             assert directory != other or stop <= start
-        assert set(layout.file_bytes()) == {weights_file(number) for number in range(slots)}
+    assert set(layout.file_bytes()) == {extent.file for extent in everything}
     # The optimizer process computes the same places on its own.
     again = [Record.from_dict(record.index, json.loads(json.dumps(record.to_dict()))) for record in wanted]
-    assert allocate_extents(Layout(directories), again, precision, slots) == extents
+    assert allocate_extents(Layout(directories), again, slots) == extents
 
 
 @given(records(), st.sampled_from(PRECISIONS))

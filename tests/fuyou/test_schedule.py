@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuyou.records import Precision
-from fuyou.schedule import BatchShape, BufferCounts, Scheduler
+from fuyou.records import Kind, Precision
+from fuyou.schedule import Scheduler
+from fuyou.step_shape import BatchShape, BufferCounts
 from fuyou.tasks import SSD_READS, SSD_WRITES, Op, Phase, Task
 from tests.fuyou.schedule_model import TRAINS, Machine, Program, build, check_order, step_shape
 
@@ -276,7 +277,7 @@ def test_one_more_host_buffer_saves_one_read() -> None:
     for host in range(1, 8):
         program = build(6, False, replace(LEAST, host_blocks=host), [("train", 1, True)] * 4)
         last = [task for task in program.lists[-1][2].tasks if task.op is Op.PARAMETER_READ]
-        reads.append(sum(not program.shape.records[task.record].outer for task in last))
+        reads.append(sum(program.shape.records[task.record].kind is Kind.BLOCK for task in last))
     assert reads == sorted(reads, reverse=True)
     assert reads[0] <= 12 and reads[-1] == 0
     assert all(before - after <= 2 for before, after in pairwise(reads))

@@ -7,8 +7,9 @@ import torch
 
 from fuyou.deferral import best_fraction, interleaved
 from fuyou.records import Precision
-from fuyou.schedule import BatchShape, BufferCounts, Recomputation, Scheduler
+from fuyou.schedule import Scheduler
 from fuyou.simulator import Rates, Simulation, Simulator
+from fuyou.step_shape import BatchShape, BufferCounts, Recomputation
 from fuyou.tasks import Op, Resource, StepList
 from tests.fuyou.schedule_model import step_shape
 
@@ -23,7 +24,7 @@ def run(rates: Rates, deferred: float = 0.0, micro: int = 2, ring: int = 3) -> t
     counts = replace(COUNTS, host_block_gradients=2 + len(interleaved(shape, deferred)))
     scheduler = Scheduler(shape, counts, deferred=interleaved(shape, deferred))
     lists = [scheduler.training_step(step, BatchShape(micro, 4096, 8)) for step in range(1, 7)]
-    return Simulator(shape.records, BF16, rates, ring, CHUNK).run(lists), lists
+    return Simulator(shape.records, rates, ring, CHUNK).run(lists), lists
 
 
 def work(lists: list[StepList], rates: Rates) -> dict[Resource, float]:
@@ -106,7 +107,7 @@ def keep(layers: list[int], device: int, micro: int, rates: Rates, kept_bytes: i
     counts = replace(COUNTS, device_kept=min(device, total), host_kept=2 if total > device else 0, ssd_kept=total)
     scheduler = Scheduler(shape, counts, recomputation=Recomputation(frozenset(layers), 0.75))
     lists = [scheduler.training_step(step, BatchShape(micro, 4096, 8, kept_bytes)) for step in range(1, 5)]
-    return Simulator(shape.records, BF16, rates, 3, CHUNK).run(lists).step_seconds(), lists[-1]
+    return Simulator(shape.records, rates, 3, CHUNK).run(lists).step_seconds(), lists[-1]
 
 
 def test_keeping_outputs_helps_where_computing_is_the_bound_and_hurts_where_the_drives_are() -> None:

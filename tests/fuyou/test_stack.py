@@ -15,7 +15,7 @@ from common.models.meta import build_meta_model
 from common.models.structure import parameter_names
 from fuyou.loss import cross_entropy, shifted_labels
 from fuyou.model_records import fingerprint, model_records
-from fuyou.records import Precision
+from fuyou.records import Kind, Precision
 from fuyou.stack import StreamedModel
 from tests.common.models.families import FAMILIES, MIXED, family_config
 
@@ -245,7 +245,7 @@ def test_records_hold_every_parameter_once(family: str, tied: bool) -> None:
             parameter = stack.model.get_parameter(slot.name)
             assert slot.shape == tuple(parameter.shape)
             assert slot.decay == (parameter.dim() > 1 and "bias" not in slot.name)
-            assert record.outer != slot.name.startswith(f"{stack.block_prefix}.")
+            assert (record.kind is Kind.OUTER) != slot.name.startswith(f"{stack.block_prefix}.")
     assert [record.index for record in shape.records] == list(range(len(shape.records)))
     assert [shape.records[index].name for index in shape.blocks] == ["block 0", "block 1", "block 2"]
     if tied:

@@ -11,8 +11,9 @@ import torch
 from common.errors import UserError
 from fuyou import Engine
 from fuyou.records import Precision
-from fuyou.schedule import BatchShape, BufferCounts, Scheduler
+from fuyou.schedule import Scheduler
 from fuyou.simulator import Rates, Simulator
+from fuyou.step_shape import BatchShape, BufferCounts
 from fuyou.tasks import Op, Resource, Task
 from fuyou.trace import RecordInterval, Span, StepTrace, write_spans, write_trace
 from tests.fuyou.schedule_model import step_shape
@@ -54,7 +55,7 @@ def test_a_simulated_step(tmp_path: Path) -> None:
     shape = step_shape(LAYERS, False, BF16)
     scheduler = Scheduler(shape, BufferCounts(device_activations=4, host_activations=3, ssd_activations=40))
     lists = [scheduler.training_step(step, BatchShape(MICRO, 4096, 8)) for step in range(1, 5)]
-    simulation = Simulator(shape.records, BF16, RATES, 3, 4096).run(lists)
+    simulation = Simulator(shape.records, RATES, 3, 4096).run(lists)
     window = (simulation.step_ends[-2], simulation.step_ends[-1])
     write_trace(tmp_path / "step.json", lists[-2:], shape.records, window, simulation.intervals)
     lanes = read(tmp_path / "step.json")

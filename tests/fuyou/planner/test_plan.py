@@ -12,8 +12,9 @@ from fuyou.planner.advice import best_changes, largest_batch
 from fuyou.planner.evaluate import NOTHING, Candidate, Evaluator
 from fuyou.planner.plan import gpu_bound_tokens
 from fuyou.records import Precision
-from fuyou.schedule import BatchShape, Scheduler
+from fuyou.schedule import Scheduler
 from fuyou.simulator import Rates
+from fuyou.step_shape import BatchShape
 from fuyou.tasks import Resource
 
 SEQ_LEN, LAYERS = 64, 6
@@ -173,5 +174,5 @@ def test_the_best_change_relieves_the_bound(job: Training) -> None:
 
 def test_bf16_moments_move_less(job: Training) -> None:
     slow = replace(FAST, read_bytes_per_second=1e8, write_bytes_per_second=1e8)
-    halved = replace(job, shape=replace(job.shape, precision=Precision(torch.bfloat16, torch.bfloat16)))
+    halved = replace(job, shape=job.shape.with_precision(Precision(torch.bfloat16, torch.bfloat16)))
     assert seconds(halved, machine(slow)) < 0.75 * seconds(job, machine(slow))

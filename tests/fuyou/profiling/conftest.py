@@ -2,12 +2,14 @@
 
 import pytest
 
-from fuyou.profiling import blocks, drives, optimizer
+from fuyou.profiling import beside, blocks, drives, optimizer
 
 
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "REPEAT_SECONDS", 0.01)
     monkeypatch.setattr(drives, "DIRECTION_SECONDS", 0.1)
-    monkeypatch.setattr(optimizer, "UPDATE_SECONDS", 0.02)
-    monkeypatch.setattr(optimizer, "RECORD_ELEMENTS", 1 << 16)
+    monkeypatch.setattr(beside, "WINDOW_SECONDS", 0.02)
+    monkeypatch.setattr(beside, "WARM_SECONDS", 0.01)
+    monkeypatch.setattr(optimizer, "UPDATED_ELEMENTS", 1 << 14)
+    monkeypatch.setattr(optimizer, "WRITTEN_ELEMENTS", 1 << 14)

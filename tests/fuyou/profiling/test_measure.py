@@ -16,7 +16,7 @@ from fuyou.model_records import model_records
 from fuyou.profiling import Workload, measure
 from fuyou.profiling.blocks import BlockBench, OperatorTimer, _extrapolated, _shortened, random_values
 from fuyou.profiling.drives import open_scratch
-from fuyou.profiling.optimizer import scratch_record
+from fuyou.profiling.optimizer import scratch_records
 from fuyou.records import Precision
 from fuyou.stack import StreamedModel
 from tests.fuyou.twin import tiny_configs
@@ -102,13 +102,13 @@ def test_random_values_fill_everything() -> None:
 
 def test_scratch_files_go_whatever_happens(tmp_path: Path) -> None:
     left = tmp_path / "fuyou-profile-999999999"  # of a process that was killed
-    with open_scratch([tmp_path], scratch_record(4096), BF16, None):
+    with open_scratch([tmp_path], scratch_records(4096, BF16), None):
         (folder,) = tmp_path.iterdir()
         shutil.copytree(folder, left)
     assert list(tmp_path.iterdir()) == [left]
-    with open_scratch([tmp_path], scratch_record(4096), BF16, None):
+    with open_scratch([tmp_path], scratch_records(4096, BF16), None):
         assert not left.exists()
-    scratch = open_scratch([tmp_path], scratch_record(4096), BF16, None)
+    scratch = open_scratch([tmp_path], scratch_records(4096, BF16), None)
     scratch.__enter__()
     assert list(tmp_path.iterdir())
     assert not scratch.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
@@ -120,7 +120,7 @@ def test_no_room_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10, 9, 1))
     with (
         pytest.raises(UserError, match="Too little space"),
-        open_scratch([tmp_path], scratch_record(4096), BF16, None),
+        open_scratch([tmp_path], scratch_records(4096, BF16), None),
     ):
         pass
     assert not list(tmp_path.iterdir())

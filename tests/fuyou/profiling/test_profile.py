@@ -5,19 +5,21 @@ from dataclasses import replace
 
 import pytest
 
+from fuyou.contention import Contention
 from fuyou.profiling import OperatorTime, Profile
-from fuyou.tasks import Phase
+from fuyou.tasks import Phase, Resource
 
 PROFILE = Profile(
     device="cpu", tokens=100, measured_tokens=100, block_parameters=1000, matmul_flops_per_second=1e12,
     embed_forward_seconds=0.001, block_forward_seconds=0.002, block_backward_seconds=0.008, block_finish_seconds=0.0,
+    kept_forward_seconds=0.0, kept_backward_seconds=0.0, kept_bytes=0,
     head_seconds=0.01, head_forward_seconds=0.003, embed_backward_seconds=0.002,
     operators=(OperatorTime("aten.mm.default", 0, 0.001, 64), OperatorTime("aten.mm.default", 1, 0.0005, 32)),
     upload_bytes_per_second=5e9, download_bytes_per_second=6e9, upload_beside_bytes_per_second=4e9,
     download_beside_bytes_per_second=3e9, read_bytes_per_second=2e9, write_bytes_per_second=1e9,
     mixed_bytes_per_second=1.3e9, commit_seconds=0.004, adam_parameters_per_second=2e8,
-    adam_alone_parameters_per_second=3e8, adam_threads=1, compute_slowdown=1.1, measured_at=1e9,
-    measured_in_seconds=5.0, versions={"torch": "2"},
+    adam_threads=1, measured_at=1e9, measured_in_seconds=5.0, versions={"torch": "2"},
+    contention=Contention({frozenset({Resource.ADAM, Resource.SSD}): {Resource.ADAM: 0.75, Resource.SSD: 0.5}}),
 )  # fmt: skip
 
 
@@ -27,8 +29,11 @@ def test_through_json_and_back() -> None:
 
 def test_rates_for_the_simulator() -> None:
     rates = PROFILE.rates()
-    assert rates.flops_per_second == pytest.approx(8 * 1000 * 100 / 0.010)
-    assert PROFILE.rates(block_flops=5e6).flops_per_second == pytest.approx(5e8)
+    assert rates.flops_per_second == pytest.approx(2 * 1000 * 100 / 0.002)
+    assert rates.backward_flops_per_second == pytest.approx(6 * 1000 * 100 / 0.008)
+    assert PROFILE.rates(recomputed=0.5).backward_flops_per_second == pytest.approx(5 * 1000 * 100 / 0.008)
+    assert rates.contention is not None
+    assert rates.contention.speed(Resource.ADAM, {Resource.ADAM, Resource.SSD}) == 0.75
     assert (rates.upload_bytes_per_second, rates.download_bytes_per_second) == (4e9, 3e9)
     assert (rates.read_bytes_per_second, rates.write_bytes_per_second) == (2e9, 1e9)
     assert (rates.adam_parameters_per_second, rates.commit_seconds) == (2e8, 0.004)
@@ -45,7 +50,8 @@ def test_times_by_phase() -> None:
     [
         {"tokens": "many"}, {"read_bytes_per_second": float("nan")}, {"commit_seconds": -1.0}, {"tokens": 0},
         {"adam_parameters_per_second": 0.0}, {"adam_parameters_per_second": None}, {"operators": [{"name": "x"}]},
-        {"operators": 3}, {"surprise": 1},
+        {"operators": 3}, {"surprise": 1}, {"contention": 3}, {"contention": [{"adam": 0.0}]},
+        {"contention": [{"cores": 1.0}]},
     ],
 )  # fmt: skip
 def test_what_is_no_profile(spoil: dict[str, object]) -> None:

@@ -1,0 +1,260 @@
+"""The training loop of ``finetune --nodes --ssd``, as every rank runs it: out of core, each node on its own SSDs."""
+
+import contextlib
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cli.adapters import peft_config_of
+from cli.evaluation import evaluate, is_due
+from cli.interrupts import Stopped
+from cli.metrics import Metrics, step_metrics
+from cli.prepare import Job, rank_folder
+from cli.progress import Progress, StepLine
+from cli.rank import Rank
+from cli.report import Measurements
+from cli.run_directory import RUN, RunDirectory
+from cli.settings import Settings
+from cli.train import check_ids, check_same_run
+from common.errors import UserError
+from common.models.adapters import MERGED
+from common.store import load_manifest, remove
+from fcdp.topology import Topology
+from fuyou import Engine, StepReport
+
+
+def train_ranks(job: Job, topology: Topology, rank: Rank, launches: set[str]) -> Engine:
+    """Train, export and report. Returns the engine, which is to be closed when all ranks have come so far.
+
+    An error leaves it as it is: its threads may wait for ranks that will never answer, and the process ends anyway.
+
+    Raises:
+        Stopped, UserError, FinetuneError: as in :func:`cli.train.finetune`; some on one rank only.
+    """
+    settings = job.settings
+    engine = _open_engine(job, topology, launches)
+    try:
+        _train_and_save(job, engine, topology, rank, launches)
+    except UserError:
+        raise
+    except Exception as error:
+        error.add_note(settings.how_to_continue)
+        raise
+    return engine
+
+
+def _open_engine(job: Job, topology: Topology, launches: set[str]) -> Engine:
+    settings = job.settings
+    folders = [path / job.run_name for path in job.ssd]
+    name = rank_folder(topology.local_rank)
+    continued = settings.resume or _again(folders[0] / name, launches)
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+        if topology.local_rank == 0 and not continued:  # what more ranks than now have left there
+            here = {rank_folder(number) for number in range(topology.ranks_per_node)}
+            _remove(path for path in folder.glob(rank_folder("*")) if path.name not in here)
+    return Engine(
+        settings.model if job.checkpoint is None else job.checkpoint,
+        ssd=folders,
+        device=job.device if job.emulated else topology.device,
+        dtype=settings.dtype,
+        optimizer_dtype=settings.optimizer_dtype,
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm or None,
+        micro_batch=settings.micro_batch,
+        host_memory=settings.host_memory,
+        device_memory=settings.device_memory,
+        host_cache=settings.host_cache,
+        seed=settings.seed,
+        run_name=name,
+        commit_every=settings.commit_interval,
+        single_slot=settings.single_slot,
+        resume=continued,
+        overwrite=True,  # the launcher would not have come so far if something were there that is to be kept
+        io=settings.io,
+        adapters=peft_config_of(settings),
+        batch_shape=(-(-settings.batch_size // topology.world_size), job.seq_len),
+        topology=topology,
+    )
+
+
+def _again(folder: Path, launches: set[str]) -> bool:
+    """Whether any rank's store was made by launchers that are still there: then a rank was lost, and all go on."""
+    content = load_manifest(folder) if folder.exists() else None
+    mine = bool(content and launches & set(content["user"].get("launches", ())))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return any(everyone)
+
+
+def _remove(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        remove([folder])
+        with contextlib.suppress(OSError):  # a file that is not ours keeps it
+            folder.rmdir()
+
+
+def _train_and_save(job: Job, engine: Engine, topology: Topology, rank: Rank, launches: set[str]) -> None:
+    settings, speaks = job.settings, rank.rank == 0
+    check_same_run(job, engine)
+    engine.user_state["launches"] = sorted({*engine.user_state.get("launches", ()), *launches})
+    if settings.trace is not None:
+        engine.keep_trace()
+    if speaks and engine.step_count:
+        after = f" (start {rank.restarts + 1}: a rank was lost)" if rank.restarts else ""
+        print(f"resume   after step {engine.step_count:,} of {job.steps:,}{after}", flush=True)
+    io_before = engine.io_bytes()
+    measured, sent = _train(job, engine, topology, rank)
+    rank.where = "after the last step"
+    engine.flush()
+    if settings.trace is not None and measured.losses and speaks:
+        engine.write_trace(settings.trace.expanduser())
+    read, written = (now - before for now, before in zip(engine.io_bytes(), io_before, strict=True))
+    if settings.save:
+        if speaks:
+            what = "adapters" if settings.trains_adapters else "checkpoint"
+            print(f"writing the {what} to {job.output}", flush=True)
+        engine.save_pretrained(job.output, merge=settings.merge)
+    mine = (*engine.planned_io_bytes(), read, written, engine.created_bytes, engine.host_peak_bytes,
+            engine.host_baseline_bytes)  # fmt: skip
+    everyone: list[Any] = [None] * topology.world_size
+    dist.all_gather_object(everyone, mine)
+    if not speaks:
+        return
+    node = [sum(each) for each in zip(*everyone[: topology.ranks_per_node], strict=True)]
+    per_step = sent * topology.ranks_per_node / max(1, len(measured.losses))
+    report = measured.report(
+        (engine.parameters, engine.trainable_parameters),
+        (engine.device_peak_bytes, node[5], node[6]),
+        (node[2], node[3]),
+        (node[0], node[1]),
+        (per_step, per_step),
+    )
+    if settings.report is not None:
+        report.write(settings.report.expanduser())
+    print(report.summary(node[3] + node[4]))
+    print(_where(job, settings), flush=True)
+
+
+def _train(job: Job, engine: Engine, topology: Topology, rank: Rank) -> tuple[Measurements, int]:
+    """All steps that are left. Returns measurements, and the bytes that this rank has sent to other nodes."""
+    settings, done, sent = job.settings, engine.step_count, 0
+    measured = Measurements(
+        settings.batch_size * job.seq_len,
+        engine.model_flops_per_token(job.seq_len),
+        engine.hardware_flops_per_token(job.seq_len),
+    )
+    with contextlib.ExitStack() as stack:
+        said = stack.enter_context(_Said(job, engine)) if rank.rank == 0 else None
+        if not done:
+            _evaluate(job, engine, topology, rank, said)
+        ended, io_before = time.perf_counter(), engine.io_bytes()
+        for step in range(done + 1, job.steps + 1):
+            rank.where = f"in step {step}"
+            batch = job.batches.batch(step - 1)
+            check_ids(job, batch)
+            engine.lr = job.learning_rate.at(step)
+            engine(**_part(batch, topology)).loss.backward()
+            report = engine.step()
+
+            began, ended = ended, time.perf_counter()
+            measured.add(report.loss, ended - began, report.bound_seconds)
+            sent += report.planned_sent_bytes
+            if said is not None:
+                now = engine.io_bytes()
+                moved = tuple(
+                    (end - begin) * topology.ranks_per_node for end, begin in zip(now, io_before, strict=True)
+                )
+                io_before = now
+                line = _line(report, ended - began, measured, moved, engine, topology.ranks_per_node)
+                tokens = step * measured.tokens_per_step
+                said.metrics.step(step, step_metrics(line, engine.lr, ended - began, tokens, topology.world_size))
+                said.progress.show(line)
+            if _any(rank.stopping) and step < job.steps:
+                engine.flush()
+                raise Stopped(f"stopped after step {step}, which is committed. {settings.how_to_continue}")
+            if is_due(job, step):
+                _evaluate(job, engine, topology, rank, said)
+                ended, io_before = time.perf_counter(), engine.io_bytes()
+    return measured, sent
+
+
+class _Said:
+    """What rank 0 says and writes down."""
+
+    def __init__(self, job: Job, engine: Engine) -> None:
+        directory = RunDirectory(job, engine.step_count)
+        directory.write(job, asdict(engine.memory_plan))
+        self.metrics = Metrics(job, directory, engine.step_count)
+        self.progress = Progress(job.steps, engine.step_count)
+
+    def __enter__(self) -> "_Said":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.progress.__exit__(*exception)
+        self.metrics.__exit__(*exception)
+
+
+def _part(batch: dict[str, torch.Tensor], topology: Topology) -> dict[str, torch.Tensor]:
+    """This rank's rows."""
+    rows = len(batch["input_ids"])
+    first, last = (rows * number // topology.world_size for number in (topology.rank, topology.rank + 1))
+    return {name: value[first:last] for name, value in batch.items()}
+
+
+def _evaluate(job: Job, engine: Engine, topology: Topology, rank: Rank, said: _Said | None) -> None:
+    """Look at the held-out data, if there are any; on all ranks."""
+    if job.held_out is None:
+        return
+    rank.where = f"evaluating after step {engine.step_count}"
+    result = evaluate(
+        job.held_out, job.settings.batch_size, lambda batch: engine.eval_loss(**_part(batch, topology))
+    )  # fmt: skip
+    if said is not None:
+        said.metrics.evaluation(engine.step_count, result)
+        said.progress.say(f"held out after step {engine.step_count:,}: {result}")
+
+
+def _any(stop: bool) -> bool:
+    """Whether any rank has been asked to stop."""
+    told = torch.tensor([float(stop)])
+    dist.all_reduce(told)
+    return bool(told > 0)
+
+
+def _line(
+    report: StepReport, seconds: float, measured: Measurements, io: tuple[int, ...], engine: Engine, ranks: int
+) -> StepLine:
+    """Of a node: its ranks move alike."""
+    rate, bounds = measured.tokens_per_step / seconds, report.bound_seconds
+    return StepLine(
+        report.step, report.loss, report.grad_norm, rate, rate * measured.model_flops, io[0] / seconds,
+        io[1] / seconds, engine.device_peak_bytes, engine.host_peak_bytes * ranks,
+        max(bounds, key=lambda name: bounds[name], default="nothing"), engine.emulated,
+        busy_seconds=bounds, sent_bytes=report.planned_sent_bytes * ranks,
+    )  # fmt: skip
+
+
+def _where(job: Job, settings: Settings) -> str:
+    store = ", ".join(str(path / job.run_name) for path in job.ssd)
+    lines = {"run": f"{job.output / RUN} (configuration, versions, metrics)"}
+    lines["store"] = f"{store} on every node (may be deleted when this run is not to be continued)"
+    if settings.save:
+        loads = "PeftModel" if settings.trains_adapters else "AutoModelForCausalLM"
+        lines["saved"] = f"{job.output}, for {loads}.from_pretrained"
+        if settings.merge:
+            lines["merged"] = f"{job.output / MERGED}, for AutoModelForCausalLM.from_pretrained"
+    if settings.report is not None:
+        lines["report"] = str(settings.report)
+    if settings.trace is not None:
+        lines["trace"] = f"{settings.trace} (open it in ui.perfetto.dev)"
+    return "\n".join(f"{name:8} {text}" for name, text in lines.items())

@@ -1,0 +1,88 @@
+"""What a run leaves: a checkpoint, an adapter, or both merged; record by record, so that it needs little memory."""
+
+from pathlib import Path
+
+import torch
+
+from common.errors import UserError
+from common.models.export import CheckpointWriter, copy_tokenizer_files
+from fuyou.open_model import OpenModel
+from fuyou.records import Record
+from fuyou.step_shape import StepShape
+from fuyou.store_access import StoreReader
+
+#: Smallest and largest shard of an exported checkpoint, in bytes.
+_LEAST_SHARD, _LARGEST_SHARD = 32 << 20, 5_000_000_000
+
+
+class Exporter:
+    """Writes what has been trained.
+
+    Args:
+        model: what it is.
+        reader: of a store at rest.
+        shape: the model's records, as this rank sees them.
+        checkpoint: what training began with, whose tokenizer goes along; None if it was random.
+        host_limit: bytes of host memory; a shard takes a third.
+        writes: whether this rank writes what the ranks of its node read together.
+    """
+
+    def __init__(
+        self,
+        model: OpenModel,
+        reader: StoreReader,
+        shape: StepShape,
+        checkpoint: Path | None,
+        host_limit: int,
+        writes: bool = True,
+    ):
+        self._model, self._reader, self._checkpoint = model, reader, checkpoint
+        self._shape, self._writes = shape, writes
+        self._shard = max(_LEAST_SHARD, min(_LARGEST_SHARD, host_limit // 3))
+
+    def checkpoint(self, directory: Path, dtype: torch.dtype) -> None:
+        """A Hugging Face checkpoint in ``dtype``; adapters are merged into the weights they adapt.
+
+        Memory: a shard and, with adapters, one block in ``dtype`` and its adapters.
+        """
+        model = self._model
+        writer = CheckpointWriter(directory, model.base, model.config, dtype, self._shard) if self._writes else None
+        together: dict[int, set[int]] = {}
+        for visit in self._shape.visits(train=False):  # where embedding and head are tied, both use one record
+            together.setdefault(visit.record, set()).update(visit.records)
+        for indices in together.values():
+            values: dict[str, torch.Tensor] = {}
+            for index in sorted(indices):
+                values |= self._values(self._shape.records[index])
+            if writer is not None:
+                writer.add(values if model.adapters is None else model.adapters.merge(values))
+        if writer is None:
+            return
+        writer.finish()
+        if self._checkpoint is not None:
+            copy_tokenizer_files(self._checkpoint, directory)
+
+    def adapter(self, directory: Path) -> None:
+        """A PEFT adapter directory. Memory: all adapters.
+
+        Raises:
+            UserError: the run trains none.
+        """
+        adapters, shape = self._model.adapters, self._shape
+        if adapters is None:
+            raise UserError("This run trains the weights themselves: there is no adapter to write.")
+        if self._checkpoint is not None:
+            adapters.config.base_model_name_or_path = str(self._checkpoint.absolute())
+        values: dict[str, torch.Tensor] = {}
+        for index in shape.trainable:
+            values |= self._values(shape.records[index])
+        if not self._writes:
+            return
+        adapters.save(directory, values)
+        if self._checkpoint is not None:
+            copy_tokenizer_files(self._checkpoint, directory)
+
+    def _values(self, record: Record) -> dict[str, torch.Tensor]:
+        """A record's parameters under their first names, in the dtypes that the model computes in."""
+        stack = self._model.stack
+        return {name: value.to(stack.dtype_of(name)) for name, value in self._reader.compute_weights(record).items()}

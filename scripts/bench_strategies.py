@@ -1,0 +1,360 @@
+"""What strategies send and how long their steps take on an emulated cluster, against what the planner says.
+
+    python scripts/bench_strategies.py volumes --out volumes.json
+    python scripts/bench_strategies.py times --rates 1gbit,10gbit --out times.json --plot docs/strategies.png
+
+`volumes`: bytes between nodes per step for every strategy with 1 and 4 micro-batches, from the counters of the nodes'
+network devices less packet headers, beside the planner's formula. `times`: step times of strategies that a user would
+consider, for three shapes of model and batch and at several rates, beside the planner's prediction from a profile of
+the same cluster taken in the same run; and how much slower than the best the planner's choice is.
+
+All strategies of a command run in the same processes, one after the other. Needs root (see netcluster.py).
+"""
+
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+from cluster_workers import lead, report, set_rate
+from netcluster import Cluster, network_bytes
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fcdp
+from common.errors import FinetuneError
+from fcdp.mesh import Levels
+from fcdp.planner import Cluster as PlannedCluster
+from fcdp.planner import Plan, Workload, plan
+from fcdp.planner.rates import Measured
+from fcdp.profiling import measure_collectives, measure_computing
+from fcdp.strategy_names import PARO, parse_strategy
+
+NAMED = ("ddp", "zero1", "zero2", "zero3", "hybrid", "zero++-exact", "fcdp", "I/G/G+host", "G/G/G+host+second")
+EVERY = (*NAMED, *(f"paro-{scopes.lower()}" for scopes in PARO))
+VOCABULARY = 1024
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained."""
+
+    hidden: int
+    layers: int
+    micro_batches: int = 1
+    tokens: int = 64
+    """In each micro-batch of each rank."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.layers} x {self.hidden}, {self.micro_batches} x {self.tokens} tokens"
+
+    def config(self) -> Any:
+        """Of a Llama."""
+        import transformers
+
+        return transformers.LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=self.hidden,
+            intermediate_size=self.hidden * 11 // 4,
+            num_hidden_layers=self.layers,
+            num_attention_heads=8,
+            num_key_value_heads=8,
+            use_cache=False,
+        )
+
+    def model(self) -> Any:
+        """The same on every rank."""
+        import transformers
+
+        torch.manual_seed(0)
+        return transformers.AutoModelForCausalLM.from_config(self.config(), dtype=torch.float32).train()
+
+
+@dataclass
+class Result:
+    """One case with one strategy at one rate; bytes are those that a node sends per step, on average over nodes."""
+
+    case: str
+    micro_batches: int
+    strategy: str
+    rate: str
+    seconds: float
+    """Median of the steps, each on its slowest rank."""
+    sent_payload: float
+    """By the network devices' counters, less packet headers."""
+    counted: float
+    """By the collectives' own count."""
+    formula: float
+    """By the planner's formula, for the parameters as FSDP2 pads them."""
+    model_bytes: float
+    predicted_seconds: float | None = None
+    chosen: bool = False
+    """Whether the planner chooses this strategy for the case at this rate, among all that are measured."""
+
+
+class Worker:
+    """One rank: trains case by case and strategy by strategy, and has the rate changed in between."""
+
+    def __init__(self, strategies: Sequence[str], rates: Sequence[str], steps: int, levels: Levels | None = None):
+        dist.init_process_group("gloo")
+        self.topology = fcdp.Topology.from_environment(device="cpu", levels=levels)
+        self.strategies, self.rates, self.steps = strategies, rates, steps
+
+    def run(self, cases: Sequence[Case], *, predict: bool = False) -> None:
+        """All cases with all strategies.
+
+        Args:
+            predict: measure the cluster first, and have the planner say how long steps will take.
+        """
+        links = {}
+        for rate in self.rates if predict else ():
+            set_rate(rate)
+            links[rate] = Measured(measure_collectives(self.topology))
+        for case in cases:
+            plans = {rate: self._plan(case, rates) for rate, rates in links.items()}
+            for strategy in self.strategies:
+                for result in self._measure(case, strategy):
+                    if found := plans.get(result.rate):
+                        by_name = {estimate.name: estimate for estimate in found.estimates}
+                        result.predicted_seconds = by_name[strategy].step_seconds
+                        result.chosen = found.choice is not None and found.choice.name == strategy
+                    report(dataclasses.asdict(result))
+        self.topology.close()
+        dist.destroy_process_group()
+
+    def _plan(self, case: Case, rates: Measured) -> Plan:
+        """What the planner says of the strategies, from measured collectives and computing."""
+        config, topology = case.config(), self.topology
+        computing = measure_computing(topology, config, 1, case.tokens, "bf16")
+        cluster = PlannedCluster(
+            name="emulated",
+            title="",
+            levels=topology.levels,
+            device_memory_bytes=1 << 40,
+            host_memory_bytes=1 << 40,
+            rates=rates,
+            overlaps_reductions=False,
+            **vars(computing),
+        )
+        workload = Workload.of_model(config, seq_len=case.tokens, micro_batches=case.micro_batches)
+        strategies = [parse_strategy(name) for name in self.strategies]
+        return plan(workload, cluster, strategies=strategies, checkpointing=False)
+
+    def _measure(self, case: Case, strategy: str) -> list[Result]:
+        """The case with one strategy at all rates."""
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+        model: Any = fcdp.fully_shard(case.model(), self.topology, strategy, mp_policy=policy)
+        sharding = fcdp.sharding(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        generator = torch.Generator().manual_seed(self.topology.rank)
+
+        def step() -> tuple[float, float, float]:
+            """Seconds on the slowest rank; payload that a node sent, by counter and by count."""
+            batches = torch.randint(0, VOCABULARY, (case.micro_batches, 1, case.tokens), generator=generator)
+            dist.barrier()
+            counted, before, started = sharding.traffic.across, network_bytes(), time.perf_counter()
+            for index, ids in enumerate(batches):
+                sharding.set_is_last_micro_batch(index == case.micro_batches - 1)
+                (model(input_ids=ids, labels=ids).loss / case.micro_batches).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seconds = time.perf_counter() - started
+            dist.barrier()
+            payload = (network_bytes() - before).sent_payload / self.topology.ranks_per_node  # all its ranks say it
+            slowest = torch.tensor(seconds, dtype=torch.float64)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+            told = torch.tensor([payload, sharding.traffic.across - counted], dtype=torch.float64)
+            dist.all_reduce(told)
+            payload, counted = (told / self.topology.nodes).tolist()
+            return float(slowest), payload, counted
+
+        results = []
+        set_rate("unlimited")
+        step()
+        held = sum(group.cell_bytes for group in sharding.groups) * sharding.routes.shards
+        formula = sharding.bytes_across_nodes(case.micro_batches)
+        for rate in self.rates:
+            set_rate(rate)
+            step()  # TCP finds its pace
+            steps = [step() for _ in range(self.steps)]
+            seconds, payload, counted = (statistics.median(values) for values in zip(*steps, strict=True))
+            results.append(
+                Result(case.name, case.micro_batches, strategy, rate, seconds, payload, counted, formula, held)
+            )
+        sharding.close()
+        return results
+
+
+def volume_table(results: Sequence[Result]) -> str:
+    """Bytes over those of the model, as Markdown."""
+    lines = [
+        "| strategy | P / G / OS | formula, 1 micro-batch | measured | formula, 4 | measured | off by at most |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    by_strategy: dict[str, dict[int, Result]] = {}
+    for result in results:
+        by_strategy.setdefault(result.strategy, {})[result.micro_batches] = result
+    for name, found in by_strategy.items():
+        cells = [
+            f"{nbytes / result.model_bytes:.3f}"
+            for result in found.values()
+            for nbytes in (result.formula, result.sent_payload)
+        ]
+        off = max((abs(one.sent_payload / one.formula - 1) for one in found.values()), default=0.0)
+        strategy = parse_strategy(name)
+        scopes = " ".join(map(str, (strategy.p, strategy.g, strategy.os)))
+        lines.append(f"| {name} | {scopes} | {' | '.join(cells)} | {off:.1%} |")
+    return "\n".join(lines)
+
+
+def _record(results: Sequence[Any], out: str | None, **facts: Any) -> None:
+    if out:
+        body = {
+            **facts,
+            "date": time.strftime("%Y-%m-%d"),
+            "torch": torch.__version__,
+            "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+            "results": [dataclasses.asdict(result) for result in results],
+        }
+        Path(out).write_text(json.dumps(body, indent=1), encoding="utf-8")
+
+
+@click.group(help=__doc__)
+def main() -> None:
+    """The command: the parent, and with RANK in the environment a rank."""
+
+
+@main.command()
+@click.option("--nodes", default=2, show_default=True, type=int)
+@click.option("--ranks", default=2, show_default=True, type=int, help="Per node.")
+@click.option("--strategies", default=",".join(EVERY), show_default=False, help="By name. Default: all.")
+@click.option("--levels", default=None, help="Where nodes have levels inside: 2,2,2.")
+@click.option("--steps", default=2, show_default=True, type=int, help="Counted steps of each.")
+@click.option("--out", default=None, type=click.Path(dir_okay=False), help="Write all figures here, as JSON.")
+def volumes(nodes: int, ranks: int, strategies: str, levels: str | None, steps: int, out: str | None) -> None:
+    """Bytes across nodes, counted by the network, beside the planner's formula."""
+    cases = [Case(384, 4, micro_batches) for micro_batches in (1, 4)]
+    if "RANK" in os.environ:
+        inside = None if levels is None else Levels.parse(levels)
+        Worker(strategies.split(","), ["unlimited"], steps, inside).run(cases)
+        return
+    results = _collect(nodes, ranks)
+    click.echo(volume_table(results))
+    _record(results, out, nodes=nodes, ranks_per_node=ranks)
+
+
+SHAPES = (Case(512, 8), Case(384, 4, micro_batches=4, tokens=128), Case(512, 3, tokens=512))
+CONSIDERED = (
+    *("ddp", "zero1", "zero2", "zero3", "hybrid", "zero++-exact", "fcdp"),
+    *("paro-nig", "paro-igg", "paro-gig"),
+)
+
+
+@main.command()
+@click.option("--nodes", default=2, show_default=True, type=int)
+@click.option("--ranks", default=2, show_default=True, type=int, help="Per node.")
+@click.option("--rates", default="1gbit,10gbit", show_default=True)
+@click.option("--strategies", default=",".join(CONSIDERED), show_default=True, help="By name.")
+@click.option("--shapes", default="0,1,2", show_default=True, help="By number.")
+@click.option("--steps", default=3, show_default=True, type=int, help="Timed steps of each.")
+@click.option("--out", default=None, type=click.Path(dir_okay=False), help="Write all figures here, as JSON.")
+@click.option("--plot", default=None, type=click.Path(dir_okay=False), help="Draw predicted against measured times.")
+def times(
+    nodes: int, ranks: int, rates: str, strategies: str, shapes: str, steps: int, out: str | None, plot: str | None
+) -> None:
+    """Step times beside the planner's, and what its choice is worth."""
+    if "RANK" in os.environ:
+        cases = [SHAPES[int(number)] for number in shapes.split(",")]
+        Worker(strategies.split(","), rates.split(","), steps).run(cases, predict=True)
+        return
+    results = _collect(nodes, ranks)
+    click.echo(time_table(results))
+    _record(results, out, nodes=nodes, ranks_per_node=ranks)
+    if plot:
+        draw(results, plot)
+
+
+def time_table(results: Sequence[Result]) -> str:
+    """Measured and predicted seconds, and the choice against the best, as Markdown."""
+    lines = ["| case | rate | strategy | step, s | predicted, s | off by |", "|---|---|---|---|---|---|"]
+    verdicts, errors = [], []
+    for case, rate in dict.fromkeys((result.case, result.rate) for result in results):
+        found = sorted(
+            (one for one in results if (one.case, one.rate) == (case, rate)), key=lambda result: result.seconds
+        )
+        for one in found:
+            assert one.predicted_seconds is not None
+            errors.append(abs(one.predicted_seconds / one.seconds - 1))
+            mark = " (chosen)" if one.chosen else ""
+            lines.append(
+                f"| {case} | {rate} | {one.strategy}{mark} | {one.seconds:.3f} | {one.predicted_seconds:.3f} "
+                f"| {one.predicted_seconds / one.seconds - 1:+.0%} |"
+            )
+        for chosen in (one for one in found if one.chosen):
+            behind = chosen.seconds / found[0].seconds - 1
+            verdicts.append(
+                f"{case} at {rate}: chosen {chosen.strategy}, {behind:.1%} behind the best, {found[0].strategy}"
+            )
+    median = f"median error of predicted times: {statistics.median(errors):.1%} over {len(errors)}"
+    return "\n".join([*lines, "", *verdicts, "", median])
+
+
+def draw(results: Sequence[Result], path: str) -> None:
+    """Predicted against measured step times."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 6))
+    for marker, case in zip("osD^v", dict.fromkeys(result.case for result in results), strict=False):
+        for colour, rate in zip(("C0", "C1", "C2"), dict.fromkeys(result.rate for result in results), strict=False):
+            found = [one for one in results if (one.case, one.rate) == (case, rate)]
+            axes.scatter(
+                [one.seconds for one in found],
+                [one.predicted_seconds or 0.0 for one in found],
+                marker=marker,
+                color=colour,
+                label=f"{case}, {rate}",
+            )
+    span = [min(one.seconds for one in results) / 1.3, max(one.seconds for one in results) * 1.3]
+    axes.plot(span, span, color="grey", linewidth=1)
+    axes.fill_between(span, [0.85 * value for value in span], [1.15 * value for value in span], color="grey", alpha=0.2)
+    axes.set(xscale="log", yscale="log", xlabel="measured step, s", ylabel="predicted step, s")
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def _collect(nodes: int, ranks: int) -> list[Result]:
+    """Run this same command as ranks, and collect what they report."""
+    results = []
+    try:
+        with Cluster(nodes) as cluster:
+            for fields in lead(cluster, ranks, __file__, sys.argv[1:]):
+                results.append(Result(**fields))
+                last = results[-1]
+                click.echo(
+                    f"{last.case}, {last.strategy}, {last.rate}: {last.seconds:.2f} s, "
+                    f"{last.sent_payload / 1e6:.2f} MB, formula {last.formula / 1e6:.2f} MB",
+                    err=True,
+                )
+    except FinetuneError as error:
+        click.echo(f"bench_strategies: {error}", err=True)
+        sys.exit(error.exit_status)
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""What ranks do in the tests of the out-of-core engine over a process group."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fcdp
+import fuyou
+from common.store import commit_manifest, load_manifest
+
+VOCABULARY = 67
+OPTIONS = {"lr": 1e-3, "weight_decay": 0.1, "host_memory": "4GiB"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, or a part of one."""
+
+    model: str
+    folder: Path
+    """Has a folder for each rank, with one for each SSD."""
+    steps: int = 5
+    rows: int = 4
+    """Of all ranks together."""
+    ssds: int = 1
+    save: Path | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Outcome:
+    first: int
+    """Step that it began after."""
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    masters: dict[str, torch.Tensor] = field(default_factory=dict)
+    planned: tuple[int, int, int] = (0, 0, 0)
+    """Of the last step, on this rank: bytes read, written and sent to other nodes."""
+    counted: tuple[int, int] = (0, 0)
+    """Of all steps: bytes that the stores have counted, read and written."""
+    scheduled: tuple[int, int] = (0, 0)
+    """What the schedule says that these come to."""
+
+
+def batch(step: int, rows: int) -> dict[str, torch.Tensor]:
+    """Two documents in each row, with unequal numbers of labels."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, VOCABULARY, (rows, 12), generator=generator)
+    labels = ids.clone()
+    labels[:, 0] = labels[:, 4] = -100
+    labels[1, 5:] = -100
+    positions = torch.cat([torch.arange(4), torch.arange(8)]).repeat(rows, 1)
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+def directories(folder: Path, rank: int, count: int) -> list[Path]:
+    """One for each SSD of a rank, made if they are not there."""
+    result = [folder / f"rank{rank}" / f"ssd{number}" for number in range(count)]
+    for path in result:
+        path.mkdir(parents=True, exist_ok=True)
+    return result
+
+
+def train(topology: fcdp.Topology | None, run: Run) -> Outcome:
+    """All ``run.steps``, on every rank its rows of each batch; a single rank without a topology takes all."""
+    rank, world = (topology.rank, topology.world_size) if topology is not None else (0, 1)
+    ssd = directories(run.folder, rank, run.ssds)
+    with fuyou.Engine(run.model, ssd=ssd, topology=topology, **{**OPTIONS, **run.options}) as engine:
+        outcome = Outcome(engine.step_count)
+        for step in range(engine.step_count + 1, run.steps + 1):
+            whole = batch(step, run.rows)
+            mine = slice(rank * run.rows // world, (rank + 1) * run.rows // world)
+            loss = engine(**{name: value[mine] for name, value in whole.items()}).loss
+            loss.backward()
+            report = engine.step()
+            outcome.losses.append(loss.item())
+            outcome.norms.append(report.grad_norm)
+            outcome.planned = (report.planned_read_bytes, report.planned_written_bytes, report.planned_sent_bytes)
+        engine.flush()
+        outcome.counted, outcome.scheduled = engine.io_bytes(), engine.planned_io_bytes()
+        outcome.masters = dict(engine.named_parameters()) if rank == 0 else dict.fromkeys(
+            name for name, _ in engine.named_parameters()
+        )  # fmt: skip
+        if run.save is not None:
+            engine.save_pretrained(run.save)
+    return outcome
+
+
+def set_back(folder: Path, rank: int) -> None:
+    """Make a rank's store what it would be, had the rank been killed right before it wrote its last manifest."""
+    place = directories(folder, rank, 1)[0] / "fuyou"
+    content = load_manifest(place)
+    assert content is not None
+    about = content["cluster"]
+    commit_manifest(place, {**about["previous"], "cluster": {**about, "previous": None}})

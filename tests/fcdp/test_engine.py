@@ -1,0 +1,121 @@
+"""The out-of-core engine over a process group equals one rank that computes the same micro-batches."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from common.errors import UserError
+from common.models.adapters import ALL_LINEAR, AdapterOptions
+from fuyou.nodes.commits import Found, agreed_step
+from fuyou.records import PAGE_ELEMENTS
+from fuyou.share import Share
+from tests.fcdp import engine_cases as cases
+from tests.fcdp.engine_cases import Run
+from tests.fcdp.pool import Pool
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Sizes that divide by nothing: every record needs padding, and slices cut parameters."""
+    config = LlamaConfig(
+        vocab_size=cases.VOCABULARY, hidden_size=36, intermediate_size=52, num_hidden_layers=3, num_attention_heads=3,
+        num_key_value_heads=1, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    path = tmp_path_factory.mktemp("model")
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype", "ssds", "options"),
+    [
+        ((2, 1), "bf16", 3, {"host_cache": 0}),
+        ((1, 2), "fp32", 1, {"commit_every": 2, "deferred_fraction": 0.5}),
+        ((2, 1), "bf16", 1, {"host_cache": 0, "adapters": AdapterOptions(4, 8.0, 0.0, (ALL_LINEAR,))}),
+    ],
+)
+def test_two_ranks_equal_one(
+    layout: tuple[int, int], dtype: str, ssds: int, options: dict[str, Any], model: str, pool: Pool, tmp_path: Path
+) -> None:
+    options = {"dtype": dtype, "micro_batch": 2, **options}
+    alone = cases.train(None, Run(model, tmp_path / "alone", options=options))
+    ranks = pool.run(layout, cases.train, Run(model, tmp_path / "ranks", ssds=ssds, options=options))
+    for rank in ranks:
+        assert rank.losses == alone.losses
+        assert rank.norms == pytest.approx(alone.norms, rel=1e-12)
+        assert rank.counted == rank.scheduled
+    for name, master in alone.masters.items():
+        assert torch.equal(ranks[0].masters[name], master), name
+    if "adapters" in options:
+        trained = sum(master.numel() for name, master in alone.masters.items() if "lora_" in name)
+        padded = 3 * 2 * PAGE_ELEMENTS * 2  # three blocks, matrices A and B, each in whole pages of two ranks
+        assert 4 * trained < ranks[0].planned[2] <= 4 * (trained + padded)
+    elif layout == (2, 1):
+        check_bytes(ranks, alone)
+
+
+def check_bytes(ranks: list[cases.Outcome], alone: cases.Outcome) -> None:
+    """2 + 2 + 10 / N read and 2 + 10 / N written per parameter, node and step; each gradient and new high half sent
+    once: with two nodes, half of each by either."""
+    parameters = alone.planned[1] / 12
+    for read, written, sent in (rank.planned for rank in ranks):
+        blocks = read / parameters - 7  # at the turns of a step, what is there already is not read again
+        assert -2.5 < blocks <= 0.2
+        assert written / parameters == pytest.approx(7, rel=0.05)  # padding of tiny records
+        assert sent / parameters == pytest.approx(2, rel=0.05)
+
+
+def test_four_ranks_come_back_to_the_step_that_all_have(model: str, pool: Pool, tmp_path: Path) -> None:
+    options = {"dtype": "fp32", "max_grad_norm": 0.5, "micro_batch": 1, "host_cache": "1MiB"}
+    alone = cases.train(None, Run(model, tmp_path / "alone", 10, options=options))
+    run = Run(model, tmp_path / "ranks", 6, options=options)
+    begun = pool.run((2, 2), cases.train, run)
+    cases.set_back(run.folder, 2)  # rank 0 of node 1 was killed in the middle of the commit
+    ended = pool.run(
+        (2, 2), cases.train, replace(run, steps=10, save=tmp_path / "saved", options={**options, "resume": True})
+    )
+    assert {rank.first for rank in begun} == {0} and {rank.first for rank in ended} == {5}
+    assert begun[0].losses[5] == ended[0].losses[0]
+    losses = begun[0].losses[:5] + ended[0].losses
+    assert losses == pytest.approx(alone.losses, rel=1e-6)
+    assert len({tuple(rank.losses) for rank in ended}) == 1
+    saved = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32).named_parameters())
+    for name, master in alone.masters.items():
+        torch.testing.assert_close(ended[0].masters[name], master, rtol=1e-4, atol=1e-6, msg=name)
+        assert torch.equal(ended[0].masters[name], saved[name]), name
+
+
+NODES = Share(2, 1)
+
+
+def found(rank: int, *steps: int, **fields: Any) -> Found:
+    return Found(
+        f"host{rank}", **{"run": "abc", "nodes": 2, "ranks_per_node": 1, "rank": rank, "steps": steps, **fields}
+    )
+
+
+def test_agreed_step() -> None:
+    assert agreed_step([found(0, 7, 6), found(1, 7, 6)], NODES) == 7
+    assert agreed_step([found(0, 7, 6), found(1, 8, 7)], NODES) == 7
+    assert agreed_step([found(0, 1, 0), found(1, 0)], NODES) == 0
+
+
+@pytest.mark.parametrize(
+    ("everyone", "said"),
+    [
+        ([found(0, 7, 6), found(1, 9, 8)], r"host0\) has nothing newer than step 7.*node 1 \(host1\) has 9 and 8"),
+        ([found(0, 7, 6), Found("host1", "/ssd holds no run.")], r"node 1 \(host1\): /ssd holds no run"),
+        ([Found("host0", "/ssd holds no run."), Found("host1", "no.")], "nothing to continue. node 0"),
+        ([found(0, 7, 6), found(1, 7, 6, run="xyz")], "different runs: run abc on node 0 .*; run xyz on node 1"),
+        ([found(0, 7, nodes=4), found(1, 7, nodes=4)], "made by 4 nodes with 1 ranks"),
+        ([found(1, 7), found(0, 7)], r"node 0 \(host0?1?\) holds what rank 1"),
+    ],
+)
+def test_no_agreement(everyone: list[Found], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        agreed_step(everyone, NODES)

@@ -1,0 +1,43 @@
+"""Every strategy of the space trains as plain FSDP2 does, and sends across nodes what the planner's formula says."""
+
+from math import prod
+
+import pytest
+
+from fcdp.strategy_names import PARO
+from tests.fcdp.pool import Pool
+from tests.fcdp.strategy_cases import Run, train_all
+
+REFERENCE = "fsdp2"
+TWO_LEVELS = [
+    *(f"paro-{scopes.lower()}" for scopes in PARO),
+    *("ddp", "zero1", "zero2", "zero3", "mics", "zero++-exact", "fcdp"),
+    *("I/G/G+device", "I/I/G+host", "G/G/G+host+second"),
+]
+THREE_LEVELS = ["zero3", "zero-topo-exact", "pair/pair/node", "pair/G/G+host", "2x1/4x1/4x1", "G/G/G+device+second"]
+ADAPTERS = ["zero1", "zero3", "mics", "zero++-exact", "fcdp", "I/I/G+device", "paro-ing"]
+
+
+@pytest.mark.parametrize(("layout", "strategies", "run"), [
+    ((2, 2), TWO_LEVELS, Run()),
+    ((2, 2), ADAPTERS, Run(micro_batches=(1, 4, 1), adapters=True)),
+    ((2, 2, 2), THREE_LEVELS, Run()),
+    ((1, 8), ["amsp-7b", "amsp-13b"], Run(micro_batches=(1, 2, 1))),
+], ids=["two levels", "adapters", "three levels", "amsp"])  # fmt: skip
+def test_every_strategy_trains_as_plain_fsdp2_and_sends_what_the_planner_says(
+    pool: Pool, layout: tuple[int, ...], strategies: list[str], run: Run
+) -> None:
+    ranks = pool.run(layout, train_all, [REFERENCE, *strategies], run)
+    nodes, per_node = layout[0], prod(layout[1:])
+    for name in strategies:
+        for key, value in ranks[0][REFERENCE].weights.items():
+            difference = (ranks[0][name].weights[key] - value).abs().max() / value.abs().max()
+            assert float(difference) <= 1e-6, f"{name}: {key}"
+        for rank in ranks:
+            assert rank[name].losses == pytest.approx(rank[REFERENCE].losses, rel=1e-6), name
+        for node in range(nodes):
+            on_node = [rank[name] for rank in ranks[node * per_node : (node + 1) * per_node]]
+            sent = [sum(step) for step in zip(*(rank.sent for rank in on_node), strict=True)]
+            # Gradients that are added up over replicas are padded to a multiple of them: two times, three groups.
+            padding = 2 * 3 * 4 * (on_node[0].replicas - 1)
+            assert sent == pytest.approx(on_node[0].formula, rel=1e-12, abs=padding), name
