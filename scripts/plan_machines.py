@@ -58,11 +58,10 @@ MACHINES = (
             ("--model llama-30b --batch-size 128", "--model gpt3-175b --batch-size 128")),
 )  # fmt: skip
 
-HEADER = (
-    "| run | step | tokens/s | bound by | device | host | SSDs "
-    "| written per day (days until warranted writes are used up) |"
-    "\n|---|---|---|---|---|---|---|---|\n"
-)
+HEADER = """\
+| run | step | tokens/s | bound by | device | host | SSDs | written per day (days the drives are warranted for) |
+|---|---|---|---|---|---|---|---|
+"""
 
 
 def planned(machine: Machine, job: str) -> dict[str, Any]:
@@ -78,12 +77,12 @@ def row(job: str, plan: dict[str, Any]) -> str:
     """A line of the table."""
     if not plan["fits"]:
         return f"| `{job}` | does not fit: {' '.join(plan['missing'])} | | | | | | |\n"
-    written = f"{format_bytes(plan['ssd_written_bytes_per_day'])}{_life(plan['drive_life_days'])}"
     cells = [
         f"`{job}`", format_seconds(plan["step_seconds"]), format_count(plan["tokens_per_second"]),
         RESOURCES[plan["bound"]],
         format_bytes(plan["device_peak_bytes"]), format_bytes(plan["host_peak_bytes"]),
-        format_bytes(plan["ssd_bytes"]), written,
+        format_bytes(plan["ssd_bytes"]),
+        f"{format_bytes(plan['ssd_written_bytes_per_day'])}{_life(plan['drive_life_days'])}",
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |\n"
 
