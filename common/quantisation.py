@@ -57,7 +57,8 @@ def quantise(rows: torch.Tensor, bits: Bits, out: torch.Tensor | None = None) ->
     whole = torch.nn.functional.pad(rows, (0, blocks * BLOCK - count)) if count % BLOCK else rows
     elements = whole.float().reshape(*leading, blocks, BLOCK)
     # Two passes, and yet many times as fast as a norm or as aminmax, whose inner loops are not vectorised.
-    largest = torch.maximum(elements.amax(dim=-1), elements.amin(dim=-1).neg_())
+    # The same numbers must give the same bytes: of zeros, either pass may win with a sign of its own.
+    largest = torch.maximum(elements.amax(dim=-1), elements.amin(dim=-1).neg_()).abs_()
     scales, values = _parts(out, blocks, BLOCK * bits // 8)
     scales.copy_(torch.where(largest.isfinite(), largest / _LARGEST[bits], torch.nan))
     steps = torch.where(largest > 1e-36, _LARGEST[bits] / largest, 0.0)

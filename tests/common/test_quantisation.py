@@ -79,3 +79,12 @@ def test_rows_travel_by_themselves_and_into_given_places(bits: Bits) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_an_empty_tensor_stays_empty(bits: Bits) -> None:
     assert dequantise(quantise(torch.empty(0), bits), 0, bits).shape == (0,)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_same_numbers_give_the_same_bytes_alone_and_in_rows(bits: Bits) -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(9, 3 * BLOCK + 7)
+    rows[:, BLOCK : 2 * BLOCK] = 0.0
+    together = quantise(rows, bits)
+    assert all(torch.equal(quantise(row, bits), found) for row, found in zip(rows, together, strict=True))
