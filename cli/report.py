@@ -113,6 +113,13 @@ class Measurements:
         self.losses: list[float] = []
         self.step_seconds: list[float] = []
         self._bounds: dict[str, float] = {}
+        self._other_io = self._other_planned = (0, 0)
+
+    def leave_out(self, io_bytes: tuple[int, int], planned_bytes: tuple[int, int]) -> None:
+        """Bytes read and written, and as planned, that no step has to answer for."""
+        self._other_io = (self._other_io[0] + io_bytes[0], self._other_io[1] + io_bytes[1])
+        planned = self._other_planned
+        self._other_planned = (planned[0] + planned_bytes[0], planned[1] + planned_bytes[1])
 
     def add(self, loss: float, seconds: float, bounds: dict[str, float]) -> None:
         """Take in a step: its loss, duration, seconds per resource."""
@@ -134,10 +141,12 @@ class Measurements:
         Args:
             parameters: all, trainable.
             memory: peak of the device, peak of the host, baseline of the host.
-            io_bytes: read and written in all steps together.
+            io_bytes: read and written since the first step began.
             planned_bytes: what the schedule says that comes to.
             network_bytes: sent by a node per step, and what the formula says.
         """
+        io_bytes = (io_bytes[0] - self._other_io[0], io_bytes[1] - self._other_io[1])
+        planned_bytes = (planned_bytes[0] - self._other_planned[0], planned_bytes[1] - self._other_planned[1])
         steps = len(self.losses)
         per_step = 1 / steps if steps else 0.0
         seconds = sum(self.step_seconds)

@@ -179,7 +179,7 @@ def _train(job: Job, engine: Engine, interrupts: Interrupts) -> Measurements:
     memory, disk = _Occasionally(engine.host_memory_in_use), _Occasionally(lambda: _disk_usage(job))
     with Metrics(job, directory, done) as metrics, Progress(job.steps, done) as progress:
         if not done:
-            _evaluate(job, engine, metrics, progress)
+            _evaluate(job, engine, metrics, progress, measured)
         ended, io_before = time.perf_counter(), engine.io_bytes()
         for step in range(done + 1, job.steps + 1):
             interrupts.check()
@@ -188,6 +188,8 @@ def _train(job: Job, engine: Engine, interrupts: Interrupts) -> Measurements:
             engine.lr = job.learning_rate.at(step)
             engine(**batch).loss.backward()
             report = engine.step()
+            if is_due(job, step):
+                engine.flush()  # what it writes back is its own, not the evaluation's
 
             # From the end of one step to that of the next: what a step writes back runs on into the next one.
             began, ended = ended, time.perf_counter()
@@ -198,17 +200,21 @@ def _train(job: Job, engine: Engine, interrupts: Interrupts) -> Measurements:
             metrics.step(step, step_metrics(line, engine.lr, ended - began, step * measured.tokens_per_step))
             progress.show(line)
             if is_due(job, step):
-                _evaluate(job, engine, metrics, progress)
+                _evaluate(job, engine, metrics, progress, measured)
                 ended, io_before = time.perf_counter(), engine.io_bytes()
     return measured
 
 
-def _evaluate(job: Job, engine: Engine, metrics: Metrics, progress: Progress) -> None:
-    """Look at the held-out data, if there are any."""
-    if job.held_out is not None:
-        result = evaluate(job.held_out, job.settings.batch_size, lambda batch: engine.eval_loss(**batch))
-        metrics.evaluation(engine.step_count, result)
-        progress.say(f"held out after step {engine.step_count:,}: {result}")
+def _evaluate(job: Job, engine: Engine, metrics: Metrics, progress: Progress, measured: Measurements) -> None:
+    """Look at the held-out data, if there are any; their traffic is not the steps'."""
+    if job.held_out is None:
+        return
+    before, planned = engine.io_bytes(), engine.planned_io_bytes()
+    result = evaluate(job.held_out, job.settings.batch_size, lambda batch: engine.eval_loss(**batch))
+    after = engine.planned_io_bytes()
+    measured.leave_out(_since(engine, before), (after[0] - planned[0], after[1] - planned[1]))
+    metrics.evaluation(engine.step_count, result)
+    progress.say(f"held out after step {engine.step_count:,}: {result}")
 
 
 def _sample(job: Job, engine: Engine, prompt: str) -> None:

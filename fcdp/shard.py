@@ -64,6 +64,7 @@ def fully_shard(
     Args:
         model: parameters on any device, the meta device included; it is moved to ``topology.device`` shard by shard.
             Which parameters require gradients should be settled: it decides what travels together.
+        topology: the ranks, and which of them share a node.
         strategy: one of the space, or what :func:`fcdp.strategy_names.parse_strategy` understands: a preset's name, or
             P/G/OS.
         mp_policy: FSDP2's. Where it has no ``reduce_dtype``, that is set to what FSDP2 has always taken, the dtype of

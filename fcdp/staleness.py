@@ -128,6 +128,8 @@ class Net:
         """Compare this rank's ``current`` parameters with what was cached.
 
         Args:
+            group: whose parameters they are.
+            current: this rank's part of them, flat, as it is now.
             cached: this rank's part of the cache; on CUDA not needed.
 
         Raises:

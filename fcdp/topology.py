@@ -91,6 +91,7 @@ class Topology:
         """The topology that torchrun's variables describe: LOCAL_WORLD_SIZE ranks in each node.
 
         Args:
+            device: that this rank computes on; None: as :class:`Topology` chooses.
             levels: None: pairs (or larger groups) of GPUs inside the nodes that NVLink connects are found where there
                 are any; see :mod:`fcdp.links`.
 

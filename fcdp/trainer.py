@@ -240,6 +240,7 @@ class Trainer:
         Args:
             batch: ``input_ids`` and ``labels`` int64 ``[B, S]`` (not shifted, -100 where no loss is wanted) and
                 ``position_ids`` ``[B, S]``, restarting at each document: of all ranks together, the same on each.
+            lr: learning rate of this step.
             stop: this rank wishes to stop after this step: all ranks will know.
 
         Raises:
@@ -350,6 +351,7 @@ class Trainer:
         Without adapters, a Hugging Face checkpoint in the compute dtype; with them, an adapter directory of PEFT.
 
         Args:
+            directory: shared by all nodes; files of the same names are replaced.
             merge: write the model with the adapters merged into it, too, in the folder :data:`MERGED` inside.
         """
         self._sharding.reshard()

@@ -689,6 +689,7 @@ class Engine:
         go on afterwards.
 
         Args:
+            directory: made if it is not there; files of the same names are replaced.
             merge: write a checkpoint with the adapters merged into the weights as well, in the folder ``merged`` of
                 ``directory``.
 
@@ -747,10 +748,12 @@ class Engine:
 
     @property
     def host_peak_bytes(self) -> int:
+        """Most host memory that our processes ever held together, bytes of proportional set size."""
         return self._meter.peak_bytes
 
     @property
     def host_baseline_bytes(self) -> int:
+        """The same just before the model was touched."""
         return self._meter.baseline_bytes
 
     @property

@@ -4,6 +4,7 @@ python scripts/plot_run.py RUN_DIR [PICTURE]
 """
 
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -116,7 +117,9 @@ def _draw_panel(axes: Any, panel: Panel, rows: Sequence[Mapping[str, float]]) ->
     drawn = 0
     for colour, (label, metric) in zip(COLOURS, panel.lines.items(), strict=False):
         steps, values = points(rows, metric)
-        if any(values):
+        if panel.logarithmic:
+            values = [value if value > 0 else math.nan for value in values]
+        if any(value > 0 for value in values):
             marker = "o" if metric.startswith("validation") or len(steps) == 1 else None
             axes.plot(steps, values, color=colour, label=label, linewidth=1.2, marker=marker, markersize=4)
             drawn += 1

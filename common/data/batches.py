@@ -89,6 +89,7 @@ class PackedBatches(Batches):
         self.description = _describe(header)
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
+        """As :meth:`Batches.batch`: rows that are read when they are asked for."""
         size = self._config.batch_size
         ids, labels, positions = unpack(self._file.read(self._rows_of(range(step * size, (step + 1) * size))))
         return {
@@ -110,6 +111,7 @@ class PackedBatches(Batches):
         return np.concatenate(chosen)
 
     def close(self) -> None:
+        """Close the token file."""
         self._file.close()
 
 
@@ -129,6 +131,7 @@ class RandomBatches(Batches):
         )
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
+        """As :meth:`Batches.batch`: drawn from the seed and ``step``."""
         random = np.random.default_rng((self._seed, step))
         ids = torch.from_numpy(random.integers(self._vocab_size, size=self._shape, dtype=np.int64))
         labels = ids.clone()
