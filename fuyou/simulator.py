@@ -267,6 +267,9 @@ class _Optimizer:
             if task.target >= 0:
                 nbytes = chunk.elements * (self._simulator.state_bytes + self._simulator.parameter_bytes)
                 self._simulator.drives.submit(1, False, nbytes, lambda: self._wrote(chunk))
+            elif not chunk.resident:  # read once, and in host memory from now on
+                self._free += 1
+                self._read()
             if chunk.last:
                 self._updates.popleft()
                 self._simulator.finish(task)
