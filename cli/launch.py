@@ -95,14 +95,14 @@ def launch(settings: Settings, *, trains: bool = True) -> None:
         outcomes = [Outcome(**json.loads(file.read_text())) for file in sorted(Path(folder).glob("*.json"))]
     ended = next((outcome for outcome in outcomes if outcome.status), None)
     if ended is not None and ended.status == INTERRUPTED:
-        raise Stopped(ended.message)
+        raise Stopped(ended.message, signals.number)
     if ended is not None:
         raise LaunchError(ended)
     if failure is not None:
         if has_commit(settings):
             failure.add_note(settings.how_to_continue)
         if signals.heard:
-            raise Stopped(" ".join(["stopped at once.", *getattr(failure, "__notes__", [])]))
+            raise Stopped(" ".join(["stopped at once.", *getattr(failure, "__notes__", [])]), signals.number)
         raise failure
 
 
@@ -286,6 +286,7 @@ class _Signals:
 
     def __init__(self) -> None:
         self.heard = False
+        self.number: int | None = None
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "_Signals":
@@ -300,6 +301,7 @@ class _Signals:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         ranks = psutil.Process().children()
+        self.number = self.number or number
         if self.heard or not ranks:
             self.heard = True
             raise KeyboardInterrupt

@@ -1,8 +1,10 @@
 """The entry point: reads the command line, runs it, and turns whatever happens into one message and an exit status.
 
-0: done. 1: something failed. 2: what was asked for cannot be done as asked. 130: stopped by Ctrl-C (or SIGTERM).
+0: done. 1: something failed. 2: what was asked for cannot be done as asked. 130: stopped by Ctrl-C.
+SIGTERM ends a run with 0, since the run is in order; SIGHUP with 129.
 """
 
+import contextlib
 import os
 import sys
 import traceback
@@ -23,8 +25,6 @@ from common.errors import FinetuneError, UserError
 
 DEFAULT_PROFILE_MODEL = "gpt3-1.3b"
 """For --profile without --model: a block large enough to show what a device can do, and quick on a CPU."""
-INTERRUPTED = 130
-"""128 + SIGINT, as shells have it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,11 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         return _fail(f"{error.format_message()} (finetune --help lists all options)", 2)
     except Stopped as stopped:
-        print(f"\n{stopped}", file=sys.stderr)
-        return INTERRUPTED
+        _say(f"\n{stopped}")
+        return interrupts.status(stopped)
     except (KeyboardInterrupt, click.Abort):
-        print("\nstopped before training began.", file=sys.stderr)
-        return INTERRUPTED
+        _say("\nstopped before training began.")
+        return interrupts.status()
     except FinetuneError as error:
         return _fail(" ".join([str(error), *getattr(error, "__notes__", [])]), error.exit_status, debug)
     except Exception as error:
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 #: What only --plan takes: for one machine, and for a cluster.
-PLAN_OPTIONS = ("drive", "ssds", "scheme", "max_model", "json")
+PLAN_OPTIONS = ("drive", "ssds", "network", "scheme", "max_model", "json")
 CLUSTER_PLAN_OPTIONS = ("trainable",)
 #: What says which cluster a plan is for; training over nodes takes it, too.
 CLUSTER_OPTIONS = ("cluster", "levels", "quantise")
@@ -80,6 +80,7 @@ def _run(
     profile: bool,
     plan: bool,
     check: bool,
+    verify: tuple[str, ...],
     config: Path | None,
     write_config: bool,
     **options: Any,
@@ -87,6 +88,10 @@ def _run(
     if write_config:
         print(effective_config(click.get_current_context()), end="")
         return 0
+    if verify:
+        from cli.verify import run_verify
+
+        return run_verify([path for word in verify for path in expand_pattern("--verify", word)])
     plans = {name: options.pop(name) for name in PLAN_OPTIONS}
     clusters = {name: options.pop(name) for name in CLUSTER_PLAN_OPTIONS}
     if not plan:
@@ -117,6 +122,8 @@ def _run(
 
         run_demo(options["output"], options["report"], options["debug"], interrupts)
         return 0
+    if plan and options["nodes"] and plans["drive"] and not (options["cluster"] or options["levels"]):
+        return _plan_ranks(arguments, plans, options)
     if plan and (options["nodes"] or options["cluster"] or options["levels"]):
         return _plan_cluster(plans, clusters, options)
     if plan:
@@ -176,9 +183,23 @@ def _plan(arguments: tuple[str, ...], plans: dict[str, Any], options: dict[str, 
     return run_plan(settings_of(arguments, options), PlanOptions(**plans))
 
 
+def _plan_ranks(arguments: tuple[str, ...], plans: dict[str, Any], options: dict[str, Any]) -> int:
+    """Out of core on several nodes of one kind."""
+    if plans["max_model"] or plans["scheme"] != "ours" or not options["model"]:
+        raise UserError("A plan for several nodes is for one model and this program: --model, without --max-model.")
+    from cli.plan import PlanOptions, run_plan
+
+    among = {name: options[name] for name in ("nodes", "gpus_per_node")}
+    single = settings_of(arguments, {**options, "nodes": None, "gpus_per_node": None})
+    return run_plan(single, PlanOptions(**plans, **among))
+
+
 def _plan_cluster(plans: dict[str, Any], clusters: dict[str, Any], options: dict[str, Any]) -> int:
     if options["ssd"]:
-        raise UserError("Clusters train in memory so far, and so does a plan for one: leave --ssd out.")
+        raise UserError(
+            "A plan for several nodes with SSDs is for hardware by name: --gpu NAME --drive NAME --ssds N --network "
+            "25Gbit/s instead of --ssd. For training in memory, leave --ssd out."
+        )
     if options["model"] is None:
         raise UserError("Give the model to plan for, --model DIR or --model PRESET.")
     for name, value in plans.items():
@@ -219,11 +240,17 @@ def _refuse_with(option: str, why: str, options: dict[str, Any], others: tuple[s
             raise UserError(f"{option} {why} and cannot be combined with --{name.replace('_', '-')}.")
 
 
+def _say(message: str) -> None:
+    """Print to a terminal that may be gone."""
+    with contextlib.suppress(OSError):
+        print(message, file=sys.stderr, flush=True)
+
+
 def _fail(message: str, status: int, debug: bool = False) -> int:
     """Print one message; with ``debug``, the traceback of the exception being handled before it."""
     if debug:
         traceback.print_exc()
-    print(f"finetune: error: {message}", file=sys.stderr)
+    _say(f"finetune: error: {message}")
     return status
 
 

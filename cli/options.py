@@ -23,7 +23,8 @@ EXAMPLES = {
     "Memory": "finetune --gpu 4090 --ssd /mnt/nvme* --model gpt3-175b --host-memory 200GiB",
     "Cluster": "finetune --nodes 4 --rdzv-endpoint node0:29400 --model /shared/Llama-3-8B --data chats.jsonl\n"
     "srun --nodes 4 --ntasks-per-node 1 finetune --nodes 4 --model /shared/Llama-3-8B --data chats.jsonl\n"
-    "finetune --nodes 1 --gpus-per-node 2 --model ~/Llama-3-8B --data chats.jsonl",
+    "finetune --nodes 1 --gpus-per-node 2 --model ~/Llama-3-8B --data chats.jsonl\n"
+    "finetune --nodes 4 --rdzv-endpoint node0:29400 --ssd /mnt/nvme* --model /shared/Llama-65B   # out of core",
     "Training": "finetune --model ~/Llama-3-8B --data chats.jsonl --lr 2e-5 --warmup 3% --max-grad-norm 1",
     "Adapters": "finetune --model ~/Llama-3-70B --data chats.jsonl --lora-rank 16 --lr 2e-4",
     "Output": "finetune --model ~/Llama-3-8B --data chats.jsonl --output tuned --log-to tensorboard\n"
@@ -336,6 +337,7 @@ def build_command(run: Callable[..., int]) -> click.Command:
         help="Plan for drives of this kind, and for the kind of GPU that --gpu names.",
     )
     add("--ssds", type=positive, metavar="N", help="Plan for so many of them.  [default: 1]")
+    add("--network", metavar="RATE", help="Plan for several nodes with SSDs: what each sends, 25Gbit/s.")
     add(
         "--scheme",
         type=click.Choice(["ours", "fuyou"]),
@@ -363,6 +365,7 @@ def build_command(run: Callable[..., int]) -> click.Command:
         help="Let the plan for a cluster, or --strategy auto, choose strategies that send fewer bits.",
     )
     add("--json", is_flag=True, help="Print the plan as JSON.")
+    add("--verify", metavar="DIR...", words=True, help="Train nothing: is what lies in DIR what was written there?")
     add(
         "--profile",
         is_flag=True,

@@ -22,6 +22,7 @@ from cli.sample import continuation, print_sample
 from cli.settings import Settings
 from common.errors import UserError
 from common.models.adapters import MERGED
+from common.store import DirectoryLock
 from fuyou import Engine, NonFiniteLoss, StepReport
 from fuyou.devices import memory_limits, open_device
 from fuyou.planner import profile_of
@@ -55,7 +56,8 @@ def finetune(settings: Settings, interrupts: Interrupts) -> Result:
     job = prepare(settings)
     print(job.header(), flush=True)
     _profile(job)
-    with _open_engine(job) as engine:
+    interrupts.how_to_continue = settings.how_to_continue
+    with DirectoryLock([job.output]), _open_engine(job) as engine:
         try:
             result = _train_and_save(job, engine, interrupts)
         except KeyboardInterrupt:

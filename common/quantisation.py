@@ -56,16 +56,18 @@ def quantise(rows: torch.Tensor, bits: Bits, out: torch.Tensor | None = None) ->
         out = torch.empty((*leading, quantised_nbytes(count, bits)), dtype=torch.uint8, device=rows.device)
     whole = torch.nn.functional.pad(rows, (0, blocks * BLOCK - count)) if count % BLOCK else rows
     elements = whole.float().reshape(*leading, blocks, BLOCK)
-    largest = torch.linalg.vector_norm(elements, ord=float("inf"), dim=-1)
+    # Two passes, and yet many times as fast as a norm or as aminmax, whose inner loops are not vectorised.
+    largest = torch.maximum(elements.amax(dim=-1), elements.amin(dim=-1).neg_())
     scales, values = _parts(out, blocks, BLOCK * bits // 8)
     scales.copy_(torch.where(largest.isfinite(), largest / _LARGEST[bits], torch.nan))
     steps = torch.where(largest > 1e-36, _LARGEST[bits] / largest, 0.0)
     # Where the scale is NaN, whatever a NaN becomes as an integer does not matter.
-    whole_steps = (elements * steps.unsqueeze(-1)).round_().to(torch.int8)
+    whole_steps = (elements * steps.unsqueeze(-1)).round_()
     if bits == 8:
         values.view(torch.int8).copy_(whole_steps)
     else:  # the first half of a block in the low halves of its bytes
-        torch.bitwise_or(whole_steps[..., :_HALF] & 0xF, whole_steps[..., _HALF:] << 4, out=values.view(torch.int8))
+        low, high = whole_steps.to(torch.int8).split(_HALF, dim=-1)
+        torch.bitwise_or(low & 0xF, high << 4, out=values.view(torch.int8))
     return out
 
 

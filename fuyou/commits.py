@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from common.errors import FinetuneError, UserError
-from common.store import Store, commit_manifest, load_manifest
+from common.store import Store, StoreError, commit_manifest, load_manifest
+from common.store.verify import Sealed, verify
 from fuyou.adam import Update
+from fuyou.checksums import RecordSums
 from fuyou.records import weights_file
 from fuyou.tasks import Op, Task
 from fuyou.training_state import TrainingState, random_states
@@ -24,10 +26,12 @@ class Commits:
         store: the training store, open.
         state: what the store holds (or will hold when it is filled).
         single_slot: whether updates overwrite the only copy.
+        sums: of everything that has been written, which becomes a part of what is committed.
     """
 
-    def __init__(self, store: Store, state: TrainingState, single_slot: bool):
+    def __init__(self, store: Store, state: TrainingState, single_slot: bool, sums: RecordSums):
         self.state = state
+        self.sums = sums
         self.committed_step = state.step
         self._store = store
         self._single_slot = single_slot
@@ -68,6 +72,11 @@ class Commits:
         """Sync what is written, then say so in the manifest."""
         self._store.sync([weights_file(task.target)])
         self.state = replace(self._states[task.step], slot=task.target)
+        self.seal()
+
+    def seal(self) -> None:
+        """Commit the state together with the checksums of its slot."""
+        self.state.checksums = [one.to_dict() for one in self.sums.sealed(self.state.slot)]
         self.write_manifest()
 
     def write_manifest(self) -> None:
@@ -86,6 +95,39 @@ class Commits:
     def under_way(self, before: int) -> list[Task]:
         """Commits of steps before ``before`` that the executor has been given and has not finished."""
         return [task for task in self._submitted if task.step < before and not task.done]
+
+
+def check_records(store: Store, state: TrainingState) -> list[Sealed]:
+    """Read all records of a committed state, and compare them with its checksums, which are returned.
+
+    Raises:
+        StoreError: names what is damaged, and where.
+    """
+    sealed = sealed_records(store, state)
+    _, damage = verify(store, sealed)
+    if damage:
+        raise StoreError(
+            f"The run in {store.directories[0]} is damaged and cannot be continued. {' '.join(damage[:3])}"
+            f"{f' And {len(damage) - 3} more (see --verify).' if len(damage) > 3 else ''} Look at the drive's health "
+            "(smartctl, dmesg), then begin again with --overwrite."
+        )
+    return sealed
+
+
+def sealed_records(store: Store, state: TrainingState) -> list[Sealed]:
+    """The checksums of a state.
+
+    Raises:
+        FinetuneError: they are not of this store.
+    """
+    try:
+        sealed = [Sealed.from_dict(one) for one in state.checksums]
+    except (TypeError, ValueError, KeyError):
+        sealed = []
+    there = {extent for file in store.layout.file_bytes() for extent in store.layout.extents(file)}
+    if not sealed or any(one.extent not in there or len(one.sums) != len(store.directories) for one in sealed):
+        raise FinetuneError(f"The manifest in {store.directories[0]} lists other records than the store holds.")
+    return sealed
 
 
 def load_state(store: Store, wanted: TrainingState) -> TrainingState:

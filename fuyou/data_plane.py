@@ -15,7 +15,9 @@ import torch
 
 from common.buffers import HostBuffer
 from common.store import Extent, Layout, Pace, Store, remove
+from common.store.checksums import Sums
 from fuyou.adam import Update
+from fuyou.checksums import RecordSums, sealed_name
 from fuyou.devices import Device, optimizer_threads
 from fuyou.executor import ELSEWHERE, Executor
 from fuyou.memory_plan import MemoryPlan
@@ -73,6 +75,8 @@ class DataPlane:
         spill_gradients: whether gradients may have to wait on SSD.
         resident: records whose states stay in host memory.
         pace: makes the drives look slower.
+        locks: descriptors that the optimizer process holds as well.
+        sums: told of everything that is written, asked about what is read.
         topology: the other ranks, if there are any.
     """
 
@@ -91,8 +95,11 @@ class DataPlane:
         spill_gradients: bool,
         resident: Collection[int] = (),
         pace: Pace | None = None,
+        locks: Sequence[int] = (),
+        sums: RecordSums | None = None,
         topology: Topology | None = None,
     ):
+        self._sums = RecordSums(shape.records, extents) if sums is None else sums
         self.shape, self.plan, self.device, self.store = shape, plan, device, store
         self._extents, self._link, self._update_of = extents, link, update_of
         self._scratch_directories, self._pace = list(scratch), pace
@@ -176,10 +183,11 @@ class DataPlane:
                 share=shape.share,
                 resident=sorted(resident),
                 pace=pace,
-                threads=optimizer_threads(device),
+                threads=max(1, optimizer_threads(device) // shape.share.ranks_per_node),
             ),
             self._heard,
             self.executor.fail,
+            locks,
         )
 
     # -- buffers --------------------------------------------------------------------------------------------------
@@ -246,7 +254,7 @@ class DataPlane:
         """Write a record's first state, of which ``hi`` and ``lo`` are in host buffers 0; blocks until written."""
         if not record.trainable:
             values = self.host_parameters(record.kind, 0, record.parameter_nbytes)
-            self.store.write_now(self._extents[record.index].parameters[0], values)
+            self._write_parameters(record, 0, values).result()
             return
         event = self._created[record.index] = threading.Event()
         self._link.send(CreateRecord(record.index, 0, 0, target))
@@ -254,8 +262,21 @@ class DataPlane:
             if self.executor.failure is not None:
                 raise self.executor.failure
         if record.share.nodes > 1:
-            place = self._extents[record.index].parameters[target]
-            self.store.write_now(place, self.host_parameters(record.kind, 0, place.nbytes))
+            nbytes = self._extents[record.index].parameters[target].nbytes
+            self._write_parameters(record, target, self.host_parameters(record.kind, 0, nbytes)).result()
+
+    def _write_parameters(self, record: Record, slot: int, values: np.ndarray) -> Future:
+        """Write what the optimizer process does not: all of a record's parameters, or all that this rank stores."""
+        place = self._extents[record.index].parameters[slot]
+        sums = Sums(place, self.store.directories, sealed_name(record, "parameters"))
+        future = self.store.write(place, values, sums=sums)
+
+        def note(done: Future) -> None:
+            if done.exception() is None:
+                self._sums.written(record.index, slot, sums.values)
+
+        future.add_done_callback(note)
+        return future
 
     def close(self) -> None:
         """Stop all workers, give all memory back, remove the scratch files."""
@@ -281,7 +302,11 @@ class DataPlane:
     def _parameter_read(self, task: Task) -> Future:
         record = self.shape.records[task.record]
         buffer = self.host_parameters(record.kind, task.target, task.nbytes)
-        return self.store.read(self._extents[task.record].parameters[task.source], buffer)
+        place, sums = self._extents[task.record].parameters[task.source], None
+        expected = self._sums.expected(task.record, "parameters", task.source, task.step)
+        if expected is not None:
+            sums = Sums(place, self.store.directories, sealed_name(record, "parameters"), expected)
+        return self.store.read(place, buffer, sums=sums)
 
     def _parameter_upload(self, task: Task) -> None:
         record = self.shape.records[task.record]
@@ -308,7 +333,8 @@ class DataPlane:
         return self._scratch.read(self._gradient_extents[task.record], buffer)
 
     def _state_read(self, task: Task) -> None:
-        self._link.send(ReadStates(task.record, task.source))
+        expected = self._sums.expected(task.record, "states", task.source, task.step)
+        self._link.send(ReadStates(task.record, task.source, expected))
 
     def _update(self, task: Task) -> object:
         with self._lock:
@@ -330,8 +356,8 @@ class DataPlane:
         return ELSEWHERE
 
     def _parameter_write(self, task: Task) -> Future:
-        buffer = self.host_parameters(self.shape.records[task.record].kind, task.source, task.nbytes)
-        return self.store.write(self._extents[task.record].parameters[task.target], buffer)
+        record = self.shape.records[task.record]
+        return self._write_parameters(record, task.target, self.host_parameters(record.kind, task.source, task.nbytes))
 
     def _activation_download(self, task: Task) -> None:
         target = torch.from_numpy(self._host_activation(task, task.target))
@@ -359,6 +385,7 @@ class DataPlane:
                 self._adam_intervals += [RecordInterval(message.record, *one) for one in message.adam_intervals]
             self.executor.finish(task, message.began)
         elif isinstance(message, Written):
+            self._sums.written(message.record, message.slot, message.parameters, message.states)
             self.optimizer_read_bytes, self.optimizer_written_bytes = message.read_bytes, message.written_bytes
             created = self._created.pop(message.record, None)
             if created is not None:

@@ -18,12 +18,14 @@ from common.memory_meter import PeakMeter, proportional_set_bytes
 from common.models.adapters import MERGED, AdapterOptions
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
 from common.models.presets import load_config
-from common.store import Layout, Store
+from common.store import DirectoryLock, Layout, Store
 from common.store.directories import usable
+from common.store.sealed import sync_directory
 from common.units import parse_bytes
 from fuyou.accounting import Accounting, StepReport
 from fuyou.adam import AdamConfig, Update
-from fuyou.commits import Commits, load_state
+from fuyou.checksums import RecordSums
+from fuyou.commits import Commits, check_records, load_state, sealed_records
 from fuyou.compute import NextToken, NonFiniteLoss, StepComputation
 from fuyou.data_plane import DataPlane
 from fuyou.deferral import interleaved
@@ -155,7 +157,8 @@ class Engine:
         topology: the other ranks, if there are any (an ``fcdp.Topology``). Every rank makes an engine, with directories
             of its own and otherwise alike, gives it its own part of every batch, and calls everything that the others
             call. Every node keeps one copy of the parameters, of which each of its M ranks stores 1/M; optimizer states
-            are spread over all W ranks. ``host_memory`` and ``host_cache`` are those of the node.
+            are spread over all W ranks. ``host_memory`` and ``host_cache`` are those of the node. An error on one rank
+            leaves the others waiting for it: end their processes, as torchrun does.
 
     Raises:
         UserError: what was asked for is not possible (paths, space, budgets, model).
@@ -208,6 +211,7 @@ class Engine:
         self._closed = False
         self._plane: DataPlane | None = None
         self._store: Store | None = None
+        self._lock: DirectoryLock | None = None
         self._link: OptimizerLink | None = None
         self._step: StepComputation | TimedComputation | None = None
         self._in_flight = False
@@ -223,7 +227,8 @@ class Engine:
             self._device = open_device(device)
             self.emulated = isinstance(self._device, EmulatedDevice)
             self._pace = self._device.spec.pace if isinstance(self._device, EmulatedDevice) else None
-            self._topology, share = topology, share_of(topology)
+            share = share_of(topology)
+            topology = self._topology = topology if share.world_size > 1 else None  # one rank alone is alone
             self._agreement = Agreement(share) if topology is not None else None
             self._cluster_options(share)
             limits = memory_limits(self._device, host_memory, device_memory, share.ranks_per_node)
@@ -339,9 +344,11 @@ class Engine:
         io: dict[str, Any] = {"io": "posix" if options.io == "auto" else options.io, "pace": self._pace}
         run = self._agreement.tell(uuid.uuid4().hex)[0] if self._agreement is not None else ""
         if resume:
+            self._lock = DirectoryLock(folder for folder in folders if folder.is_dir())
             if self._agreement is None:
                 self._store = Store.open(folders, **io)
                 state = load_state(self._store, wanted)
+                check_records(self._store, state)
             else:
                 self._store, state, run = find_common_state(self._agreement, lambda: Store.open(folders, **io), wanted)
             restore_random_states(state.random, self._device.torch_device)
@@ -350,13 +357,17 @@ class Engine:
             for folder in made:
                 folder.mkdir()
             try:
+                self._lock = DirectoryLock(folders)
+                for folder in made:
+                    sync_directory(folder.parent)  # or a power cut takes the folder, with every commit in it
                 self._store = Store.create(folders, layout, overwrite=overwrite, **io)
             except BaseException:
                 for folder in made:
                     folder.rmdir()
                 raise
             state = replace(wanted, store=self._store.id)
-        self._commits = self._make_commits(state, run)
+        sums = RecordSums(self._shape.records, self._extents, sealed_records(self._store, state) if resume else ())
+        self._commits = self._make_commits(state, run, sums)
         self.step_count = state.step
         self.user_state: dict[str, Any] = dict(state.user)
         self._open_plane()
@@ -366,7 +377,7 @@ class Engine:
                 fill_store(self._plane, self._source, 0)
             self._store.sync({extent.file for places in self._extents for extent in places.parameters[:1]})
             state.random = random_states(self._device.torch_device)
-            self._commits.write_manifest()
+            self._commits.seal()
             self.created_bytes = self._io.other[1]
         elif self._agreement is not None:
             self._commits.write_manifest()  # a step that this rank alone had committed does not count
@@ -375,11 +386,12 @@ class Engine:
         if self._model.adapters is not None:
             self._model.adapters.forget_initial_values()
 
-    def _make_commits(self, state: TrainingState, run: str) -> Commits:
+    def _make_commits(self, state: TrainingState, run: str, sums: RecordSums) -> Commits:
         assert self._store is not None
         if self._agreement is None:
-            return Commits(self._store, state, self._options.single_slot)
-        return ClusterCommits(self._agreement, run, self._checksum, self._store, state, self._options.single_slot)
+            return Commits(self._store, state, self._options.single_slot, sums)
+        single_slot = self._options.single_slot
+        return ClusterCommits(self._agreement, run, self._checksum, self._store, state, single_slot, sums)
 
     def _checksum(self, step: int) -> int:
         """Of the parameters that this rank stores, as ``step`` has left them."""
@@ -388,7 +400,7 @@ class Engine:
 
     def _open_plane(self) -> None:
         """Allocate everything and start the workers, by the memory plan."""
-        assert self._store is not None
+        assert self._store is not None and self._lock is not None
         options = self._options
         if self._link is None:
             self._link = OptimizerLink()
@@ -411,6 +423,7 @@ class Engine:
             self._link, [folder / "scratch" for folder in self._store.directories], self._commits.commit,
             self._commits.update_of, spill_gradients=self.memory_plan.spills_gradients(self._shape, deferred),
             resident=self.memory_plan.resident, pace=self._pace, topology=self._topology,
+            locks=self._lock.descriptors, sums=self._commits.sums,
         )  # fmt: skip
         self._accounting = Accounting(self._plane, self._trace)
 
@@ -787,6 +800,8 @@ class Engine:
             self._close_plane()
             if self._store is not None:
                 self._store.close()
+            if self._lock is not None:
+                self._lock.close()
             if self._agreement is not None:
                 self._agreement.close()
             self._meter.stop()

@@ -1,15 +1,21 @@
 """The engine's end of the pipe to the optimizer process: starts it, hears it, notices when it dies."""
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 
 from common.errors import FinetuneError
-from fuyou.optimizer_protocol import Failed, Ready, Setup
+from fuyou.optimizer_protocol import BEAT_SECONDS, Alive, Failed, Ready, Setup
+
+PATIENCE_BEATS = 30
+"""So many signs of life may be missing in a row (a minute) before the process counts as hung."""
+_UNKILLABLE_SECONDS = 10.0
+"""A process that a drive does not let go of, even killed, is left behind after this time."""
 
 
 class OptimizerLink:
@@ -17,6 +23,7 @@ class OptimizerLink:
 
     def __init__(self) -> None:
         self._closing = False
+        self._heard_before = False  # until it says its first word, it imports
         self._sending = threading.Lock()
         ours, theirs = socket.socketpair()
         # The memory file is passed by inheritance, so it has to exist now; its size is set later.
@@ -43,17 +50,25 @@ class OptimizerLink:
         self._expect_ready()
 
     def set_up(
-        self, setup: Setup, on_message: Callable[[object], None], on_failure: Callable[[BaseException], None]
+        self,
+        setup: Setup,
+        on_message: Callable[[object], None],
+        on_failure: Callable[[BaseException], None],
+        locks: Sequence[int] = (),
     ) -> None:
         """Send the set-up message, wait until its buffers exist, start listening.
 
         Args:
+            locks: descriptors that the process is to hold as long as it lives.
             on_message: called in the link's thread with every ``Updated`` and ``Written``.
             on_failure: called once if the process reports a failure or ends without being told to.
         """
         self._on_message, self._on_failure = on_message, on_failure
         try:
-            self._connection.send((setup, self.shared_fd))
+            self._connection.send((setup, self.shared_fd, len(locks)))
+            if locks:
+                with socket.socket(fileno=os.dup(self._connection.fileno())) as channel:
+                    socket.send_fds(channel, [b"."], list(locks))
         except OSError:
             raise self._died() from None
         self._expect_ready()
@@ -73,21 +88,21 @@ class OptimizerLink:
             raise self._died() from None
 
     def close(self) -> None:
-        """End the process (it holds nothing that is not on SSD or in our memory) and wait until it is gone."""
+        """Kill the process (it holds nothing that is not on SSD or in our memory) and wait until it is gone."""
         self._closing = True
         if self.shared_fd is not None:
             os.close(self.shared_fd)
             self.shared_fd = None
-        if self._process.poll() is None:
-            self._process.terminate()
-        self._process.wait()
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_UNKILLABLE_SECONDS)
         if self._thread is not None:
             self._thread.join()
         self._connection.close()
 
     def _expect_ready(self) -> None:
         try:
-            message = self._connection.recv()
+            message = self._receive()
         except (EOFError, OSError):
             raise self._died() from None
         if isinstance(message, Failed):
@@ -97,7 +112,10 @@ class OptimizerLink:
     def _listen(self) -> None:
         while True:
             try:
-                message = self._connection.recv()
+                message = self._receive()
+            except FinetuneError as error:
+                self._on_failure(error)
+                return
             except (EOFError, OSError):
                 if not self._closing:
                     self._on_failure(self._died())
@@ -107,6 +125,30 @@ class OptimizerLink:
                 self._on_failure(FinetuneError(text))
                 return
             self._on_message(message)
+
+    def _receive(self) -> object:
+        """The next message that says something.
+
+        Raises:
+            FinetuneError: the process has not given a sign of life for too long. It is killed.
+        """
+        missed = 0
+        while True:
+            # Beats missed, not time passed: whoever stops us with Ctrl-Z stops both.
+            if not self._connection.poll(BEAT_SECONDS):
+                missed += self._heard_before
+                if missed > PATIENCE_BEATS:
+                    self._process.kill()
+                    raise FinetuneError(
+                        f"The optimizer process has not answered for {PATIENCE_BEATS * BEAT_SECONDS:.0f} s and was "
+                        "killed. Does a drive hang, or does the system swap? (See dmesg.) The last committed step is "
+                        "intact; --resume continues from it."
+                    )
+                continue
+            message = self._connection.recv()
+            self._heard_before, missed = True, 0
+            if not isinstance(message, Alive):
+                return message
 
     def _died(self) -> FinetuneError:
         try:

@@ -14,6 +14,7 @@ import contextlib
 import os
 import queue
 import signal
+import socket
 import sys
 import threading
 import time
@@ -32,9 +33,13 @@ import torch
 from common.buffers import HostBuffer
 from common.errors import FinetuneError
 from common.store import Extent, Layout, Store
+from common.store.checksums import Sums
 from fuyou.adam import ChunkAdam
+from fuyou.checksums import sealed_name
 from fuyou.intervals import merge
 from fuyou.optimizer_protocol import (
+    BEAT_SECONDS,
+    Alive,
     CreateRecord,
     Failed,
     ReadStates,
@@ -53,7 +58,10 @@ class Write:
     """One record's write-back under way: counts chunks until all of it is on SSD."""
 
     record: int
+    slot: int
     pending: int
+    parameters: Sums
+    states: Sums
     intervals: list[tuple[float, float]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     done: threading.Event = field(default_factory=threading.Event)
@@ -108,12 +116,13 @@ class OptimizerProcess:
         setup: what to work on.
         connection: pipe to the engine.
         shared_fd: the memory file with parameters and gradients.
+        sending: held by whoever sends.
     """
 
-    def __init__(self, setup: Setup, connection: Connection, shared_fd: int):
+    def __init__(self, setup: Setup, connection: Connection, shared_fd: int, sending: threading.Lock):
         self._setup = setup
         self._connection = connection
-        self._sending = threading.Lock()
+        self._sending = sending
         self._records = [
             Record.from_dict(index, content).shared(setup.share) for index, content in enumerate(setup.records)
         ]
@@ -171,18 +180,22 @@ class OptimizerProcess:
             message = self._announced.get()
             extent = self._extents[message.record].states[message.source]
             resident = self._resident.get(message.record)
+            sums = None
+            if message.expected is not None:
+                what = sealed_name(self._records[message.record], "states")
+                sums = Sums(extent, self._store.directories, what, message.expected)
             for chunk in self._chunks(message.record):
                 place = self._resident_place(message.record, chunk) if resident else Place(chunk, self._free.get())
                 if resident is None or not resident.loaded:
-                    self._start_reading(place, extent, self._records[message.record].precision.state_bytes)
+                    self._start_reading(place, extent, self._records[message.record].precision.state_bytes, sums)
                 self._read.put(place)
             if resident is not None:
                 resident.loaded = True
 
-    def _start_reading(self, place: Place, extent: Extent, width: int) -> None:
+    def _start_reading(self, place: Place, extent: Extent, width: int, sums: Sums | None) -> None:
         first, nbytes = place.chunk.start * width, (place.chunk.stop - place.chunk.start) * width
         place.times.append(time.monotonic())
-        place.reading = self._store.read(extent, place.buffer.bytes(place.offset, nbytes), first, nbytes)
+        place.reading = self._store.read(extent, place.buffer.bytes(place.offset, nbytes), first, nbytes, sums)
         place.reading.add_done_callback(lambda _: place.times.append(time.monotonic()))
 
     def _guard(self, work: Callable[[], None]) -> None:
@@ -202,7 +215,7 @@ class OptimizerProcess:
         record = self._records[message.record]
         parameters, gradients = self._parameter_bytes(message.parameters, record), self._gradients(message, record)
         values = torch.from_numpy(parameters).view(record.precision.dtype)
-        write = self._begin_write(message.record)
+        write = self._begin_write(message.record, message.target)
         # Of stochastic rounding: no two ranks draw the same, for no rank has more chunks than pages.
         stream = record.share.owned_start(record.numel) // PAGE_ELEMENTS
         began, computing = 0.0, []
@@ -221,7 +234,7 @@ class OptimizerProcess:
             )  # fmt: skip
             computing.append((started, time.monotonic()))
             if message.target >= 0:
-                self._write_chunk(write, message.target, place, parameters)
+                self._write_chunk(write, place, parameters)
         if message.target < 0:
             write.done.set()
         self._send(Updated(message.record, began, time.monotonic(), computing))
@@ -233,7 +246,7 @@ class OptimizerProcess:
         if record.precision.split:
             region = self._setup.shared.gradients[record.kind]
             low = self._shared.tensor(torch.int16, region.start(message.low_halves), record.owned)
-        write = Write(message.record, len(self._chunks(message.record)))
+        write = self._new_write(message.record, message.target)
         for chunk in self._chunks(message.record):
             place = Place(chunk, self._free.get())
             states = StateChunks(place, record.precision)
@@ -241,17 +254,26 @@ class OptimizerProcess:
                 states.lo.copy_(low[chunk.start : chunk.stop])
             states.mean.zero_()
             states.variance.zero_()
-            self._write_chunk(write, message.target, place, parameters)
+            self._write_chunk(write, place, parameters)
 
     def _write_resident(self, message: WriteRecord) -> None:
         parameters = self._parameter_bytes(message.parameters, self._records[message.record])
-        write = self._begin_write(message.record)
+        write = self._begin_write(message.record, message.target)
         for chunk in self._chunks(message.record):
-            self._write_chunk(write, message.target, self._resident_place(message.record, chunk), parameters)
+            self._write_chunk(write, self._resident_place(message.record, chunk), parameters)
 
-    def _begin_write(self, index: int) -> Write:
+    def _new_write(self, index: int, target: int) -> Write:
+        record, extents, directories = self._records[index], self._extents[index], self._store.directories
+        slot = max(target, 0)  # -1: nothing will be written
+        return Write(
+            index, slot, len(self._chunks(index)),
+            Sums(extents.parameters[slot], directories, sealed_name(record, "parameters")),
+            Sums(extents.states[slot], directories, sealed_name(record, "states")),
+        )  # fmt: skip
+
+    def _begin_write(self, index: int, target: int) -> Write:
         """A new write-back of a record; if its states are resident, after the last one is over."""
-        write = Write(index, len(self._chunks(index)))
+        write = self._new_write(index, target)
         resident = self._resident.get(index)
         if resident is not None:
             if resident.written is not None:
@@ -259,7 +281,7 @@ class OptimizerProcess:
             resident.written = write
         return write
 
-    def _write_chunk(self, write: Write, target: int, place: Place, parameters: np.ndarray) -> None:
+    def _write_chunk(self, write: Write, place: Place, parameters: np.ndarray) -> None:
         """Start writing one chunk's states and parameters; the buffer is free again when both are written."""
         extents, chunk = self._extents[write.record], place.chunk
         precision = self._records[write.record].precision
@@ -269,12 +291,13 @@ class OptimizerProcess:
         first, stop = chunk.start * width, chunk.stop * width
         futures = [
             self._store.write(
-                extents.states[target], place.buffer.bytes(place.offset, state_bytes),
-                chunk.start * precision.state_bytes, state_bytes,
+                extents.states[write.slot], place.buffer.bytes(place.offset, state_bytes),
+                chunk.start * precision.state_bytes, state_bytes, write.states,
             )
         ]  # fmt: skip
         if self._setup.share.nodes == 1:
-            futures.append(self._store.write(extents.parameters[target], parameters[first:stop], first, stop - first))
+            place_there, sums = extents.parameters[write.slot], write.parameters
+            futures.append(self._store.write(place_there, parameters[first:stop], first, stop - first, sums))
         waiting = [len(futures)]
 
         def finished(future: Future) -> None:
@@ -293,8 +316,12 @@ class OptimizerProcess:
             if complete:
                 write.done.set()
                 self._send(
-                    Written(write.record, self._store.bytes_read, self._store.bytes_written, merge(write.intervals))
-                )
+                    Written(
+                        write.record, write.slot,
+                        write.parameters.values if self._setup.share.nodes == 1 else (), write.states.values,
+                        self._store.bytes_read, self._store.bytes_written, merge(write.intervals),
+                    )
+                )  # fmt: skip
 
         for future in futures:
             future.add_done_callback(finished)
@@ -333,24 +360,42 @@ def report(connection: Connection, error: BaseException, lock: AbstractContextMa
         connection.send(Failed(message, expected))
 
 
+def _beat(connection: Connection, sending: threading.Lock) -> None:
+    """Say that we live, as long as somebody listens."""
+    with contextlib.suppress(OSError):
+        while True:
+            time.sleep(BEAT_SECONDS)
+            with sending:
+                connection.send(Alive())
+
+
+def _hold(connection: Connection, locks: int) -> None:
+    """Take the run's locks from the engine. They are never closed: if it dies, we may still be writing."""
+    if locks:
+        with socket.socket(fileno=os.dup(connection.fileno())) as channel:
+            socket.recv_fds(channel, 1, locks)
+
+
 def main(pipe_fd: int) -> None:
     """Say hello, receive the set-up, serve."""
     # By this the engine ends us; a rank of several blocks it for itself, and what is blocked is inherited.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine decides what it means
-    connection = Connection(pipe_fd)
+    connection, sending = Connection(pipe_fd), threading.Lock()
     try:
         connection.send(Ready())
-        setup, shared_fd = connection.recv()
+        threading.Thread(target=_beat, args=(connection, sending), name="alive", daemon=True).start()
+        setup, shared_fd, locks = connection.recv()
+        _hold(connection, locks)
         if setup.cores:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, setup.cores)
         torch.set_num_threads(setup.threads)
-        OptimizerProcess(setup, connection, shared_fd).run()
+        OptimizerProcess(setup, connection, shared_fd, sending).run()
     except EOFError:
         pass  # closed before it began
     except BaseException as error:
-        report(connection, error)
+        report(connection, error, sending)
         sys.exit(1)
 
 

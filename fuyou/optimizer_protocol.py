@@ -9,6 +9,9 @@ from fuyou.adam import Update
 from fuyou.records import Kind
 from fuyou.share import ALONE, Share
 
+BEAT_SECONDS = 2.0
+"""Between two signs of life of the optimizer process."""
+
 
 @dataclass(frozen=True)
 class BufferRegion:
@@ -76,6 +79,8 @@ class ReadStates:
 
     record: int
     source: int
+    expected: tuple[int, ...] | None = None
+    """What their checksums must be, where they are to be checked."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,11 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class Alive:
+    """Sent every few seconds: the process may be busy, but it runs."""
+
+
+@dataclass(frozen=True)
 class Updated:
     """The parameters in the host buffer are new; the gradient buffer is free."""
 
@@ -120,6 +130,10 @@ class Written:
     """Parameters and states are on SSD (not yet synced); the host buffer is free."""
 
     record: int
+    slot: int
+    parameters: tuple[int, ...]
+    """Checksums of what was written, one for each SSD."""
+    states: tuple[int, ...]
     read_bytes: int
     """Bytes read from the SSDs since the process started."""
     written_bytes: int

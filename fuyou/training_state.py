@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from common.errors import UserError
+from common.errors import FinetuneError, UserError
 
 #: Raised whenever the meaning of files in a store changes.
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass
@@ -35,6 +35,8 @@ class TrainingState:
     """Made on an emulated device: there is nothing to continue."""
     torn: bool = False
     """Only with one slot: a step was begun over this state and has not been committed."""
+    checksums: list[dict[str, Any]] = field(default_factory=list)
+    """Of everything in ``slot``, as :class:`common.store.verify.Sealed` says it."""
     format: int = FORMAT
 
     def to_dict(self) -> dict[str, Any]:
@@ -46,13 +48,27 @@ class TrainingState:
 
         Raises:
             UserError: the state was written by a version with another format.
+            FinetuneError: it is of this format, and makes no sense.
         """
         if content.get("format") != FORMAT:
             raise UserError(
                 f"This run was written in format {content.get('format')}; this version reads format {FORMAT}. "
                 "Finish it with the version that began it."
             )
-        return TrainingState(**content)
+        try:
+            state = TrainingState(**content)
+            good = all(isinstance(value, type_of) for value, type_of in (
+                (state.step, int), (state.slot, int), (state.slots, int), (state.random, dict), (state.user, dict),
+                (state.checksums, list), (state.torn, bool), (state.emulated, bool),
+            )) and 0 <= state.slot < state.slots <= 2 and state.step >= 0  # fmt: skip
+        except TypeError:
+            good = False
+        if not good:
+            raise FinetuneError(
+                "The manifest is intact and says what no version of this program writes: was it edited? Begin again "
+                "with --overwrite."
+            )
+        return state
 
 
 def random_states(device: torch.device) -> dict[str, str]:

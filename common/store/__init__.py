@@ -3,12 +3,14 @@
 from common.store.directories import remove
 from common.store.errors import StoreError
 from common.store.layout import ALIGNMENT, Extent, Layout
+from common.store.lock import DirectoryLock
 from common.store.manifest import commit_manifest, load_manifest
 from common.store.pacing import Pace
 from common.store.store import Store
 
 __all__ = [
     "ALIGNMENT",
+    "DirectoryLock",
     "Extent",
     "Layout",
     "Pace",

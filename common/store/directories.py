@@ -232,14 +232,17 @@ def _check_space(paths: Sequence[Path], layout: Layout, replaceable: Sequence[Se
 def _preallocate(path: Path, nbytes: int) -> None:
     """Make ``path`` with ``nbytes`` bytes that are really its own, so that no later write can find the drive full."""
     try:
-        with open(path, "xb") as file:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
             try:
-                os.posix_fallocate(file.fileno(), 0, nbytes)
+                os.posix_fallocate(descriptor, 0, nbytes)
             except OSError as error:
                 if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                     raise
-                file.truncate(nbytes)  # a file system that cannot: the space check must do
-            os.fsync(file.fileno())
+                os.ftruncate(descriptor, nbytes)  # a file system that cannot: the space check must do
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise describe_os_error(f"preallocating {format_bytes(nbytes)}", path, error) from error
 

@@ -22,10 +22,14 @@ def write_sealed(path: Path, content: dict[str, Any]) -> None:
     text = json.dumps({"blake2b": _checksum(content), "content": content}, indent=1)
     beside = path.with_name(path.name + ".tmp")
     try:
-        with open(beside, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            rest = memoryview(text.encode() + b"\n")
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
         os.replace(beside, path)
     except OSError as error:
         with contextlib.suppress(OSError):

@@ -1,8 +1,9 @@
 """Records on all drives at once: every read and write is cut into stripes, one I/O call each, on threads per drive."""
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ import numpy as np
 from common.errors import UserError, did_you_mean
 from common.store import directories as placement
 from common.store import kvikio_backend
+from common.store.checksums import Sums
 from common.store.errors import StoreError, describe_os_error
 from common.store.kvikio_backend import KvikioFile
 from common.store.layout import ALIGNMENT, Extent, Layout, pieces, whole_pages
@@ -132,7 +134,9 @@ class Store:
         """Whether every file is reached past the page cache. False on file systems without O_DIRECT."""
         return all(file.direct for files in self._files.values() for file in files)
 
-    def read(self, extent: Extent, buffer: Any, offset: int = 0, nbytes: int | None = None) -> "Future[None]":
+    def read(
+        self, extent: Extent, buffer: Any, offset: int = 0, nbytes: int | None = None, sums: Sums | None = None
+    ) -> "Future[None]":
         """Fill the first ``nbytes`` bytes of ``buffer`` with those from ``offset`` on in ``extent``.
 
         Args:
@@ -141,19 +145,22 @@ class Store:
                 address; or a contiguous CUDA tensor, if ``device_reads``.
             offset: any, but a multiple of 4096 for device memory.
             nbytes: to the end of the extent if not given.
+            sums: see the bytes pass by: whole pages, in host memory.
 
         Raises:
             ValueError, TypeError: the range or the buffer cannot be right. What the drive refuses is in the future.
         """
-        return self._start("read", extent, buffer, offset, nbytes)
+        return self._start("read", extent, buffer, offset, nbytes, sums)
 
-    def write(self, extent: Extent, buffer: Any, offset: int = 0, nbytes: int | None = None) -> "Future[None]":
+    def write(
+        self, extent: Extent, buffer: Any, offset: int = 0, nbytes: int | None = None, sums: Sums | None = None
+    ) -> "Future[None]":
         """Write the first ``nbytes`` bytes of ``buffer`` to ``extent``, from ``offset`` on; arguments as in ``read``.
 
         Whole pages are written: ``offset`` must be a multiple of 4096, and so must ``nbytes`` unless it reaches to the
         end of the extent. Nothing is durable before ``sync``.
         """
-        return self._start("write", extent, buffer, offset, nbytes)
+        return self._start("write", extent, buffer, offset, nbytes, sums)
 
     def read_now(self, extent: Extent, buffer: Any, offset: int = 0, nbytes: int | None = None) -> None:
         """``read``, and wait. Raises StoreError if a drive fails."""
@@ -202,7 +209,13 @@ class Store:
         self.close()
 
     def _start(
-        self, direction: Literal["read", "write"], extent: Extent, buffer: Any, offset: int, nbytes: int | None
+        self,
+        direction: Literal["read", "write"],
+        extent: Extent,
+        buffer: Any,
+        offset: int,
+        nbytes: int | None,
+        sums: Sums | None,
     ) -> "Future[None]":
         self._check_open()
         nbytes = extent.nbytes - offset if nbytes is None else nbytes
@@ -227,6 +240,8 @@ class Store:
         transfer = Transfer(len(calls))
         for directory, at, start, length in calls:
             work, part = getattr(files[directory], direction), flat[start : start + length]
+            if sums is not None:
+                work = partial(_seen_by, sums, directory, work)
             if self._pace is None:
                 transfer.submit(self._pools[directory], work, at, part)
             else:
@@ -278,6 +293,11 @@ def _flat_bytes(direction: str, buffer: Any) -> Any:
     if direction == "read" and not flat.flags.writeable:
         raise TypeError(f"cannot read into a {type(buffer).__name__} that is read-only")
     return flat
+
+
+def _seen_by(sums: Sums, directory: int, work: Callable[[int, Any], None], offset: int, part: Any) -> None:
+    work(offset, part)
+    sums.add(directory, offset, part)
 
 
 def _sync_all(files: Iterable[PosixFile]) -> None:

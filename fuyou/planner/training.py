@@ -13,6 +13,7 @@ from fuyou.frozen import FrozenDtype
 from fuyou.keeping import Keeping
 from fuyou.open_model import OpenModel
 from fuyou.records import Precision
+from fuyou.share import Share
 from fuyou.stack import StreamedModel
 from fuyou.step_shape import StepShape
 
@@ -29,7 +30,7 @@ class Training:
     """The model, on the meta device."""
     shape: StepShape
     rows: int
-    """Sequences per step."""
+    """Sequences per step, of each rank where there are several."""
     seq_len: int
     model_flops_per_token: float
     """Recomputation not counted."""
@@ -58,8 +59,12 @@ class Training:
 
     @property
     def tokens(self) -> int:
-        """Of one step."""
-        return self.rows * self.seq_len
+        """Of one step, of all ranks together."""
+        return self.rows * self.seq_len * self.shape.share.world_size
+
+    def among(self, share: Share) -> "Training":
+        """The same batch, as nearly as it divides, on several ranks: what one of them does of it."""
+        return replace(self, shape=self.shape.shared(share), rows=-(-self.rows // share.world_size))
 
     def with_batch(self, rows: int) -> "Training":
         """The same with another number of sequences per step."""

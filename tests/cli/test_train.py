@@ -85,9 +85,8 @@ def test_throughput_on_random_tokens(finetune: Finetune, tmp_path: Path) -> None
     assert (tmp_path / "finetune-output" / "llama-10m" / "config.json").exists()
 
 
-def stopped_in(output: Path, status: int, err: str) -> int:
+def stopped_in(output: Path, err: str) -> int:
     """The last committed step of a run that a signal ended as it should."""
-    assert status == 130, err
     last = err.strip().splitlines()[-1]
     committed = len(history(output))
     assert last.startswith("stopped in step ") and f"step {committed} is committed. To continue: finetune " in last
@@ -111,7 +110,8 @@ def test_ctrl_c_at_a_terminal(finetune: Finetune, checkpoint: Path, tmp_path: Pa
     _, err = process.communicate(timeout=30)
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
-    committed = stopped_in(output, process.returncode, err)
+    assert process.returncode == 130, err
+    committed = stopped_in(output, err)
     resumed = finetune(*arguments, "--steps", committed + 1, "--resume")
     assert resumed.status == 0, resumed.err
     assert [line["step"] for line in history(output)] == list(range(1, committed + 2))
@@ -121,7 +121,8 @@ def test_sigterm_to_one_process(finetune: Finetune, checkpoint: Path, tmp_path: 
     output = tmp_path / "stopped"
     with sending(signal.SIGTERM, lambda: (output / "losses.jsonl").exists()):
         outcome = finetune("--model", checkpoint, *SMALL, "--output", output, "--no-save", "--steps", "100000")
-    stopped_in(output, outcome.status, outcome.err)
+    assert outcome.status == 0, outcome.err  # job schedulers take it for an orderly end, which it is
+    stopped_in(output, outcome.err)
 
 
 def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,95 @@
+"""A checksum for every record and drive, fast enough to take of everything that is written.
+
+A page is 512 words of 64 bits; its hash is their sum, each times an odd constant of its place, modulo 2^64. So no
+change of a single word goes unnoticed, and no exchange of words but by chance. The hash of a page is mixed with the
+page's number and all are added up, so a record may be written in any pieces, in any order, by any number of threads.
+Two different contents agree by a chance of one in 2^64 or so: this finds damage, not forgery.
+"""
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from common.store.errors import StoreError
+from common.store.layout import ALIGNMENT, Extent, whole_pages
+
+_WORDS = ALIGNMENT // 8
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """SplitMix64's finaliser: every bit of the result depends on every bit of the value."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_FACTORS = _mix((np.arange(_WORDS, dtype=np.uint64) + np.uint64(1)) * _STEP) | np.uint64(1)
+
+
+def checksum(data: np.ndarray, first_page: int) -> int:
+    """Of whole pages, uint8, of which the first has number ``first_page``. Checksums of parts add up modulo 2^64."""
+    rest = data.nbytes % ALIGNMENT
+    if rest:  # a record's last page is filled up with zeros
+        padded = np.zeros(whole_pages(data.nbytes), np.uint8)
+        padded[: data.nbytes] = data
+        data = padded
+    hashes = np.einsum("ij,j->i", data.view("<u8").reshape(-1, _WORDS), _FACTORS)
+    numbers = np.arange(first_page, first_page + len(hashes), dtype=np.uint64)
+    return int(_mix(hashes + _mix(numbers * _STEP)).sum())
+
+
+class Sums:
+    """The checksums of one extent, one for each directory, while its bytes pass by; and whether they are right.
+
+    Args:
+        extent: all of it passes by, every byte once, in pieces of whole pages.
+        directories: of its store, in order.
+        what: holds it, for messages.
+        expected: what they must come to, if that is known.
+    """
+
+    def __init__(
+        self, extent: Extent, directories: Sequence[Path], what: str, expected: Sequence[int] | None = None
+    ) -> None:
+        self._extent, self._directories, self._what = extent, directories, what
+        self._expected = expected
+        self._totals = [0] * len(directories)
+        self._left = whole_pages(extent.nbytes)
+        self._lock = threading.Lock()
+
+    def add(self, directory: int, offset: int, data: np.ndarray) -> None:
+        """Bytes of the file in ``directory``, from ``offset`` on, have passed by.
+
+        Raises:
+            StoreError: they were the last ones, and what has passed by is not what was expected.
+        """
+        value = checksum(data, (offset - self._extent.offset) // ALIGNMENT)
+        with self._lock:
+            self._totals[directory] = (self._totals[directory] + value) % (1 << 64)
+            self._left -= whole_pages(data.nbytes)
+            complete = not self._left
+        if complete and self._expected is not None:
+            self._compare(self._expected)
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """One for each directory, once everything has passed by."""
+        assert not self._left, f"{self._left} bytes of {self._what} have not passed by"
+        return tuple(self._totals)
+
+    def _compare(self, expected: Sequence[int]) -> None:
+        damaged = [
+            directory
+            for directory, total, wanted in zip(self._directories, self._totals, expected, strict=True)
+            if total != wanted
+        ]
+        if damaged:
+            first = self._extent.offset
+            last = first + self._extent.bytes_per_directory(len(self._directories)) - 1
+            files = " and ".join(str(directory / self._extent.file) for directory in damaged)
+            raise StoreError(
+                f"{self._what} is damaged: bytes {first:,} to {last:,} of {files} are not what was written there."
+            )

@@ -1,0 +1,98 @@
+"""One run for each directory, by a lock that goes with its owners: the kernel drops it when the last of them is gone.
+
+The lock is ``flock`` on the directory itself, so there is no file that a crash could leave behind. Its owners are all
+processes that hold the descriptor: the engine hands it to the optimizer process, which may outlive a killed engine by
+the write that it has under way, and nobody may write to the same place before that has ended.
+"""
+
+import errno
+import fcntl
+import os
+import stat
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from common.errors import UserError
+from common.store.errors import describe_os_error
+
+PATIENCE_SECONDS = 5.0
+"""How long to wait for processes of a run that was just killed."""
+
+_UNSUPPORTED = (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+"""From network file systems, which lock files that are open for writing, and no directories."""
+_LOCK_FILE = ".lock"
+
+
+class DirectoryLock:
+    """Holds ``directories`` until it is closed or the process ends, whatever ends it.
+
+    Raises:
+        UserError: another run has one of them.
+        StoreError: one cannot be opened.
+    """
+
+    def __init__(self, directories: Iterable[Path], patience: float = PATIENCE_SECONDS) -> None:
+        self.descriptors: list[int] = []
+        """Whoever gets them is an owner too."""
+        deadline = time.monotonic() + patience
+        try:
+            for directory in directories:
+                self.descriptors.append(_lock(directory, deadline))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go; other owners may go on holding it. Calling it again does nothing."""
+        while self.descriptors:
+            os.close(self.descriptors.pop())
+
+    def __enter__(self) -> "DirectoryLock":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _lock(directory: Path, deadline: float) -> int:
+    descriptor = -1
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return descriptor
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"{directory} is in use by another run{_owner(descriptor)}. Wait until that has ended, or take "
+                        "another directory."
+                    ) from None
+                time.sleep(0.02)
+            except OSError as error:
+                if error.errno not in _UNSUPPORTED or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+                    raise
+                os.close(descriptor)
+                descriptor = os.open(directory / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except BaseException as error:
+        if descriptor >= 0:
+            os.close(descriptor)
+        if isinstance(error, OSError):
+            raise describe_os_error("locking", directory, error) from error
+        raise
+
+
+def _owner(descriptor: int) -> str:
+    """Who took the lock, where the kernel tells: `` (process 123)``."""
+    status = os.fstat(descriptor)
+    wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    try:
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        words = line.split()
+        if "FLOCK" in words and wanted in words:
+            return f" (process {words[words.index(wanted) - 1]})"
+    return ""

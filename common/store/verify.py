@@ -1,0 +1,80 @@
+"""Read records again, and compare them with the checksums of what was written."""
+
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from common.store.checksums import Sums
+from common.store.errors import StoreError
+from common.store.layout import Extent
+from common.store.posix import aligned_bytes
+from common.store.store import Store
+
+PIECE_BYTES = 16 << 20
+"""Read at once."""
+PIECES = 4
+"""Under way at once; so this is done in 64 MiB of memory."""
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """An extent, and what was written to it."""
+
+    what: str
+    """``block 7, optimizer states``, for messages."""
+    extent: Extent
+    sums: tuple[int, ...]
+    """One for each directory."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        place = self.extent
+        return {
+            "what": self.what,
+            "extent": [place.file, place.offset, place.nbytes, place.unit],
+            "sums": [f"{value:016x}" for value in self.sums],
+        }
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> "Sealed":
+        """From :meth:`to_dict`."""
+        sums = tuple(int(text, 16) for text in content["sums"])
+        return cls(content["what"], Extent(*content["extent"]), sums)
+
+
+def verify(store: Store, sealed: Iterable[Sealed]) -> tuple[int, list[str]]:
+    """Read all of ``sealed``. Returns the bytes read, and a sentence for each that is damaged or cannot be read."""
+    read, damage = 0, []
+    for one in sealed:
+        read += one.extent.nbytes
+        try:
+            read_all(store, one.extent, Sums(one.extent, store.directories, one.what, one.sums))
+        except StoreError as error:
+            damage.append(str(error))
+    return read, damage
+
+
+def read_all(store: Store, extent: Extent, sums: Sums) -> None:
+    """Let all of ``extent`` pass by ``sums``.
+
+    Raises:
+        StoreError: a drive fails, or ``sums`` finds damage.
+    """
+    free = [aligned_bytes(min(PIECE_BYTES, extent.nbytes)) for _ in range(PIECES)]
+    under_way: deque[tuple[Future[None], Any]] = deque()
+    try:
+        for start in range(0, extent.nbytes, PIECE_BYTES):
+            if not free:
+                future, buffer = under_way.popleft()
+                future.result()
+                free.append(buffer)
+            buffer = free.pop()
+            length = min(PIECE_BYTES, extent.nbytes - start)
+            under_way.append((store.read(extent, buffer, start, length, sums), buffer))
+        for future, _ in under_way:
+            future.result()
+    finally:
+        for future, _ in under_way:  # nothing may write into a buffer that is given back
+            future.exception()

@@ -1,0 +1,67 @@
+"""``finetune --verify``: read all that counts of a run, and compare it with what was written."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import FinetuneError, UserError
+from common.store import DirectoryLock, Store, load_manifest
+from common.store.directories import Identity
+from common.store.verify import verify
+from fuyou.commits import CLUSTER, sealed_records
+from fuyou.training_state import TrainingState
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What was found in one run."""
+
+    directories: tuple[Path, ...]
+    step: int
+    """The committed step that was looked at."""
+    records: int
+    nbytes: int
+    damage: list[str]
+    """A sentence for each record that is not what was written; names the SSD and the file."""
+
+
+def find_runs(places: Iterable[Path]) -> list[list[Path]]:
+    """The directories of runs among ``places`` and what lies directly in them, those of one run together.
+
+    Raises:
+        UserError: there is none in one of the places.
+    """
+    runs: dict[str, list[Path]] = {}
+    for place in places:
+        found = 0
+        for directory in [place, *(sorted(place.iterdir()) if place.is_dir() else [])]:
+            identity = Identity.read(directory) if directory.is_dir() else None
+            if identity is not None:
+                found += 1
+                runs.setdefault(identity.store, []).append(directory)
+        if not found:
+            raise UserError(f"There is no run in {place}. Give --verify the directories that --ssd names, or --output.")
+    return [list(dict.fromkeys(directories)) for directories in runs.values()]
+
+
+def verify_run(directories: Sequence[Path]) -> Verified:
+    """Read the committed state of one run. It must not be in progress.
+
+    Raises:
+        UserError: it is in use, a directory is missing, or nothing was ever committed.
+        FinetuneError: the store's description of itself is damaged.
+    """
+    with DirectoryLock(directories), Store.open(directories, io="posix") as store:
+        content = load_manifest(store.directories[0])
+        if content is None:
+            raise UserError(f"The run in {store.directories[0]} was ended before its weights were written.")
+        content.pop(CLUSTER, None)  # each rank's records are a run of their own here
+        state = TrainingState.from_dict(content)
+        if state.torn:
+            raise FinetuneError(
+                f"The run in {store.directories[0]} keeps a single slot and was interrupted in the middle of step "
+                f"{state.step + 1}: its state is a mixture of two steps."
+            )
+        sealed = sealed_records(store, state)
+        nbytes, damage = verify(store, sealed)
+        return Verified(store.directories, state.step, len(sealed), nbytes, damage)

@@ -1,0 +1,85 @@
+"""Crash a run at one point, continue it, and compare all of it with the run that was never interrupted."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.crash.drives import Fault, count
+from tests.crash.power import cut_power
+from tests.crash.runs import STEPS, Outcome, Run, execute
+
+#: What a run says that was cut short before its first weights were written.
+NOTHING_THERE = ("holds no run to continue", "was never finished", "before its weights were written", "no directory")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The run that nothing happens to."""
+
+    outcome: Outcome
+    files: list[str]
+    """Everything that it leaves."""
+    calls: int
+    """How many calls it makes to its drives."""
+
+
+def reference(root: Path, options: dict[str, Any]) -> Reference:
+    """Run without faults."""
+    outcome = execute(Run(root, options))
+    assert outcome.status == 0, outcome.error
+    found = Reference(outcome, _files(root), count(Run(root).notes))
+    _clean(root)
+    return found
+
+
+def crash(root: Path, options: dict[str, Any], fault: Fault, expected: Reference, power: int | None = None) -> bool:
+    """One crash and all that must hold after it. Returns whether the fault came before the run's end.
+
+    Args:
+        root: a directory to be made, and removed if all is well.
+        power: seed of what a power cut takes with it; None: only processes die.
+
+    Raises:
+        AssertionError: something does not hold.
+    """
+    first = execute(Run(root, options, fault, journal=power is not None))
+    if first.status == 0:
+        assert first.final == expected.outcome.final
+        _clean(root)
+        return False
+    assert first.status < 0 or first.expected_error, f"the run failed in an unforeseen way: {first.error}"
+    if power is not None:
+        cut_power(root, root.with_name(root.name + ".notes"), power)
+    second = execute(Run(root, {**options, "resume": True}))
+    if second.status == 1 and any(text in second.error for text in NOTHING_THERE):
+        assert not first.losses, f"steps {sorted(first.losses)} are lost: {second.error}"
+        second = execute(Run(root, {**options, "overwrite": True}))
+    check(first, second, expected, options)
+    assert _files(root) == expected.files
+    _clean(root)
+    return True
+
+
+def check(first: Outcome, second: Outcome, expected: Reference, options: dict[str, Any]) -> None:
+    """The continued run is bit for bit the one that was never interrupted."""
+    assert second.status == 0, f"the run could not be continued: {second.error}"
+    assert second.final == expected.outcome.final
+    for outcome in (first, second):
+        for step, taken in outcome.losses.items():
+            assert set(taken) == set(expected.outcome.losses[step]), f"step {step} differs"
+    resumed = min(second.losses, default=STEPS + 1)
+    assert set(range(resumed, STEPS + 1)) == set(second.losses)
+    # The commit of a step runs beside the next one, and with deferred updates it comes one step later.
+    allowed = options.get("commit_every", 1) + (1 if options.get("max_grad_norm") else 0)
+    assert resumed > max(first.losses, default=0) - allowed, f"more was lost than step {resumed}"
+
+
+def _files(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
+
+
+def _clean(root: Path) -> None:
+    for path in (root, root.with_name(root.name + ".notes")):
+        shutil.rmtree(path, ignore_errors=True)
+    root.with_name(root.name + ".results").unlink(missing_ok=True)

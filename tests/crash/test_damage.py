@@ -1,0 +1,87 @@
+"""Flipped bits, failing and full drives: found and named, never trained on."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from common.errors import FinetuneError
+from common.store import StoreError
+from fuyou.checksums import RecordSums
+from tests.crash.drives import Fault
+from tests.crash.points import Reference, check, reference
+from tests.crash.runs import Run, execute
+from tests.fuyou.test_failures import small_engine, train
+
+
+def flip(file: Path, at: int) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        byte = opened.read(1)[0]
+        opened.seek(at)
+        opened.write(bytes([byte ^ 4]))
+
+
+def test_a_flipped_bit_is_named_and_never_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with small_engine(tmp_path, lr=1e-3) as engine:
+        train(engine, 1)
+        engine.flush()
+        sealed = engine._commits.sums.sealed(engine._commits.state.slot)
+        names = [one.what for one in sealed]
+    assert {"block 0, parameters", "block 2, optimizer states", "head, parameters"} <= set(names)
+    victim = next(one for one in sealed if one.what == "block 1, optimizer states")
+    file = tmp_path / "fuyou" / victim.extent.file
+    assert sum(one.extent.nbytes for one in sealed) == file.stat().st_size  # nothing lies between what is checked
+    flip(file, victim.extent.offset + 12345)
+    with pytest.raises(StoreError, match=rf"block 1, optimizer states is damaged: bytes .* of {re.escape(str(file))} "):
+        small_engine(tmp_path, lr=1e-3, resume=True)
+    flip(file, victim.extent.offset + 12345)
+
+    # Damage that a drive does while training: found when it is that record's turn.
+    monkeypatch.setattr("fuyou.checksums.CHECK_EVERY", 1)
+    engine = small_engine(tmp_path, lr=1e-3, resume=True, host_cache=0)
+    train(engine, 1)
+    engine.flush()
+    after = engine.committed_step
+    flip(tmp_path / "fuyou" / f"weights.{engine._commits.state.slot}", victim.extent.offset + 12345)
+    with pytest.raises(FinetuneError, match="block 1, optimizer states is damaged"):
+        train(engine, 2)
+    engine.close()
+    assert engine.committed_step == after
+
+
+def test_each_record_has_its_turn(tmp_path: Path) -> None:
+    with small_engine(tmp_path, lr=1e-3) as engine:
+        sums: RecordSums = engine._commits.sums
+        turns = [sum(sums.expected(record, "states", 0, step) is not None for step in range(64)) for record in range(5)]
+    assert turns == [2] * 5
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return reference(tmp_path_factory.mktemp("undisturbed") / "run", {"host_cache": 0})
+
+
+@pytest.mark.parametrize("kind", ["write", "read", "sync", "rename", "allocate"])
+@pytest.mark.parametrize("action", ["eio", "enospc"])
+def test_a_drive_that_fails_is_told_and_survived(kind: str, action: str, expected: Reference, tmp_path: Path) -> None:
+    """At the n-th call of a kind and ever after: one message that names it, nothing hangs, the run can go on."""
+    if (kind == "read") == (action == "enospc") and kind == "read":
+        pytest.skip("reading needs no space")
+    at = {"write": 70, "read": 20, "sync": 26, "rename": 7, "allocate": 2}[kind]
+    run = Run(tmp_path / "run", {"host_cache": 0}, Fault(at, action, kind, forever=True))
+    first = execute(run)
+    assert first.status == 1 and first.expected_error, first.error
+    assert {"eio": "Input/output error", "enospc": "No space left on device"}[action] in first.error
+    if kind == "allocate":
+        assert not list((tmp_path / "run").rglob("weights*"))
+        return
+    second = execute(Run(tmp_path / "run", {"host_cache": 0, "resume": True}))
+    check(first, second, expected, {})
+
+
+@pytest.mark.parametrize("kind", ["write", "read"])
+def test_calls_that_stop_short_are_finished(kind: str, expected: Reference, tmp_path: Path) -> None:
+    outcome = execute(Run(tmp_path / "run", {"host_cache": 0}, Fault(1, "short", kind, forever=True)))
+    assert outcome.status == 0, outcome.error
+    assert outcome.final == expected.outcome.final

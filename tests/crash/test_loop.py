@@ -1,0 +1,12 @@
+"""A short run of scripts/crash_loop.py, with a seed: real kills at random moments."""
+
+from pathlib import Path
+
+from scripts.crash_loop import Loop
+
+
+def test_random_kills_change_nothing(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, seed=3)
+    loop.run(0)
+    assert loop.mismatches == []
+    assert loop.kills.total() >= 1

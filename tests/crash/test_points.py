@@ -1,0 +1,43 @@
+"""Kills and power cuts at calls spread over a whole run; scripts/crash_points.py tries every one of them."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.crash.drives import Fault
+from tests.crash.points import Reference, crash, reference
+
+CLIPPED = {"max_grad_norm": 0.5, "host_cache": 0}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return reference(tmp_path_factory.mktemp("undisturbed") / "run", CLIPPED)
+
+
+@pytest.mark.parametrize(("action", "power"), [("kill all", False), ("kill self", False), ("tear", True)])
+def test_a_crash_at_any_call_loses_at_most_the_step_in_flight(
+    action: str, power: bool, expected: Reference, tmp_path: Path
+) -> None:
+    # Another residue each time, so that the three together see more of the calls.
+    points = range(5 + 7 * len(action) % 13, expected.calls, 60)
+    assert len(points) >= 4
+
+    def attempt(number: int) -> bool:
+        return crash(tmp_path / str(number), CLIPPED, Fault(number, action), expected, number if power else None)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(attempt, points))
+
+
+def test_power_that_goes_right_after_a_commit(expected: Reference, tmp_path: Path) -> None:
+    """The instants around each rename are where an order of syncs that is not quite right shows."""
+
+    def attempt(number: int) -> bool:
+        fault = Fault(number, "kill all", kind="rename")
+        return crash(tmp_path / str(number), CLIPPED, fault, expected, number)
+
+    with ThreadPoolExecutor(2) as pool:
+        came = list(pool.map(attempt, range(6, 14)))
+    assert came[0] and not came[-1]  # from before the first state is there to after the last step

@@ -1,0 +1,79 @@
+"""Processes that die, hang, or meet where only one may be."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+import fuyou.optimizer_link
+from common.errors import FinetuneError, UserError
+from common.store import DirectoryLock
+from tests.fuyou.test_failures import small_engine, train
+
+
+def test_a_second_run_is_refused_and_a_dead_one_leaves_no_lock(tmp_path: Path) -> None:
+    with small_engine(tmp_path, lr=1e-3) as engine:
+        train(engine, 1)
+        with pytest.raises(UserError, match=f"in use by another run .process {os.getpid()}."):
+            DirectoryLock([tmp_path / "fuyou"], patience=0)
+    DirectoryLock([tmp_path / "fuyou"], patience=0).close()
+    assert sorted(path.name for path in (tmp_path / "fuyou").iterdir()) == [
+        "manifest.json", "store.json", "weights.0", "weights.1",
+    ]  # fmt: skip
+
+
+def test_a_lock_lasts_as_long_as_any_of_its_owners(tmp_path: Path) -> None:
+    """As when the engine is killed while the optimizer process has a write under way."""
+    lock = DirectoryLock([tmp_path])
+    other = subprocess.Popen(["sleep", "60"], pass_fds=lock.descriptors)
+    try:
+        lock.close()
+        with pytest.raises(UserError, match="in use"):
+            DirectoryLock([tmp_path], patience=0)
+    finally:
+        other.kill()
+        other.wait()
+    DirectoryLock([tmp_path], patience=0).close()
+
+
+def test_the_optimizer_process_owns_the_lock_too(tmp_path: Path) -> None:
+    with small_engine(tmp_path, lr=1e-3) as engine:
+        pid = engine._pids()[1]
+        held = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()]
+    assert held.count(str(tmp_path / "fuyou")) == 1
+
+
+def test_where_directories_cannot_be_locked_a_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = fcntl.flock
+
+    def network_file_system(descriptor: int, operation: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(9, "Bad file descriptor")
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", network_file_system)
+    with DirectoryLock([tmp_path]), pytest.raises(UserError, match="in use"):
+        DirectoryLock([tmp_path], patience=0)
+    DirectoryLock([tmp_path], patience=0).close()
+
+
+def test_a_hung_optimizer_process_is_noticed_and_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuyou.optimizer_link, "PATIENCE_BEATS", 1)
+    engine = small_engine(tmp_path, lr=1e-3)
+    losses = train(engine, 1)
+    engine.flush()
+    child = engine._pids()[1]
+    os.kill(child, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(FinetuneError, match="has not answered for 2 s and was killed"):
+        train(engine, 3)
+    engine.close()
+    assert time.monotonic() - began < 15
+    assert not os.path.exists(f"/proc/{child}")
+    with small_engine(tmp_path, lr=1e-3, resume=True) as engine:
+        assert engine.step_count == 1
+        assert train(engine, 1) != losses
