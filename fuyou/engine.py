@@ -383,6 +383,8 @@ class Engine:
             self._commits.write_manifest()  # a step that this rank alone had committed does not count
         if self._agreement is not None:
             self._agreement.tell(None)
+        if self._model.adapters is not None:
+            self._model.adapters.forget_initial_values()
 
     def _make_commits(self, state: TrainingState, run: str, sums: RecordSums) -> Commits:
         assert self._store is not None

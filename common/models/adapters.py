@@ -220,6 +220,10 @@ class Adapters:
         )
         return norm.to(layer.lora_magnitude_vector[adapter].weight.dtype)
 
+    def forget_initial_values(self) -> None:
+        """Give their memory back, once they are elsewhere."""
+        self._values.clear()
+
     def save(self, directory: Path, values: Mapping[str, torch.Tensor]) -> None:
         """Write an adapter directory, for ``PeftModel.from_pretrained`` (and for vLLM's and others' LoRA loaders).
 

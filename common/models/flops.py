@@ -2,8 +2,9 @@
 
 Conventions, the usual ones for reporting throughput:
 
-* 6 per parameter and token: 2 forward, 4 backward. *All* parameters count, embeddings, norms and biases included, tied
-  ones once. In a mixture of experts only the experts that a token visits count.
+* 6 per parameter and token: 2 forward, 4 backward; a frozen one has no gradient and takes 4. *All* parameters count,
+  embeddings, norms and biases included, tied ones once. In a mixture of experts only the experts that a token visits
+  count.
 * Attention scores and their product with the values: 12 x layers x width x sequence length per token, width being all
   heads together. Causal attention counts as dense, and a sliding window as a full one.
 * Model FLOPs leave recomputation out. Hardware FLOPs add a second forward of every block, which is what the
@@ -22,7 +23,8 @@ from common.models.structure import find_blocks
 def model_flops_per_token(model: PreTrainedModel | PreTrainedConfig, seq_len: int) -> float:
     """FLOPs of forward and backward per token, in sequences of ``seq_len`` tokens, recomputation not counted."""
     model = build_meta_model(model) if isinstance(model, PreTrainedConfig) else model
-    return 6.0 * active_parameters(model, model) + 3 * _attention_forward(model, seq_len)
+    trained = active_parameters(model, model, trained=True)
+    return 4.0 * active_parameters(model, model) + 2 * trained + 3 * _attention_forward(model, seq_len)
 
 
 def hardware_flops_per_token(model: PreTrainedModel | PreTrainedConfig, seq_len: int) -> float:
@@ -33,13 +35,18 @@ def hardware_flops_per_token(model: PreTrainedModel | PreTrainedConfig, seq_len:
     return model_flops_per_token(model, seq_len) + again
 
 
-def active_parameters(model: PreTrainedModel, part: nn.Module) -> float:
-    """Parameters of ``part``, a module of ``model``, that one token uses: of routed experts only those it visits."""
+def active_parameters(model: PreTrainedModel, part: nn.Module, trained: bool = False) -> float:
+    """Parameters of ``part``, a module of ``model``, that one token uses: of routed experts only those it visits.
+
+    ``trained`` leaves out those that are frozen.
+    """
     config = model.config.get_text_config()
     experts = _first(config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts") or 0
     visited = _first(config, "num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts", "moe_k") or experts
     total = 0.0
     for name, parameter in part.named_parameters():
+        if trained and not parameter.requires_grad:
+            continue
         # Fused into one [experts, rows, columns], or a list of modules called "experts".
         fused = parameter.ndim == 3 and parameter.shape[0] == experts
         routed = fused or re.search(r"(^|\.)experts\.\d+\.", name)

@@ -27,18 +27,36 @@ ASYNCHRONOUS = frozenset({
 })  # fmt: skip
 
 
-def step_shape(layers: int, tied: bool, precision: Precision = BF16) -> StepShape:
-    """Records of a small stack; outer ones are larger, and every record has its own size."""
+def step_shape(layers: int, tied: bool, precision: Precision = BF16, frozen: bool = False) -> StepShape:
+    """Records of a small stack; outer ones are larger, and every record has its own size.
+
+    ``frozen``: all of these are, and there are adapters for the head and for every block but the first of several.
+    """
     outer = [("outer", 9000)] if tied else [("embedding", 9000), ("head", 7000)]
     records = [
-        Record.build(index, name, Kind.OUTER, precision, [((f"{name}.weight",), (size,), True)])
+        Record.build(index, name, Kind.OUTER, precision, [((f"{name}.weight",), (size,), True)], trainable=not frozen)
         for index, (name, size) in enumerate(outer)
     ]
     for layer in range(layers):
         parameters = [((f"{layer}.weight",), (40 + layer, 50), True), ((f"{layer}.bias",), (50,), False)]
-        records.append(Record.build(len(records), f"block {layer}", Kind.BLOCK, precision, parameters))
+        records.append(
+            Record.build(len(records), f"block {layer}", Kind.BLOCK, precision, parameters, trainable=not frozen)
+        )
     blocks = tuple(range(len(outer), len(records)))
-    return StepShape(tuple(records), 0, len(outer) - 1, blocks, precision)
+    if not frozen:
+        return StepShape(tuple(records), 0, len(outer) - 1, blocks, precision)
+    adapted = [layer for layer in range(layers) if layer or layers == 1]
+    for name in ("head", *(f"block {layer}" for layer in adapted)):
+        size = 30 + len(records)
+        records.append(
+            Record.build(
+                len(records), f"{name} adapters", Kind.ADAPTER, Precision(torch.float32, torch.float32),
+                [((f"{name}.a",), (size, 40), True)],
+            )
+        )  # fmt: skip
+    head = blocks[-1] + 1
+    adapters = tuple(head + 1 + adapted.index(layer) if layer in adapted else -1 for layer in range(layers))
+    return StepShape(tuple(records), 0, len(outer) - 1, blocks, precision, adapters, -1, head)
 
 
 @dataclass
@@ -98,12 +116,15 @@ class Program:
             case Op.PARAMETER_UPLOAD:
                 return [("host parameters", buffers, task.source)], [("device parameters", buffers, task.target)]
             case Op.COMPUTE:
+                assert task.visit is not None
                 reads = [("device parameters", buffers, task.source)]
+                if task.adapter >= 0:
+                    reads.append(("device parameters", Kind.ADAPTER, task.adapter))
                 reads += [("device activation", index) for index in task.inputs]
                 writes = [("device activation", task.output)] if task.output >= 0 else []
-                writes += [("device gradient", buffers, task.gradient)] if task.gradient >= 0 else []
+                if task.gradient >= 0:
+                    writes.append(("device gradient", self.shape.records[task.visit.trained].kind, task.gradient))
                 if task.kept >= 0:
-                    assert task.visit is not None
                     forward = task.visit.phase is Phase.BLOCK_FORWARD
                     (writes if forward else reads).append(("device kept", task.kept))
                 return reads, writes
@@ -135,7 +156,7 @@ class Program:
             case Op.ACTIVATION_READ:
                 return [(f"ssd {kind}", task.source)], [(f"host {kind}", task.target)]
             case Op.COMMIT:
-                numbers = range(len(self.shape.records))
+                numbers = self.shape.trainable
                 kinds = ("ssd parameters", "ssd states")
                 return [(kind, number, task.target) for kind in kinds for number in numbers], []
             case Op.STEP:
@@ -211,9 +232,9 @@ class Machine:
         self._held: dict[tuple, dict[int, str]] = defaultdict(dict)
         self.committed = (0, program.slot)
         self._ended: set[int] = set()
-        for record in range(len(self.shape.records)):
+        for record in self.shape.records:
             for kind in ("ssd parameters", "ssd states"):
-                self.content[kind, record, program.slot] = (record, 0)
+                self.content[kind, record.index, program.slot if record.trainable else 0] = (record.index, 0)
 
     def run_in_order(self) -> None:
         """One task after the other, as listed."""
@@ -296,7 +317,7 @@ class Machine:
                     return self._kept(task)
                 mine = [(task.visit.phase, task.micro)]
                 held = self.content.get(place)
-                return (task.record, task.step, mine if task.first else [*held[2], *mine])  # type: ignore[index]
+                return (task.visit.trained, task.step, mine if task.first else [*held[2], *mine])  # type: ignore[index]
             case Op.UPDATE | Op.STATE_WRITE | Op.RESIDENT_WRITE:
                 record = task.record
                 if task.op is Op.UPDATE:
@@ -316,7 +337,7 @@ class Machine:
             case Phase.BLOCK_FORWARD:
                 return [("x", number, i, m)], ("x", number, i + 1, m)
             case Phase.HEAD | Phase.HEAD_EVAL:
-                return [("x", number, last, m)], ("d", number, last, m)
+                return [("x", number, last, m)], ("d", number, last, m)  # if that is wanted
             case Phase.BLOCK_BACKWARD:
                 return [("x", number, i, m), ("d", number, i + 1, m)], ("d", number, i, m)
             case Phase.EMBED_BACKWARD:
@@ -330,7 +351,7 @@ class Machine:
     def _gradient(self, record: int, step: int) -> object:
         """The complete gradient of one step."""
         micro = next(micro for kind, micro, steps in self.program.lists if kind == "train" and steps.step == step)
-        phases = [Phase.BLOCK_BACKWARD]
+        phases = [Phase.HEAD if record == self.shape.head_adapter else Phase.BLOCK_BACKWARD]
         if self.shape.records[record].kind is Kind.OUTER:
             heads = [Phase.HEAD] if record == self.shape.head else []
             phases = heads + ([Phase.EMBED_BACKWARD] if record == self.shape.embedding else [])
@@ -345,7 +366,10 @@ class Machine:
                 assert task.visit is not None
                 kind = self.program.lists[self.program.list_of[id(task)]][0]
                 version = task.step - 1 if kind == "train" else task.step
-                self._expect(task, ("device parameters", buffers, task.source), (record, version))
+                for used, buffer in zip(task.visit.records, (task.source, task.adapter), strict=False):
+                    used_record = self.shape.records[used]
+                    place = ("device parameters", used_record.kind, buffer)
+                    self._expect(task, place, (used, version if used_record.trainable else 0))
                 inputs, _ = self._activations(task)
                 assert len(task.inputs) == len(inputs)
                 for index, value in zip(task.inputs, inputs, strict=True):
@@ -355,10 +379,13 @@ class Machine:
                 assert (task.kept >= 0) == (keeps and task.visit.phase in passes)
                 if task.kept >= 0 and task.visit.phase is Phase.BLOCK_BACKWARD:
                     self._expect(task, ("device kept", task.kept), self._kept(task))
-                if task.visit.phase in TRAINS and not task.first:
+                assert (task.gradient >= 0) == (task.visit.trained >= 0)
+                if task.gradient >= 0 and not task.first:
+                    record = task.visit.trained
                     complete = self._gradient(record, task.step)[2]  # type: ignore[index]
                     part = complete[: complete.index((task.visit.phase, task.micro))]
-                    self._expect(task, ("device gradient", buffers, task.gradient), (record, task.step, part))
+                    place = ("device gradient", self.shape.records[record].kind, task.gradient)
+                    self._expect(task, place, (record, task.step, part))
             case Op.UPDATE:
                 self._expect(task, ("host parameters", buffers, task.source), (record, task.step - 1))
                 self._expect(task, ("host gradient", buffers, task.gradient), self._gradient(record, task.step))
@@ -391,23 +418,29 @@ def build(
     precision: Precision = BF16,
     resident: int = 0,
     keeping: Collection[int] = (),
+    frozen: bool = False,
 ) -> Program:
     """Ask a scheduler for ``script``: (``train`` | ``eval`` | ``flush``, micro-batches, commit), as an engine does.
 
     ``defer`` is the deferred fraction of the blocks; 1 defers all records, and then (unless said otherwise by ``hold``)
     until the step has ended. ``resident`` is how many records live in host memory, of which ``counts`` then get as many
-    parameter buffers as there are; ``keeping`` are the layers that keep more than their input.
+    parameter buffers as there are; ``keeping`` are the layers that keep more than their input. ``frozen``: see
+    :func:`step_shape`; then all adapters live in host memory, or none.
     """
-    shape = step_shape(layers, tied, precision)
+    shape = step_shape(layers, tied, precision, frozen)
     kept = frozenset(record.index for record in shape.records[:resident])
-    if kept:
+    if frozen:
+        kept = frozenset(shape.trainable if resident else ())
+        counts = replace(counts, host_adapters=max(counts.host_adapters, len(shape.trainable) if kept else 1))
+    elif kept:
         counts = replace(counts, host_blocks=max(layers, counts.host_blocks), host_outer=max(2, counts.host_outer))
     scheduler = Scheduler(
         shape, counts, single_slot=single_slot, slot=slot, deferred=interleaved(shape, defer),
         hold=defer >= 1 if hold is None else hold, resident=kept,
         recomputation=Recomputation(frozenset(keeping), saved=0.5),
     )  # fmt: skip
-    program = Program(shape, single_slot, slot, kept, frozenset(keeping))
+    visited = {visit.layer for visit in shape.visits(train=True) if visit.phase is Phase.BLOCK_BACKWARD}
+    program = Program(shape, single_slot, slot, kept, visited & frozenset(keeping))
     step = 0
 
     def flush() -> None:

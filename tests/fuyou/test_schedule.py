@@ -55,6 +55,8 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
         device_block_gradients=draw(few), device_outer_gradients=draw(st.integers(1, 2)),
         host_blocks=draw(st.integers(1, layers + 1)), host_outer=draw(st.integers(1, 2)),
         host_block_gradients=draw(st.integers(1, layers + 1)), host_outer_gradients=draw(st.integers(1, 2)),
+        device_adapters=draw(st.integers(1, 2)), device_adapter_gradients=draw(st.integers(1, 2)),
+        host_adapters=draw(few), host_adapter_gradients=draw(few),
         device_activations=device, host_activations=host, ssd_activations=ssd,
         device_kept=device_kept, host_kept=host_kept, ssd_kept=ssd_kept,
     )  # fmt: skip
@@ -65,7 +67,7 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
         "layers": layers, "tied": tied, "counts": counts, "script": script,
         "defer": draw(st.sampled_from([0, 0.25, 0.5, 1])), "hold": draw(st.booleans()),
         "single_slot": draw(st.booleans()), "slot": draw(st.integers(0, 1)), "keeping": keeping,
-        "resident": draw(st.sampled_from([0, 0, 1, 3, 8])),
+        "resident": draw(st.sampled_from([0, 0, 1, 3, 8])), "frozen": draw(st.booleans()),
     }  # fmt: skip
 
 
