@@ -112,15 +112,12 @@ def ranks_per_node(settings: Settings) -> int:
     Raises:
         UserError: ``--gpu`` picks one of several GPUs, or there are fewer than asked for.
     """
-    from fuyou.emulated import is_emulated  # imports PyTorch, which has been quietened by now
-
-    emulated = bool(settings.ssd) and is_emulated(settings.gpu)
-    if settings.gpu not in ("auto", "cpu") and not emulated:
+    if settings.gpu not in ("auto", "cpu"):
         raise UserError(
             f"--gpu {settings.gpu}: with --nodes, every rank has a GPU of its own. Give --gpus-per-node, choose GPUs "
             "with CUDA_VISIBLE_DEVICES, or compute on the CPU with --gpu cpu."
         )
-    there = 0 if settings.gpu == "cpu" or emulated else len(list_gpus())
+    there = 0 if settings.gpu == "cpu" else len(list_gpus())
     wanted = settings.gpus_per_node or there or 1
     if there and wanted > there:
         raise UserError(f"--gpus-per-node {wanted}: this node has {there}. For ranks on the CPU, add --gpu cpu.")

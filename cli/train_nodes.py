@@ -44,7 +44,6 @@ from fcdp.strategy_names import AUTO
 from fcdp.topology import Topology
 from fcdp.trainer import Trainer, TrainerConfig
 from fuyou import Engine
-from fuyou.emulated import is_emulated
 
 _STUCK = timedelta(minutes=30)
 """How long a collective may wait for a rank that is alive: one may read its weights from slower drives than others."""
@@ -102,7 +101,7 @@ def _train_in_memory(job: Job, topology: Topology, rank: Rank, launches: set[str
 
 def device_of(settings: Settings, local_rank: int) -> torch.device:
     """What this rank computes on."""
-    if settings.gpu == "cpu" or is_emulated(settings.gpu) or not list_gpus():
+    if settings.gpu == "cpu" or not list_gpus():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

@@ -61,7 +61,7 @@ def _open_engine(job: Job, topology: Topology, launches: set[str]) -> Engine:
     return Engine(
         settings.model if job.checkpoint is None else job.checkpoint,
         ssd=folders,
-        device=job.device if job.emulated else topology.device,
+        device=topology.device,
         dtype=settings.dtype,
         optimizer_dtype=settings.optimizer_dtype,
         lr=settings.lr,
