@@ -85,5 +85,3 @@ def test_calls_that_stop_short_are_finished(kind: str, expected: Reference, tmp_
     outcome = execute(Run(tmp_path / "run", {"host_cache": 0}, Fault(1, "short", kind, forever=True)))
     assert outcome.status == 0, outcome.error
     assert outcome.final == expected.outcome.final
-
-
