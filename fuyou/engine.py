@@ -326,8 +326,8 @@ class Engine:
         if self.memory_plan.host_bytes > available:
             raise UserError(
                 f"This run would take {format_bytes(self.memory_plan.host_bytes)} of host memory, and "
-                f"{format_bytes(available)} are available (other programs and control groups counted): the system would "
-                "end it on the way. Lower --host-memory, or end what takes the memory."
+                f"{format_bytes(available)} are available (other programs and control groups counted): the system "
+                "would end it on the way. Lower --host-memory, or end what takes the memory."
             )
         layout = Layout(len(self._ssd))
         self._extents = allocate_extents(layout, self._shape.records, slots)
