@@ -50,7 +50,8 @@ def choose_strategy(settings: Settings, workload: Workload, levels: Levels) -> E
         with contextlib.suppress(UserError):
             strategy.on(levels)
             possible.append(strategy)
-    found = plan(workload, cluster, strategies=possible, allow_quantised=settings.quantise)
+    # Blocks are recomputed in the backward pass, whether there is room or not: that is what the trainer does.
+    found = plan(workload, cluster, strategies=possible, allow_quantised=settings.quantise, checkpointing=True)
     if found.choice is None:
         raise refusal(found, cluster)
     return found.choice

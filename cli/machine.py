@@ -10,6 +10,7 @@ from common.models.presets import load_config
 from common.store.directories import usable
 from fuyou.devices import Device, leave_cores, open_device
 from fuyou.emulated import is_emulated
+from fuyou.frozen import FrozenDtype
 from fuyou.planner import Training, training
 from fuyou.records import Precision
 
@@ -46,6 +47,7 @@ def training_of(settings: Settings) -> Training:
         precision=Precision.named(settings.dtype, settings.optimizer_dtype),
         clips=settings.max_grad_norm > 0, single_slot=settings.single_slot, micro_batch=settings.micro_batch,
         host_cache=settings.host_cache, adapters=peft_config_of(settings),
+        frozen=FrozenDtype(settings.frozen_dtype or "plain"),
     )  # fmt: skip
 
 

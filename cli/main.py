@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 #: What only --plan takes: for one machine, and for a cluster.
-PLAN_OPTIONS = ("drive", "ssds", "scheme", "max_model", "json")
+PLAN_OPTIONS = ("drive", "ssds", "network", "scheme", "max_model", "json")
 CLUSTER_PLAN_OPTIONS = ("trainable",)
 #: What says which cluster a plan is for; training over nodes takes it, too.
 CLUSTER_OPTIONS = ("cluster", "levels", "quantise")
@@ -122,6 +122,8 @@ def _run(
 
         run_demo(options["output"], options["report"], options["debug"], interrupts)
         return 0
+    if plan and options["nodes"] and plans["drive"] and not (options["cluster"] or options["levels"]):
+        return _plan_ranks(arguments, plans, options)
     if plan and (options["nodes"] or options["cluster"] or options["levels"]):
         return _plan_cluster(plans, clusters, options)
     if plan:
@@ -181,9 +183,23 @@ def _plan(arguments: tuple[str, ...], plans: dict[str, Any], options: dict[str, 
     return run_plan(settings_of(arguments, options), PlanOptions(**plans))
 
 
+def _plan_ranks(arguments: tuple[str, ...], plans: dict[str, Any], options: dict[str, Any]) -> int:
+    """Out of core on several nodes of one kind."""
+    if plans["max_model"] or plans["scheme"] != "ours" or not options["model"]:
+        raise UserError("A plan for several nodes is for one model and this program: --model, without --max-model.")
+    from cli.plan import PlanOptions, run_plan
+
+    among = {name: options[name] for name in ("nodes", "gpus_per_node")}
+    single = settings_of(arguments, {**options, "nodes": None, "gpus_per_node": None})
+    return run_plan(single, PlanOptions(**plans, **among))
+
+
 def _plan_cluster(plans: dict[str, Any], clusters: dict[str, Any], options: dict[str, Any]) -> int:
     if options["ssd"]:
-        raise UserError("Clusters train in memory so far, and so does a plan for one: leave --ssd out.")
+        raise UserError(
+            "A plan for several nodes with SSDs is for hardware by name: --gpu NAME --drive NAME --ssds N --network "
+            "25Gbit/s instead of --ssd. For training in memory, leave --ssd out."
+        )
     if options["model"] is None:
         raise UserError("Give the model to plan for, --model DIR or --model PRESET.")
     for name, value in plans.items():

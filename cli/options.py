@@ -23,7 +23,8 @@ EXAMPLES = {
     "Memory": "finetune --gpu 4090 --ssd /mnt/nvme* --model gpt3-175b --host-memory 200GiB",
     "Cluster": "finetune --nodes 4 --rdzv-endpoint node0:29400 --model /shared/Llama-3-8B --data chats.jsonl\n"
     "srun --nodes 4 --ntasks-per-node 1 finetune --nodes 4 --model /shared/Llama-3-8B --data chats.jsonl\n"
-    "finetune --nodes 1 --gpus-per-node 2 --model ~/Llama-3-8B --data chats.jsonl",
+    "finetune --nodes 1 --gpus-per-node 2 --model ~/Llama-3-8B --data chats.jsonl\n"
+    "finetune --nodes 4 --rdzv-endpoint node0:29400 --ssd /mnt/nvme* --model /shared/Llama-65B   # out of core",
     "Training": "finetune --model ~/Llama-3-8B --data chats.jsonl --lr 2e-5 --warmup 3% --max-grad-norm 1",
     "Adapters": "finetune --model ~/Llama-3-70B --data chats.jsonl --lora-rank 16 --lr 2e-4",
     "Output": "finetune --model ~/Llama-3-8B --data chats.jsonl --output tuned --log-to tensorboard\n"
@@ -288,6 +289,11 @@ def build_command(run: Callable[..., int]) -> click.Command:
         metavar="FILE",
         help="An adapter_config.json of the peft library instead (or its directory): rsLoRA, DoRA, LoHa, LoKr, IA3.",
     )
+    add(
+        "--frozen-dtype",
+        type=click.Choice(["int8", "nf4"]),
+        help="Keep the frozen weights on SSD in fewer bits, rounded once; they compute in --dtype. Default: as that.",
+    )
     add("--merge", is_flag=True, help="Write the model with the adapters merged into it, beside the adapters.")
 
     add = group("Output")
@@ -331,6 +337,7 @@ def build_command(run: Callable[..., int]) -> click.Command:
         help="Plan for drives of this kind, and for the kind of GPU that --gpu names.",
     )
     add("--ssds", type=positive, metavar="N", help="Plan for so many of them.  [default: 1]")
+    add("--network", metavar="RATE", help="Plan for several nodes with SSDs: what each sends, 25Gbit/s.")
     add(
         "--scheme",
         type=click.Choice(["ours", "fuyou"]),

@@ -1,6 +1,7 @@
 """``finetune --plan``: what a run would take and how fast it would be, before there is a run."""
 
 import json
+import math
 import shutil
 import textwrap
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from cli.train import quiet_transformers
 from common.errors import UserError
 from common.hardware import memory_available_bytes
 from common.hardware_presets import drive_names, drive_preset, gpu_names, gpu_preset
-from common.units import format_bytes, format_count, format_seconds
+from common.units import format_bytes, format_count, format_seconds, parse_bytes
 from fuyou.devices import Device, memory_limits
 from fuyou.emulated import is_emulated
 from fuyou.planner import (
@@ -21,12 +22,22 @@ from fuyou.planner import (
     PaperScheme,
     Plan,
     Training,
+    one_of_several,
     plan,
     preset_machine,
     profile_of,
     profiled_machine,
 )
-from fuyou.planner.advice import MOST_ROWS, best_changes, fits_ours, largest_batch, largest_model
+from fuyou.planner.advice import (
+    MOST_ROWS,
+    best_changes,
+    clipping_cost,
+    fits_ours,
+    largest_batch,
+    largest_model,
+    rarer_commits,
+)
+from fuyou.share import Share
 from fuyou.tasks import Resource
 from fuyou.trace import write_trace
 
@@ -49,6 +60,11 @@ class PlanOptions:
     """``ours`` or ``fuyou``."""
     max_model: bool = False
     json: bool = False
+    nodes: int | None = None
+    """Machines of that kind; None: one, with one GPU."""
+    gpus_per_node: int | None = None
+    network: str | None = None
+    """What a node sends to others, such as ``25Gbit/s``."""
 
 
 def run_plan(settings: Settings, options: PlanOptions) -> int:
@@ -65,6 +81,10 @@ def run_plan(settings: Settings, options: PlanOptions) -> int:
         quiet_transformers()
     machine = _machine(settings, options)
     wanted = _largest(settings, options, machine) if options.max_model else training_of(settings)
+    if wanted is not None and options.nodes is not None:
+        share = Share(options.nodes, options.gpus_per_node or 1)
+        wanted = wanted.among(share)
+        machine = one_of_several(machine, share.nodes, share.ranks_per_node, _network(options.network, share.nodes))
     if wanted is None:
         lacking = f"No preset fits on {machine.device} with {format_bytes(machine.host_bytes)} of host memory."
         print(json.dumps({"model": None, "fits": False, "missing": [lacking]}) if options.json else lacking)
@@ -143,6 +163,26 @@ def _open(name: str) -> Device:
         ) from None
 
 
+def _network(text: str | None, nodes: int) -> float:
+    """Bytes per second of ``25Gbit/s`` or ``3GB/s``.
+
+    Raises:
+        UserError: it is neither, or not given for several nodes.
+    """
+    if text is None:
+        if nodes > 1:
+            raise UserError("A plan for several nodes with SSDs needs to know what connects them: --network 25Gbit/s.")
+        return math.inf
+    number, bits, _ = text.removesuffix("/s").partition("bit")
+    try:
+        rate = parse_bytes(number + "B" if bits else number) / (8 if bits else 1)
+    except UserError:
+        rate = 0.0
+    if rate <= 0:
+        raise UserError(f"--network {text} is not a rate: write 25Gbit/s, or 3GB/s.")
+    return rate
+
+
 def _write_trace(result: Plan, path: Path) -> None:
     if result.tasks is None or result.simulation is None:
         raise UserError("--trace: a run that does not fit has no step to draw.")
@@ -155,12 +195,15 @@ def _write_trace(result: Plan, path: Path) -> None:
 
 def describe(result: Plan) -> list[str]:
     """The plan as lines of at most :data:`WIDTH` columns."""
-    job, machine = result.training, result.machine
+    job, machine, share = result.training, result.machine, result.training.shape.share
     several = f"{machine.drive_count} x " if machine.drive_count > 1 else ""
     scheme = ", as the paper's Fuyou would run it" if result.scheme == "fuyou" else ""
+    among = f"{share.nodes} nodes of " if share.nodes > 1 else ""
+    among += f"{share.ranks_per_node} x " if share.ranks_per_node > 1 else ""
     lines = [
-        *textwrap.wrap(f"{job.name} on {machine.device} with {several}{machine.drives}{scheme}", WIDTH),
-        f"{format_count(job.parameters)} parameters; a step of {job.rows:,} x {job.seq_len:,} tokens",
+        *textwrap.wrap(f"{job.name} on {among}{machine.device} with {several}{machine.drives}{scheme}", WIDTH),
+        f"{format_count(job.parameters)} parameters; a step of {job.rows * share.world_size:,} x {job.seq_len:,} tokens"
+        + (f"; below is one of {share.world_size} ranks" if share.world_size > 1 else ""),
         "",
     ]
     if result.memory is None:
@@ -192,7 +235,7 @@ def _speed(result: Plan) -> list[str]:
 
 def _bars(result: Plan) -> list[str]:
     rows, label = [], "busy"
-    for resource in (Resource.GPU, Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST, Resource.SSD, Resource.ADAM):
+    for resource in (resource for resource in Resource if resource in result.busy):
         share = min(1.0, result.busy[resource] / result.step_seconds)
         filled = round(share * _BAR)
         rows.append(
@@ -243,7 +286,9 @@ def _limits(result: Plan) -> list[str]:
     job, batch = result.training, result.memory.batch
     how = [_many(batch.micro_batches, "micro-batch", "es") + f" of {batch.micro_rows}"]
     if job.clips:
-        how.append("all updates in the next forward pass, when the gradient's norm is known")
+        cost = clipping_cost(result) if result.scheme == "ours" else None
+        longer = f": a step {cost:.2f} times as long as without --max-grad-norm" if cost is not None else ""
+        how.append(f"all updates in the next forward pass, when the gradient's norm is known{longer}")
     elif result.deferred_fraction:
         how.append(f"{result.deferred_fraction:.0%} of the blocks updated in the next forward pass")
     if result.kept_activation_bytes:
@@ -251,11 +296,14 @@ def _limits(result: Plan) -> list[str]:
     rows = _row("schedule", "; ".join(how))
     traffic = f"{format_bytes(result.read_bytes)} read and {format_bytes(result.written_bytes)} written per step; "
     traffic += f"{format_bytes(result.written_bytes_per_day)} written per day"
+    if job.shape.share.nodes > 1:
+        traffic = f"{format_bytes(result.sent_bytes)} sent to other nodes, {traffic}"
     if result.drive_days is not None:
         traffic += f": {_days(result.drive_days)} until the drives' warranted writes are used up"
     rows += _row("drives", traffic)
     if result.scheme == "ours":
-        most = largest_batch(job, result.machine)
+        rows += _commits(result)
+        most = largest_batch(job, result.machine) * job.shape.share.world_size
         tokens = result.gpu_bound_tokens
         rows += _row(
             "batch",
@@ -267,6 +315,20 @@ def _limits(result: Plan) -> list[str]:
     if result.machine.assumptions:
         rows += _row("assumed", "; ".join(result.machine.assumptions))
     return rows
+
+
+def _commits(result: Plan) -> list[str]:
+    """What rarer commits would save, where it is more than a little."""
+    rarer = rarer_commits(result)
+    if rarer is None or rarer.written_bytes_per_day * rarer.step_seconds > 0.95 * result.written_bytes * 86400:
+        return []
+    life = "" if rarer.drive_days is None else f", {_days(rarer.drive_days)} for the drives"
+    return _row(
+        "commits",
+        f"every step; with --commit-every {rarer.every} a step takes {format_seconds(rarer.step_seconds)} and "
+        f"{format_bytes(rarer.written_bytes_per_day)} are written per day{life}, but a crash loses up to {rarer.every} "
+        "steps",
+    )
 
 
 def _row(label: str, text: str, width: int = _LABEL) -> list[str]:

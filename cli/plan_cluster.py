@@ -72,7 +72,8 @@ def cluster_of(name: str | None, levels: str | None, nodes: int | None, gpus_per
     """
     if name is None:
         raise UserError(
-            f"Name the hardware: --cluster PRESET, one of {', '.join(cluster_names())}, or a profile's file."
+            f"Name the hardware: --cluster PRESET, one of {', '.join(cluster_names())}, or a profile's file, which "
+            "finetune --profile --nodes N writes."
         )
     cluster = load_cluster(name)
     if levels is not None:

@@ -1,5 +1,7 @@
 """``finetune --profile``: what this machine does with a model, measured afresh and shown as a table."""
 
+from collections.abc import Iterable
+
 from cli.machine import device_at_hand, directories_at_hand, training_of
 from cli.report import RESOURCES
 from cli.settings import Settings
@@ -10,8 +12,11 @@ from fuyou.devices import memory_limits
 from fuyou.planner import workload_of
 from fuyou.profiling import Profile, measure, save
 from fuyou.profiling.cache import describe, profile_path
+from fuyou.tasks import Resource
 
 _OPERATORS = 8
+
+_COPIES = {Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST}
 
 Row = tuple[str, str, str]
 """What, how much, and a remark."""
@@ -73,13 +78,11 @@ def table(profile: Profile, drives: int) -> list[str]:
         f"optimizer, {threads}": [
             ("Adam", f"{format_count(profile.adam_parameters_per_second)}/s", "parameters"),
         ],
-        "on the same cores at the same time, part of the speed alone": [
-            (
-                ", ".join(RESOURCES[one.value] for one in speeds),
-                ", ".join(f"{speed:.2f}" for speed in speeds.values()),
-                "",
-            )
+        "on the same cores at the same time": [
+            (f"{RESOURCES[one.value]} beside {_others(one, speeds)}", f"{speed:.2f} x", "its speed alone")
             for speeds in profile.contention.speeds.values()
+            if not _COPIES & speeds.keys()
+            for one, speed in speeds.items()
         ],
         "longest operators of the block's forward pass": [
             (f"{one.name.removeprefix('aten.')} #{one.ordinal}", _time(one.seconds), format_bytes(one.output_bytes))
@@ -98,6 +101,10 @@ def table(profile: Profile, drives: int) -> list[str]:
 
 def _rate(bytes_per_second: float) -> str:
     return f"{bytes_per_second / 1e9:.3g} GB/s"
+
+
+def _others(one: Resource, together: Iterable[Resource]) -> str:
+    return " and ".join(RESOURCES[other.value] for other in together if other is not one)
 
 
 def _time(seconds: float) -> str:

@@ -22,7 +22,9 @@ _ONLY_NODES = (
 _ONLY_MEMORY = ("strategy", "device_cache_threshold")
 _ONLY_SAMPLE = ("sample_tokens", "temperature")
 _ONLY_LORA = ("lora_alpha", "lora_dropout", "lora_targets")
-_ONLY_ENGINE = ("sample", "host_memory", "device_memory", "optimizer_dtype", "io", "single_slot", "trace")
+_ONLY_ENGINE = (
+    "sample", "frozen_dtype", "host_memory", "device_memory", "optimizer_dtype", "io", "single_slot", "trace"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,8 @@ class Settings:
     """Names of modules to adapt; none: every linear layer but the head."""
     peft_config: Path | None = None
     """An ``adapter_config.json``, or its directory."""
+    frozen_dtype: str | None = None
+    """What frozen weights are kept in; None: ``dtype``."""
     merge: bool = False
     """Whether to write the merged model beside the adapters."""
     sample: str | None = None
@@ -143,6 +147,8 @@ class Settings:
             self._refuse(_ONLY_LORA, "is about LoRA adapters: add --lora-rank, or put it into --peft-config's file")
         if self.sample is None:
             self._refuse(_ONLY_SAMPLE, "is about a sample: add --sample PROMPT")
+        if self.frozen_dtype is not None and not self.trains_adapters:
+            raise UserError("--frozen-dtype is about weights that are frozen: add --lora-rank or --peft-config.")
         if self.merge and not self.trains_adapters:
             raise UserError("--merge merges adapters into the weights: add --lora-rank or --peft-config.")
         if self.nodes is None:

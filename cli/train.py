@@ -127,6 +127,7 @@ def _open_engine(job: Job) -> Engine:
         io=settings.io,
         batch_shape=(settings.batch_size, job.seq_len),
         adapters=peft_config_of(settings),
+        frozen_dtype=settings.frozen_dtype,
         automatic=True,
     )
 

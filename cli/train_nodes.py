@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import common
-from cli.adapters import peft_config_of
+from cli.adapters import peft_config_of, trainable_parameters
 from cli.choose_strategy import DEFAULT, choose_strategy
 from cli.evaluation import evaluate, is_due
 from cli.interrupts import Stopped
@@ -34,6 +34,7 @@ from cli.train_ranks import train_ranks
 from common.errors import FinetuneError, UserError
 from common.hardware import list_gpus
 from common.models.adapters import CONFIG, MERGED
+from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from common.units import format_bytes, format_seconds
 from fcdp.commits import Commits
@@ -239,11 +240,16 @@ def _strategy(job: Job, topology: Topology) -> str:
     if topology.rank == 0:
         rows = settings.batch_size / topology.world_size
         micro_batch = min(settings.micro_batch or math.ceil(rows), math.ceil(rows))
+        config, _ = load_config(settings.model)
+        model = build_meta_model(config)
+        whole = sum(parameter.numel() for parameter in model.parameters())
+        trained = trainable_parameters(settings, model) if settings.trains_adapters else whole
         workload = Workload.of_model(
-            load_config(settings.model)[0],
+            config,
             seq_len=job.seq_len,
             micro_batch=micro_batch,
             micro_batches=math.ceil(rows / micro_batch),
+            trainable_ratio=min(1.0, trained / whole),
         )
         choice = choose_strategy(settings, workload, topology.levels)
         seconds, sent = format_seconds(choice.step_seconds), format_bytes(choice.inter_node_bytes)

@@ -93,6 +93,7 @@ def profile_cluster(
             levels=list(topology.levels.sizes),
             device_memory_bytes=on_device,
             host_memory_bytes=host,
+            overlaps=device.type == "cuda",
             **vars(computing),
         )
     dist.barrier()

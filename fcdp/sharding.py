@@ -8,18 +8,18 @@ import torch.distributed as dist
 from torch import nn
 
 from common.errors import FinetuneError
-from common.quantisation import Bits, quantised_nbytes
 from common.units import format_bytes
 from fcdp.all_gather import Column, GatherLevels, StagedAllGather
 from fcdp.collectives import shaped_levels
 from fcdp.grouping import ParameterGroup
 from fcdp.host_cache import CopyStreams, HostCache, Share
+from fcdp.keeping import all_kept, within
 from fcdp.placement import DeviceMemory, OnDevice, Placement
 from fcdp.rank_level import Level
 from fcdp.reduce_scatter import MicroBatches, ReduceLevels, StagedReduction
 from fcdp.routes import Axis, Routes
 from fcdp.staleness import Net, Watch, mark_all
-from fcdp.strategy import BITS, Format, Strategy
+from fcdp.strategy import Format, Strategy
 from fcdp.topology import Purpose, Topology
 from fcdp.traffic import Traffic
 
@@ -164,11 +164,11 @@ class Sharding:
             gather_back=self._levels(routes.replicate, "gather")[::-1],
         )
         rank = topology.rank % routes.shards
-        for index, group in enumerate(self.groups):
+        for group in self.groups:
             reduction = StagedReduction(group.name, reductions, topology.rank // routes.shards, self._micro_batches)
             if routes.shards > 1:
                 gather = StagedAllGather(
-                    group, rank, gathers, kept.get(index), second.get(index), streams, self._net, self.traffic
+                    group, rank, gathers, kept.get(group), second.get(group), streams, self._net, self.traffic
                 )
                 self._gathers.append(gather)
                 group.holder.set_custom_all_gather(cast(Any, gather))
@@ -188,56 +188,22 @@ class Sharding:
         threshold: float,
         host_cache_bytes: int | None,
         device_memory: DeviceMemory | None,
-    ) -> tuple[dict[int, Column], dict[int, Column]]:
-        """What is kept of which groups, by index: shares of P, and second shards. One tier holds either."""
-        layout, device = self.routes.layout, self.topology.device
-        kept: dict[int, Column] = {}
-        second: dict[int, Column] = {}
-        wanted: list[tuple[int, int, dict[int, Column]]] = []
-        if self.routes.keeps_shares:
-            wanted += [(index, layout.p.shards, kept) for index in range(len(self.groups))]
-        if layout.second is not None:
-            # What stays gathered from forward to backward is not gathered there.
-            shards = layout.second.shards
-            wanted += [
-                (index, shards, second) for index, group in enumerate(self.groups) if not group.kept_after_forward
-            ]
-        sizes = [
-            self._kept_bytes(index, columns is second) * (self.routes.shards // block)
-            for index, block, columns in wanted
-        ]
-        # Shares of P that are no cache of FCDP's stay on the device, whatever the tier of second shards.
-        in_host = [layout.cache != "device" and (columns is second or layout.p_in_cache) for _, _, columns in wanted]
-        budget = _smallest(host_cache_bytes)
-        if budget is not None and any(in_host):
-            order = sorted(range(len(wanted)), key=lambda place: self.groups[wanted[place][0]].trainable)
-            chosen = set()
-            for place in order:  # frozen ones first, they save most
-                if not in_host[place] or sizes[place] <= budget:
-                    chosen.add(place)
-                    budget -= sizes[place] if in_host[place] else 0
-        else:
-            chosen = set(range(len(wanted)))
-        self._cache = HostCache([sizes[place] for place in sorted(chosen) if in_host[place]], device)
+    ) -> tuple[dict[ParameterGroup, Column], dict[ParameterGroup, Column]]:
+        """Places for what is kept: shares of P, and second shards."""
+        device = self.topology.device
+        chosen = within(_smallest(host_cache_bytes), all_kept(self.routes, self.groups))
+        self._cache = HostCache([one.nbytes for one in chosen if one.in_host], device)
         self.host_cache_bytes = self._cache.nbytes
-        adaptive = layout.cache == "adaptive"
+        adaptive = self.routes.layout.cache == "adaptive"
         self._placement = Placement((device_memory or DeviceMemory.of(device)) if adaptive else None, threshold)
-        for place in sorted(chosen):
-            index, block, columns = wanted[place]
-            host = self._cache.take(sizes[place]) if in_host[place] else None
-            residence = self._placement if in_host[place] else OnDevice()
-            share = Share(sizes[place], host, streams, residence, self.traffic)
-            columns[index] = Column(block, share, self._kept_bits(index) if columns is second else None)
+        kept: dict[ParameterGroup, Column] = {}
+        second: dict[ParameterGroup, Column] = {}
+        for one in chosen:
+            host = self._cache.take(one.nbytes) if one.in_host else None
+            residence = self._placement if one.in_host else OnDevice()
+            share = Share(one.nbytes, host, streams, residence, self.traffic)
+            (second if one.is_second else kept)[one.group] = Column(one.block, share, one.bits)
         return kept, second
-
-    def _kept_bits(self, index: int) -> Bits | None:
-        """In which a group's second shards are kept; None: as they are, like all of a group of mixed dtype."""
-        return None if self.groups[index].mixes_dtypes else BITS.get(self.strategy.precision.second)
-
-    def _kept_bytes(self, index: int, is_second: bool) -> int:
-        """Of one cell of a group's share."""
-        group, bits = self.groups[index], self._kept_bits(index) if is_second else None
-        return group.cell_bytes if bits is None else quantised_nbytes(group.cell_numel, bits)
 
     # -- from step to step ------------------------------------------------------------------------------------------
 

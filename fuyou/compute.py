@@ -308,9 +308,19 @@ class StepComputation:
         assert task.visit is not None
         for index, buffer in zip(task.visit.records, (task.source, task.adapter), strict=False):
             record = self._plane.shape.records[index]
-            flat = self._plane.parameters[record.kind].values(buffer, record.numel, record.precision.dtype)
+            flat = self._flat(record, buffer, decoded=task.micro > 0)
             # Each apart: some adapters swap a weight in place, which must not look like a change of its neighbours.
             yield record, {name: _apart(view) for name, view in record.views(flat).items()}
+
+    def _flat(self, record: Record, buffer: int, decoded: bool) -> torch.Tensor:
+        """A record's parameters on the device; ``decoded`` says that an earlier micro-batch has brought them back."""
+        buffers = self._plane.parameters[record.kind]
+        if not record.decoded_nbytes:
+            return buffers.values(buffer, record.numel, record.precision.dtype)
+        flat = self._plane.decoded.values(0, record.numel, record.precision.dtype)
+        if not decoded:
+            record.frozen.decode(buffers.bytes(buffer, record.parameter_nbytes), record.decayed, flat)
+        return flat
 
     def _sum_buffer(self, record: Record, buffer: int) -> torch.Tensor:
         wide = self._plane.wide.get(record.kind)

@@ -105,6 +105,8 @@ class DataPlane:
         self._scratch_directories, self._pace = list(scratch), pace
         counts = plan.counts
         self.parameters = {kind: DeviceBuffers(device, shape.device_nbytes(kind), counts.device(kind)) for kind in Kind}
+        #: Where a frozen record in fewer bits becomes what computes.
+        self.decoded = DeviceBuffers(device, shape.decoded_nbytes, 1)
         #: fp32 sums of gradients that several micro-batches (or visits) contribute to.
         self.wide = {
             kind: DeviceBuffers(device, shape.trained_elements(kind) * 4, 1)
@@ -181,7 +183,7 @@ class DataPlane:
                 share=shape.share,
                 resident=sorted(resident),
                 pace=pace,
-                threads=optimizer_threads(device),
+                threads=max(1, optimizer_threads(device) // shape.share.ranks_per_node),
             ),
             self._heard,
             self.executor.fail,

@@ -33,6 +33,7 @@ from fuyou.deferral import interleaved
 from fuyou.devices import memory_limits, open_device
 from fuyou.emulated import EmulatedDevice, TimedComputation
 from fuyou.exporting import Exporter
+from fuyou.frozen import FrozenDtype
 from fuyou.io_counter import IoCounter
 from fuyou.keeping import Keeping, KeepingPlan
 from fuyou.memory_plan import Batch, MemoryPlanner
@@ -46,7 +47,7 @@ from fuyou.planner import Training, choose
 from fuyou.recompute import Recomputations
 from fuyou.records import Precision, allocate_extents
 from fuyou.schedule import Scheduler
-from fuyou.share import Share
+from fuyou.share import ALONE, Share
 from fuyou.step_shape import BatchShape
 from fuyou.store_access import StoreReader, fill_store
 from fuyou.tasks import Op, StepList
@@ -80,6 +81,7 @@ class EngineConfig:
     kept_activations: Keeping | int
     adapters: PeftConfig | None
     trainable: tuple[str, ...] | None
+    frozen_dtype: FrozenDtype
 
     def __post_init__(self) -> None:
         checks = {
@@ -146,6 +148,9 @@ class Engine:
             :class:`common.models.adapters.AdapterOptions`. Frozen weights take 2 bytes per parameter on SSD (4 in fp32)
             and are only read; adapters and their states are fp32, live in host memory, and are what is committed.
         trainable: train only parameters with these names (``*`` stands for anything) and freeze the others likewise.
+        frozen_dtype: ``"int8"`` or ``"nf4"`` keeps frozen matrices of the blocks in 1.016 or 0.5625 bytes per parameter
+            on SSD, on their way and in the host's cache; they are brought back into ``dtype`` on the device. Not
+            lossless: every weight is rounded once, when the store is made. None keeps them in ``dtype``.
         automatic: let the planner choose ``deferred_fraction`` and ``kept_activations`` where they are not given, by
             simulation of this run on this machine. Needs ``batch_shape`` and a profile of this machine with this model
             (``finetune --profile``); without one nothing is chosen. Costs 0.1 to 3 s at the start, and changes no
@@ -153,7 +158,8 @@ class Engine:
         topology: the other ranks, if there are any (an ``fcdp.Topology``). Every rank makes an engine, with directories
             of its own and otherwise alike, gives it its own part of every batch, and calls everything that the others
             call. Every node keeps one copy of the parameters, of which each of its M ranks stores 1/M; optimizer states
-            are spread over all W ranks. ``host_memory`` and ``host_cache`` are those of the node.
+            are spread over all W ranks. ``host_memory`` and ``host_cache`` are those of the node. An error on one rank
+            leaves the others waiting for it: end their processes, as torchrun does.
 
     Raises:
         UserError: what was asked for is not possible (paths, space, budgets, model).
@@ -189,6 +195,7 @@ class Engine:
         kept_activations: Keeping | int | str | None = None,
         adapters: PeftConfig | AdapterOptions | None = None,
         trainable: Sequence[str] | None = None,
+        frozen_dtype: str | None = None,
         automatic: bool = False,
         topology: Topology | None = None,
     ):
@@ -199,7 +206,7 @@ class Engine:
             None if host_cache is None else parse_bytes(host_cache), single_slot, io, seed,
             kept_activations if isinstance(kept_activations, Keeping) else parse_bytes(kept_activations or 0),
             adapters.peft_config() if isinstance(adapters, AdapterOptions) else adapters,
-            None if trainable is None else tuple(trainable),
+            None if trainable is None else tuple(trainable), _frozen_dtype(frozen_dtype),
         )  # fmt: skip
         self.lr = lr
         self._closed = False
@@ -221,7 +228,8 @@ class Engine:
             self._device = open_device(device)
             self.emulated = isinstance(self._device, EmulatedDevice)
             self._pace = self._device.spec.pace if isinstance(self._device, EmulatedDevice) else None
-            self._topology, share = topology, share_of(topology)
+            share = share_of(topology)
+            topology = self._topology = topology if share.world_size > 1 else None  # one rank alone is alone
             self._agreement = Agreement(share) if topology is not None else None
             self._cluster_options(share)
             limits = memory_limits(self._device, host_memory, device_memory, share.ranks_per_node)
@@ -272,9 +280,12 @@ class Engine:
         options = self._options
         torch.manual_seed(options.seed)
         self._model = OpenModel(
-            self.config, options.precision, self._device.torch_device, options.adapters, options.trainable, options.seed
-        )
+            self.config, options.precision, self._device.torch_device, options.adapters, options.trainable,
+            options.frozen_dtype, options.seed,
+        )  # fmt: skip
         share = share_of(self._topology)
+        if options.frozen_dtype is not FrozenDtype.PLAIN and share != ALONE:
+            raise UserError("--frozen-dtype does not go with several ranks yet: leave it out.")
         self._source = self._model.weights(self._checkpoint)
         self._stack, self._shape = self._model.stack, self._model.shape.shared(share)
         if share.rank:
@@ -806,6 +817,13 @@ class Engine:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close()
+
+
+def _frozen_dtype(name: str | None) -> FrozenDtype:
+    names = [one.value for one in FrozenDtype if one is not FrozenDtype.PLAIN]
+    if name is not None and name not in names:
+        raise UserError(f"frozen_dtype must be {' or '.join(names)}, or None for what blocks compute in, not {name!r}.")
+    return FrozenDtype.PLAIN if name is None else FrozenDtype(name)
 
 
 class _StreamedLoss(torch.autograd.Function):

@@ -9,6 +9,7 @@ runs, and from what a recomputation needs anyway: leaving out a result that the 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils._pytree import tree_map
@@ -22,6 +23,8 @@ from fuyou.step_shape import Recomputation
 #: FLOPs that a device does while it moves one byte of its memory, for operators that are bound by that: about 160 on an
 #: RTX 4090 (165 TFLOP/s in bf16, 1008 GB/s) and on an A100 (312 TFLOP/s, 1.9 TB/s).
 FLOPS_PER_BYTE = 160.0
+
+_TRACES: WeakKeyDictionary[StreamedModel, dict[tuple[int, str, torch.dtype, int], BlockTrace]] = WeakKeyDictionary()
 
 #: What it costs to run an operator, in any unit.
 Cost = Callable[[Operator], float]
@@ -163,7 +166,8 @@ def worth_keeping(trace: BlockTrace) -> list[tuple[str, int]]:
 
 
 def trace_block(stack: StreamedModel, seq_len: int, device: str, dtype: torch.dtype, layer: int = -1) -> BlockTrace:
-    """Trace one row's forward pass of a block on the meta device: takes no weights, no device and no time.
+    """Trace one row's forward pass of a block on the meta device: takes no weights, no device and (after the first time
+    for this model) no time.
 
     Args:
         stack: the model.
@@ -173,6 +177,14 @@ def trace_block(stack: StreamedModel, seq_len: int, device: str, dtype: torch.dt
         layer: which block; the last by default (where families mix kinds, it sees the whole sequence).
     """
 
+    traced = _TRACES.setdefault(stack, {})
+    kind = (seq_len, device, dtype, layer)
+    if kind not in traced:
+        traced[kind] = _trace_block(stack, seq_len, device, dtype, layer)
+    return traced[kind]
+
+
+def _trace_block(stack: StreamedModel, seq_len: int, device: str, dtype: torch.dtype, layer: int) -> BlockTrace:
     def to_meta(value: Any) -> Any:
         return value.to("meta") if isinstance(value, torch.Tensor) else value
 

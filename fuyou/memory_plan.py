@@ -320,6 +320,7 @@ class MemoryPlanner:
             sum(counts.device(kind) * shape.device_nbytes(kind) for kind in Kind)
             + trained[Kind.BLOCK] * _gradient_bytes(counts.device_block_gradients, width, wide_blocks)
             + trained[Kind.OUTER] * _gradient_bytes(counts.device_outer_gradients, width, wide_outer)
+            + shape.decoded_nbytes
             + counts.device_adapter_gradients * shape.device_gradient_nbytes(Kind.ADAPTER)
             + counts.device_activations * activation
             + counts.device_kept * kept

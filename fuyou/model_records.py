@@ -9,6 +9,7 @@ import torch
 
 from common.errors import UserError
 from common.models.structure import fp32_parameters, parameter_names
+from fuyou.frozen import FrozenDtype
 from fuyou.records import Kind, Precision, Record, wants_decay
 from fuyou.stack import StreamedModel
 from fuyou.step_shape import StepShape
@@ -34,9 +35,9 @@ class _Group:
 class _Records:
     """Records as they are made, numbered; what is trained beside what is frozen comes last."""
 
-    def __init__(self, precision: Precision):
+    def __init__(self, precision: Precision, frozen: FrozenDtype):
         self.made: list[Record] = []
-        self._precision = precision
+        self._precision, self._frozen = precision, frozen
 
     def main(self, name: str, kind: Kind, group: _Group) -> int:
         """A record of the whole group, or of what is frozen of it."""
@@ -50,11 +51,14 @@ class _Records:
         return self._add(f"{name} adapters", Kind.ADAPTER, precision, entries, True)
 
     def _add(self, name: str, kind: Kind, precision: Precision, entries: list[Entry], trainable: bool) -> int:
-        self.made.append(Record.build(len(self.made), name, kind, precision, entries, trainable=trainable))
+        frozen = self._frozen if kind is Kind.BLOCK and not trainable else FrozenDtype.PLAIN
+        self.made.append(
+            Record.build(len(self.made), name, kind, precision, entries, trainable=trainable, frozen=frozen)
+        )
         return len(self.made) - 1
 
 
-def model_records(stack: StreamedModel, precision: Precision) -> StepShape:
+def model_records(stack: StreamedModel, precision: Precision, frozen: FrozenDtype = FrozenDtype.PLAIN) -> StepShape:
     """One record per block, one for what runs before the blocks, one for what runs after; and where some parameters
     are frozen (``requires_grad`` is False) and some are not, one more for the latter.
 
@@ -84,11 +88,12 @@ def model_records(stack: StreamedModel, precision: Precision) -> StepShape:
             sides = {stack.runs_before_blocks(name) for name in names}
             group = both if len(sides) == 2 else before if True in sides else after
         group.add(entry, parameter.requires_grad)
-    return _step_shape(blocks, before, after, both, precision)
+    return _step_shape(blocks, before, after, both, _Records(precision, frozen), precision)
 
 
-def _step_shape(blocks: list[_Group], before: _Group, after: _Group, both: _Group, precision: Precision) -> StepShape:
-    records = _Records(precision)
+def _step_shape(
+    blocks: list[_Group], before: _Group, after: _Group, both: _Group, records: _Records, precision: Precision
+) -> StepShape:
     first, last = before.joined(_Group()), after
     if both.frozen or both.trained or not _any(before) or not _any(after):
         # In the model's order, as far as that goes: what is tied is the embedding, which comes first.

@@ -12,6 +12,7 @@ from common.errors import UserError, did_you_mean
 from common.models.adapters import Adapters
 from common.models.meta import build_meta_model
 from common.models.sources import CheckpointSource, RandomSource, WeightSource
+from fuyou.frozen import FrozenDtype
 from fuyou.model_records import fingerprint, model_records
 from fuyou.records import Precision
 from fuyou.stack import StreamedModel
@@ -26,6 +27,7 @@ class OpenModel:
         device: where blocks compute.
         adapters: to train these and freeze everything else.
         trainable: to train the parameters with these names only; ``*`` stands for anything.
+        frozen: how the blocks' frozen matrices are kept.
         seed: of the adapters' first values and of random weights.
 
     Attributes:
@@ -45,6 +47,7 @@ class OpenModel:
         device: torch.device,
         adapters: PeftConfig | None = None,
         trainable: Sequence[str] | None = None,
+        frozen: FrozenDtype = FrozenDtype.PLAIN,
         seed: int = 0,
     ):
         if adapters is not None and trainable is not None:
@@ -58,7 +61,7 @@ class OpenModel:
         elif trainable is not None:
             self._freeze_all_but(trainable)
         self.stack = StreamedModel(model, device)
-        self.shape = model_records(self.stack, precision)
+        self.shape = model_records(self.stack, precision, frozen)
 
     def weights(self, checkpoint: Path | None) -> WeightSource:
         """Where first values come from; checked, and the model's buffers filled from it.

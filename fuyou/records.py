@@ -19,6 +19,7 @@ import torch
 from common.buffers import PAGE, round_up
 from common.errors import UserError
 from common.store import Extent, Layout
+from fuyou.frozen import FrozenDtype
 from fuyou.share import ALONE, Share
 
 #: Every parameter starts on a multiple of this many elements: 256 bytes in bf16, enough for any vector unit and for
@@ -140,6 +141,8 @@ class Record:
     """Elements in the decayed part, padding included."""
     numel: int
     """Elements of the whole record, padding included."""
+    frozen: FrozenDtype = FrozenDtype.PLAIN
+    """How it is kept if it is frozen."""
     share: Share = ALONE
     """What of it is this rank's. Where there are several ranks, it is padded so that all have equal parts."""
 
@@ -152,6 +155,7 @@ class Record:
         parameters: Iterable[tuple[tuple[str, ...], Sequence[int], bool]],
         *,
         trainable: bool = True,
+        frozen: FrozenDtype = FrozenDtype.PLAIN,
     ) -> "Record":
         """Lay out ``(names, shape, decay)`` in order, decayed ones first."""
         wanted = list(parameters)
@@ -166,7 +170,7 @@ class Record:
             position = round_up(position, PAGE_ELEMENTS)
             if part:
                 boundary = position
-        return Record(index, name, kind, precision, trainable, tuple(slots), boundary, position)
+        return Record(index, name, kind, precision, trainable, tuple(slots), boundary, position, frozen)
 
     def shared(self, share: Share) -> "Record":
         """The same record as one rank of several sees it."""
@@ -184,13 +188,18 @@ class Record:
 
     @property
     def device_nbytes(self) -> int:
-        """Bytes of all parameters, as they are on the device."""
-        return self.numel * self.precision.parameter_bytes
+        """Bytes of all parameters, as they come to the device."""
+        return self.frozen.nbytes(self.decayed, self.numel - self.decayed, self.precision.dtype)
+
+    @property
+    def decoded_nbytes(self) -> int:
+        """Bytes of the parameters as they compute, if they come in fewer."""
+        return 0 if self.frozen is FrozenDtype.PLAIN else self.numel * self.precision.parameter_bytes
 
     @property
     def parameter_nbytes(self) -> int:
         """Bytes of the parameters that this rank keeps, on SSD and in host memory."""
-        return self.stored * self.precision.parameter_bytes
+        return self.device_nbytes if self.decoded_nbytes else self.stored * self.precision.parameter_bytes
 
     @property
     def gradient_nbytes(self) -> int:
@@ -228,6 +237,7 @@ class Record:
             "kind": self.kind.value,
             "dtypes": [str(dtype).removeprefix("torch.") for dtype in self.precision.dtypes],
             "trainable": self.trainable,
+            "frozen": self.frozen.value,
             "parameters": [[list(slot.names), list(slot.shape), slot.decay] for slot in self.parameters],
         }
 
@@ -240,6 +250,7 @@ class Record:
             Precision(*(getattr(torch, name) for name in content["dtypes"])),
             [(tuple(names), shape, decay) for names, shape, decay in content["parameters"]],
             trainable=content["trainable"],
+            frozen=FrozenDtype(content["frozen"]),
         )
 
 

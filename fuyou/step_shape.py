@@ -105,6 +105,11 @@ class StepShape:
         """Bytes in host memory of the largest record of this kind; 0 if there is none."""
         return max((record.parameter_nbytes for record in self.of_kind(kind)), default=0)
 
+    @property
+    def decoded_nbytes(self) -> int:
+        """Bytes of the largest record that is brought back into the compute dtype on the device; 0 if there is none."""
+        return max(record.decoded_nbytes for record in self.records)
+
     def gradient_nbytes(self, kind: Kind) -> int:
         """Bytes in host memory of the largest gradient of this kind; 0 if there is none."""
         return max((record.gradient_nbytes for record in self.of_kind(kind)), default=0)

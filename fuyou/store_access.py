@@ -20,14 +20,16 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
     ``target``, with zero moments.
 
     Host parameter buffer 0 takes a record's ``hi`` halves and gradient buffer 0 its ``lo`` halves, so this needs no
-    memory beyond the plan but one parameter.
+    memory beyond the plan but one parameter (and one record, where frozen ones are kept in fewer bits).
     """
     for record in plane.shape.records:
         stored = Window(record.share.stored_start(record.numel), record.stored)
         owned = Window(record.share.owned_start(record.numel), record.owned)
         parameters = plane.host_parameters(record.kind, 0, record.parameter_nbytes)
-        values = torch.from_numpy(parameters).view(record.precision.dtype)
-        values.zero_()
+        payload = torch.from_numpy(parameters)
+        encodes = bool(record.decoded_nbytes)
+        dtype = record.precision.dtype
+        values = torch.zeros(record.numel, dtype=dtype) if encodes else payload.view(dtype).zero_()
         low = None
         if record.trainable and record.precision.split:
             low = torch.from_numpy(plane.host_gradients(record.kind, 0, owned.count * 2)).view(torch.int16)
@@ -45,6 +47,8 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
                     part = hi
                 stored.copy(values, part, start + first)  # rounded to nearest, as transformers does, if not split
             del tensor, flat
+        if encodes:
+            record.frozen.encode(values, record.decayed, payload)
         plane.create(record, target)
         if low is not None:
             # An emulated device never writes a gradient. Halves read as one are full of denormal numbers, which make
@@ -96,11 +100,18 @@ class StoreReader:
         """All of a record's parameters by first name, in the record's dtype, as views of one buffer."""
         buffer = torch.empty(record.parameter_nbytes, dtype=torch.uint8)
         self._store.read_now(self._extents[record.index].parameters[self._slot(record)], buffer.numpy())
-        return record.views(buffer.view(record.precision.dtype))
+        if not record.decoded_nbytes:
+            return record.views(buffer.view(record.precision.dtype))
+        values = torch.empty(record.numel, dtype=record.precision.dtype)
+        record.frozen.decode(buffer, record.decayed, values)
+        return record.views(values)
 
     def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter's name and fp32 master (or frozen value, in the dtype it is kept in), one at a time."""
         for record in self._shape.records:
+            if record.decoded_nbytes:
+                yield from self.compute_weights(record).items()
+                continue
             for slot in record.parameters:
                 yield slot.name, self._master(record, slot)
 

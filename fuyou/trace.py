@@ -3,6 +3,8 @@
 A real step and a simulated one are the same list of tasks and give the same lanes. Tasks of one kind run first in,
 first out: where several are under way at once (reads that queue at a drive), each is drawn from the end of the one
 before, and how long it has waited is among its arguments. So no two overlap in a lane.
+
+The format is checked by a test, event by event; Perfetto itself, which is a web site, has not been tried.
 """
 
 import json

@@ -99,6 +99,8 @@ class Result:
     """By the planner's formula, for the parameters as FSDP2 pads them."""
     model_bytes: float
     predicted_seconds: float | None = None
+    computing_seconds: float | None = None
+    """Of the predicted ones."""
     chosen: bool = False
     """Whether the planner chooses this strategy for the case at this rate, among all that are measured."""
 
@@ -128,6 +130,7 @@ class Worker:
                     if found := plans.get(result.rate):
                         by_name = {estimate.name: estimate for estimate in found.estimates}
                         result.predicted_seconds = by_name[strategy].step_seconds
+                        result.computing_seconds = by_name[strategy].compute_seconds
                         result.chosen = found.choice is not None and found.choice.name == strategy
                     report(dataclasses.asdict(result))
         self.topology.close()
@@ -136,7 +139,10 @@ class Worker:
     def _plan(self, case: Case, rates: Measured) -> Plan:
         """What the planner says of the strategies, from measured collectives and computing."""
         config, topology = case.config(), self.topology
+        workload = Workload.of_model(config, seq_len=case.tokens, micro_batches=case.micro_batches)
         computing = measure_computing(topology, config, 1, case.tokens, "bf16")
+        flops = workload.forward_flops + workload.backward_flops(checkpointing=False)
+        computing = dataclasses.replace(computing, flops_per_second=flops / self._compute_seconds(case))
         cluster = PlannedCluster(
             name="emulated",
             title="",
@@ -144,12 +150,29 @@ class Worker:
             device_memory_bytes=1 << 40,
             host_memory_bytes=1 << 40,
             rates=rates,
-            overlaps_reductions=False,
+            overlaps=False,
             **vars(computing),
         )
-        workload = Workload.of_model(config, seq_len=case.tokens, micro_batches=case.micro_batches)
         strategies = [parse_strategy(name) for name in self.strategies]
         return plan(workload, cluster, strategies=strategies, checkpointing=False)
+
+    def _compute_seconds(self, case: Case) -> float:
+        """Of one micro-batch that communicates nothing: gradients are only added up."""
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+        model: Any = fcdp.fully_shard(case.model(), self.topology, "ddp", mp_policy=policy)
+        sharding = fcdp.sharding(model)
+        sharding.set_is_last_micro_batch(False)
+        ids = torch.zeros((1, case.tokens), dtype=torch.int64)
+        taken = []
+        for _ in range(6):
+            dist.barrier()
+            started = time.perf_counter()
+            model(input_ids=ids, labels=ids).loss.backward()
+            slowest = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+            taken.append(float(slowest))
+        sharding.close()
+        return statistics.median(taken[1:])  # the first one unpacks parameters and makes buffers
 
     def _measure(self, case: Case, strategy: str) -> list[Result]:
         """The case with one strategy at all rates."""

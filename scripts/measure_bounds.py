@@ -4,6 +4,9 @@ Trains Llama-style models (hidden size 1024, 12.8 M parameters a block) of growi
 prints states over budget, measured peak over budget, and bytes per parameter against the plan.
 
     python scripts/measure_bounds.py --ssd DIR --host-memory 400MiB --layers 5 --layers 21 --layers 54
+    python scripts/measure_bounds.py --ssd DIR --host-memory 400MiB --layers 160 --lora-rank 16
+
+With adapters, what is compared with the budget are the frozen weights, and bytes are per frozen weight.
 """
 
 import tempfile
@@ -13,6 +16,7 @@ import torch
 from transformers import LlamaConfig, logging
 
 import fuyou
+from common.models.adapters import AdapterOptions
 from common.units import format_bytes, format_count, parse_bytes
 
 
@@ -22,10 +26,21 @@ from common.units import format_bytes, format_count, parse_bytes
 @click.option("--layers", multiple=True, type=int, default=(5, 21, 54))
 @click.option("--steps", default=3)
 @click.option("--seq-len", default=128)
-def main(ssd: str, host_memory: str, layers: tuple[int, ...], steps: int, seq_len: int) -> None:
+@click.option("--lora-rank", type=int)
+@click.option("--frozen-dtype", type=click.Choice(["int8", "nf4"]))
+def main(
+    ssd: str,
+    host_memory: str,
+    layers: tuple[int, ...],
+    steps: int,
+    seq_len: int,
+    lora_rank: int | None,
+    frozen_dtype: str | None,
+) -> None:
     """Measure memory and traffic at several depths."""
     logging.set_verbosity_error()
     limit = parse_bytes(host_memory)
+    adapters = None if lora_rank is None else AdapterOptions(lora_rank)
     print(f"{'layers':>6} {'parameters':>10} {'states':>9} {'/budget':>8} {'peak':>9} {'of budget':>9}"
           f" {'read':>6} {'plan':>6} {'written':>7} {'plan':>6} {'s/step':>7}")  # fmt: skip
     for depth in layers:
@@ -35,7 +50,14 @@ def main(ssd: str, host_memory: str, layers: tuple[int, ...], steps: int, seq_le
         )  # fmt: skip
         with (
             tempfile.TemporaryDirectory(dir=ssd) as directory,
-            fuyou.Engine(config, ssd=[directory], host_memory=limit, batch_shape=(1, seq_len)) as engine,
+            fuyou.Engine(
+                config,
+                ssd=[directory],
+                host_memory=limit,
+                batch_shape=(1, seq_len),
+                adapters=adapters,
+                frozen_dtype=frozen_dtype,
+            ) as engine,
         ):
             seconds = []
             for _ in range(steps):
@@ -43,9 +65,13 @@ def main(ssd: str, host_memory: str, layers: tuple[int, ...], steps: int, seq_le
                 engine(input_ids=tokens, labels=tokens).loss.backward()
                 seconds.append(engine.step().seconds)
             engine.flush()
-            states = 12 * engine.parameters
+            weights = engine.parameters - engine.trainable_parameters
+            states = 12 * engine.parameters if adapters is None else 2 * weights
             used = engine.host_peak_bytes - engine.host_baseline_bytes
-            per = [count / steps / engine.parameters for count in (*engine.io_bytes(), *engine.planned_io_bytes())]
+            per = [
+                count / steps / (weights or engine.parameters)
+                for count in (*engine.io_bytes(), *engine.planned_io_bytes())
+            ]
             print(f"{depth:>6} {format_count(engine.parameters):>10} {format_bytes(states):>9} {states / limit:>7.1f}x"
                   f" {format_bytes(used):>9} {used / limit:>9.2f}"
                   f" {per[0]:>6.2f} {per[2]:>6.2f} {per[1]:>7.2f} {per[3]:>6.2f}"

@@ -42,6 +42,7 @@ class QuantisedLevel:
         self.axis = level.axis
         self.size = level.size
         self.index = level.index
+        self._others = [others for others in (slice(self.index), slice(self.index + 1, self.size)) if _length(others)]
         self._beside = Beside()
 
     def gather(self, rows: torch.Tensor) -> Wait:
@@ -63,7 +64,7 @@ class QuantisedLevel:
             for start, stop, payload, arrived, gathered in on_their_way:
                 arrived()
                 beside.join(until=gathered)
-                for others in (slice(self.index), slice(self.index + 1, None)):
+                for others in self._others:
                     rows[:, others, start:stop] = dequantise(payload[:, others], stop - start, bits)
             on_their_way.clear()
 
@@ -79,7 +80,10 @@ class QuantisedLevel:
             return level.reduce_scatter(rows, output)
         on_their_way = []
         for start, stop in pieces(rows.size(2)):
-            sent = quantise(rows[..., start:stop], self._bits)
+            nbytes = quantised_nbytes(stop - start, self._bits)
+            sent = torch.empty((*rows.shape[:2], nbytes), dtype=torch.uint8, device=rows.device)
+            for others in self._others:
+                quantise(rows[:, others, start:stop], self._bits, out=sent[:, others])
             received = sent.new_empty((sent.size(0), self.size - 1, sent.size(2)))
             # What is sent has to stay until it is: hence it is kept here, too.
             on_their_way.append((start, stop, sent, received, level.all_to_all(sent, received)))
@@ -91,6 +95,10 @@ class QuantisedLevel:
             for place in places[1:]:
                 total += place
             output[:, start:stop] = total
+
+
+def _length(part: slice) -> int:
+    return int(part.stop) - int(part.start or 0)
 
 
 def pieces(count: int) -> Iterator[tuple[int, int]]:

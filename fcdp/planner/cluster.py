@@ -32,8 +32,9 @@ class Cluster:
     host_link_bytes_per_second: float
     """Of one device, to host memory or from it, while all devices of the node copy."""
     rates: Rates
-    overlaps_reductions: bool = True
-    """Whether ranks compute on while gradients are reduced. With gloo they wait: FSDP2 on a CPU has no streams."""
+    overlaps: bool = True
+    """Whether devices compute while they communicate. Where the CPU computes they do not: it moves the data as well,
+    and FSDP2 waits for every reduction."""
     leaf_of_node: tuple[int, ...] | None = None
     """Leaf switch of each node, where known; see :mod:`fcdp.planner.node_order`."""
 
@@ -128,7 +129,7 @@ def _read_profile(path: Path) -> Cluster:
             memory_bytes_per_second=float(facts["memory_bytes_per_second"]),
             host_link_bytes_per_second=float(facts["host_link_bytes_per_second"]),
             rates=Measured.from_facts(facts),
-            overlaps_reductions=bool(facts.get("overlaps_reductions", True)),
+            overlaps=bool(facts.get("overlaps", True)),
             leaf_of_node=tuple(facts["leaf_of_node"]) if facts.get("leaf_of_node") else None,
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:

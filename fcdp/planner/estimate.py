@@ -111,14 +111,12 @@ def estimate(
     room = cluster.device_memory_bytes
     forward = workload.forward_flops / cluster.flops_per_second
     backward = workload.backward_flops(checkpointing) / cluster.flops_per_second
+    forward += _packing(layout, workload, "forward") / cluster.memory_bytes_per_second
+    backward += _packing(layout, workload, "backward") / cluster.memory_bytes_per_second
     update = OPTIMIZER_BYTES * workload.trainable / layout.os.shards / cluster.memory_bytes_per_second
     clock = _Step(forward, backward, _copies(layout, workload, memory, cluster), pieces)
     phases: dict[Phase, float] = {"forward": 0.0, "backward": 0.0, "reduce": 0.0, "spread": 0.0}
-    waiting = 0.0
     for found, seconds in zip(collectives, one, strict=True):
-        if found.operation != "all_gather" and not cluster.overlaps_reductions:
-            waiting += seconds * found.times
-            continue
         # Some run in all micro-batches but one (AMSP's T_g); time them as an even part of each.
         each = workload.micro_batches if found.phase in ("forward", "backward") else 1
         phases[found.phase] += seconds * found.times / each
@@ -132,7 +130,10 @@ def estimate(
         inter_node_bytes=inter,
         intra_node_bytes=intra,
         compute_seconds=workload.micro_batches * (forward + backward) + update,
-        step_seconds=clock.seconds(phases, workload.micro_batches, overlap_spread) + waiting + update,
+        step_seconds=(clock.seconds if cluster.overlaps else clock.serial_seconds)(
+            phases, workload.micro_batches, overlap_spread
+        )
+        + update,
         fits=memory.device <= room and memory.host <= cluster.host_memory_bytes,
     )
 
@@ -159,8 +160,22 @@ class _Step:
         last = self._pass(self.backward, both + phases["reduce"])
         return first + last + (micro_batches - 1) * (plain_forward + plain_backward) + phases["spread"] - spread_hidden
 
+    def serial_seconds(self, phases: dict[Phase, float], micro_batches: int, overlap_spread: bool) -> float:
+        """Nothing beside anything else."""
+        each = self.forward + self.backward + 2 * self.copies + phases["forward"] + phases["backward"]
+        return micro_batches * each + phases["reduce"] + phases["spread"]
+
     def _pass(self, compute: float, communicate: float) -> float:
         return max(compute + communicate / self.pieces, communicate + compute / self.pieces, self.copies)
+
+
+def _packing(layout: Layout, workload: Workload, phase: Phase) -> float:
+    """Bytes that FSDP2 reads and writes in one pass to take gathered parameters apart, and to put gradients together
+    that are reduced: its collectives work on one buffer per unit."""
+    is_gathered = layout.p.shards > 1 or layout.p_in_cache
+    gathered = workload.parameters - (workload.kept if phase == "backward" else 0.0) if is_gathered else 0.0
+    reduced = workload.trainable if phase == "backward" else 0.0
+    return 2 * (workload.compute_bytes * gathered + workload.gradient_bytes * reduced)
 
 
 def _copies(layout: Layout, workload: Workload, memory: Memory, cluster: Cluster) -> float:

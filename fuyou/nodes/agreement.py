@@ -36,16 +36,17 @@ class Agreement:
         """Let go of the groups, so that ``destroy_process_group`` can end them."""
         self._group = self._commits = None
 
-    def name(self, rank: int, hosts: list[str]) -> str:
-        """How messages call a rank."""
-        node, local_rank = divmod(rank, self.share.ranks_per_node)
-        which = f", rank {local_rank} of it" if self.share.ranks_per_node > 1 else ""
-        return f"node {node} ({hosts[rank]}{which})"
-
     def _tell(self, value: Any, group: dist.ProcessGroup | None) -> list[Any]:
         told: list[Any] = [None] * self.share.world_size
         dist.all_gather_object(told, value, group=group)
         return told
+
+
+def rank_name(share: Share, rank: int, host: str) -> str:
+    """How messages call a rank."""
+    node, local_rank = divmod(rank, share.ranks_per_node)
+    which = f", rank {local_rank} of it" if share.ranks_per_node > 1 else ""
+    return f"node {node} ({host}{which})"
 
 
 def host() -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from common.errors import FinetuneError, UserError
 from common.store import Store, StoreError, load_manifest
 from fuyou.commits import CLUSTER, Commits, check_records, check_state
-from fuyou.nodes.agreement import Agreement, host
+from fuyou.nodes.agreement import Agreement, host, rank_name
 from fuyou.share import Share
 from fuyou.tasks import Task
 from fuyou.training_state import TrainingState
@@ -47,12 +47,11 @@ class ClusterCommits(Commits):
         """
         share = self._agreement.share
         told: list[tuple[str, int]] = self._agreement.tell_at_commit((host(), self._checksum(step)))
-        hosts = [name for name, _ in told]
-        for rank, (_, checksum) in enumerate(told):
+        for rank, (name, checksum) in enumerate(told):
             first = rank % share.ranks_per_node  # the rank in the same place of node 0
             if checksum != told[first][1]:
                 raise FinetuneError(
-                    f"After step {step}, {self._agreement.name(rank, hosts)} and {self._agreement.name(first, hosts)} "
+                    f"After step {step}, {rank_name(share, rank, name)} and {rank_name(share, first, told[first][0])} "
                     "hold different parameters (their checksums differ): memory or network of one of them has failed. "
                     f"The step is not committed; step {self.committed_step} is, on all nodes."
                 )
@@ -132,11 +131,7 @@ def agreed_step(everyone: Sequence[Found], share: Share) -> int:
     Raises:
         UserError: there is none, or they have not been ranks of one run.
     """
-    names = [
-        f"node {rank // share.ranks_per_node} ({found.host}"
-        + (f", rank {rank % share.ranks_per_node} of it)" if share.ranks_per_node > 1 else ")")
-        for rank, found in enumerate(everyone)
-    ]
+    names = [rank_name(share, rank, found.host) for rank, found in enumerate(everyone)]
     problems = [f"{name}: {found.problem}" for name, found in zip(names, everyone, strict=True) if found.problem]
     if problems:
         if len(problems) == len(everyone):

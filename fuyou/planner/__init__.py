@@ -1,7 +1,7 @@
 """Plans before running: whether a run fits, how fast it will be, and what bounds it. Needs no weights, GPU or SSD."""
 
 from fuyou.planner.choose import Choice, choose, profile_of, workload_of
-from fuyou.planner.machine import Machine, preset_machine, profiled_machine
+from fuyou.planner.machine import Machine, one_of_several, preset_machine, profiled_machine
 from fuyou.planner.paper import PaperScheme
 from fuyou.planner.plan import Plan, plan
 from fuyou.planner.training import Training, training
@@ -13,6 +13,7 @@ __all__ = [
     "Plan",
     "Training",
     "choose",
+    "one_of_several",
     "plan",
     "preset_machine",
     "profile_of",

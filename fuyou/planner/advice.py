@@ -31,6 +31,41 @@ class Change:
     """Tokens per second over what they are now; None if now there is no plan that fits, and then there is."""
 
 
+@dataclass(frozen=True)
+class RarerCommits:
+    """A run that commits every N-th step only."""
+
+    every: int
+    """N: a crash loses up to so many steps."""
+    step_seconds: float
+    """On average."""
+    written_bytes_per_day: float
+    drive_days: float | None
+    """Until the drives' warranted writes are used up; None if nobody says how many these are."""
+
+
+def rarer_commits(base: Plan, every: int = 8) -> RarerCommits | None:
+    """What it would bring to commit every N-th step only; None where no record lives in host memory: nothing then."""
+    if base.memory is None or not base.memory.resident:
+        return None
+    evaluator = Evaluator(base.training, base.machine)
+    candidate = Candidate(base.memory.batch.micro_rows, base.deferred_fraction, base.keeping)
+    others = evaluator.uncommitted(candidate)
+    seconds = (base.step_seconds + (every - 1) * others.step_seconds) / every
+    written = (base.written_bytes + (every - 1) * others.tasks.ssd_written_bytes()) / every
+    per_day = written * 86400 / seconds
+    endurance = base.machine.endurance_bytes
+    return RarerCommits(every, seconds, per_day, endurance / per_day if endurance is not None and per_day else None)
+
+
+def clipping_cost(base: Plan) -> float | None:
+    """How many times as long a step takes because of clipping by the global norm, which defers every update."""
+    if not base.training.clips or base.memory is None:
+        return None
+    near = Candidate(base.memory.batch.micro_rows, 0.0, base.keeping)
+    return base.step_seconds / quick(Evaluator(replace(base.training, clips=False), base.machine), near).step_seconds
+
+
 def largest_batch(training: Training, machine: Machine) -> int:
     """Most sequences per step that fit (at most :data:`MOST_ROWS`); 0 if not even one does."""
 
@@ -89,7 +124,7 @@ def _changes(base: Plan) -> Iterator[tuple[str, Training, Machine]]:
 
     def busy(resource: Resource) -> bool:
         """Whether ``resource`` is busy long enough for more of it to help."""
-        return not base.fits or base.busy[resource] > 0.5 * base.step_seconds
+        return not base.fits or base.busy.get(resource, 0.0) > 0.5 * base.step_seconds
 
     def faster(**factors: float) -> Machine:
         return replace(machine, rates=replace(rates, **{name: getattr(rates, name) * f for name, f in factors.items()}))
@@ -103,8 +138,10 @@ def _changes(base: Plan) -> Iterator[tuple[str, Training, Machine]]:
         yield "a device twice as fast", job, faster(flops_per_second=2)
     if busy(Resource.HOST_TO_DEVICE) or busy(Resource.DEVICE_TO_HOST):
         yield "a link twice as fast", job, faster(upload_bytes_per_second=2, download_bytes_per_second=2)
+    if base.fits and busy(Resource.INTER_NODE):
+        yield "a network twice as fast", job, faster(across_bytes_per_second=2)
     yield (
-        f"{format_bytes(2 * machine.host_bytes)} of host memory",
+        f"{format_bytes(2 * machine.host_bytes * job.shape.share.ranks_per_node)} of host memory",
         job,
         replace(machine, host_bytes=2 * machine.host_bytes),
     )
@@ -114,11 +151,11 @@ def _changes(base: Plan) -> Iterator[tuple[str, Training, Machine]]:
             replace(machine, device_bytes=2 * machine.device_bytes),
         )  # fmt: skip
     if base.fits and (busy(Resource.SSD) or busy(Resource.ADAM)):
-        yield f"a batch of {2 * job.rows}", job.with_batch(2 * job.rows), machine
+        yield f"a batch of {2 * job.rows * job.shape.share.world_size}", job.with_batch(2 * job.rows), machine
     if not base.fits and job.rows > 1:
         rows = largest_batch(job, machine)
         if 0 < rows < job.rows:
-            yield f"a batch of {rows}", job.with_batch(rows), machine
+            yield f"a batch of {rows * job.shape.share.world_size}", job.with_batch(rows), machine
     if job.clips:
         yield "no clipping (--max-grad-norm 0)", replace(job, clips=False), machine
     precision = job.shape.precision

@@ -204,7 +204,11 @@ class Evaluator:
     def _kernels(self) -> str:
         return "cpu" if self.machine.cpu else "cuda"
 
-    def _evaluate(self, candidate: Candidate, merged: bool) -> Evaluation:
+    def uncommitted(self, candidate: Candidate) -> Evaluation:
+        """The same steps if none of them is committed: what lives in host memory is not written."""
+        return self._evaluate(candidate, merged=True, commit=False)
+
+    def _evaluate(self, candidate: Candidate, merged: bool, commit: bool = True) -> Evaluation:
         training, memory = self.training, self.memory(candidate)
         layers = len(training.shape.blocks)
         plan = merge_micro_batches(memory, layers) if merged else memory
@@ -213,7 +217,7 @@ class Evaluator:
         rates = replace(self.rates, keep_seconds=self._keep_seconds(kept_bytes, memory.batch.micro_tokens))
         simulation, tasks = simulate(
             training.shape, plan, rates, self.deferred(candidate), _STEPS, training.clips,
-            self.recomputation(candidate, memory.batch.micro_rows),
+            self.recomputation(candidate, memory.batch.micro_rows), commit,
         )  # fmt: skip
         left_out = 1 - sum(recomputation.fraction(layer) for layer in range(layers)) / layers
         again = (training.hardware_flops_per_token - training.model_flops_per_token) * training.tokens
@@ -260,4 +264,17 @@ def busy_seconds(tasks: StepList, rates: Rates) -> dict[Resource, float]:
         Resource.SSD: tasks.ssd_read_bytes() / rates.read_bytes_per_second
         + tasks.ssd_written_bytes() / rates.write_bytes_per_second,
         Resource.ADAM: moved[Resource.ADAM] / rates.adam_parameters_per_second,
+        **_network_seconds(tasks, moved, rates),
     }
+
+
+def _network_seconds(tasks: StepList, moved: dict[Resource, float], rates: Rates) -> dict[Resource, float]:
+    """The same of what connects ranks; nothing of that, where there is one."""
+    result = {}
+    for resource, rate in (
+        (Resource.INTRA_NODE, rates.inside_bytes_per_second), (Resource.INTER_NODE, rates.across_bytes_per_second)
+    ):  # fmt: skip
+        messages = sum(task.op.resource is resource for task in tasks.tasks)
+        if messages:
+            result[resource] = moved[resource] / rate + messages * rates.message_seconds
+    return result

@@ -19,6 +19,9 @@ MEMORY_BYTES_PER_PARAMETER = 58
 #: Copy bandwidth of host memory. More than a quarter of a tebibyte does not go into a desktop.
 DESKTOP_MEMORY = 256 << 30
 DESKTOP_BANDWIDTH, SERVER_BANDWIDTH = 60e9, 160e9
+#: Seconds that an exchange between ranks takes beside its bytes, where nobody has measured it: a round trip on Ethernet
+#: through the kernel, and waking up threads on both ends.
+EXCHANGE_SECONDS = 100e-6
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,36 @@ class Machine:
             store_bytes=None if self.store_bytes is None else int(self.store_bytes * factor),
             endurance_bytes=None if self.endurance_bytes is None else int(self.endurance_bytes * factor),
         )  # fmt: skip
+
+
+def one_of_several(machine: Machine, nodes: int, ranks_per_node: int, network_bytes_per_second: float) -> Machine:
+    """What one rank has of its node in a cluster of such machines, each with ``ranks_per_node`` devices.
+
+    Drives, host memory, optimizer and network are shared by the ranks of a node, which use them alike.
+
+    Args:
+        network_bytes_per_second: of a node, each way.
+    """
+    share, rates = 1 / ranks_per_node, machine.rates
+    shared = replace(
+        rates,
+        read_bytes_per_second=rates.read_bytes_per_second * share,
+        write_bytes_per_second=rates.write_bytes_per_second * share,
+        adam_parameters_per_second=rates.adam_parameters_per_second * share,
+        inside_bytes_per_second=min(rates.upload_bytes_per_second, rates.download_bytes_per_second),
+        across_bytes_per_second=network_bytes_per_second * share,
+        message_seconds=EXCHANGE_SECONDS,
+    )
+    assumptions = [f"an exchange between ranks takes {EXCHANGE_SECONDS * 1e6:.0f} microseconds beside its bytes"]
+    if ranks_per_node > 1:
+        assumptions.append("the GPUs of a node exchange data as fast as they do with the host")
+    return replace(
+        machine, rates=shared, host_bytes=machine.host_bytes // ranks_per_node,
+        store_bytes=None if machine.store_bytes is None else machine.store_bytes // ranks_per_node,
+        endurance_bytes=None if machine.endurance_bytes is None else machine.endurance_bytes // ranks_per_node,
+        drives_limit=None if machine.drives_limit is None else machine.drives_limit * share,
+        assumptions=(*machine.assumptions, *assumptions),
+    )  # fmt: skip
 
 
 def preset_machine(

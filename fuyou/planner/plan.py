@@ -77,13 +77,18 @@ class Plan:
 
     @property
     def read_bytes(self) -> int:
-        """From SSD, per step."""
+        """From SSD, per step and rank."""
         return self.tasks.ssd_read_bytes() if self.tasks else 0
 
     @property
     def written_bytes(self) -> int:
-        """To SSD, per step."""
+        """To SSD, per step and rank."""
         return self.tasks.ssd_written_bytes() if self.tasks else 0
+
+    @property
+    def sent_bytes(self) -> int:
+        """To other nodes, per step and rank."""
+        return self.tasks.sent_bytes() if self.tasks else 0
 
     @property
     def written_bytes_per_day(self) -> float:
@@ -115,7 +120,9 @@ class Plan:
             "fits": self.fits,
             "missing": list(self.missing),
             "parameters": self.training.parameters,
-            "batch_size": self.training.rows,
+            "nodes": self.training.shape.share.nodes,
+            "ranks_per_node": self.training.shape.share.ranks_per_node,
+            "batch_size": self.training.rows * self.training.shape.share.world_size,
             "seq_len": self.training.seq_len,
             "device": self.machine.device,
             "drives": self.machine.drives,
@@ -131,6 +138,7 @@ class Plan:
             "ssd_bytes": self.ssd_bytes,
             "ssd_read_bytes_per_step": number(self.read_bytes),
             "ssd_written_bytes_per_step": number(self.written_bytes),
+            "network_sent_bytes_per_step": number(self.sent_bytes),
             "ssd_written_bytes_per_day": number(known and self.written_bytes_per_day),
             "drive_life_days": number(known and self.drive_days),
             "micro_batch": batch and batch.micro_rows,
@@ -148,14 +156,20 @@ def gpu_bound_tokens(training: Training, machine: Machine) -> float:
     ``T* = peak / 8 x max(14/R + 12/W, 1/adam)`` for states of 10 bytes beside parameters of 2, with R and W the rates
     of all drives together; 8 FLOPs per parameter and token are forward, recomputation and backward. Deferral has to
     spread the traffic evenly over the step for that.
+
+    Of N nodes with M ranks, each rank moves ``(4 + 10/N) / M`` and ``(2 + 10/N) / M`` bytes, updates one parameter of
+    N M, and sends ``4 (N - 1) / (N M)`` bytes to other nodes.
     """
-    precision, rates = training.shape.precision, machine.rates
-    written = precision.parameter_bytes + precision.state_bytes
+    precision, rates, share = training.shape.precision, machine.rates, training.shape.share
+    written = (precision.parameter_bytes + precision.state_bytes / share.nodes) / share.ranks_per_node
+    read = written + precision.parameter_bytes / share.ranks_per_node
+    sent = (precision.gradient_bytes + precision.parameter_bytes) * (share.nodes - 1) / share.world_size
     seconds_per_parameter = max(
-        (written + precision.parameter_bytes) / rates.read_bytes_per_second + written / rates.write_bytes_per_second,
-        1 / rates.adam_parameters_per_second,
+        read / rates.read_bytes_per_second + written / rates.write_bytes_per_second,
+        1 / (share.world_size * rates.adam_parameters_per_second),
+        sent / rates.across_bytes_per_second,
     )
-    return rates.flops_per_second / 8 * seconds_per_parameter
+    return rates.flops_per_second / 8 * seconds_per_parameter * share.world_size
 
 
 def plan(training: Training, machine: Machine) -> Plan:

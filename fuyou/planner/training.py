@@ -9,9 +9,11 @@ from transformers import PreTrainedConfig
 
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
 from common.models.presets import load_config
+from fuyou.frozen import FrozenDtype
 from fuyou.keeping import Keeping
 from fuyou.open_model import OpenModel
 from fuyou.records import Precision
+from fuyou.share import Share
 from fuyou.stack import StreamedModel
 from fuyou.step_shape import StepShape
 
@@ -28,7 +30,7 @@ class Training:
     """The model, on the meta device."""
     shape: StepShape
     rows: int
-    """Sequences per step."""
+    """Sequences per step, of each rank where there are several."""
     seq_len: int
     model_flops_per_token: float
     """Recomputation not counted."""
@@ -57,8 +59,12 @@ class Training:
 
     @property
     def tokens(self) -> int:
-        """Of one step."""
-        return self.rows * self.seq_len
+        """Of one step, of all ranks together."""
+        return self.rows * self.seq_len * self.shape.share.world_size
+
+    def among(self, share: Share) -> "Training":
+        """The same batch, as nearly as it divides, on several ranks: what one of them does of it."""
+        return replace(self, shape=self.shape.shared(share), rows=-(-self.rows // share.world_size))
 
     def with_batch(self, rows: int) -> "Training":
         """The same with another number of sequences per step."""
@@ -86,6 +92,7 @@ def training(
     deferred_fraction: float | None = None,
     host_cache: int | None = None,
     adapters: PeftConfig | None = None,
+    frozen: FrozenDtype = FrozenDtype.PLAIN,
 ) -> Training:
     """Look at a model without its weights: half a second for 160 layers.
 
@@ -94,13 +101,14 @@ def training(
         rows, seq_len: of a batch.
         precision: None computes in bf16 with fp32 moments.
         adapters: what is trained, if the weights are frozen.
+        frozen: how frozen matrices are kept.
 
     Raises:
         UserError: no such model, or one that cannot be streamed.
     """
     precision = precision or Precision(torch.bfloat16, torch.float32)
     config, _ = load_config(model)
-    opened = OpenModel(config, precision, torch.device("cpu"), adapters)
+    opened = OpenModel(config, precision, torch.device("cpu"), adapters, frozen=frozen)
     meta = opened.stack.model
     name = os.fspath(model) if not isinstance(model, PreTrainedConfig) else type(meta).__name__
     return Training(

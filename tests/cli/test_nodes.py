@@ -64,14 +64,17 @@ def test_two_ranks_train_as_the_engine_does_and_three_go_on(
 ) -> None:
     output, report = tmp_path / "out", tmp_path / "report.json"
     command = ("--model", checkpoint, "--data", data, *COMMON, "--eval-data", data, "--output", output, "--nodes", 1)
-    done = finetune(*command, "--gpus-per-node", 2, "--micro-batch", 1, "--steps", 5, "--no-save", "--report", report)
+    planned = ("--strategy", "auto", "--cluster", "a800-hdr")
+    first = ("--gpus-per-node", 2, "--micro-batch", 1, "--steps", 5, "--no-save", "--report", report, *planned)
+    done = finetune(*command, *first)
     assert done.status == 0, done.err
+    assert re.search(r"^strategy \S+; the planner expects .* per step$", done.out, re.MULTILINE)
     assert "2 ranks on the CPU in fp32" in done.out and "step 5/5: loss " in done.out
     assert json.loads(report.read_text())["network_sent_bytes_per_step"] == 0
     assert done.err == ""
     again = finetune(*command, "--gpus-per-node", 2, "--steps", 8)
     assert again.status == 2 and "--resume to continue it" in again.err
-    done = finetune(*command, "--gpus-per-node", 3, "--steps", 8, "--resume")
+    done = finetune(*command, "--gpus-per-node", 3, "--steps", 8, "--resume", "--strategy", "N/I/G", "--levels", "3,1")
     assert done.status == 0, done.err
     assert "resume   after step 5 of 8" in done.out
     same(history(output), reference[0])

@@ -2,17 +2,19 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from common.errors import UserError
+from common.errors import FinetuneError, UserError
 from common.models.adapters import ALL_LINEAR, AdapterOptions
-from fuyou.nodes.commits import Found, agreed_step
+from fuyou.nodes.commits import ClusterCommits, Found, agreed_step
 from fuyou.records import PAGE_ELEMENTS
 from fuyou.share import Share
+from fuyou.tasks import Op, Task
 from tests.fcdp import engine_cases as cases
 from tests.fcdp.engine_cases import Run
 from tests.fcdp.pool import Pool
@@ -103,6 +105,17 @@ def test_agreed_step() -> None:
     assert agreed_step([found(0, 7, 6), found(1, 7, 6)], NODES) == 7
     assert agreed_step([found(0, 7, 6), found(1, 8, 7)], NODES) == 7
     assert agreed_step([found(0, 1, 0), found(1, 0)], NODES) == 0
+
+
+def test_nodes_that_hold_different_parameters() -> None:
+    """The second node's checksum differs: all ranks stop before anything is committed."""
+    told = [("a", 5), ("a", 7), ("b", 5), ("b", 8)]
+    agreement: Any = SimpleNamespace(share=Share(2, 2), tell_at_commit=lambda value: told)
+    state: Any = SimpleNamespace(step=3)
+    commits = ClusterCommits(agreement, "abc", lambda step: 5, None, state, False)
+    with pytest.raises(FinetuneError, match=r"step 4, node 1 \(b, rank 1 of it\) and node 0 \(a, rank 1 of it\) hold"):
+        commits.commit(Task(Op.COMMIT, [], step=4))
+    assert commits.committed_step == 3
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ Lanes = dict[tuple[str, str], list[dict[str, Any]]]
 
 def read(path: Path) -> Lanes:
     """Events by the names of their group and lane; checks what holds for every trace."""
+    check_format(path)
     events = json.loads(path.read_text())["traceEvents"]
     groups = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
@@ -44,6 +45,31 @@ def read(path: Path) -> Lanes:
             assert event["ts"] >= free, "no two overlap, and none is before the step"
             free = event["ts"] + event["dur"]
     return lanes
+
+
+def check_format(path: Path) -> None:
+    """What ui.perfetto.dev asks of a Chrome trace in JSON (its "Trace Event Format"), which cannot be opened here."""
+    content = json.loads(path.read_text())
+    assert content["displayTimeUnit"] in ("ms", "ns")
+    lanes: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
+    named: set[tuple[int, int]] = set()
+    for event in content["traceEvents"]:
+        assert isinstance(event["pid"], int) and isinstance(event["tid"], int) and isinstance(event["name"], str)
+        where = event["pid"], event["tid"]
+        if event["ph"] == "M":
+            arguments = {"process_name": "name", "thread_name": "name"}.get(event["name"], "sort_index")
+            assert event["name"].startswith(("process_", "thread_")) and set(event["args"]) == {arguments}
+            named.add(where)
+        else:
+            assert event["ph"] == "X" and event["cat"] and isinstance(event["args"], dict)
+            assert isinstance(event["ts"], int) and isinstance(event["dur"], int), "microseconds"
+            assert event["ts"] >= 0 and event["dur"] >= 0
+            lanes[where].append(event)
+    assert lanes.keys() <= named
+    assert len({tid for _, tid in lanes}) == len(lanes), "a thread belongs to one process"
+    for lane in lanes.values():
+        stamps = [event["ts"] for event in lane]
+        assert stamps == sorted(stamps)
 
 
 def length(events: list[dict[str, Any]]) -> float:

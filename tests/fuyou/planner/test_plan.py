@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig
 
 from fuyou.planner import Machine, Training, plan, training
-from fuyou.planner.advice import best_changes, largest_batch
+from fuyou.planner.advice import best_changes, clipping_cost, largest_batch, rarer_commits
 from fuyou.planner.evaluate import NOTHING, Candidate, Evaluator
 from fuyou.planner.plan import gpu_bound_tokens
 from fuyou.records import Precision
@@ -149,9 +149,27 @@ def test_the_largest_batch_fits_and_a_larger_does_not(job: Training) -> None:
     assert not plan(job.with_batch(2 * most), on).fits
 
 
-def test_clipping_defers_everything(job: Training) -> None:
+def test_clipping_defers_everything_and_says_what_it_costs(job: Training) -> None:
     result = plan(replace(job, clips=True), machine())
     assert result.deferred_fraction == 1.0
+    balanced = machine(Rates(1e11, 1e10, 1e10, 3e8, 3e8, 1e9), host=140 << 20)
+    clipped, free = (plan(replace(job, clips=clips), balanced) for clips in (True, False))
+    cost = clipping_cost(clipped)
+    assert cost == pytest.approx(clipped.step_seconds / free.step_seconds, rel=0.05)
+    assert clipping_cost(free) is None
+
+
+def test_rarer_commits_write_what_streams_and_the_rest_every_nth_time(job: Training) -> None:
+    slow = replace(FAST, read_bytes_per_second=1e8, write_bytes_per_second=1e8)
+    everything = plan(job, machine(slow, host=1 << 30, endurance_bytes=10**12))
+    assert everything.memory is not None and len(everything.memory.resident) == len(job.shape.records)
+    rarer = rarer_commits(everything, 4)
+    assert rarer is not None
+    assert rarer.step_seconds == pytest.approx(everything.step_seconds / 4, rel=0.1)
+    written = rarer.written_bytes_per_day * rarer.step_seconds / 86400
+    assert written == pytest.approx(everything.written_bytes / 4)
+    assert rarer.drive_days == pytest.approx(10**12 / rarer.written_bytes_per_day)
+    assert rarer_commits(plan(job, machine(slow, host=140 << 20))) is None, "nothing lives in host memory"
 
 
 def test_merged_micro_batches_predict_what_all_of_them_do(job: Training) -> None:

@@ -1,0 +1,78 @@
+"""Work is counted while it runs alone and beside other work."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from common.errors import FinetuneError
+from fuyou.profiling import beside
+from fuyou.profiling.beside import Repeated, measure_contention, pieces_per_second
+from fuyou.profiling.optimizer import Pump
+from fuyou.tasks import Resource
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside, "WINDOW_SECONDS", 0.1)
+    monkeypatch.setattr(beside, "WARM_SECONDS", 0.02)
+
+
+def taking_turns(lock: threading.Lock, seconds: float) -> Callable[[], None]:
+    """Work of this length of which only one piece goes on at a time."""
+
+    def work() -> None:
+        with lock:
+            time.sleep(seconds)
+        time.sleep(0)  # or the other one would not get the lock
+
+    return work
+
+
+def test_what_shares_nothing_keeps_its_speed_and_what_takes_turns_loses_half() -> None:
+    apart = {
+        Resource.GPU: Repeated(lambda: time.sleep(0.005)),
+        Resource.ADAM: Repeated(lambda: time.sleep(0.01)),
+        Resource.SSD: Repeated(lambda: time.sleep(0.004)),
+    }
+    alone, contention = measure_contention(apart)
+    assert alone[Resource.GPU] == pytest.approx(2 * alone[Resource.ADAM], rel=0.3)
+    assert len(contention.speeds) == 4
+    assert all(0.6 < speed <= 1 for speeds in contention.speeds.values() for speed in speeds.values())
+    lock = threading.Lock()
+    shared = {one: Repeated(taking_turns(lock, 0.005)) for one in (Resource.GPU, Resource.ADAM)}
+    _, contention = measure_contention(shared)
+    (speeds,) = contention.speeds.values()
+    assert sum(speeds.values()) == pytest.approx(1, abs=0.3)
+
+
+def test_pairs_that_matter_less_are_not_combined_further() -> None:
+    workers = {
+        one: Repeated(lambda: time.sleep(0.002)) for one in (Resource.GPU, Resource.ADAM, Resource.HOST_TO_DEVICE)
+    }
+    _, contention = measure_contention(workers, [(Resource.GPU, Resource.HOST_TO_DEVICE)])
+    assert set(contention.speeds) == {
+        frozenset({Resource.GPU, Resource.ADAM}), frozenset({Resource.GPU, Resource.HOST_TO_DEVICE})
+    }  # fmt: skip
+
+
+def test_work_that_never_ends_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside, "_LONGEST_SECONDS", 0.2)
+    with pytest.raises(FinetuneError, match="a drive hangs"):
+        pieces_per_second([Repeated(lambda: time.sleep(0.5))])
+
+
+def test_a_pump_sends_again_what_was_answered_and_hears_of_a_failure() -> None:
+    sent: list[int] = []
+    pump = Pump(sent.append, [3, 5])
+    pump.start()
+    pump.answered(5)
+    assert sent == [3, 5, 5] and len(pump.ends) == 1
+    threading.Timer(0.05, lambda: [pump.answered(one) for one in (3, 5)]).start()
+    pump.stop()
+    assert sent == [3, 5, 5] and len(pump.ends) == 3
+    pump.start()
+    pump.fail(FinetuneError("gone"))
+    with pytest.raises(FinetuneError, match="gone"):
+        pump.stop()
