@@ -68,6 +68,7 @@ class Commits:
                 json.dump(description, file)
                 file.flush()
                 os.fsync(file.fileno())
+            sync_directory(beside)  # or a power cut could leave a commit without some of its files
             older = list(self.directory.glob("step-*"))
             shutil.rmtree(self._folder(step), ignore_errors=True)
             beside.rename(self._folder(step))

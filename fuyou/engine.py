@@ -14,6 +14,7 @@ from peft import PeftConfig
 from transformers import PreTrainedConfig
 
 from common.errors import FinetuneError, UserError
+from common.hardware import memory_available_bytes
 from common.memory_meter import PeakMeter, proportional_set_bytes
 from common.models.adapters import MERGED, AdapterOptions
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
@@ -21,7 +22,7 @@ from common.models.presets import load_config
 from common.store import DirectoryLock, Layout, Store
 from common.store.directories import usable
 from common.store.sealed import sync_directory
-from common.units import parse_bytes
+from common.units import format_bytes, parse_bytes
 from fuyou.accounting import Accounting, StepReport
 from fuyou.adam import AdamConfig, Update
 from fuyou.checksums import RecordSums
@@ -332,6 +333,13 @@ class Engine:
         context = getattr(self.config.get_text_config(), "max_position_embeddings", None) or 2048
         rows, seq_len = batch_shape or (options.micro_batch or 1, min(context, 2048))
         self.memory_plan = self._planner.plan(rows, seq_len, options.micro_batch)
+        available = memory_available_bytes()
+        if self.memory_plan.host_bytes > available:
+            raise UserError(
+                f"This run would take {format_bytes(self.memory_plan.host_bytes)} of host memory, and "
+                f"{format_bytes(available)} are available (other programs and control groups counted): the system "
+                "would end it on the way. Lower --host-memory, or end what takes the memory."
+            )
         layout = Layout(len(self._ssd))
         self._extents = allocate_extents(layout, self._shape.records, slots)
         folders = [path / run_name for path in self._ssd]

@@ -111,9 +111,20 @@ def _read(reader: str, path: Path, scratch: Path) -> Iterator[dict[str, Any]]:
             for values in zip(*batch.values(), strict=True):
                 yield dict(zip(columns, values, strict=True))
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: {error}.") from error
+        raise UserError(f"{path}{_line_not_text(path)} is not UTF-8 text: {error}.") from error
     except (ValueError, OSError) as error:  # pyarrow's and pandas' errors are ValueErrors
         raise UserError(f"{path} cannot be read: {error}") from error
+
+
+def _line_not_text(path: Path) -> str:
+    """``, line 7``: the first that is not UTF-8."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return f", line {number},"
+    return ""
 
 
 def _open_stream(reader: str, path: Path, scratch: Path) -> Any:
@@ -154,7 +165,7 @@ def _has_record_per_line(path: Path) -> bool:
         first = file.readline().removeprefix(b"\xef\xbb\xbf")
     try:
         json.loads(first)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 
@@ -175,6 +186,8 @@ def _parse_lines(path: Path, lines: Iterator[dict[str, Any]]) -> Iterator[dict[s
             raise UserError(
                 f"{path}, line {number} is not JSON ({error.msg} at column {error.colno}): {shown}"
             ) from error
+        except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
+            raise UserError(f"{path}, line {number} is JSON that no reader takes ({error}): {shown}") from error
         if not isinstance(record, dict):
             raise UserError(f'{path}, line {number}: expected an object such as {{"text": "..."}}, found {shown}')
         if "\\ud" in line.lower():  # may hold half a surrogate pair, which tokenizers do not take

@@ -24,6 +24,9 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 
+_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+
 
 @dataclass(frozen=True)
 class Stored:
@@ -89,7 +92,7 @@ def read_header(file: Path) -> dict[str, Stored]:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             # Before reading: a damaged length must not become an allocation of that many bytes.
-            if size < 8 or length > size - 8:
+            if size < 8 or length > min(size - 8, _HEADER_BYTES):
                 raise FinetuneError(f"{file} is damaged: {size:,} bytes end inside its header. Download it again.")
             header = json.loads(stream.read(length))
             entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
@@ -100,7 +103,7 @@ def read_header(file: Path) -> dict[str, Stored]:
             found = {name: Stored(file, _DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in entries}
     except OSError as error:
         raise FinetuneError(f"Cannot read {file}: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise FinetuneError(
             f"{file} is damaged: its header is not that of a safetensors file ({error!r:.200}). Download it again."
         ) from error
@@ -133,8 +136,10 @@ def _shard_files(directory: Path) -> dict[Path, list[str]]:
     files: dict[Path, list[str]] = {}
     try:
         for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+            if Path(file).name != file:
+                raise ValueError(f"{file} is not the name of a file in this directory")
             files.setdefault(directory / file, []).append(name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FinetuneError(f"{index} is damaged ({error!r:.200}). Download it again.") from error
     for file, names in files.items():
         if not file.is_file():

@@ -64,8 +64,16 @@ class Identity:
                 f"{directory} holds a run in format {version}, and this version of the program reads format {FORMAT}. "
                 "Continue it with the version that began it, or take another directory."
             )
-        content["layout"] = Layout.from_dict(content["layout"])
-        return cls(**content)
+        try:
+            content["layout"] = Layout.from_dict(content["layout"])
+            identity = cls(**content)
+            if not 0 <= identity.index < identity.count == identity.layout.directories:
+                raise ValueError(f"directory {identity.index} of {identity.count}")
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise StoreError(
+                f"{directory / IDENTITY_FILE} describes no store that this program makes ({error}): was it edited?"
+            ) from error
+        return identity
 
 
 def prepare(directories: Sequence[Path], layout: Layout, overwrite: bool) -> tuple[list[Path], Identity]:

@@ -14,6 +14,9 @@ ALIGNMENT = 4096
 LARGEST_UNIT = 4 << 20
 """Bytes of the largest single I/O. Larger ones gain nothing; smaller ones cost calls."""
 
+LARGEST_FILE = 1 << 60
+"""Bytes. Nothing that says it is larger is believed."""
+
 
 def whole_pages(nbytes: int) -> int:
     """``nbytes`` rounded up to a multiple of ``ALIGNMENT``."""
@@ -117,10 +120,19 @@ class Layout:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> "Layout":
-        """The layout that ``to_dict`` described."""
+        """The layout that ``to_dict`` described.
+
+        Raises:
+            ValueError, TypeError, KeyError, AttributeError: it describes something else.
+        """
         layout = cls(content["directories"])
         for name, extents in content["files"].items():
             for offset, nbytes, unit in extents:
+                if not all(type(number) is int for number in (offset, nbytes, unit)):
+                    raise TypeError(f"an extent of {name} at {offset!r} of {nbytes!r} bytes by {unit!r}")
+                sensible = offset == layout._file_bytes.get(name, 0) and 0 < nbytes < LARGEST_FILE
+                if not sensible or unit % ALIGNMENT or not 0 < unit <= LARGEST_UNIT:
+                    raise ValueError(f"an extent of {name} at {offset} of {nbytes} bytes by {unit}")
                 layout._append(Extent(name, offset, nbytes, unit))
         return layout
 

@@ -77,3 +77,10 @@ def test_a_hung_optimizer_process_is_noticed_and_killed(tmp_path: Path, monkeypa
     with small_engine(tmp_path, lr=1e-3, resume=True) as engine:
         assert engine.step_count == 1
         assert train(engine, 1) != losses
+
+
+def test_memory_that_is_not_there_is_missed_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fuyou.engine.memory_available_bytes", lambda: 10 << 20)
+    with pytest.raises(UserError, match=r"would take .* of host memory, and 10.* available"):
+        small_engine(tmp_path)
+    assert list(tmp_path.iterdir()) == []

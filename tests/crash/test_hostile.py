@@ -1,0 +1,145 @@
+"""Files that mean harm, or make no sense: one message each, and never more memory or another file than they are."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.data.files import read_records, reading
+from common.errors import FinetuneError, UserError
+from common.models.shards import INDEX, Shards
+from common.store import Layout, StoreError
+from common.store.directories import FORMAT, IDENTITY_FILE, Identity
+from common.store.sealed import write_sealed
+from fuyou.training_state import FORMAT as STATE_FORMAT
+from fuyou.training_state import TrainingState
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+def layout() -> dict:
+    whole = Layout(2)
+    whole.allocate("weights.0", 10_000)
+    whole.allocate("weights.0", 20_000_000)
+    return whole.to_dict()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store")
+
+
+@settings(max_examples=100)
+@given(field=st.sampled_from(["store", "index", "count", "complete", "layout", "more"]), value=anything)
+def test_an_identity_of_any_content_is_taken_or_refused(place: Path, field: str, value: object) -> None:
+    content = {"format": FORMAT, "store": "x", "index": 1, "count": 2, "complete": True, "layout": layout()}
+    write_sealed(place / IDENTITY_FILE, content | {field: value})
+    try:
+        identity = Identity.read(place)
+    except FinetuneError:
+        return
+    assert identity is not None and identity.layout == Layout.from_dict(layout())
+
+
+@pytest.mark.parametrize(
+    "extent",
+    [[0, 1 << 62, 4096], [0, -1, 4096], [4096, 10, 4096], [0, 10, 0], [0, 10, 1 << 40], [0, 10, 100], [0, 1.5, 4096]],
+)
+@pytest.mark.parametrize("name", ["weights.0", "../weights", "/etc/passwd", "..", ""])
+def test_absurd_extents_and_names_are_refused(place: Path, extent: list, name: str) -> None:
+    described = {"directories": 1, "files": {name: [extent]}}
+    content = {"format": FORMAT, "store": "x", "index": 0, "count": 1, "complete": True, "layout": described}
+    write_sealed(place / IDENTITY_FILE, content)
+    with pytest.raises(StoreError, match="describes no store"):
+        Identity.read(place)
+
+
+@settings(max_examples=100)
+@given(
+    changed=st.dictionaries(
+        st.sampled_from(["step", "slot", "slots", "random", "user", "checksums", "torn", "format", "unknown"]),
+        anything, min_size=1, max_size=3,
+    )
+)  # fmt: skip
+def test_a_state_of_any_content_is_taken_or_refused(changed: dict) -> None:
+    good = TrainingState(3, 1, "id", "model", "bf16", "fp32", 2).to_dict()
+    try:
+        state = TrainingState.from_dict({**good, **changed})
+    except FinetuneError:
+        return
+    assert 0 <= state.slot < state.slots <= 2 and isinstance(state.user, dict)
+
+
+def test_a_state_of_an_older_version_is_refused_with_both_numbers() -> None:
+    older = TrainingState(3, 1, "id", "model", "bf16", "fp32", 2).to_dict() | {"format": STATE_FORMAT - 1}
+    with pytest.raises(UserError, match=f"format {STATE_FORMAT - 1}; this version reads format {STATE_FORMAT}"):
+        TrainingState.from_dict(older)
+
+
+@pytest.mark.parametrize("file", ["../other.safetensors", "/etc/passwd", "a/../../b"])
+def test_an_index_names_files_of_its_own_directory_only(tmp_path: Path, file: str) -> None:
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"weight": file}}))
+    with pytest.raises(FinetuneError, match="not the name of a file in this directory"):
+        Shards(tmp_path)
+
+
+def test_a_header_is_read_up_to_the_formats_limit(tmp_path: Path) -> None:
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write((1 << 30).to_bytes(8, "little"))
+        file.truncate(2 << 30)  # sparse
+    with pytest.raises(FinetuneError, match="damaged"):
+        Shards(tmp_path)
+
+
+LINE = '{"text": "hello"}\n'
+
+
+@pytest.mark.parametrize(
+    ("bad", "what"),
+    [
+        (b"[" * 200_000, "line 3"),
+        (b'{"text": ' + b"9" * 5000 + b"}", "line 3"),
+        (b'{"text": "\xff"}', "line 3"),
+        (b"{}{}", "line 3"),
+        (b"null", "line 3"),
+    ],
+    ids=["deep", "digits", "not UTF-8", "two", "null"],
+)
+def test_a_broken_line_is_named(tmp_path: Path, bad: bytes, what: str) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_bytes(LINE.encode() * 2 + bad + b"\n" + LINE.encode())
+    with reading(tmp_path) as scratch, pytest.raises(UserError, match=what) as caught:
+        list(read_records(file, scratch))
+    assert str(file) in str(caught.value)
+
+
+@settings(max_examples=30, deadline=None)
+@given(content=st.binary(max_size=80), kind=st.sampled_from([".jsonl", ".json", ".csv", ".txt", ".parquet"]))
+def test_data_files_of_any_content_are_read_or_refused_by_name(place: Path, content: bytes, kind: str) -> None:
+    file = place / f"data{kind}"
+    file.write_bytes(content)
+    with reading(place) as scratch:
+        try:
+            records, said = list(read_records(file, scratch)), str(file)
+        except UserError as error:
+            records, said = [], str(error)
+    assert str(file) in said and all(isinstance(record, dict) for record in records)
+
+
+def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    file = tmp_path / "data.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["word " * 50] * 2000}), file)
+    content = bytearray(file.read_bytes())
+    content[200:400] = bytes(200)
+    file.write_bytes(content)
+    with reading(tmp_path) as scratch, pytest.raises(UserError, match="cannot be read"):
+        list(read_records(file, scratch))
