@@ -17,21 +17,24 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import click
 import torch
 import torch.distributed as dist
 from netcluster import Cluster, network_bytes, rank_environments
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import fcdp
 from common.errors import FinetuneError
+from fcdp.grouping import find_units, whole_units
 
 REPORT = "REPORT "
 SET_RATE = "SET_RATE "
-STRATEGIES = ("zero3", "hybrid", "fcdp")
+STRATEGIES = ("fsdp2", "fsdp2-hybrid", "fcdp")
+"""FSDP2 untouched, over all ranks or inside nodes; and any strategy that ``fcdp.fully_shard`` knows."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,45 @@ def make_model(case: Case) -> nn.Module:
     return model.train()
 
 
+class Plain:
+    """FSDP2 untouched: over all ranks, or (``hybrid``) inside nodes and replicated over them. Blocks are the same as
+    with our strategies."""
+
+    def __init__(self, model: nn.Module, topology: fcdp.Topology, hybrid: bool, policy: MixedPrecisionPolicy):
+        self._model, self._topology, self._hybrid = model, topology, hybrid
+        shape = (topology.nodes, topology.ranks_per_node) if hybrid else (topology.world_size,)
+        self._shards = shape[-1]
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("nodes", "ranks")[-len(shape) :])
+        units = find_units(model)
+        self._gathered = self._reduced = 0
+        for group in whole_units(units):
+            keep = units[group.unit].keep_after_forward
+            sizes = [(p.requires_grad, self._padded(p) * 2) for p in group.registered()]
+            self._gathered += sum(size for _, size in sizes) * (1 if keep else 2)
+            self._reduced += sum(size for trained, size in sizes if trained)
+            fully_shard(group.modules[0], mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
+
+    def _padded(self, parameter: nn.Parameter) -> int:
+        """Elements, with the first dimension rounded up to a multiple of the shards."""
+        rows = -(-parameter.shape[0] // self._shards) * self._shards
+        return rows * parameter.numel() // parameter.shape[0]
+
+    def set_is_last_micro_batch(self, is_last: bool) -> None:
+        """Gradients cross nodes once per step where they are replicated over them."""
+        if self._hybrid:
+            cast(FSDPModule, self._model).set_requires_all_reduce(is_last)
+
+    def bytes_across_nodes(self, micro_batches: int, *, first_step: bool = False) -> float:
+        """What a node sends per step, by theory: flat rings cross the border of a node once in each direction, and
+        gloo's reduce-scatter is an all-reduce, twice the bytes."""
+        if self._hybrid:
+            return 2 * (self._topology.nodes - 1) / self._topology.nodes * self._reduced
+        return (self._shards - 1) / self._shards * (self._gathered + 2 * self._reduced) * micro_batches
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 class Worker:
     """One rank: trains what the parent asks for, and has it change the rate in between."""
 
@@ -119,12 +161,15 @@ class Worker:
         self.topology.close()
         dist.destroy_process_group()
 
-    def _measure(self, case: Case, strategy: Any) -> None:
+    def _measure(self, case: Case, strategy: str) -> None:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
-        model: Any = fcdp.fully_shard(
-            make_model(case), self.topology, strategy, mp_policy=policy, adapter_groups=self.adapters
-        )
-        sharding = fcdp.sharding(model)
+        model: Any = make_model(case)
+        sharding: Plain | fcdp.Sharding
+        if strategy.startswith("fsdp2"):
+            sharding = Plain(model, self.topology, strategy == "fsdp2-hybrid", policy)
+        else:
+            fcdp.fully_shard(model, self.topology, strategy, mp_policy=policy, adapter_groups=self.adapters)
+            sharding = fcdp.sharding(model)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
         generator = torch.Generator().manual_seed(self.topology.rank)
@@ -211,7 +256,7 @@ def table(results: list[Measured]) -> str:
         "| rate | step, s | exposed, s | of unlimited speed |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    plain = {(r.case, r.rate): r.sent_bytes for r in results if r.strategy == "zero3"}
+    plain = {(r.case, r.rate): r.sent_bytes for r in results if r.strategy == "fsdp2"}
     for r in results:
         off = r.sent_payload / r.formula_bytes - 1 if r.formula_bytes else 0.0
         part = r.sent_bytes / plain[r.case, r.rate] if (r.case, r.rate) in plain else float("nan")
