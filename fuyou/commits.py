@@ -171,8 +171,9 @@ def check_state(store: Store, content: dict[str, Any] | None, wanted: TrainingSt
             "is a mixture of two steps. Begin again with --overwrite (and without --single-slot)."
         )
     for field_name, option in (
-        ("model", "--model"), ("dtype", "--dtype"), ("optimizer_dtype", "--optimizer-dtype"),
-        ("slots", "--single-slot"),
+        # The model's fingerprint comes last: dtypes are a part of it.
+        ("dtype", "--dtype"), ("optimizer_dtype", "--optimizer-dtype"), ("slots", "--single-slot"),
+        ("model", "--model"),
     ):  # fmt: skip
         if getattr(state, field_name) != getattr(wanted, field_name):
             raise UserError(
