@@ -359,6 +359,7 @@ class Engine:
                 check_records(self._store, state)
             else:
                 self._store, state, run = find_common_state(self._agreement, lambda: Store.open(folders, **io), wanted)
+            self._io.begin()
             restore_random_states(state.random, self._device.torch_device)
         else:
             made = [folder for folder in folders if not folder.exists()]

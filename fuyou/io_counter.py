@@ -36,6 +36,10 @@ class IoCounter:
         """Note what ``tasks`` will move."""
         self.planned = _plus(self.planned, (tasks.ssd_read_bytes(), tasks.ssd_written_bytes()))
 
+    def begin(self) -> None:
+        """What has been moved up to now is not training's: looking at what there is to continue."""
+        self._other = self._all
+
     def ended(self, moved: Bytes) -> None:
         """A part has ended, having moved so much: it is not asked any more."""
         self._closed = _plus(self._closed, moved)

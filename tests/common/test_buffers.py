@@ -53,6 +53,7 @@ def test_two_mappings_of_one_memory_file(nbytes: int) -> None:
 
 @KINDS
 def test_the_memory_goes_with_its_last_view(shared: bool) -> None:
+    gc.collect()  # what earlier tests have left
     descriptors = len(os.listdir("/proc/self/fd"))
     buffer = HostBuffer(4 * MIB, shared=shared).touch()
     address = buffer.array.ctypes.data

@@ -25,6 +25,7 @@ def test_a_gap_is_shared_out_along_what_was_waited_for() -> None:
     late = Task(Op.COMPUTE, [second])
     plane = SimpleNamespace(
         device=CpuDevice(),
+        ranks=None,
         take_ssd_intervals=lambda: [RecordInterval(0, 10.5, 11.25)],
         take_adam_intervals=lambda: [RecordInterval(0, 1.0, 3.0)],
     )

@@ -43,7 +43,7 @@ def test_through_json_and_back() -> None:
 
 def test_each_piece_goes_as_fast_as_what_runs_beside_it_lets_it() -> None:
     shape = step_shape(2, False, BF16)
-    simulator = Simulator(shape.records, BF16, replace(FAST, contention=MEASURED), 3, CHUNK)
+    simulator = Simulator(shape.records, replace(FAST, contention=MEASURED), 3, CHUNK)
     ended: dict[Resource, float] = {}
 
     def start(resource: Resource, seconds: float) -> None:
