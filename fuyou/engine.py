@@ -348,7 +348,8 @@ class Engine:
             if self._agreement is None:
                 self._store = Store.open(folders, **io)
                 state = load_state(self._store, wanted)
-                check_records(self._store, state)
+                with self._io.not_counted():
+                    check_records(self._store, state)
             else:
                 self._store, state, run = find_common_state(self._agreement, lambda: Store.open(folders, **io), wanted)
             restore_random_states(state.random, self._device.torch_device)
