@@ -278,6 +278,9 @@ class _Optimizer:
                 width = chunk.precision.state_bytes + (chunk.precision.parameter_bytes if chunk.whole else 0)
                 nbytes = chunk.elements * width
                 self._simulator.drives.submit(1, False, nbytes, lambda: self._wrote(chunk))
+            elif not chunk.resident:  # states that stay in host memory and were read the first time: nothing to write
+                self._free += 1
+                self._read()
             if chunk.last:
                 self._updates.popleft()
                 self._simulator.finish(task)
