@@ -278,7 +278,7 @@ class _Optimizer:
                 width = chunk.precision.state_bytes + (chunk.precision.parameter_bytes if chunk.whole else 0)
                 nbytes = chunk.elements * width
                 self._simulator.drives.submit(1, False, nbytes, lambda: self._wrote(chunk))
-            elif not chunk.resident:  # read once, and in host memory from now on
+            elif not chunk.resident:  # states that stay in host memory and were read the first time: nothing to write
                 self._free += 1
                 self._read()
             if chunk.last:
