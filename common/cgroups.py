@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.mounts import mounts
+
 PROC_SELF = Path("/proc/self")
 
 
@@ -109,13 +111,11 @@ def _membership(controller: str, proc_self: Path) -> tuple[int, str] | None:
 
 def _mounts(controller: str, version: int, proc_self: Path) -> Iterator[tuple[str, Path]]:
     """(root of the mounted part, mount point) of the mounts of that hierarchy."""
-    for line in _read(proc_self / "mountinfo").splitlines():
-        mount, _, source = line.partition(" - ")
-        fields, (kind, _, options) = mount.split(), source.split(" ", 2)
-        if (version == 2 and kind == "cgroup2") or (
-            version == 1 and kind == "cgroup" and controller in options.split(",")
+    for mount in mounts(proc_self / "mountinfo"):
+        if (version == 2 and mount.file_system == "cgroup2") or (
+            version == 1 and mount.file_system == "cgroup" and controller in mount.options.split(",")
         ):
-            yield fields[3], Path(fields[4].encode().decode("unicode_escape"))
+            yield mount.root, Path(mount.point)
 
 
 def _read(path: Path) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.hardware_presets import DrivePreset, drive_preset_of
+from common.mounts import Mount, mounts
 
 IN_MEMORY = ("tmpfs", "ramfs")
 OVER_A_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "ceph", "9p", "glusterfs", "beegfs", "gpfs")
@@ -43,31 +44,29 @@ class Drive:
         return self.file_system.removeprefix("fuse.") in OVER_A_NETWORK
 
 
-def drive_of(directory: Path, sys: Path = Path("/sys"), mounts: Path = Path("/proc/self/mountinfo")) -> Drive:
-    """The drive that ``directory`` is on. ``sys`` and ``mounts`` are for tests."""
-    file_system, number, source = _mount_of(directory.resolve(), mounts)
-    device = _whole_drive(sys, number, source)
+def drive_of(directory: Path, sys: Path = Path("/sys"), listed: Path = Path("/proc/self/mountinfo")) -> Drive:
+    """The drive that ``directory`` is on. ``sys`` and ``listed`` (the mounts) are for tests."""
+    mount = _mount_of(directory.resolve(), listed)
+    device = _whole_drive(sys, mount.device, mount.source)
     if device is None:
-        return Drive(directory, file_system, None, None, False, None, None, None)
+        return Drive(directory, mount.file_system, None, None, False, None, None, None)
     link, full_link = _links(device)
     node = _text(device / "device/numa_node") or _text(device / "device/device/numa_node")
     return Drive(
-        directory, file_system, device.name, _text(device / "device/model") or None,
+        directory, mount.file_system, device.name, _text(device / "device/model") or None,
         _text(device / "queue/rotational") == "1", link, full_link,
         int(node) if node and int(node) >= 0 else None,
     )  # fmt: skip
 
 
-def _mount_of(directory: Path, mounts: Path) -> tuple[str, str, str]:
-    """File system, device number and source of the mount that ``directory`` is in."""
-    best: tuple[int, tuple[str, str, str]] = (-1, ("", "", ""))
-    for line in _text(mounts).splitlines():
-        mount, _, rest = line.partition(" - ")
-        fields, (kind, source, *_) = mount.split(), rest.split()
-        point = fields[4].encode().decode("unicode_escape")
-        if directory.is_relative_to(point) and len(point) >= best[0]:  # later mounts hide earlier ones
-            best = len(point), (kind, fields[2], source)
-    return best[1]
+def _mount_of(directory: Path, listed: Path) -> Mount:
+    """The mount that ``directory`` is in, by the file that lists them."""
+    best = Mount("/", "", "", "", "", "")
+    for mount in mounts(listed):
+        # Of equally long ones the later: it hides what was mounted there before.
+        if directory.is_relative_to(mount.point) and len(mount.point) >= len(best.point):
+            best = mount
+    return best
 
 
 def _whole_drive(sys: Path, number: str, source: str) -> Path | None:

@@ -65,7 +65,7 @@ class Commits:
         """Everything of the step is written: make it durable, then make it count."""
         self._make_durable(task)
         self.committed_step = task.step
-        for old in [step for step in self._states if step <= task.step]:
+        for old in [step for step in list(self._states) if step <= task.step]:  # the caller adds to it meanwhile
             del self._states[old]
 
     def _make_durable(self, task: Task) -> None:
@@ -97,21 +97,19 @@ class Commits:
         return [task for task in self._submitted if task.step < before and not task.done]
 
 
-def check_records(store: Store, state: TrainingState) -> list[Sealed]:
-    """Read all records of a committed state, and compare them with its checksums, which are returned.
+def check_records(store: Store, state: TrainingState) -> None:
+    """Read all records of a committed state, and compare them with its checksums.
 
     Raises:
         StoreError: names what is damaged, and where.
     """
-    sealed = sealed_records(store, state)
-    _, damage = verify(store, sealed)
+    _, damage = verify(store, sealed_records(store, state))
     if damage:
         raise StoreError(
             f"The run in {store.directories[0]} is damaged and cannot be continued. {' '.join(damage[:3])}"
             f"{f' And {len(damage) - 3} more (see --verify).' if len(damage) > 3 else ''} Look at the drive's health "
             "(smartctl, dmesg), then begin again with --overwrite."
         )
-    return sealed
 
 
 def sealed_records(store: Store, state: TrainingState) -> list[Sealed]:

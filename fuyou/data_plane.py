@@ -143,7 +143,7 @@ class DataPlane:
         self._lock = threading.Lock()
         self._updating: dict[int, Task] = {}
         self._writing: dict[int, Task] = {}
-        self._early: dict[int, Written] = {}
+        self._early: set[int] = set()
         self._created: dict[int, threading.Event] = {}
         self.optimizer_read_bytes = self.optimizer_written_bytes = 0
         self._ssd_intervals: list[RecordInterval] = []
@@ -170,25 +170,29 @@ class DataPlane:
             },
             device.wait_event,
         )
-        link.set_up(
-            Setup(
-                directories=[str(path) for path in store.directories],
-                io="posix",
-                io_threads=4,
-                records=[record.to_dict() for record in shape.records],
-                slots=slots,
-                chunk_elements=plan.chunk_elements,
-                ring_chunks=plan.ring_chunks,
-                shared=self.shared,
-                share=shape.share,
-                resident=sorted(resident),
-                pace=pace,
-                threads=max(1, optimizer_threads(device) // shape.share.ranks_per_node),
-            ),
-            self._heard,
-            self.executor.fail,
-            locks,
-        )
+        try:
+            link.set_up(
+                Setup(
+                    directories=[str(path) for path in store.directories],
+                    io="posix",
+                    io_threads=4,
+                    records=[record.to_dict() for record in shape.records],
+                    slots=slots,
+                    chunk_elements=plan.chunk_elements,
+                    ring_chunks=plan.ring_chunks,
+                    shared=self.shared,
+                    share=shape.share,
+                    resident=sorted(resident),
+                    pace=pace,
+                    threads=max(1, optimizer_threads(device) // shape.share.ranks_per_node),
+                ),
+                self._heard,
+                self.executor.fail,
+                locks,
+            )
+        except BaseException:
+            self.close()  # nobody else has this object yet, and its files are on the drives
+            raise
 
     # -- buffers --------------------------------------------------------------------------------------------------
 
@@ -269,14 +273,19 @@ class DataPlane:
         """Write what the optimizer process does not: all of a record's parameters, or all that this rank stores."""
         place = self._extents[record.index].parameters[slot]
         sums = Sums(place, self.store.directories, sealed_name(record, "parameters"))
-        future = self.store.write(place, values, sums=sums)
+        noted: Future[None] = Future()
 
         def note(done: Future) -> None:
-            if done.exception() is None:
+            try:
+                done.result()
                 self._sums.written(record.index, slot, sums.values)
+            except BaseException as error:
+                noted.set_exception(error)
+            else:
+                noted.set_result(None)
 
-        future.add_done_callback(note)
-        return future
+        self.store.write(place, values, sums=sums).add_done_callback(note)
+        return noted  # and not the write's own, which is done before the checksum is known to a commit
 
     def close(self) -> None:
         """Stop all workers, give all memory back, remove the scratch files."""
@@ -294,7 +303,7 @@ class DataPlane:
             for buffer in self._host_activations.values():
                 buffer.close()
             self.parameters = self.gradients = self.wide = {}
-            del self.activations
+            del self.activations, self.decoded
             self.device.release()
 
     # -- what each kind of task does ------------------------------------------------------------------------------
@@ -344,7 +353,8 @@ class DataPlane:
 
     def _state_write(self, task: Task) -> object | None:
         with self._lock:
-            if self._early.pop(task.record, None) is not None:
+            if task.record in self._early:
+                self._early.remove(task.record)
                 return None
             self._writing[task.record] = task
         return ELSEWHERE
@@ -395,7 +405,7 @@ class DataPlane:
                 self._ssd_intervals += [RecordInterval(message.record, *one) for one in message.ssd_intervals]
                 write = self._writing.pop(message.record, None)
                 if write is None:
-                    self._early[message.record] = message
+                    self._early.add(message.record)
             if write is not None:
                 self.executor.finish(write)
 

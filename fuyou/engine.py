@@ -1,5 +1,6 @@
 """The single-node engine: fine-tunes a model that is larger than the machine's memory, in an ordinary PyTorch loop."""
 
+import contextlib
 import math
 import os
 import time
@@ -372,7 +373,8 @@ class Engine:
                 self._store = Store.create(folders, layout, overwrite=overwrite, **io)
             except BaseException:
                 for folder in made:
-                    folder.rmdir()
+                    with contextlib.suppress(OSError):  # not empty, say: what went wrong first is what counts
+                        folder.rmdir()
                 raise
             state = replace(wanted, store=self._store.id)
         sums = RecordSums(self._shape.records, self._extents, sealed_records(self._store, state) if resume else ())
@@ -809,14 +811,12 @@ class Engine:
         finally:
             self._closed = True
             self._step = None
-            self._close_plane()
-            if self._store is not None:
-                self._store.close()
-            if self._lock is not None:
-                self._lock.close()
-            if self._agreement is not None:
-                self._agreement.close()
-            self._meter.stop()
+            with contextlib.ExitStack() as stack:  # the last one first; a failure of one does not keep the others
+                stack.callback(self._meter.stop)
+                for part in (self._agreement, self._lock, self._store):
+                    if part is not None:
+                        stack.callback(part.close)
+                stack.callback(self._close_plane)
 
     def __enter__(self) -> "Engine":
         return self

@@ -124,7 +124,11 @@ class OptimizerLink:
                 text = message.message if message.expected else f"The optimizer process failed:\n{message.message}"
                 self._on_failure(FinetuneError(text))
                 return
-            self._on_message(message)
+            try:
+                self._on_message(message)
+            except BaseException as error:  # of this thread nobody would hear
+                self._on_failure(error)
+                return
 
     def _receive(self) -> object:
         """The next message that says something.

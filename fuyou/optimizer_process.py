@@ -387,9 +387,6 @@ def main(pipe_fd: int) -> None:
         threading.Thread(target=_beat, args=(connection, sending), name="alive", daemon=True).start()
         setup, shared_fd, locks = connection.recv()
         _hold(connection, locks)
-        if setup.cores:
-            with contextlib.suppress(OSError):
-                os.sched_setaffinity(0, setup.cores)
         torch.set_num_threads(setup.threads)
         OptimizerProcess(setup, connection, shared_fd, sending).run()
     except EOFError:

@@ -59,8 +59,6 @@ class Setup:
     """Records whose states stay in memory once they have been read."""
     pace: Pace | None = None
     """Makes the drives look slower."""
-    cores: list[int] = field(default_factory=list)
-    """Cores to stay on; empty for any."""
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,7 @@ def _lock(directory: Path, deadline: float) -> int:
                 if error.errno not in _UNSUPPORTED or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
                     raise
                 os.close(descriptor)
+                descriptor = -1
                 descriptor = os.open(directory / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except BaseException as error:
         if descriptor >= 0:

@@ -52,7 +52,7 @@ class RankHandlers:
         """Of all parameters that this rank stores, as ``step`` has left them: equal on all nodes, or something is
         broken. 0 for a single node, whose parameters nobody else has."""
         checksum = self._checksums.pop(step, 0)
-        for older in [other for other in self._checksums if other < step]:
+        for older in [other for other in list(self._checksums) if other < step]:  # the lane adds to it meanwhile
             del self._checksums[older]
         return checksum
 

@@ -15,8 +15,8 @@ from fuyou.keeping import Keeping, KeepingPlan, keep_of, roofline, trace_block, 
 from fuyou.memory_plan import Batch, MemoryPlan, MemoryPlanner
 from fuyou.planner.machine import Machine
 from fuyou.planner.training import Training
-from fuyou.schedule import Recomputation
 from fuyou.simulator import Rates, Simulation, simulate
+from fuyou.step_shape import Recomputation
 from fuyou.tasks import Resource, StepList
 
 #: Visits times micro-batches in a step that is only simulated to compare.

@@ -251,7 +251,6 @@ class _Swapping:
     """Adds the traffic of swapped activations to a step's tasks, and takes off the recomputation that they save."""
 
     def __init__(self, scheme: PaperScheme, swap: Swap):
-        self._swap = swap
         self._to_ssd = not scheme.activations_on_host
         tokens, hidden = scheme.training.tokens, scheme.hidden
         self._bytes = [0] * scheme.layers

@@ -17,8 +17,6 @@ from fuyou.share import Share
 from fuyou.stack import StreamedModel
 from fuyou.step_shape import StepShape
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
 
 @dataclass(frozen=True)
 class Training:

@@ -1,5 +1,6 @@
 """What work costs beside other work: each kind runs alone, then with the others, and is counted in between."""
 
+import contextlib
 import itertools
 import threading
 import time
@@ -22,6 +23,8 @@ class Worker(Protocol):
 
     ends: list[float]
     """When each piece of it was done since :meth:`start`, on :func:`time.monotonic`'s clock."""
+    failure: BaseException | None
+    """Why no more of it will be done, if that is so; :meth:`stop` raises it."""
 
     def start(self) -> None:
         """Begin with the first piece and go on with the next."""
@@ -37,6 +40,7 @@ class Repeated:
 
     def __init__(self, work: Callable[[], object]):
         self.ends: list[float] = []
+        self.failure: BaseException | None = None
         self._work = work
         self._running = False
         self._thread: threading.Thread | None = None
@@ -50,11 +54,16 @@ class Repeated:
         self._running = False
         if self._thread is not None:
             self._thread.join()
+        if self.failure is not None:
+            raise self.failure
 
     def _run(self) -> None:
-        while self._running:
-            self._work()
-            self.ends.append(time.monotonic())
+        try:
+            while self._running:
+                self._work()
+                self.ends.append(time.monotonic())
+        except BaseException as error:
+            self.failure = error
 
 
 def pieces_per_second(workers: Sequence[Worker]) -> list[float]:
@@ -64,11 +73,12 @@ def pieces_per_second(workers: Sequence[Worker]) -> list[float]:
     def counted(worker: Worker) -> list[float]:
         return [end for end in list(worker.ends) if end >= began]
 
-    try:
+    with contextlib.ExitStack() as running:  # all are stopped, whatever one of them has met
         for worker in workers:
+            running.callback(worker.stop)
             worker.start()
         time.sleep(WARM_SECONDS + WINDOW_SECONDS)
-        while any(len(counted(worker)) < 2 for worker in workers):
+        while any(len(counted(worker)) < 2 and worker.failure is None for worker in workers):
             if time.monotonic() - began > _LONGEST_SECONDS:
                 raise FinetuneError(
                     f"A piece of work that is being measured has taken {_LONGEST_SECONDS:.0f} s: a drive hangs, or the "
@@ -76,9 +86,6 @@ def pieces_per_second(workers: Sequence[Worker]) -> list[float]:
                 )
             time.sleep(WARM_SECONDS / 20)
         ends = [counted(worker) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.stop()
     return [(len(one) - 1) / max(one[-1] - one[0], 1e-9) for one in ends]
 
 

@@ -56,7 +56,7 @@ class Pump:
         self._send, self._records = send, records
         self._running = False
         self._under_way = 0
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
         self._changed = threading.Condition()
 
     def start(self) -> None:
@@ -79,15 +79,15 @@ class Pump:
     def fail(self, error: BaseException) -> None:
         """No answer will come any more."""
         with self._changed:
-            self._failure = error
+            self.failure = error
             self._changed.notify_all()
 
     def stop(self) -> None:
         self._running = False
         with self._changed:
-            over = self._changed.wait_for(lambda: not self._under_way or self._failure is not None, _ANSWER_SECONDS)
-        if self._failure is not None:
-            raise self._failure
+            over = self._changed.wait_for(lambda: not self._under_way or self.failure is not None, _ANSWER_SECONDS)
+        if self.failure is not None:
+            raise self.failure
         if not over:
             raise FinetuneError(
                 f"The optimizer process has not answered for {_ANSWER_SECONDS:.0f} s while it was being measured: a "

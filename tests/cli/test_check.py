@@ -92,6 +92,15 @@ def test_the_drive_below_a_volume_on_a_partition(tmp_path: Path) -> None:
     assert drive_of(tmp_path, sys, mounts) == Drive(tmp_path, "ext4", None, None, False, None, None, None)
 
 
+def test_a_mount_point_in_any_alphabet(tmp_path: Path) -> None:
+    directory = tmp_path / "Läufe 数据"
+    directory.mkdir()
+    listed = tmp_path / "mountinfo"
+    point = str(directory).replace(" ", "\\040")
+    listed.write_text(f"20 1 0:1 / / rw - ext4 /dev/sda1 rw\n30 20 0:2 / {point} rw - tmpfs  rw\n", encoding="utf-8")
+    assert drive_of(directory, tmp_path / "sys", listed).file_system == "tmpfs"
+
+
 def test_this_machine(finetune: Finetune, tmp_path: Path) -> None:
     drive = tmp_path / "drive"
     drive.mkdir()

@@ -1,12 +1,14 @@
 """Flipped bits, failing and full drives: found and named, never trained on."""
 
 import re
+import time
 from pathlib import Path
 
 import pytest
 
 from common.errors import FinetuneError
 from common.store import StoreError
+from common.store.checksums import checksum
 from fuyou.checksums import RecordSums
 from tests.crash.drives import Fault
 from tests.crash.points import Reference, check, reference
@@ -50,10 +52,25 @@ def test_a_flipped_bit_is_named_and_never_trained_on(tmp_path: Path, monkeypatch
     assert engine.committed_step == after
 
 
-def test_each_record_has_its_turn(tmp_path: Path) -> None:
+def test_each_record_has_its_turn_and_no_write_is_done_before_its_checksum_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with small_engine(tmp_path, lr=1e-3) as engine:
         sums: RecordSums = engine._commits.sums
         turns = [sum(sums.expected(record, "states", 0, step) is not None for step in range(64)) for record in range(5)]
+        known: list[tuple[int, ...]] = []
+
+        def slow(record: int, slot: int, parameters: tuple[int, ...]) -> None:
+            time.sleep(0.1)
+            known.append(parameters)
+
+        monkeypatch.setattr(sums, "written", slow)
+        plane = engine._plane
+        assert plane is not None
+        record = plane.shape.records[0]
+        values = plane.host_parameters(record.kind, 0, record.parameter_nbytes)
+        plane._write_parameters(record, 1, values).result()
+        assert len(known) == 1 and known[0] == (checksum(values, 0),)
     assert turns == [2] * 5
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import fuyou.optimizer_link
 from common.errors import FinetuneError, UserError
-from common.store import DirectoryLock
+from common.store import DirectoryLock, StoreError
 from tests.fuyou.test_failures import small_engine, train
 
 
@@ -59,6 +59,10 @@ def test_where_directories_cannot_be_locked_a_file_is(tmp_path: Path, monkeypatc
     with DirectoryLock([tmp_path]), pytest.raises(UserError, match="in use"):
         DirectoryLock([tmp_path], patience=0)
     DirectoryLock([tmp_path], patience=0).close()
+    (tmp_path / ".lock").unlink()
+    (tmp_path / ".lock").mkdir()
+    with pytest.raises(StoreError, match=f"locking of {tmp_path.name} .* failed: Is a directory"):
+        DirectoryLock([tmp_path])
 
 
 def test_a_hung_optimizer_process_is_noticed_and_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

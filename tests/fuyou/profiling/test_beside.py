@@ -76,3 +76,17 @@ def test_a_pump_sends_again_what_was_answered_and_hears_of_a_failure() -> None:
     pump.fail(FinetuneError("gone"))
     with pytest.raises(FinetuneError, match="gone"):
         pump.stop()
+
+
+def test_work_that_fails_says_so_at_once_and_the_other_work_ends() -> None:
+    def fail() -> None:
+        raise ValueError("no room")
+
+    other = Repeated(lambda: time.sleep(0.005))
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="no room"):
+        pieces_per_second([other, Repeated(fail)])
+    assert time.monotonic() - began < 10
+    done = len(other.ends)
+    time.sleep(0.05)
+    assert len(other.ends) == done
