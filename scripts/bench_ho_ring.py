@@ -14,19 +14,18 @@ round, the same bytes are gathered by
 Every result is checked. Times are medians over rounds of the slowest rank's. Needs root (see netcluster.py).
 """
 
-import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import IO, Any
+from typing import Any
 
 import click
 import torch
 import torch.distributed as dist
-from netcluster import Cluster, rank_environments, rate_bits
+from cluster_workers import lead, report, set_rate
+from netcluster import Cluster, rate_bits
 
 import fcdp
 from common.errors import FinetuneError
@@ -35,7 +34,6 @@ from fcdp.rank_level import RankLevel
 from fcdp.routes import Axis
 from fcdp.traffic import Traffic
 
-REPORT, SET_RATE = "REPORT ", "SET_RATE "
 PAPER = {"flat": 288, "hierarchical": 183, "ho": 162}
 """Milliseconds for 1 GB on 16 DGX nodes (PaRO 4.4)."""
 
@@ -66,15 +64,14 @@ class Worker:
             "ho": lambda cells: self.ho.gather(cells.view(1, topology.world_size, -1))(),
         }
         for rate in inside:
-            self._set_rate(rate)
+            set_rate(rate)
             seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
             for round_ in range(rounds + 1):
                 for kind, gather in kinds.items():
                     taken = self._time(gather)
                     if round_:  # the first one opens connections
                         seconds[kind].append(taken)
-            if self.topology.rank == 0:
-                print(REPORT + json.dumps({"inside": rate, "seconds": seconds}), flush=True)
+            report({"inside": rate, "seconds": seconds})
         self.topology.close()
         dist.destroy_process_group()
 
@@ -105,12 +102,6 @@ class Worker:
         for block in cells:
             _ring(block, self.inside.index, inside)
 
-    def _set_rate(self, rate: str) -> None:
-        if self.topology.rank == 0:
-            print(SET_RATE + rate, flush=True)
-            sys.stdin.readline()
-        dist.barrier()
-
 
 def _ring(cells: torch.Tensor, index: int, group: dist.ProcessGroup | None) -> None:
     """Every rank hands on to the next one what it got last, its own cell first."""
@@ -132,27 +123,13 @@ def measure(cluster: Cluster, ranks: int, rate: str, arguments: list[str]) -> li
     Raises:
         FinetuneError: a worker failed.
     """
-    results: list[dict[str, Any]] = []
-    leader: subprocess.Popen[str] | None = None
-    for node, environment in rank_environments(cluster, ranks):
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE} if leader is None else {}
-        threads = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        process = cluster.start(node, [sys.executable, __file__, *arguments], environment | threads, **pipes)
-        leader = leader or process
-    assert leader is not None and leader.stdout is not None and leader.stdin is not None
-    answers: IO[str] = leader.stdin
-    for line in leader.stdout:
-        if line.startswith(SET_RATE):
-            # A rank's share of its node's link, times its multiple, for all ranks of the node.
-            bits = (rate_bits(rate) or 0.0) * float(line.removeprefix(SET_RATE))
-            cluster.set_inside_rate(f"{bits / 1e6:.3f}mbit")
-            answers.write("done\n")
-            answers.flush()
-        elif line.startswith(REPORT):
-            results.append(json.loads(line.removeprefix(REPORT)))
-    if cluster.wait():
-        raise FinetuneError("A worker failed; what it said is above.")
-    return results
+
+    def pace(multiple: str) -> None:
+        """A rank's share of its node's link, times its multiple, for all ranks of the node."""
+        bits = (rate_bits(rate) or 0.0) * float(multiple)
+        cluster.set_inside_rate(f"{bits / 1e6:.3f}mbit")
+
+    return list(lead(cluster, ranks, __file__, arguments, pace))
 
 
 def table(results: list[dict[str, Any]]) -> str:

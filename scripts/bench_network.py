@@ -9,20 +9,18 @@ what communication costs that computing does not hide. Times are medians. Needs 
 """
 
 import dataclasses
-import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import click
 import torch
 import torch.distributed as dist
-from netcluster import Cluster, network_bytes, rank_environments
+from cluster_workers import lead, llama_config, make_model, report, set_rate, write_record
+from netcluster import Cluster, network_bytes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -31,8 +29,7 @@ import fcdp
 from common.errors import FinetuneError
 from fcdp.grouping import find_units, whole_units
 
-REPORT = "REPORT "
-SET_RATE = "SET_RATE "
+VOCABULARY = 2048
 STRATEGIES = ("fsdp2", "fsdp2-hybrid", "fcdp")
 """FSDP2 untouched, over all ranks or inside nodes; and any strategy that ``fcdp.fully_shard`` knows."""
 
@@ -82,27 +79,15 @@ class Measured:
         return statistics.median(self.seconds)
 
 
-def make_model(case: Case) -> nn.Module:
-    """A Llama; with LoRA on all linear layers its base is stored in bf16."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=2048,
-        hidden_size=case.hidden,
-        intermediate_size=case.hidden * 11 // 4,
-        num_hidden_layers=case.layers,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        use_cache=False,
-    )
+def model_of(case: Case) -> nn.Module:
+    """A Llama; with LoRA on queries and values its base is stored in bf16."""
     dtype = torch.bfloat16 if case.lora else torch.float32
-    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model: Any = make_model(llama_config(case.hidden, case.layers, VOCABULARY), dtype)
     if case.lora:
         import peft
 
         model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
-    return model.train()
+    return cast(nn.Module, model)
 
 
 class Plain:
@@ -163,7 +148,7 @@ class Worker:
 
     def _measure(self, case: Case, strategy: str) -> None:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
-        model: Any = make_model(case)
+        model: Any = model_of(case)
         sharding: Plain | fcdp.Sharding
         if strategy.startswith("fsdp2"):
             sharding = Plain(model, self.topology, strategy == "fsdp2-hybrid", policy)
@@ -176,7 +161,7 @@ class Worker:
 
         def step() -> list[float]:
             """Seconds on the slowest rank, bytes and payload that the busiest node sent."""
-            batches = torch.randint(0, 2048, (case.micro_batches, 1, case.tokens), generator=generator)
+            batches = torch.randint(0, VOCABULARY, (case.micro_batches, 1, case.tokens), generator=generator)
             dist.barrier()
             before, started = network_bytes(), time.perf_counter()
             for index, ids in enumerate(batches):
@@ -190,26 +175,19 @@ class Worker:
             dist.all_reduce(told, op=dist.ReduceOp.MAX)
             return told.tolist()
 
-        self._set_rate("unlimited")
+        set_rate("unlimited")
         first = step()[2]
         step()
         for rate in self.rates:
-            self._set_rate(rate)
+            set_rate(rate)
             steps = [step() for _ in range(self.steps)]
             formula = sharding.bytes_across_nodes(case.micro_batches)
             formula_first = sharding.bytes_across_nodes(case.micro_batches, first_step=True)
             seconds, sent, payload = zip(*steps, strict=True)
             sent, payload = statistics.median(sent), statistics.median(payload)
             result = Measured(case.name, strategy, rate, list(seconds), sent, payload, first, formula, formula_first)
-            if self.topology.rank == 0:
-                print(REPORT + json.dumps(dataclasses.asdict(result)), flush=True)
+            report(dataclasses.asdict(result))
         sharding.close()
-
-    def _set_rate(self, rate: str) -> None:
-        if self.topology.rank == 0:
-            print(SET_RATE + rate, flush=True)
-            sys.stdin.readline()
-        dist.barrier()
 
 
 def measure(cluster: Cluster, ranks: int, arguments: list[str]) -> list[Measured]:
@@ -218,26 +196,11 @@ def measure(cluster: Cluster, ranks: int, arguments: list[str]) -> list[Measured
     Raises:
         FinetuneError: a worker failed.
     """
-    results: list[Measured] = []
-    leader: subprocess.Popen[str] | None = None
-    for node, environment in rank_environments(cluster, ranks):
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE} if leader is None else {}
-        threads = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        process = cluster.start(node, [sys.executable, __file__, *arguments], environment | threads, **pipes)
-        leader = leader or process
-    assert leader is not None and leader.stdout is not None and leader.stdin is not None
-    answers: IO[str] = leader.stdin
-    for line in leader.stdout:
-        if line.startswith(SET_RATE):
-            cluster.set_rate(line.removeprefix(SET_RATE).strip())
-            answers.write("done\n")
-            answers.flush()
-        elif line.startswith(REPORT):
-            results.append(Measured(**json.loads(line.removeprefix(REPORT))))
-            last = results[-1]
-            click.echo(f"{last.case}, {last.strategy}, {last.rate}: {last.median:.2f} s", err=True)
-    if cluster.wait():
-        raise FinetuneError("A worker failed; what it said is above.")
+    results = []
+    for fields in lead(cluster, ranks, __file__, arguments):
+        results.append(Measured(**fields))
+        last = results[-1]
+        click.echo(f"{last.case}, {last.strategy}, {last.rate}: {last.median:.2f} s", err=True)
     return results
 
 
@@ -296,18 +259,8 @@ def main(
         sys.exit(error.exit_status)
     add_exposed(results)
     click.echo(table(results))
-    if out:
-        record = {
-            "nodes": nodes,
-            "ranks_per_node": ranks,
-            "date": time.strftime("%Y-%m-%d"),
-            "torch": torch.__version__,
-            "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-            "cases": [dataclasses.asdict(case) for case in chosen],
-            "results": [dataclasses.asdict(result) for result in results],
-        }
-        with open(out, "w") as file:
-            json.dump(record, file, indent=1)
+    cases_run = [dataclasses.asdict(case) for case in chosen]
+    write_record(out, results, nodes=nodes, ranks_per_node=ranks, cases=cases_run)
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ from typing import Any
 import click
 import torch
 import torch.distributed as dist
-from netcluster import Cluster, network_bytes, rank_environments
-from torch import nn
+from cluster_workers import lead, llama_config, make_model
+from netcluster import Cluster, network_bytes
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fcdp
@@ -71,24 +71,6 @@ class Speed:
     formula: float
 
 
-def make_model(hidden: int, layers: int) -> nn.Module:
-    """A Llama with the same first weights in every process."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=hidden * 11 // 4,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        use_cache=False,
-    )
-    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return model.train()  # type: ignore[no-any-return]
-
-
 def text(directory: Path) -> torch.Tensor:
     """Token ids of all documents in sequences ``[n, SEQUENCE]``, in an order of chance but the same every time."""
     from transformers import AutoTokenizer
@@ -110,7 +92,7 @@ class Run:
     def __init__(self, strategy: str, hidden: int, layers: int):
         # Pairs, for strategies that have them: here, the ranks of a node.
         self.topology = fcdp.Topology(NODES, RANKS, device="cpu", levels=Levels((RANKS, 1, NODES)))
-        model: Any = make_model(hidden, layers)
+        model = make_model(llama_config(hidden, layers, VOCABULARY))
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
         self.model: Any = fcdp.fully_shard(model, self.topology, strategy, mp_policy=policy)
@@ -278,11 +260,8 @@ def throughput(strategies: str, steps: int, rate: str, out: Path) -> None:
         work(lambda strategy: time_steps(strategy, steps, rate), strategies.split(","), out)
         return
     with Cluster(NODES, rate) as cluster:
-        for node, environment in rank_environments(cluster, RANKS):
-            threads = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-            cluster.start(node, [sys.executable, __file__, *sys.argv[1:]], environment | threads)
-        if cluster.wait():
-            raise FinetuneError("A rank failed; what it said is above.")
+        for _ in lead(cluster, RANKS, __file__, sys.argv[1:]):
+            pass  # ranks write what they find to --out, as those of `loss` do
 
 
 @main.command()

@@ -12,21 +12,18 @@ All strategies of a command run in the same processes, one after the other. Need
 """
 
 import dataclasses
-import json
 import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import click
 import torch
 import torch.distributed as dist
-from cluster_workers import lead, report, set_rate
+from cluster_workers import lead, llama_config, make_model, report, set_rate, write_record
 from netcluster import Cluster, network_bytes
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -61,24 +58,11 @@ class Case:
 
     def config(self) -> Any:
         """Of a Llama."""
-        import transformers
-
-        return transformers.LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=self.hidden,
-            intermediate_size=self.hidden * 11 // 4,
-            num_hidden_layers=self.layers,
-            num_attention_heads=8,
-            num_key_value_heads=8,
-            use_cache=False,
-        )
+        return llama_config(self.hidden, self.layers, VOCABULARY)
 
     def model(self) -> Any:
         """The same on every rank."""
-        import transformers
-
-        torch.manual_seed(0)
-        return transformers.AutoModelForCausalLM.from_config(self.config(), dtype=torch.float32).train()
+        return make_model(self.config())
 
 
 @dataclass
@@ -241,18 +225,6 @@ def volume_table(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def _record(results: Sequence[Any], out: str | None, **facts: Any) -> None:
-    if out:
-        body = {
-            **facts,
-            "date": time.strftime("%Y-%m-%d"),
-            "torch": torch.__version__,
-            "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-            "results": [dataclasses.asdict(result) for result in results],
-        }
-        Path(out).write_text(json.dumps(body, indent=1), encoding="utf-8")
-
-
 @click.group(help=__doc__)
 def main() -> None:
     """The command: the parent, and with RANK in the environment a rank."""
@@ -274,7 +246,7 @@ def volumes(nodes: int, ranks: int, strategies: str, levels: str | None, steps: 
         return
     results = _collect(nodes, ranks)
     click.echo(volume_table(results))
-    _record(results, out, nodes=nodes, ranks_per_node=ranks)
+    write_record(out, results, nodes=nodes, ranks_per_node=ranks)
 
 
 SHAPES = (Case(512, 8), Case(384, 4, micro_batches=4, tokens=128), Case(512, 3, tokens=512))
@@ -303,7 +275,7 @@ def times(
         return
     results = _collect(nodes, ranks)
     click.echo(time_table(results))
-    _record(results, out, nodes=nodes, ranks_per_node=ranks)
+    write_record(out, results, nodes=nodes, ranks_per_node=ranks)
     if plot:
         draw(results, plot)
 
