@@ -13,15 +13,13 @@ from cli.adapters import peft_config_of
 from cli.evaluation import evaluate, is_due
 from cli.interrupts import Interrupts, Stopped
 from cli.machine import training_of
-from cli.metrics import Metrics, step_metrics
 from cli.prepare import Job, prepare, tokenizer_of
-from cli.progress import Progress, StepLine
+from cli.progress import StepLine
 from cli.report import Measurements, Report
-from cli.run_directory import RUN, RunDirectory
+from cli.said import Said, where, writing
 from cli.sample import continuation, print_sample
 from cli.settings import Settings
 from common.errors import UserError
-from common.models.adapters import MERGED
 from common.store import DirectoryLock
 from fuyou import Engine, NonFiniteLoss, StepReport
 from fuyou.devices import memory_limits, open_device
@@ -104,32 +102,40 @@ def _profile(job: Job) -> None:
 def _open_engine(job: Job) -> Engine:
     settings = job.settings
     return Engine(
-        settings.model if job.checkpoint is None else job.checkpoint,
+        **engine_options(job),
         ssd=list(job.ssd),
         device=job.device,
-        dtype=settings.dtype,
-        optimizer_dtype=settings.optimizer_dtype,
-        lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        max_grad_norm=settings.max_grad_norm or None,
-        micro_batch=settings.micro_batch,
-        host_memory=settings.host_memory,
-        device_memory=settings.device_memory,
-        host_cache=settings.host_cache,
-        seed=settings.seed,
         run_name=job.run_name,
-        commit_every=settings.commit_interval,
-        single_slot=settings.single_slot,
         resume=settings.resume,
         overwrite=settings.overwrite,
-        io=settings.io,
         batch_shape=(settings.batch_size, job.seq_len),
-        adapters=peft_config_of(settings),
-        frozen_dtype=settings.frozen_dtype,
         automatic=True,
     )
+
+
+def engine_options(job: Job) -> dict[str, Any]:
+    """Arguments of the engine that are the same whether one rank trains or several."""
+    settings = job.settings
+    return {
+        "model": settings.model if job.checkpoint is None else job.checkpoint,
+        "dtype": settings.dtype,
+        "optimizer_dtype": settings.optimizer_dtype,
+        "lr": settings.lr,
+        "betas": (settings.beta1, settings.beta2),
+        "eps": settings.eps,
+        "weight_decay": settings.weight_decay,
+        "max_grad_norm": settings.max_grad_norm or None,
+        "micro_batch": settings.micro_batch,
+        "host_memory": settings.host_memory,
+        "device_memory": settings.device_memory,
+        "host_cache": settings.host_cache,
+        "seed": settings.seed,
+        "commit_every": settings.commit_interval,
+        "single_slot": settings.single_slot,
+        "io": settings.io,
+        "adapters": peft_config_of(settings),
+        "frozen_dtype": settings.frozen_dtype,
+    }
 
 
 def _train_and_save(job: Job, engine: Engine, interrupts: Interrupts) -> Result:
@@ -147,7 +153,7 @@ def _train_and_save(job: Job, engine: Engine, interrupts: Interrupts) -> Result:
         engine.write_trace(settings.trace.expanduser())
     read, written = _since(engine, io_before)
     if settings.save:
-        print(f"writing the {'adapters' if settings.trains_adapters else 'checkpoint'} to {job.output}", flush=True)
+        print(writing(job), flush=True)
         engine.save_pretrained(job.output, merge=settings.merge)
     if settings.sample is not None:
         _sample(job, engine, settings.sample)
@@ -162,7 +168,7 @@ def _train_and_save(job: Job, engine: Engine, interrupts: Interrupts) -> Result:
     store = tuple(path / job.run_name for path in job.ssd)
     result = Result(report, written + engine.created_bytes, job.output, store)
     print(report.summary(result.total_written))
-    print(_where(job, result), flush=True)
+    print(where(job, "store", ", ".join(map(str, store)), report.steps), flush=True)
     return result
 
 
@@ -174,12 +180,10 @@ def _train(job: Job, engine: Engine, interrupts: Interrupts) -> Measurements:
         engine.model_flops_per_token(job.seq_len),
         engine.hardware_flops_per_token(job.seq_len),
     )
-    directory = RunDirectory(job, done)
-    directory.write(job, asdict(engine.memory_plan))
     memory, disk = _Occasionally(engine.host_memory_in_use), _Occasionally(lambda: _disk_usage(job))
-    with Metrics(job, directory, done) as metrics, Progress(job.steps, done) as progress:
+    with Said(job, done, asdict(engine.memory_plan)) as said:
         if not done:
-            _evaluate(job, engine, metrics, progress, measured)
+            _evaluate(job, engine, said, measured)
         ended, io_before = time.perf_counter(), engine.io_bytes()
         for step in range(done + 1, job.steps + 1):
             interrupts.check()
@@ -197,15 +201,14 @@ def _train(job: Job, engine: Engine, interrupts: Interrupts) -> Measurements:
             io = _since(engine, io_before)
             io_before = engine.io_bytes()
             line = _line(report, ended - began, measured, io, engine.device_peak_bytes, memory(), job.emulated, disk())
-            metrics.step(step, step_metrics(line, engine.lr, ended - began, step * measured.tokens_per_step))
-            progress.show(line)
+            said.step(line, engine.lr, ended - began)
             if is_due(job, step):
-                _evaluate(job, engine, metrics, progress, measured)
+                _evaluate(job, engine, said, measured)
                 ended, io_before = time.perf_counter(), engine.io_bytes()
     return measured
 
 
-def _evaluate(job: Job, engine: Engine, metrics: Metrics, progress: Progress, measured: Measurements) -> None:
+def _evaluate(job: Job, engine: Engine, said: Said, measured: Measurements) -> None:
     """Look at the held-out data, if there are any; their traffic is not the steps'."""
     if job.held_out is None:
         return
@@ -213,8 +216,7 @@ def _evaluate(job: Job, engine: Engine, metrics: Metrics, progress: Progress, me
     result = evaluate(job.held_out, job.settings.batch_size, lambda batch: engine.eval_loss(**batch))
     after = engine.planned_io_bytes()
     measured.leave_out(_since(engine, before), (after[0] - planned[0], after[1] - planned[1]))
-    metrics.evaluation(engine.step_count, result)
-    progress.say(f"held out after step {engine.step_count:,}: {result}")
+    said.evaluation(engine.step_count, result)
 
 
 def _sample(job: Job, engine: Engine, prompt: str) -> None:
@@ -320,18 +322,3 @@ def check_ids(job: Job, batch: dict[str, Any]) -> None:
             f"The tokenizer gives token {largest}, and the model knows {job.vocab_size:,} tokens (0 to "
             f"{job.vocab_size - 1}): {job.checkpoint} holds a tokenizer that does not belong to its model."
         )
-
-
-def _where(job: Job, result: Result) -> str:
-    lines = {"run": f"{job.output / RUN} (configuration, versions, metrics)"}
-    lines["store"] = f"{', '.join(map(str, result.store))} (may be deleted when this run is not to be continued)"
-    if job.settings.save:
-        loads = "PeftModel" if job.settings.trains_adapters else "AutoModelForCausalLM"
-        lines["saved"] = f"{result.output}, for {loads}.from_pretrained"
-        if job.settings.merge:
-            lines["merged"] = f"{job.output / MERGED}, for AutoModelForCausalLM.from_pretrained"
-    if job.settings.report is not None:
-        lines["report"] = str(job.settings.report)
-    if job.settings.trace is not None and result.report.steps:
-        lines["trace"] = f"{job.settings.trace} (open it in ui.perfetto.dev)"
-    return "\n".join(f"{name:8} {text}" for name, text in lines.items())

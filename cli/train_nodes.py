@@ -22,18 +22,17 @@ from cli.choose_strategy import DEFAULT, choose_strategy
 from cli.evaluation import evaluate, is_due
 from cli.interrupts import Stopped
 from cli.launch import LAUNCH
-from cli.metrics import Metrics, step_metrics
 from cli.prepare import Job, prepare
-from cli.progress import ClusterLine, Progress
+from cli.progress import ClusterLine
 from cli.rank import Rank
 from cli.report import Measurements
-from cli.run_directory import RUN, RunDirectory
+from cli.said import Said, where, writing
 from cli.settings import COMMITS, Settings
 from cli.train import check_ids, check_same_run, quiet_transformers
 from cli.train_ranks import train_ranks
 from common.errors import FinetuneError, UserError
 from common.hardware import list_gpus
-from common.models.adapters import CONFIG, MERGED
+from common.models.adapters import CONFIG
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from common.units import format_bytes, format_seconds
@@ -280,7 +279,7 @@ def _train_and_save(job: Job, trainer: Trainer, rank: Rank) -> None:
     trainer.commit()
     if settings.save:
         if speaks:
-            print(f"writing the checkpoint to {job.output}", flush=True)
+            print(writing(job), flush=True)
         trainer.save_pretrained(job.output, merge=settings.merge)
     if not speaks:
         return
@@ -296,7 +295,7 @@ def _train_and_save(job: Job, trainer: Trainer, rank: Rank) -> None:
     if settings.report is not None:
         report.write(settings.report.expanduser())
     print(report.summary(0))
-    print(_where(job), flush=True)
+    print(where(job, "commits", str(job.output / COMMITS), report.steps), flush=True)
 
 
 def _train(job: Job, trainer: Trainer, rank: Rank) -> tuple[Measurements, int]:
@@ -308,7 +307,7 @@ def _train(job: Job, trainer: Trainer, rank: Rank) -> tuple[Measurements, int]:
         trainer.hardware_flops_per_token(job.seq_len),
     )
     with contextlib.ExitStack() as stack:
-        said = stack.enter_context(_Said(job, trainer)) if rank.rank == 0 else None
+        said = stack.enter_context(Said(job, done, _plan_of(job, trainer))) if rank.rank == 0 else None
         if not done:
             _evaluate(job, trainer, rank, said)
         ended = time.perf_counter()
@@ -329,10 +328,7 @@ def _train(job: Job, trainer: Trainer, rank: Rank) -> tuple[Measurements, int]:
                     step, result.loss, result.grad_norm, tokens, tokens * measured.model_flops, result.sent_bytes,
                     trainer.device_peak_bytes, trainer.host_peak_bytes,
                 )  # fmt: skip
-                said.metrics.step(
-                    step, step_metrics(line, rate, ended - began, step * measured.tokens_per_step, rank.world)
-                )
-                said.progress.show(line)
+                said.step(line, rate, ended - began, rank.world)
             if result.stop and step < job.steps:
                 trainer.commit()
                 raise Stopped(f"stopped after step {step}, which is committed. {settings.how_to_continue}")
@@ -342,46 +338,18 @@ def _train(job: Job, trainer: Trainer, rank: Rank) -> tuple[Measurements, int]:
     return measured, sent
 
 
-class _Said:
-    """What rank 0 says and writes down."""
-
-    def __init__(self, job: Job, trainer: Trainer) -> None:
-        done = trainer.step_count
-        directory = RunDirectory(job, done)
-        directory.write(job, {
-            "strategy": trainer.strategy,
-            "sent_bytes_per_step": trainer.planned_sent_bytes(job.settings.batch_size),
-        })  # fmt: skip
-        self.metrics = Metrics(job, directory, done)
-        self.progress = Progress(job.steps, done)
-
-    def __enter__(self) -> "_Said":
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self.progress.__exit__(*exception)
-        self.metrics.__exit__(*exception)
+def _plan_of(job: Job, trainer: Trainer) -> dict[str, Any]:
+    return {
+        "strategy": trainer.strategy,
+        "sent_bytes_per_step": trainer.planned_sent_bytes(job.settings.batch_size),
+    }
 
 
-def _evaluate(job: Job, trainer: Trainer, rank: Rank, said: _Said | None) -> None:
+def _evaluate(job: Job, trainer: Trainer, rank: Rank, said: Said | None) -> None:
     """Look at the held-out data, if there are any; on all ranks."""
     if job.held_out is None:
         return
     rank.where = f"evaluating after step {trainer.step_count}"
     result = evaluate(job.held_out, job.settings.batch_size, trainer.eval_loss)
     if said is not None:
-        said.metrics.evaluation(trainer.step_count, result)
-        said.progress.say(f"held out after step {trainer.step_count:,}: {result}")
-
-
-def _where(job: Job) -> str:
-    lines = {"run": f"{job.output / RUN} (configuration, versions, metrics)"}
-    lines["commits"] = f"{job.output / COMMITS} (may be deleted when this run is not to be continued)"
-    if job.settings.save:
-        loads = "PeftModel" if job.settings.trains_adapters else "AutoModelForCausalLM"
-        lines["saved"] = f"{job.output}, for {loads}.from_pretrained"
-        if job.settings.merge:
-            lines["merged"] = f"{job.output / MERGED}, for AutoModelForCausalLM.from_pretrained"
-    if job.settings.report is not None:
-        lines["report"] = str(job.settings.report)
-    return "\n".join(f"{name:8} {text}" for name, text in lines.items())
+        said.evaluation(trainer.step_count, result)

@@ -10,19 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cli.adapters import peft_config_of
 from cli.evaluation import evaluate, is_due
 from cli.interrupts import Stopped
-from cli.metrics import Metrics, step_metrics
 from cli.prepare import Job, rank_folder
-from cli.progress import Progress, StepLine
+from cli.progress import StepLine
 from cli.rank import Rank
 from cli.report import Measurements
-from cli.run_directory import RUN, RunDirectory
-from cli.settings import Settings
-from cli.train import check_ids, check_same_run
+from cli.said import Said, where, writing
+from cli.train import check_ids, check_same_run, engine_options
 from common.errors import UserError
-from common.models.adapters import MERGED
 from common.store import load_manifest, remove
 from fcdp.topology import Topology
 from fuyou import Engine, StepReport
@@ -59,28 +55,12 @@ def _open_engine(job: Job, topology: Topology, launches: set[str]) -> Engine:
             here = {rank_folder(number) for number in range(topology.ranks_per_node)}
             _remove(path for path in folder.glob(rank_folder("*")) if path.name not in here)
     return Engine(
-        settings.model if job.checkpoint is None else job.checkpoint,
+        **engine_options(job),
         ssd=folders,
         device=topology.device,
-        dtype=settings.dtype,
-        optimizer_dtype=settings.optimizer_dtype,
-        lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        max_grad_norm=settings.max_grad_norm or None,
-        micro_batch=settings.micro_batch,
-        host_memory=settings.host_memory,
-        device_memory=settings.device_memory,
-        host_cache=settings.host_cache,
-        seed=settings.seed,
         run_name=name,
-        commit_every=settings.commit_interval,
-        single_slot=settings.single_slot,
         resume=continued,
         overwrite=True,  # the launcher would not have come so far if something were there that is to be kept
-        io=settings.io,
-        adapters=peft_config_of(settings),
         batch_shape=(-(-settings.batch_size // topology.world_size), job.seq_len),
         topology=topology,
     )
@@ -120,8 +100,7 @@ def _train_and_save(job: Job, engine: Engine, topology: Topology, rank: Rank, la
     read, written = (now - before for now, before in zip(engine.io_bytes(), io_before, strict=True))
     if settings.save:
         if speaks:
-            what = "adapters" if settings.trains_adapters else "checkpoint"
-            print(f"writing the {what} to {job.output}", flush=True)
+            print(writing(job), flush=True)
         engine.save_pretrained(job.output, merge=settings.merge)
     mine = (*engine.planned_io_bytes(), read, written, engine.created_bytes, engine.host_peak_bytes,
             engine.host_baseline_bytes)  # fmt: skip
@@ -141,7 +120,8 @@ def _train_and_save(job: Job, engine: Engine, topology: Topology, rank: Rank, la
     if settings.report is not None:
         report.write(settings.report.expanduser())
     print(report.summary(node[3] + node[4]))
-    print(_where(job, settings), flush=True)
+    stores = ", ".join(str(path / job.run_name) for path in job.ssd)
+    print(where(job, "store", f"{stores} on every node", report.steps), flush=True)
 
 
 def _train(job: Job, engine: Engine, topology: Topology, rank: Rank) -> tuple[Measurements, int]:
@@ -153,7 +133,7 @@ def _train(job: Job, engine: Engine, topology: Topology, rank: Rank) -> tuple[Me
         engine.hardware_flops_per_token(job.seq_len),
     )
     with contextlib.ExitStack() as stack:
-        said = stack.enter_context(_Said(job, engine)) if rank.rank == 0 else None
+        said = stack.enter_context(Said(job, done, asdict(engine.memory_plan))) if rank.rank == 0 else None
         if not done:
             _evaluate(job, engine, topology, rank, said)
         ended, io_before = time.perf_counter(), engine.io_bytes()
@@ -175,9 +155,7 @@ def _train(job: Job, engine: Engine, topology: Topology, rank: Rank) -> tuple[Me
                 )
                 io_before = now
                 line = _line(report, ended - began, measured, moved, engine, topology.ranks_per_node)
-                tokens = step * measured.tokens_per_step
-                said.metrics.step(step, step_metrics(line, engine.lr, ended - began, tokens, topology.world_size))
-                said.progress.show(line)
+                said.step(line, engine.lr, ended - began, topology.world_size)
             if _any(rank.stopping) and step < job.steps:
                 engine.flush()
                 raise Stopped(f"stopped after step {step}, which is committed. {settings.how_to_continue}")
@@ -187,23 +165,6 @@ def _train(job: Job, engine: Engine, topology: Topology, rank: Rank) -> tuple[Me
     return measured, sent
 
 
-class _Said:
-    """What rank 0 says and writes down."""
-
-    def __init__(self, job: Job, engine: Engine) -> None:
-        directory = RunDirectory(job, engine.step_count)
-        directory.write(job, asdict(engine.memory_plan))
-        self.metrics = Metrics(job, directory, engine.step_count)
-        self.progress = Progress(job.steps, engine.step_count)
-
-    def __enter__(self) -> "_Said":
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self.progress.__exit__(*exception)
-        self.metrics.__exit__(*exception)
-
-
 def _part(batch: dict[str, torch.Tensor], topology: Topology) -> dict[str, torch.Tensor]:
     """This rank's rows."""
     rows = len(batch["input_ids"])
@@ -211,7 +172,7 @@ def _part(batch: dict[str, torch.Tensor], topology: Topology) -> dict[str, torch
     return {name: value[first:last] for name, value in batch.items()}
 
 
-def _evaluate(job: Job, engine: Engine, topology: Topology, rank: Rank, said: _Said | None) -> None:
+def _evaluate(job: Job, engine: Engine, topology: Topology, rank: Rank, said: Said | None) -> None:
     """Look at the held-out data, if there are any; on all ranks."""
     if job.held_out is None:
         return
@@ -220,8 +181,7 @@ def _evaluate(job: Job, engine: Engine, topology: Topology, rank: Rank, said: _S
         job.held_out, job.settings.batch_size, lambda batch: engine.eval_loss(**_part(batch, topology))
     )  # fmt: skip
     if said is not None:
-        said.metrics.evaluation(engine.step_count, result)
-        said.progress.say(f"held out after step {engine.step_count:,}: {result}")
+        said.evaluation(engine.step_count, result)
 
 
 def _any(stop: bool) -> bool:
@@ -242,19 +202,3 @@ def _line(
         max(bounds, key=lambda name: bounds[name], default="nothing"), engine.emulated,
         busy_seconds=bounds, sent_bytes=report.planned_sent_bytes * ranks,
     )  # fmt: skip
-
-
-def _where(job: Job, settings: Settings) -> str:
-    store = ", ".join(str(path / job.run_name) for path in job.ssd)
-    lines = {"run": f"{job.output / RUN} (configuration, versions, metrics)"}
-    lines["store"] = f"{store} on every node (may be deleted when this run is not to be continued)"
-    if settings.save:
-        loads = "PeftModel" if settings.trains_adapters else "AutoModelForCausalLM"
-        lines["saved"] = f"{job.output}, for {loads}.from_pretrained"
-        if settings.merge:
-            lines["merged"] = f"{job.output / MERGED}, for AutoModelForCausalLM.from_pretrained"
-    if settings.report is not None:
-        lines["report"] = str(settings.report)
-    if settings.trace is not None:
-        lines["trace"] = f"{settings.trace} (open it in ui.perfetto.dev)"
-    return "\n".join(f"{name:8} {text}" for name, text in lines.items())
