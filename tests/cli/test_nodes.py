@@ -6,6 +6,7 @@ Two launchers on loopback stand for two nodes. Starting ranks takes seconds, so 
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -114,11 +115,11 @@ def test_adapters_are_trained_written_and_merged(
 class Node:
     """A launcher in a process of its own, with what it says."""
 
-    def __init__(self, name: str, folder: Path, *words: object):
+    def __init__(self, name: str, folder: Path, *words: object, code: Path = ROOT):
         self.log = folder / f"{name}.log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "cli.main", *map(str, words)], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
+                [sys.executable, "-m", "cli.main", *map(str, words)], cwd=code, stdout=log, stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
             )  # fmt: skip
 
@@ -150,8 +151,8 @@ class Pair:
             self.endpoint = f"127.0.0.1:{free.getsockname()[1]}"
         self.meet = ("--nodes", 2, "--rdzv-endpoint", self.endpoint)
 
-    def start(self, *words: object, names: tuple[str, ...] = ("first", "second")) -> None:
-        self.nodes += [Node(name, self._folder, *words, *self.meet) for name in names]
+    def start(self, *words: object, names: tuple[str, ...] = ("first", "second"), code: Path = ROOT) -> None:
+        self.nodes += [Node(name, self._folder, *words, *self.meet, code=code) for name in names]
 
     def wait_for(self, pattern: str, seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
@@ -204,17 +205,51 @@ def test_a_killed_rank_a_restart_from_the_last_commit_and_ctrl_c(
     assert [path.name for path in (output / "commits").iterdir()] == [f"step-{after[0][1]}"]
 
 
+def refusal(
+    pair: Pair, capfd: pytest.CaptureFixture[str], words: tuple[object, ...], *more: object, code: Path = ROOT
+) -> str:
+    """The one message with which two nodes end: one of its own process, with the code in ``code``, and this one, with
+    ``more`` words."""
+    pair.start(*words, names=("first",), code=code)
+    assert main([str(word) for word in (*words, *pair.meet, *more)]) == 2
+    assert pair.statuses(60) == [2]
+    waiting = f"nodes    waiting for 2 of them at {pair.endpoint}"
+    errors = []
+    for said in ("".join(capfd.readouterr()), pair.nodes[0].said):
+        first, error = said.splitlines()
+        assert first == waiting
+        errors.append(error)
+    assert errors[0] == errors[1]
+    return errors[0]
+
+
 def test_nodes_that_differ_are_told_how(
     pair: Pair, checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = ("--model", checkpoint, *COMMON, "--steps", 2, "--output", tmp_path / "out")
-    pair.start(*words, names=("first",))
-    assert main([str(word) for word in (*words, *pair.meet, "--eps", "1e-6")]) == 2
-    assert pair.statuses(60) == [2]
-    for said in ("".join(capfd.readouterr()), pair.nodes[0].said):
-        waiting, error = said.splitlines()
-        assert waiting == f"nodes    waiting for 2 of them at {pair.endpoint}"
-        assert error.startswith("finetune: error: The nodes were not started alike: --eps is 1e-0")
+    error = refusal(pair, capfd, words, "--eps", "1e-6")
+    assert error.startswith("finetune: error: The nodes were not started alike: --eps is 1e-0")
+
+
+def test_nodes_with_different_code_are_told_so(
+    pair: Pair, checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for package in ("cli", "common", "fcdp", "fuyou"):
+        shutil.copytree(ROOT / package, tmp_path / "code" / package, ignore=shutil.ignore_patterns("__pycache__"))
+    with (tmp_path / "code" / "fcdp" / "traffic.py").open("a") as file:
+        file.write("# a change that does nothing\n")
+    words = ("--model", checkpoint, *COMMON, "--steps", 2, "--output", tmp_path / "out")
+    error = refusal(pair, capfd, words, code=tmp_path / "code")
+    assert error.startswith("finetune: error: The nodes were not started alike: finetune's code is ")
+    assert len(set(re.findall(r"(?:is|and) ([0-9a-f]{12}) on ", error))) == 2
+
+
+def test_unequal_ranks_per_node_are_refused(
+    pair: Pair, checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--model", checkpoint, *COMMON, "--steps", 2, "--output", tmp_path / "out", "--gpus-per-node", 1)
+    error = refusal(pair, capfd, words, "--gpus-per-node", 2)
+    assert "Every node needs the same number of ranks" in error
 
 
 def test_a_node_that_never_comes(finetune: Finetune, checkpoint: Path, pair: Pair) -> None:
