@@ -175,8 +175,6 @@ class StagedAllGather:
         if kept is not None and not self.group.dirty:
             return self._load(kept, cells, own), self._levels.gather, None if second is None else 0
         self._traffic.misses += 1
-        misses = self._traffic.misses_by_group
-        misses[self.group.name] = misses.get(self.group.name, 0) + 1
         self.group.dirty = False
         if kept is not None or second is not None:
             self._net.filled(self.group, own)

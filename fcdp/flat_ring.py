@@ -7,7 +7,6 @@ an all-reduce, so that ring is built here from point-to-point messages.
 """
 
 import torch
-import torch.distributed as dist
 
 from fcdp.rank_level import RankLevel, Wait, all_gather, uses_gloo
 
@@ -19,15 +18,14 @@ class FlatRing(RankLevel):
         """See :class:`RankLevel`."""
         if not uses_gloo(self._group, rows.device) or rows.device.type != "cpu":
             return super().gather(rows)
+        self._count(rows)
         if rows.size(0) == 1 and rows.is_contiguous():
-            self._count(rows)
             work = all_gather(rows.view(-1), rows[0, self.index], self._group, async_op=True)
 
             def wait() -> None:
                 work.wait()
 
             return wait
-        self._count(rows)
         return lambda: self._pass_on(rows)
 
     def reduce_scatter(self, rows: torch.Tensor, output: torch.Tensor) -> None:
@@ -55,11 +53,7 @@ class FlatRing(RankLevel):
             rows[:, came].copy_(arrived)
 
     def _hand_on(self, sent: torch.Tensor, arrived: torch.Tensor) -> None:
-        receiving = dist.irecv(arrived, group=self._group, group_src=(self.index - 1) % self.size)
-        sending = dist.isend(sent, group=self._group, group_dst=(self.index + 1) % self.size)
-        for work in (receiving, sending):
-            if work is not None:
-                work.wait()
+        self._swap(sent, (self.index + 1) % self.size, arrived, (self.index - 1) % self.size)()
 
     def _count(self, rows: torch.Tensor) -> None:
         """All that this rank sends goes to its neighbour."""

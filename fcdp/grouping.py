@@ -26,7 +26,7 @@ class ParameterGroup:
     """Parameters that one ``fully_shard`` call takes."""
 
     name: str
-    """For messages and counts."""
+    """For messages."""
     modules: list[nn.Module]
     """What ``fully_shard`` is called with."""
     places: list[tuple[nn.Module, str]]

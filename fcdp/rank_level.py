@@ -146,6 +146,10 @@ class RankLevel:
             current when it is called.
         """
         self._traffic.sent(self._purpose, self._name, cell.numel() * cell.element_size())
+        return self._swap(cell, to, place, source)
+
+    def _swap(self, cell: torch.Tensor, to: int, place: torch.Tensor, source: int) -> Wait:
+        """:meth:`shift`, not counted."""
         if not uses_gloo(self._group, cell.device):
             return self._grouped([(cell, to, place, source)])
         if cell.device.type == "cpu":

@@ -104,6 +104,9 @@ class Sharding:
     def bytes_across_nodes(self, micro_batches: int, *, first_step: bool = False) -> float:
         """What one node should send to others in a step, in bytes of payload, by the planner's formulas.
 
+        They take it that there is room for all that the strategy keeps, whatever ``host_cache_bytes`` says, and that
+        every group is quantised where the strategy quantises.
+
         Args:
             micro_batches: of the step; each runs every group forward and backward once, without recomputation.
             first_step: nothing is kept yet of what is frozen, either.

@@ -1,6 +1,6 @@
 """Bytes that ranks send, counted where they are sent. What theory says they should be: ``planner/collectives.py``."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 Level = Literal["inside", "across"]
@@ -26,8 +26,6 @@ class Traffic:
     """Gathers that began with what the rank had kept."""
     misses: int = 0
     """Gathers that began with the rank's part alone."""
-    misses_by_group: dict[str, int] = field(default_factory=dict)
-    """The same by name of the parameter group."""
 
     @property
     def across(self) -> int:

@@ -268,6 +268,7 @@ class Trainer:
             what = f"loss of step {step} is {loss_value}" if not math.isfinite(loss_value) else (
                 f"gradient norm of step {step} is {norm}"
             )  # fmt: skip
+            self._optimizer.zero_grad()  # or the next step would add to it
             raise NonFiniteLoss(f"The {what}.", step, self.committed_step)
         limit = self._options.max_grad_norm
         if limit is not None and norm > limit:

@@ -120,6 +120,10 @@ def estimate(
         # Some run in all micro-batches but one (AMSP's T_g); time them as an even part of each.
         each = workload.micro_batches if found.phase in ("forward", "backward") else 1
         phases[found.phase] += seconds * found.times / each
+    if cluster.overlaps:
+        step = clock.seconds(phases, workload.micro_batches, overlap_spread)
+    else:
+        step = clock.serial_seconds(phases, workload.micro_batches)
     inter, intra = bytes_per_node(collectives, layout)
     return Estimate(
         layout=layout,
@@ -130,10 +134,7 @@ def estimate(
         inter_node_bytes=inter,
         intra_node_bytes=intra,
         compute_seconds=workload.micro_batches * (forward + backward) + update,
-        step_seconds=(clock.seconds if cluster.overlaps else clock.serial_seconds)(
-            phases, workload.micro_batches, overlap_spread
-        )
-        + update,
+        step_seconds=step + update,
         fits=memory.device <= room and memory.host <= cluster.host_memory_bytes,
     )
 
@@ -160,7 +161,7 @@ class _Step:
         last = self._pass(self.backward, both + phases["reduce"])
         return first + last + (micro_batches - 1) * (plain_forward + plain_backward) + phases["spread"] - spread_hidden
 
-    def serial_seconds(self, phases: dict[Phase, float], micro_batches: int, overlap_spread: bool) -> float:
+    def serial_seconds(self, phases: dict[Phase, float], micro_batches: int) -> float:
         """Nothing beside anything else."""
         each = self.forward + self.backward + 2 * self.copies + phases["forward"] + phases["backward"]
         return micro_batches * each + phases["reduce"] + phases["spread"]

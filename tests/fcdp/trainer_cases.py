@@ -91,6 +91,7 @@ def diverge(topology: fcdp.Topology, run: Run) -> str:
     try:
         trainer.train_step(batch(2, run.rows), 1e-3)
     except NonFiniteLoss as error:
+        assert not trainer._gradients(), "the next step would add to them"
         return str(error)
     finally:
         trainer.close()
