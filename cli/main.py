@@ -119,8 +119,10 @@ def _run(
         )  # fmt: skip
         options["model"] = options["model"] or DEFAULT_PROFILE_MODEL
     if check:
-        others = ("demo", "profile", "plan", "data", "eval_data", "nodes", "resume", "trace")
-        _refuse_with("--check", "trains nothing", {**options, "demo": demo, "profile": profile, "plan": plan}, others)
+        _refuse_with(
+            "--check", "trains nothing", {**options, "demo": demo, "profile": profile, "plan": plan},
+            ("demo", "profile", "plan", "data", "eval_data", "nodes", "resume", "trace"),
+        )  # fmt: skip
         from cli.check import run_check
 
         run_check(settings_of(arguments, {**options, "model": options["model"] or ""}))
