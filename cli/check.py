@@ -11,13 +11,11 @@ from pathlib import Path
 import psutil
 
 from cli.findings import DriveFound, Finding, GpuFound, MachineFound, find_trouble
-from cli.machine import directories_at_hand
+from cli.machine import directories_at_hand, training_of
 from cli.settings import Settings
 from cli.versions import versions
 from common.drives import drive_of
 from common.hardware import cpu_count, huge_pages_enabled, list_gpus, memory_available_bytes, memory_limit_bytes
-from common.models.meta import build_meta_model
-from common.models.presets import load_config
 from common.units import format_bytes
 
 RED, YELLOW, GREEN, BOLD = 31, 33, 32, 1
@@ -37,19 +35,19 @@ class Paint:
         return f"\x1b[{code}m{text}\x1b[0m" if self.on else text
 
 
-def run_check(settings: Settings, model: str | None) -> None:
+def run_check(settings: Settings) -> None:
     """Look, measure the drives, print.
 
     Args:
-        settings: ``ssd``, ``output`` and the budgets count.
-        model: to compare free space with what it takes; None: not compared.
+        settings: ``ssd``, ``output``, and all that says what a run would keep on the drives, count.
+            Without a model, free space is compared with nothing.
 
     Raises:
         UserError: a directory or a model that was named does not exist.
     """
     paint = Paint()
     directories = directories_at_hand(settings)
-    parameters = _parameters(model) if model else None
+    store = training_of(settings).record_bytes if settings.model else None
     _section(paint, "versions", list(versions().items()))
     machine = look_at_machine()
     _section(paint, "machine", list(_machine_rows(machine)))
@@ -59,8 +57,7 @@ def run_check(settings: Settings, model: str | None) -> None:
     for directory in directories:
         drives.append(look_at_drive(directory))
         _section(paint, "drive", list(_drive_rows(drives[-1])))
-    store = None if parameters is None else parameters * 24 // (2 if settings.single_slot else 1)
-    _print_findings(paint, find_trouble(machine, gpus, drives, store, model))
+    _print_findings(paint, find_trouble(machine, gpus, drives, store, settings.model))
 
 
 def look_at_machine() -> MachineFound:
@@ -122,11 +119,6 @@ def _torch_cuda() -> tuple[int, int] | None:
         return None
     major, minor = torch.version.cuda.split(".")[:2]
     return int(major), int(minor)
-
-
-def _parameters(model: str) -> int:
-    config, _ = load_config(model)
-    return sum(parameter.numel() for parameter in build_meta_model(config).parameters())
 
 
 # -- for people -------------------------------------------------------------------------------------------------------

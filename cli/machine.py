@@ -1,10 +1,13 @@
 """What is measured and planned for: this machine's device and drives, and the training that would run there."""
 
+import math
 from pathlib import Path
 
+from transformers import PreTrainedConfig
+
 from cli.adapters import peft_config_of
-from cli.prepare import sequence_length
 from cli.settings import Settings
+from common.errors import UserError
 from common.hardware import pick_gpu, torch_name
 from common.models.presets import load_config
 from common.store.directories import usable
@@ -13,6 +16,8 @@ from fuyou.emulated import is_emulated
 from fuyou.frozen import FrozenDtype
 from fuyou.planner import Training, training
 from fuyou.records import Precision
+
+DEFAULT_SEQ_LEN = 1024
 
 
 def device_at_hand(gpu: str) -> Device:
@@ -33,6 +38,20 @@ def directories_at_hand(settings: Settings) -> list[Path]:
         UserError: a directory of ``--ssd`` is not there, or cannot be used.
     """
     return usable([Path(word).expanduser() for word in settings.ssd] or [_existing(settings.output_directory)])
+
+
+def sequence_length(wanted: int | None, config: PreTrainedConfig) -> int:
+    """Tokens per sequence, as asked for with ``--seq-len`` or by default.
+
+    Raises:
+        UserError: longer than the model's context.
+    """
+    context = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
+    if wanted is None:
+        return int(min(DEFAULT_SEQ_LEN, context))
+    if wanted > context:
+        raise UserError(f"--seq-len {wanted} is longer than the model's context of {context} tokens.")
+    return wanted
 
 
 def training_of(settings: Settings) -> Training:

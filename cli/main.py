@@ -8,7 +8,7 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 #: What only --plan takes: for one machine, and for a cluster.
 PLAN_OPTIONS = ("drive", "ssds", "network", "scheme", "max_model", "json")
 CLUSTER_PLAN_OPTIONS = ("trainable",)
+#: What --demo takes; it is always replaced.
+DEMO_OPTIONS = ("output", "report", "debug", "overwrite")
 #: What says which cluster a plan is for; training over nodes takes it, too.
 CLUSTER_OPTIONS = ("cluster", "levels", "quantise")
+#: What says that adapters are trained; a plan for a cluster knows their share only.
+ADAPTERS = ("lora_rank", "peft_config", "frozen_dtype")
+#: What is chosen for training in memory, and there is no choice of it out of core.
+ONLY_IN_MEMORY = ("trainable", "strategy", "quantise", "device_cache_threshold")
 #: What changes a run or a plan for one machine, and no plan for a cluster: that assumes bf16, fp32 moments, and the
 #: hardware that --cluster describes.
 NOT_OF_CLUSTERS = (
@@ -89,6 +95,10 @@ def _run(
         print(effective_config(click.get_current_context()), end="")
         return 0
     if verify:
+        others = ("demo", "profile", "plan", "check", "model", "data", "eval_data", "resume", "overwrite", "report",
+                  "trace")  # fmt: skip
+        modes = {"demo": demo, "profile": profile, "plan": plan, "check": check}
+        _refuse_with("--verify", "trains nothing", {**options, **modes}, others)
         from cli.verify import run_verify
 
         return run_verify([path for word in verify for path in expand_pattern("--verify", word)])
@@ -109,23 +119,27 @@ def _run(
         )  # fmt: skip
         options["model"] = options["model"] or DEFAULT_PROFILE_MODEL
     if check:
-        others = ("demo", "profile", "plan", "data", "eval_data", "nodes", "resume", "trace")
-        _refuse_with("--check", "trains nothing", {**options, "demo": demo, "profile": profile, "plan": plan}, others)
+        _refuse_with(
+            "--check", "trains nothing", {**options, "demo": demo, "profile": profile, "plan": plan},
+            ("demo", "profile", "plan", "data", "eval_data", "nodes", "resume", "trace"),
+        )  # fmt: skip
         from cli.check import run_check
 
-        run_check(settings_of(arguments, {**options, "model": options["model"] or ""}), options["model"])
+        run_check(settings_of(arguments, {**options, "model": options["model"] or ""}))
         return 0
     if demo:
-        own = ("model", "data", "eval_data", "ssd", "nodes", "resume", "trace")
-        _refuse_with("--demo", "brings everything with it", options, own)
+        own = [name for name in options if name not in DEMO_OPTIONS and _typed(name)]
+        _refuse_with("--demo", "brings everything with it", dict.fromkeys(own, True), own)
         from cli.demo import run_demo
 
         run_demo(options["output"], options["report"], options["debug"], interrupts)
         return 0
     if plan and options["nodes"] and plans["drive"] and not (options["cluster"] or options["levels"]):
-        return _plan_ranks(arguments, plans, options)
+        return _plan_ranks(arguments, plans, {**options, **clusters})
     if plan and (options["nodes"] or options["cluster"] or options["levels"]):
         return _plan_cluster(plans, clusters, options)
+    if plan and plans["network"]:
+        raise UserError("--network connects several nodes: add --nodes N.")
     if plan:
         for name in (*CLUSTER_PLAN_OPTIONS, *CLUSTER_OPTIONS):
             if {**clusters, **options}[name]:
@@ -187,6 +201,7 @@ def _plan_ranks(arguments: tuple[str, ...], plans: dict[str, Any], options: dict
     """Out of core on several nodes of one kind."""
     if plans["max_model"] or plans["scheme"] != "ours" or not options["model"]:
         raise UserError("A plan for several nodes is for one model and this program: --model, without --max-model.")
+    _refuse_with("A plan with --drive", "is for training out of core", options, ONLY_IN_MEMORY)
     from cli.plan import PlanOptions, run_plan
 
     among = {name: options[name] for name in ("nodes", "gpus_per_node")}
@@ -205,6 +220,12 @@ def _plan_cluster(plans: dict[str, Any], clusters: dict[str, Any], options: dict
     for name, value in plans.items():
         if name != "json" and value and value != "ours":
             raise UserError(f"--{name.replace('_', '-')} belongs to plans for one machine, not for a cluster.")
+    for name in ADAPTERS:
+        if options[name]:
+            raise UserError(
+                f"--{name.replace('_', '-')} changes nothing in a plan for a cluster: say which part of the parameters "
+                "adapters are, --trainable 0.01."
+            )
     for name in NOT_OF_CLUSTERS:
         if _typed(name):
             raise UserError(
@@ -234,7 +255,7 @@ def _typed(name: str) -> bool:
     return str(context.meta[WRITTEN][name]) != str(default)
 
 
-def _refuse_with(option: str, why: str, options: dict[str, Any], others: tuple[str, ...]) -> None:
+def _refuse_with(option: str, why: str, options: dict[str, Any], others: Iterable[str]) -> None:
     for name in others:
         if options[name]:
             raise UserError(f"{option} {why} and cannot be combined with --{name.replace('_', '-')}.")

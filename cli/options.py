@@ -176,7 +176,8 @@ def build_command(run: Callable[..., int]) -> click.Command:
         "--nodes",
         type=positive,
         metavar="N",
-        help="Train on N machines together, the model sharded over all GPUs in memory. Start the same line on each.",
+        help="Train on N machines together: sharded over all GPUs in memory, or out of core with --ssd. Start the same "
+        "line on each.",
     )
     add("--gpus-per-node", type=positive, metavar="M", help="Ranks per machine. Default: its GPUs; 1 with --gpu cpu.")
     add(
@@ -203,9 +204,9 @@ def build_command(run: Callable[..., int]) -> click.Command:
     add(
         "--strategy",
         metavar="NAME|P/G/OS",
-        help="How parameters, gradients and optimizer states are sharded: fcdp (parameters cached in host memory), "
-        "zero3, hybrid, zero2, paro-iig, ..., or their scopes, IGG or 4x1/4x1/8x1 (docs/strategies.md). auto: what the "
-        "planner finds fastest on --cluster. Default: fcdp.",
+        help="In memory, how parameters, gradients and optimizer states are sharded: fcdp (parameters cached in host "
+        "memory), zero3, hybrid, zero2, paro-iig, ..., or their scopes, IGG or 4x1/4x1/8x1 (docs/strategies.md). auto: "
+        "what the planner finds fastest on --cluster. Default: fcdp.",
     )
     add(
         "--device-cache-threshold",
@@ -305,7 +306,7 @@ def build_command(run: Callable[..., int]) -> click.Command:
         "--commit-every",
         type=positive,
         metavar="N",
-        help="Steps between commits: a crash loses at most so many. Default: 1; 100 with --nodes.",
+        help="Steps between commits: a crash loses at most so many. Default: 1; 100 with --nodes in memory.",
     )
     add("--sample", metavar="PROMPT", help="At the end, print how the tuned model goes on from there.")
     add("--sample-tokens", type=positive, default=32, show_default=True, metavar="N", help="How far at most.")
@@ -365,7 +366,12 @@ def build_command(run: Callable[..., int]) -> click.Command:
         help="Let the plan for a cluster, or --strategy auto, choose strategies that send fewer bits.",
     )
     add("--json", is_flag=True, help="Print the plan as JSON.")
-    add("--verify", metavar="DIR...", words=True, help="Train nothing: is what lies in DIR what was written there?")
+    add(
+        "--verify",
+        metavar="DIR...",
+        words=True,
+        help="Train nothing: is what runs have in DIR (as --ssd, or --output) what was written?",
+    )
     add(
         "--profile",
         is_flag=True,

@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 
-from cli.prepare import sequence_length
+from cli.machine import sequence_length
 from common.errors import UserError
 from common.models.presets import load_config
 from common.units import format_bytes, format_count, format_seconds

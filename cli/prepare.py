@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from cli.adapters import ADAPTER_CONFIG, peft_config_of, trainable_parameters
+from cli.machine import sequence_length, training_of
 from cli.schedule import LearningRate
 from cli.settings import COMMITS, Settings
 from cli.trackers import check_trackers
@@ -25,7 +26,6 @@ from common.store.directories import usable
 from common.units import format_bytes, format_count
 from fuyou.emulated import is_emulated
 
-DEFAULT_SEQ_LEN = 1024
 DEFAULT_STEPS = 10
 """Without data: enough to see a steady rate."""
 
@@ -59,6 +59,8 @@ class Job:
     """What is trained, if not the weights."""
     held_out: Batches | None = None
     """To evaluate with, in a fixed order."""
+    quantised_bytes: int | None = None
+    """What the store takes if frozen weights are in fewer bits; None: they are not."""
 
     @property
     def device(self) -> str:
@@ -91,6 +93,8 @@ class Job:
         """What the store takes on all SSDs (of one node) together, without activations; or two commits, one beside the
         other."""
         settings = self.settings
+        if self.quantised_bytes is not None:
+            return self.quantised_bytes
         moments = 4 if settings.optimizer_dtype == "bf16" else 8
         if settings.nodes is not None and not settings.ssd:
             return 2 * (self.adapter_parameters or self.parameters) * 12
@@ -176,6 +180,10 @@ def check(settings: Settings) -> Checked:
     emulated = is_emulated(settings.gpu)
     if emulated and settings.save:
         raise UserError("An emulated accelerator computes nothing, so there is no checkpoint to write: add --no-save.")
+    if settings.sample is not None:
+        if emulated:
+            raise UserError("An emulated accelerator computes nothing, and so no --sample: leave that out.")
+        tokenizer_of(settings, checkpoint, "--sample")  # rather than when training has ended
     if emulated and settings.eval_data:
         raise UserError("An emulated accelerator computes nothing, and so no loss on --eval-data: leave that out.")
     check_trackers(settings.log_to)
@@ -208,24 +216,11 @@ def prepare(settings: Settings) -> Job:
         settings, type(model).__name__, text.vocab_size, parameters, checkpoint, found.gpu, output, found.ssd,
         found.run_name, seq_len, batches, data_key, rate, adapter_parameters,
         _open_held_out(settings, tokenizer, seq_len, output),
+        training_of(settings).record_bytes if settings.frozen_dtype is not None else None,
     )  # fmt: skip
     if settings.save:
         _check_space(job)
     return job
-
-
-def sequence_length(wanted: int | None, config: PreTrainedConfig) -> int:
-    """Tokens per sequence, as asked for with ``--seq-len`` or by default.
-
-    Raises:
-        UserError: longer than the model's context.
-    """
-    context = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
-    if wanted is None:
-        return int(min(DEFAULT_SEQ_LEN, context))
-    if wanted > context:
-        raise UserError(f"--seq-len {wanted} is longer than the model's context of {context} tokens.")
-    return wanted
 
 
 def _directories(settings: Settings, checkpoint: Path | None) -> tuple[tuple[Path, ...], Path, str]:
@@ -279,7 +274,7 @@ def tokenizer_of(settings: Settings, checkpoint: Path | None, option: str = "--d
     if checkpoint is None:
         raise UserError(
             f"{settings.model} is a preset, and a preset has no tokenizer: give a checkpoint directory, or leave out "
-            "--data (and --eval-data) to measure throughput on random tokens."
+            "--data, --eval-data and --sample to measure throughput on random tokens."
         )
     try:
         if not any(any(checkpoint.glob(name)) for name in ("tokenizer*", "vocab.*", "*.model", "*.tiktoken")):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from cli.prepare import sequence_length
+from cli.machine import sequence_length
 from cli.rank import Rank
 from cli.settings import Settings
 from cli.train import quiet_transformers

@@ -22,9 +22,8 @@ _ONLY_NODES = (
 _ONLY_MEMORY = ("strategy", "device_cache_threshold")
 _ONLY_SAMPLE = ("sample_tokens", "temperature")
 _ONLY_LORA = ("lora_alpha", "lora_dropout", "lora_targets")
-_ONLY_ENGINE = (
-    "sample", "frozen_dtype", "host_memory", "device_memory", "optimizer_dtype", "io", "single_slot", "trace"
-)  # fmt: skip
+_ONLY_ALONE = ("sample", "frozen_dtype")
+_ONLY_ENGINE = ("host_memory", "device_memory", "optimizer_dtype", "io", "single_slot", "trace")
 
 
 @dataclass(frozen=True)
@@ -156,8 +155,8 @@ class Settings:
         else:
             if self.strategy != "auto":
                 self._refuse(("cluster", "quantise"), "is for choosing a strategy: add --strategy auto, or --plan")
+            self._refuse(_ONLY_ALONE, "does not go with --nodes yet: leave it out")
             if self.ssd:
-                self._refuse(("sample",), "does not go with --nodes yet: leave it out")
                 self._refuse(_ONLY_MEMORY, "is for training in memory, without --ssd: leave one of them out")
             else:
                 self._refuse(_ONLY_ENGINE, "does not go with --nodes, which trains in memory unless --ssd is given")

@@ -48,7 +48,7 @@ _STUCK = timedelta(minutes=30)
 """How long a collective may wait for a rank that is alive: one may read its weights from slower drives than others."""
 _MAY_DIFFER = {
     "debug", "report", "trace", "arguments", "resume", "overwrite", "gpus_per_node", "rdzv_endpoint", "node_timeout",
-    "log_to", "ssd",
+    "log_to",
 }  # fmt: skip
 """Settings that nodes need not agree about, or that others check with better words."""
 
@@ -133,6 +133,7 @@ def _compare(settings: Settings) -> set[str]:
     own = {
         **{name: str(value) for name, value in vars(settings).items() if name not in _MAY_DIFFER},
         "model": Path(settings.model).name,  # a checkpoint may lie elsewhere on each node
+        "ssd": "given" if settings.ssd else "left out",  # each node has drives of its own
         "data": str([Path(name).name for name in settings.data]),
         "peft_config": _content(settings.peft_config),
         "eval_data": str([Path(name).name for name in settings.eval_data]),

@@ -88,6 +88,8 @@ def test_a_quoted_star(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (["--warmup", "soon"], "neither a number of steps"),
     ([], "--model"),
     (["--demo", "--model", "x"], "--demo brings everything with it"),
+    (["--demo", "--lora-rank", "8"], "--demo brings everything with it and cannot be combined with --lora-rank"),
+    (["--model", "llama-10m", "--sample", "Once"], "a preset has no tokenizer"),
     (["--model", "m", "--steps", "1", "--epochs", "1"], "exclude each other"),
     (["--model", "m", "--epochs", "1"], "passes over data, and there is none"),
     (["--model", "m", "--resume", "--overwrite"], "give one of them"),

@@ -43,6 +43,8 @@ def test_bytes_and_bounds(capsys: pytest.CaptureFixture[str]) -> None:
     ((), "--network 25Gbit/s"),
     (("--network", "fast"), "--network fast is not a rate"),
     (("--network", "10Gbit/s", "--scheme", "fuyou"), "for one model and this program"),
+    (("--network", "10Gbit/s", "--strategy", "zero3"), "cannot be combined with --strategy"),
+    (("--network", "10Gbit/s", "--trainable", "0.1"), "cannot be combined with --trainable"),
 ])  # fmt: skip
 def test_mistakes(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, "--nodes", "2", *words]) == 2
