@@ -192,7 +192,13 @@ def _run_agent(settings: Settings, meeting: Meeting, ranks: int) -> FinetuneErro
         run_id=meeting.run_id,
         rdzv_backend="c10d",
         rdzv_endpoint=meeting.endpoint,
-        rdzv_configs={"timeout": timeout, "join_timeout": timeout, "read_timeout": timeout, "is_host": meeting.is_host},
+        rdzv_configs={
+            "timeout": timeout,
+            "join_timeout": timeout,
+            # A store whose network comes back must not have given up meanwhile: the lifeline decides that, earlier.
+            "read_timeout": 2 * timeout + 10,
+            "is_host": meeting.is_host,
+        },
         local_addr=meeting.address,
         max_restarts=settings.max_restarts,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),

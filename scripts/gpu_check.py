@@ -3,7 +3,8 @@
     python scripts/gpu_check.py --ssd DIR --output DIR --device-memory 24GiB --minutes 9
 
 Sections: ``machine`` (what it is), ``limits`` (matrix products, copies, drive, Adam), ``exactness`` (the engine
-against a plain in-memory loop on the GPU), ``engine:PRESET`` (training speed at several batch sizes, what bounds it,
+against a plain in-memory loop on the GPU), ``ranks`` (FCDP, two ranks on the one GPU: exactness, races, the host
+cache's rate), ``engine:PRESET`` (training speed at several batch sizes, what bounds it,
 and the GPU's timeline), ``in-memory:PRESET`` (plain PyTorch where that fits), and on request ``timeline:PRESET`` (the
 timeline alone). Each runs in a process of its own and gets its share of the time that is left, so that neither a crash
 nor a slow section costs the others their figures. results.json and results.md in the output directory grow as figures
@@ -33,7 +34,15 @@ sys.path.insert(1, str(ROOT))  # not installed: run from a checkout
 from gpu.journal import DATA_PREFIX, Check, Journal, Settings, Skip, describe  # noqa: E402
 
 #: Shares of the time. What a section leaves goes to those after it.
-SHARES = {"machine": 1.0, "limits": 3.0, "exactness": 5.0, "engine": 7.0, "timeline": 2.0, "in-memory": 2.0}
+SHARES = {
+    "machine": 1.0,
+    "limits": 3.0,
+    "exactness": 5.0,
+    "ranks": 2.0,
+    "engine": 7.0,
+    "timeline": 2.0,
+    "in-memory": 2.0,
+}
 #: How long after its time a section is stopped by force.
 GRACE_S = 20.0
 #: Kept back at the end for the last section's grace.
@@ -85,7 +94,7 @@ def main(
 
 def planned(settings: Settings, wanted: list[str] | None) -> list[str]:
     """Names of the sections to run, in order."""
-    names = ["machine", "limits", "exactness"]
+    names = ["machine", "limits", "exactness", "ranks"]
     for preset in settings.presets:
         names += [f"engine:{preset}", f"timeline:{preset}", f"in-memory:{preset}"]
     if wanted is None:  # the engine's section looks at the timeline as well
@@ -126,7 +135,7 @@ def supervised(name: str, settings: Settings, end: float, journal: Journal) -> s
     journal.update(name, status="running", data={})
     environment = dict(os.environ, HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", PYTHONUNBUFFERED="1")
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    if name == "exactness":
+    if name in ("exactness", "ranks"):
         environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # has to be there before CUDA starts
     began = time.time()
     process = subprocess.Popen(

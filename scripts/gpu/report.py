@@ -13,7 +13,7 @@ def render(results: Data) -> str:
     lines = ["# GPU check", ""]
     if results.get("command"):
         lines += [f"`{results['command']}`, {results.get('date', '')}.", ""]
-    drawn = {"machine": _machine, "limits": _limits, "exactness": _exactness, "engine": _engine,
+    drawn = {"machine": _machine, "limits": _limits, "exactness": _exactness, "ranks": _ranks, "engine": _engine,
              "in-memory": _in_memory, "timeline": _timeline}  # fmt: skip
     for name, section in results["sections"].items():
         kind, _, preset = name.partition(":")
@@ -148,6 +148,16 @@ def _exactness(data: Data) -> list[str]:
         f"norm relative, masters absolute). {counts or 'No case finished'} of {data.get('planned', '?')}.",
         "", *_table(header, rows),
     ]  # fmt: skip
+
+
+def _ranks(data: Data) -> list[str]:
+    rows = [[case["name"], case["dtype"], case["verdict"], case["losses_differing"], case["tensors_differing"],
+             case["hits"]] for case in data.get("cases", [])]  # fmt: skip
+    lines = _table(["two ranks", "dtype", "verdict", "losses differing", "tensors differing", "hits"], rows)
+    if load := data.get("load"):
+        lines += ["", f"A load of {format_bytes(int(load['bytes']))} from the host cache, both ranks at once: "
+                      f"{_rate(load['load'])}; a plain pinned copy: {_rate(load['pinned_copy'])}."]  # fmt: skip
+    return lines
 
 
 def _engine(data: Data) -> list[str]:

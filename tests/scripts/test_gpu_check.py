@@ -30,10 +30,14 @@ def test_everything_runs_without_a_gpu(tmp_path: Path) -> None:
     status, sections, report = check(tmp_path, "--minutes", "4")
     assert status == 0, sections
     assert {name: entry["status"] for name, entry in sections.items()} == {
-        "machine": "done", "limits": "done", "exactness": "done", "engine:tiny": "done", "in-memory:tiny": "done",
+        "machine": "done", "limits": "done", "exactness": "done", "ranks": "done", "engine:tiny": "done",
+        "in-memory:tiny": "done",
     }  # fmt: skip
     assert sections["engine:tiny"]["data"]["timeline"] == "skipped: no CUDA"
     assert [case["verdict"] for case in sections["exactness"]["data"]["cases"]] == ["equal"]
+    ranks = sections["ranks"]["data"]
+    assert [case["verdict"] for case in ranks["cases"]] == ["equal", "equal"]
+    assert all(case["hits"] > 0 for case in ranks["cases"]) and ranks["load"]["load"] > 0
     limits = sections["limits"]["data"]
     assert limits["copies"] == "skipped: no CUDA"
     assert min(limits["store"]["read"], limits["store"]["write"], limits["adam"]["bf16"]) > 0
