@@ -176,7 +176,6 @@ def trace_block(stack: StreamedModel, seq_len: int, device: str, dtype: torch.dt
         dtype: of the hidden states.
         layer: which block; the last by default (where families mix kinds, it sees the whole sequence).
     """
-
     traced = _TRACES.setdefault(stack, {})
     kind = (seq_len, device, dtype, layer)
     if kind not in traced:
