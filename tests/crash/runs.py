@@ -154,7 +154,7 @@ def _train(run: Run, results: Path) -> None:
     out = os.open(results, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     with contextlib.suppress(AttributeError):
         sys.stdin.close()
-    fuyou.optimizer_link.subprocess.Popen = Forked  # type: ignore[misc]
+    setattr(fuyou.optimizer_link.subprocess, "Popen", Forked)  # noqa: B010  # as an assignment, mypy is of two minds
     torch.set_num_threads(1)
     for path in run.ssd:
         path.mkdir(parents=True, exist_ok=True)
