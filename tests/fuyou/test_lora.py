@@ -18,7 +18,7 @@ from fuyou.memory_plan import MemoryPlanner
 from fuyou.records import Kind
 from tests.fuyou.test_exact import OPTIONS, ROWS, STEPS, batches, directories
 from tests.fuyou.test_exact import engine as plain_engine
-from tests.fuyou.twin import tiny_configs
+from tests.fuyou.twin import save_checkpoints
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -32,11 +32,9 @@ def _quiet() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("checkpoints")
-    for name in ("llama", "llama-tied", "gpt2", "gemma3", "qwen3-moe"):
-        torch.manual_seed(1)
-        AutoModelForCausalLM.from_config(tiny_configs()[name]).save_pretrained(root / name)
-    return root
+    return save_checkpoints(
+        tmp_path_factory.mktemp("checkpoints"), ("llama", "llama-tied", "gpt2", "gemma3", "qwen3-moe")
+    )
 
 
 class InMemory:

@@ -8,6 +8,9 @@ It knows nothing of records, chunks, tiers or schedules.
 On a GPU the model computes there; masters, moments and the update stay on the CPU, as they do in the engine.
 """
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
@@ -172,3 +175,11 @@ def tiny_configs() -> dict[str, PreTrainedConfig]:
             **common, head_dim=16, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2
         ),
     }  # fmt: skip
+
+
+def save_checkpoints(root: Path, names: Sequence[str]) -> Path:
+    """Save models of these tiny configurations, with random weights, each in its own folder; returns ``root``."""
+    for name in names:
+        torch.manual_seed(1)
+        AutoModelForCausalLM.from_config(tiny_configs()[name]).save_pretrained(root / name)
+    return root

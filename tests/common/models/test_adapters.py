@@ -13,7 +13,7 @@ from common.models.adapters import CONFIG, WEIGHTS, AdapterOptions, Adapters, lo
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from common.models.sources import CheckpointSource
-from tests.fuyou.twin import tiny_configs
+from tests.fuyou.twin import save_checkpoints
 
 EVERY = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -21,11 +21,9 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("checkpoints")
-    for name in ("llama", "llama-tied", "gpt2", "gemma3", "qwen3-moe"):
-        torch.manual_seed(1)
-        AutoModelForCausalLM.from_config(tiny_configs()[name]).save_pretrained(root / name)
-    return root
+    return save_checkpoints(
+        tmp_path_factory.mktemp("checkpoints"), ("llama", "llama-tied", "gpt2", "gemma3", "qwen3-moe")
+    )
 
 
 def adapted(
