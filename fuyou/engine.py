@@ -408,6 +408,7 @@ class Engine:
             planned_sent_bytes=current.tasks.sent_bytes(),
             kept_activation_bytes=current.tasks.kept_bytes(self.memory_plan.kept_bytes),
             recomputation_saved=current.recomputation_saved,
+            task_seconds=times.tasks,
         )
 
     @torch.no_grad()
