@@ -1,6 +1,7 @@
 """What a run did and what it cost: a short summary to read, and the same as JSON."""
 
 import json
+import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ class Report:
     trainable_parameters: int
     steps: int
     losses: list[float]
+    """NaN, and null in JSON, where it was not finite."""
     step_seconds: list[float]
     tokens_per_second: float
     """Padding counted, as it is computed."""
@@ -43,11 +45,14 @@ class Report:
     step of a run fills caches."""
     planned_network_sent_bytes_per_step: float = 0.0
     """What the formula says for a step that is not the first."""
+    skipped_steps: int = 0
+    """Of ``steps``: loss or gradient were not finite, and nothing was changed."""
 
     def write(self, path: Path) -> None:
         """As JSON, complete or not at all."""
         beside = path.with_name(path.name + ".tmp")
-        beside.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        losses = [loss if math.isfinite(loss) else None for loss in self.losses]
+        beside.write_text(json.dumps({**asdict(self), "losses": losses}, indent=2) + "\n")
         os.replace(beside, path)
 
     def summary(self, total_written: int) -> str:
@@ -60,7 +65,8 @@ class Report:
             return "no step was left to take"
         seconds = sum(self.step_seconds)
         lines = {
-            "loss": f"{self.losses[0]:.4f} in the first step, {self.losses[-1]:.4f} in the last of {self.steps:,}",
+            "loss": f"{self.losses[0]:.4f} in the first step, {self.losses[-1]:.4f} in the last of {self.steps:,}"
+            + (f"; {self.skipped_steps:,} skipped, not finite" if self.skipped_steps else ""),
             "time": f"{format_seconds(seconds)}, {format_seconds(seconds / self.steps)} per step{self._bound()}",
             "rate": f"{format_count(self.tokens_per_second)} tokens/s, {self.flops_per_second / 1e12:.3g} TFLOP/s "
             f"({self.hardware_flops_per_second / 1e12:.3g} with recomputation)",
@@ -113,6 +119,7 @@ class Measurements:
         self.losses: list[float] = []
         self.step_seconds: list[float] = []
         self._bounds: dict[str, float] = {}
+        self._skipped = 0
         self._other_io = self._other_planned = (0, 0)
 
     def leave_out(self, io_bytes: tuple[int, int], planned_bytes: tuple[int, int]) -> None:
@@ -121,8 +128,9 @@ class Measurements:
         planned = self._other_planned
         self._other_planned = (planned[0] + planned_bytes[0], planned[1] + planned_bytes[1])
 
-    def add(self, loss: float, seconds: float, bounds: dict[str, float]) -> None:
-        """Take in a step: its loss, duration, seconds per resource."""
+    def add(self, loss: float, seconds: float, bounds: dict[str, float], skipped: bool = False) -> None:
+        """Take in a step: its loss, duration, seconds per resource, and whether nothing was changed."""
+        self._skipped += skipped
         self.losses.append(loss)
         self.step_seconds.append(seconds)
         for name, value in bounds.items():
@@ -172,4 +180,5 @@ class Measurements:
             overlap_efficiency=max(bounds.values(), default=0.0) / (seconds * per_step) if seconds else 0.0,
             network_sent_bytes_per_step=network_bytes[0],
             planned_network_sent_bytes_per_step=network_bytes[1],
+            skipped_steps=self._skipped,
         )

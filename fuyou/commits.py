@@ -47,10 +47,14 @@ class Commits:
         """The updates of ``step``, all of them still to come, multiply gradients by ``factor``."""
         self._updates[step] = replace(self._updates[step], gradient_scale=factor)
 
-    def end(self, step: int, device: torch.device, user: dict[str, Any]) -> None:
-        """The caller has ended ``step``: note what its commit will say."""
+    def leave_out(self, step: int) -> None:
+        """The updates of ``step``, all of them still to come, change nothing."""
+        self._updates[step] = replace(self._updates[step], left_out=True)
+
+    def end(self, step: int, skipped: int, device: torch.device, user: dict[str, Any]) -> None:
+        """The caller has ended ``step``, and left out so many up to it: note what its commit will say."""
         self._states[step] = replace(
-            self.state, step=step, random=random_states(device), user=dict(user), torn=False
+            self.state, step=step, skipped=skipped, random=random_states(device), user=dict(user), torn=False
         )  # fmt: skip
         self._updates.pop(step - 2, None)
 

@@ -26,7 +26,7 @@ from fuyou.accounting import StepReport
 from fuyou.adam import AdamConfig, Update
 from fuyou.checksums import RecordSums
 from fuyou.commits import Commits, sealed_records
-from fuyou.compute import NextToken, NonFiniteLoss, StepComputation
+from fuyou.compute import NextToken, StepComputation
 from fuyou.data_plane import DataPlane
 from fuyou.devices import memory_limits, open_device
 from fuyou.emulated import EmulatedDevice, TimedComputation
@@ -39,6 +39,7 @@ from fuyou.nodes.agreement import Agreement
 from fuyou.nodes.commits import ClusterCommits
 from fuyou.nodes.reader import ClusterReader
 from fuyou.nodes.topology import Topology, share_of
+from fuyou.nonfinite import NonFinitePolicy
 from fuyou.open_model import OpenModel
 from fuyou.optimizer_link import OptimizerLink
 from fuyou.records import Precision, allocate_extents
@@ -98,6 +99,9 @@ class Engine:
         run_name: name of the run's folder in each of ``ssd``.
         commit_every: commit every N-th step only: what lives in host memory is not written in between. A crash loses up
             to N steps.
+        on_nonfinite: what becomes of a step whose loss or gradient is NaN or infinite. ``"stop"`` raises NonFiniteLoss;
+            ``"skip"`` leaves it out, and weights and moments stay as they are, exactly. For that, all updates are
+            deferred into the next forward pass, as with ``max_grad_norm``, at the same cost.
         single_slot: half the space, no protection: a crash in the middle of a step loses the run.
         resume: continue the run that the directories hold.
         overwrite: replace the run that the directories hold.
@@ -148,6 +152,7 @@ class Engine:
         seed: int = 0,
         run_name: str = "fuyou",
         commit_every: int = 1,
+        on_nonfinite: str = "stop",
         single_slot: bool = False,
         resume: bool = False,
         overwrite: bool = False,
@@ -160,6 +165,9 @@ class Engine:
         automatic: bool = False,
         topology: Topology | None = None,
     ):
+        self._nonfinite = NonFinitePolicy(on_nonfinite)
+        if self._nonfinite.skips:
+            max_grad_norm = max_grad_norm or math.inf  # never reached, but known before anything is updated
         deferred_fraction = 1.0 if max_grad_norm else deferred_fraction  # nothing is updated before the norm is known
         self._options = EngineConfig(
             Precision.named(dtype, optimizer_dtype), AdamConfig(lr, betas, eps, weight_decay),
@@ -286,7 +294,7 @@ class Engine:
         store, state = self._files.store, self._files.state
         sums = RecordSums(self._shape.records, self._extents, sealed_records(store, state) if resume else ())
         self._commits = self._make_commits(self._files, sums)
-        self.step_count = state.step
+        self.step_count, self._nonfinite.skipped = state.step, state.skipped
         self.user_state: dict[str, Any] = dict(state.user)
         runtime.attach(self._files, self._extents)
         runtime.open(self._commits)
@@ -356,7 +364,8 @@ class Engine:
         plane = self._prepare(batch)
         began = time.monotonic()
         step = self.step_count + 1
-        self._commits.begin(Update(step, replace(self._options.adam, lr=self.lr), 1.0, self._options.seed))
+        adam = replace(self._options.adam, lr=self.lr)
+        self._commits.begin(Update(step, adam, 1.0, self._options.seed, skipped=self._nonfinite.skipped))
         shape = self._runtime.batch_shape(*batch["input_ids"].shape)
         self._in_flight = True  # before the schedule changes: an interrupt may come at any point
         tasks = self._runtime.scheduler.training_step(step, shape, commit=step % self._options.commit_every == 0)
@@ -364,9 +373,8 @@ class Engine:
         self._runtime.submit(tasks)
         self._step.forward()
         loss = self._step.loss = self._whole_loss(self._step.loss)
-        if not math.isfinite(loss):
-            self._finish_earlier_commit()
-            raise NonFiniteLoss(f"The loss of step {step} is {loss}.", step, self.committed_step)
+        if not self._nonfinite.skips:
+            self._leaves_out(step, loss, 0.0)
         return EngineOutput(streamed_loss(loss, self._step.backward))
 
     def step(self) -> StepReport:
@@ -381,15 +389,15 @@ class Engine:
         step = self.step_count + 1
         assert current.tasks.end is not None
         norm = self._gradient_norm(current)
-        if not math.isfinite(norm):
-            self._finish_earlier_commit()
-            raise NonFiniteLoss(f"The gradient norm of step {step} is {norm}.", step, self.committed_step)
         limit = self._options.max_grad_norm
-        if limit is not None and norm > limit:
+        skipped = self._leaves_out(step, current.loss, norm)
+        if skipped:
+            self._commits.leave_out(step)
+        elif limit is not None and norm > limit:
             # As torch.nn.utils.clip_grad_norm_ does it.
             self._commits.scale_gradients(step, limit / (norm + 1e-6))
         self.step_count = step
-        self._commits.end(step, self._device.torch_device, self.user_state)
+        self._commits.end(step, self._nonfinite.skipped, self._device.torch_device, self.user_state)
         self._runtime.plane.executor.finish(current.tasks.end)
         self._step = None
         self._in_flight = False
@@ -408,7 +416,18 @@ class Engine:
             planned_sent_bytes=current.tasks.sent_bytes(),
             kept_activation_bytes=current.tasks.kept_bytes(self.memory_plan.kept_bytes),
             recomputation_saved=current.recomputation_saved,
+            skipped=skipped,
         )
+
+    def _leaves_out(self, step: int, loss: float, norm: float) -> bool:
+        """Whether ``step`` is to change nothing.
+
+        Raises:
+            NonFiniteLoss: it is not finite, and training stops.
+        """
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self._finish_earlier_commit()
+        return self._nonfinite.leaves_out(step, loss, norm, self.committed_step)
 
     @torch.no_grad()
     def eval_loss(self, **batch: torch.Tensor) -> float:
