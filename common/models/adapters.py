@@ -2,8 +2,8 @@
 
 ``peft`` itself puts them in, decides their names and draws their first values; here it does so on a model whose own
 weights are one NaN each, stretched to the right shape. So nothing large is made, the random numbers are those of
-``peft.get_peft_model`` on the real model, and a method whose first values depend on the weights shows itself by NaN. First
-values are drawn again when they are asked for (:mod:`common.models.first_values`).
+``peft.get_peft_model`` on the real model, and a method whose first values depend on the weights shows itself by NaN.
+First values are drawn again when they are asked for (:mod:`common.models.first_values`).
 """
 
 import json

@@ -1,7 +1,7 @@
 """First values of parameters that are made many at a time and needed one at a time.
 
 What fills a parameter is a constant or a draw from the random generator, as a rule, and that can be done again: a draw
-takes the generator's state, which is 5 kB. So while ``peft`` puts adapters into a model, only one module's are in memory.
+takes the generator's state, which is 5 kB. So while ``peft`` puts adapters into a model, one module's are in memory.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -82,8 +82,8 @@ class FirstValues(TorchFunctionMode):
         is_complete: whether a module that is put into another one has all its first values.
         not_these: identities of parameters that are left alone.
 
-    A parameter that has been emptied is another object, on the meta device. Its value comes from :meth:`value`; one with
-    a NaN in it, which only what it was made from can have brought, is NaN throughout.
+    A parameter that has been emptied is another object, on the meta device. Its value comes from :meth:`value`; one
+    with a NaN in it, which only what it was made from can have brought, is NaN throughout.
     """
 
     def __init__(self, is_complete: Callable[[nn.Module], bool], not_these: set[int]) -> None:
