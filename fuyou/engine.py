@@ -23,6 +23,7 @@ from common.models.presets import load_config
 from common.store import DirectoryLock, Layout, Store
 from common.store.directories import usable
 from common.store.sealed import sync_directory
+from common.store.succession import SCRATCH, lock, make_way
 from common.units import format_bytes, parse_bytes
 from fuyou.accounting import Accounting, StepReport
 from fuyou.adam import AdamConfig, Update
@@ -47,6 +48,7 @@ from fuyou.optimizer_link import OptimizerLink
 from fuyou.planner import Training, choose
 from fuyou.recompute import Recomputations
 from fuyou.records import Precision, allocate_extents
+from fuyou.restripe import Drives, open_run
 from fuyou.schedule import Scheduler
 from fuyou.share import ALONE, Share
 from fuyou.step_shape import BatchShape
@@ -161,6 +163,8 @@ class Engine:
             call. Every node keeps one copy of the parameters, of which each of its M ranks stores 1/M; optimizer states
             are spread over all W ranks. ``host_memory`` and ``host_cache`` are those of the node. An error on one rank
             leaves the others waiting for it: end their processes, as torchrun does.
+        leave_ssd: with ``resume``, directories of drives that the run may be on and is to leave. A run that is on other
+            drives than ``ssd`` is moved there first, crash-safely, which reads and writes all of it once.
 
     Raises:
         UserError: what was asked for is not possible (paths, space, budgets, model).
@@ -199,6 +203,7 @@ class Engine:
         frozen_dtype: str | None = None,
         automatic: bool = False,
         topology: Topology | None = None,
+        leave_ssd: Sequence[str | os.PathLike[str]] = (),
     ):
         deferred_fraction = 1.0 if max_grad_norm else deferred_fraction  # nothing is updated before the norm is known
         self._options = EngineConfig(
@@ -223,8 +228,8 @@ class Engine:
         self._io = IoCounter(self._io_now)
         self._meter = PeakMeter(self._pids)
         try:
-            self._ssd = [Path(path) for path in ssd]
-            usable(self._ssd)
+            self._ssd, self._leaving = [Path(path) for path in ssd], [Path(path) for path in leave_ssd]
+            usable([*self._ssd, *self._leaving])
             self.config, self._checkpoint = load_config(model)
             self._device = open_device(device)
             self.emulated = isinstance(self._device, EmulatedDevice)
@@ -353,12 +358,15 @@ class Engine:
         io: dict[str, Any] = {"io": "posix" if options.io == "auto" else options.io, "pace": self._pace}
         run = self._agreement.tell(uuid.uuid4().hex)[0] if self._agreement is not None else ""
         if resume:
-            self._lock = DirectoryLock(folder for folder in folders if folder.is_dir())
             if self._agreement is None:
-                self._store = Store.open(folders, **io)
-                state = load_state(self._store, wanted)
-                check_records(self._store, state)
+                found = open_run(
+                    Drives(self._ssd, self._leaving, run_name), lambda store: load_state(store, wanted), **io
+                )
+                self._lock, self._store, state = found.lock, found.store, found.state
+                if not found.checked:
+                    check_records(self._store, state)
             else:
+                self._lock = DirectoryLock(folder for folder in folders if folder.is_dir())
                 self._store, state, run = find_common_state(self._agreement, lambda: Store.open(folders, **io), wanted)
             self._io.begin()
             restore_random_states(state.random, self._device.torch_device)
@@ -367,9 +375,10 @@ class Engine:
             for folder in made:
                 folder.mkdir()
             try:
-                self._lock = DirectoryLock(folders)
+                self._lock = lock(folders)
                 for folder in made:
                     sync_directory(folder.parent)  # or a power cut takes the folder, with every commit in it
+                make_way(folders, overwrite)
                 self._store = Store.create(folders, layout, overwrite=overwrite, **io)
             except BaseException:
                 for folder in made:
@@ -431,7 +440,7 @@ class Engine:
         )  # fmt: skip
         self._plane = DataPlane(
             self._shape, self.memory_plan, self._device, self._store, self._extents, self._commits.state.slots,
-            self._link, [folder / "scratch" for folder in self._store.directories], self._commits.commit,
+            self._link, [folder / SCRATCH for folder in self._store.directories], self._commits.commit,
             self._commits.update_of, spill_gradients=self.memory_plan.spills_gradients(self._shape, deferred),
             resident=self.memory_plan.resident, pace=self._pace, topology=self._topology,
             locks=self._lock.descriptors, sums=self._commits.sums,
