@@ -127,8 +127,8 @@ def sealed_records(store: Store, state: TrainingState) -> list[Sealed]:
     if listed != there or len(sealed) != len(there):
         raise FinetuneError(
             f"The manifest in {store.directories[0]} lists checksums of {len(listed & there)} of the {len(there)} "
-            f"parts of records that the store holds, and of {len(sealed) - len(listed & there)} others: it is not what this "
-            "program wrote. Begin again with --overwrite, or from a copy."
+            f"parts of records that the store holds, and {len(sealed) - len(listed & there)} others: this program did "
+            "not write it so. Begin again with --overwrite, or from a copy."
         )
     return sealed
 

@@ -230,6 +230,8 @@ class Engine:
         try:
             self._ssd, self._leaving = [Path(path) for path in ssd], [Path(path) for path in leave_ssd]
             usable([*self._ssd, *self._leaving])
+            if self._leaving and not resume:
+                raise UserError("leave_ssd is for a run that goes on, on other drives: it goes with resume.")
             self.config, self._checkpoint = load_config(model)
             self._device = open_device(device)
             self.emulated = isinstance(self._device, EmulatedDevice)
@@ -263,6 +265,8 @@ class Engine:
         """
         if share.world_size == 1:
             return
+        if self._leaving:
+            raise UserError("leave_ssd does not go with several ranks yet: leave it out.")
         options = self._options
         if isinstance(self._device, EmulatedDevice):
             spec = self._device.spec

@@ -152,8 +152,8 @@ def find(directories: Sequence[Path]) -> tuple[list[Path], Identity]:
         raise UserError(
             f"The run in {', '.join(map(str, paths))} is striped over {first.count} directories, and number {numbers} "
             f"is not among those given. Give all {first.count} with --ssd, in any order. To do without a drive from "
-            "now on, give the others with --ssd and that one with --leave-ssd. If it is lost, so is the run, of which each "
-            "drive holds a part that no other has: begin again with --overwrite, or from a copy."
+            "now on, give the others with --ssd and that one with --leave-ssd. If it is lost, so is the run: it has a "
+            "part that no other drive has. Begin again with --overwrite, or from a copy."
         )
     ordered = [by_index[index] for index in range(first.count)]
     for path in ordered:

@@ -107,7 +107,8 @@ class MoveReference:
 
 
 def move_reference(root: Path, move: Move) -> MoveReference:
-    """Move without faults."""
+    """Move without faults, in ``root``, which is made."""
+    root.mkdir()
     whole = execute(Run(root / "unmoved"))
     started = execute(Run(root / "start", drives=move.before, steps=MOVED_AT))
     assert whole.status == started.status == 0, whole.error + started.error
