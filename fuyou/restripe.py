@@ -16,9 +16,9 @@ from common.errors import FinetuneError
 from common.store import DirectoryLock, Extent, Store, commit_manifest
 from common.store.checksums import Sums
 from common.store.posix import Bytes, aligned_bytes
-from common.store.succession import give_up, lock, make_successor, settle, take_over
+from common.store.succession import give_up, lock_all, make_successor, settle, take_over
 from common.store.verify import PIECE_BYTES, Sealed, verify
-from fuyou.commits import sealed_records
+from fuyou.commits import check_records, sealed_records
 from fuyou.records import weights_file
 from fuyou.training_state import TrainingState
 
@@ -28,39 +28,25 @@ _READS, _WRITES = 2, 2
 
 @dataclass(frozen=True)
 class Drives:
-    """Where a run is, and where it is to be."""
+    """Where a run is to be, and where it may be: its folder on each drive."""
 
-    ssd: Sequence[Path]
-    """Directories on the drives that it is to have."""
+    folders: Sequence[Path]
+    """On the drives that it is to have."""
     leaving: Sequence[Path] = ()
-    """Those on drives that it may have had, and is to leave."""
-    run_name: str = "fuyou"
-    """Of its folder in each of them."""
-
-    @property
-    def folders(self) -> list[Path]:
-        """On the drives that it is to have."""
-        return [path / self.run_name for path in self.ssd]
+    """On those that it is to leave."""
 
     @property
     def everywhere(self) -> list[Path]:
         """On all drives that it may be on."""
-        return [path / self.run_name for path in (*self.ssd, *self.leaving)]
+        return [*self.folders, *self.leaving]
 
 
-@dataclass
-class Found:
-    """A committed run, open."""
-
-    lock: DirectoryLock
-    store: Store
-    state: TrainingState
-    checked: bool
-    """Whether every record has just been read and was as written."""
-
-
-def open_run(drives: Drives, load: Callable[[Store], TrainingState], **options: Any) -> Found:
+def open_run(
+    drives: Drives, load: Callable[[Store], TrainingState], **options: Any
+) -> tuple[DirectoryLock, Store, TrainingState]:
     """Open the run that is on ``drives``; where it lies on others than it is to have, move it there first.
+
+    Every record has been read and compared with its checksum.
 
     Args:
         load: its state, once it is sure that it can be continued.
@@ -70,18 +56,21 @@ def open_run(drives: Drives, load: Callable[[Store], TrainingState], **options: 
         UserError: there is none, a drive is missing, another process has it, or there is too little space.
         FinetuneError: a drive refused, or something is damaged.
     """
-    held = lock(drives.everywhere)
+    held = lock_all(drives.everywhere)
     try:
-        directories, moved = settle(drives.everywhere), False
-        if set(directories) != set(drives.folders):
+        directories = settle(drives.everywhere)
+        moves = set(directories) != set(drives.folders)
+        if moves:
             restripe(directories, drives, load, held)
-            directories, moved = drives.folders, True
-        store = Store.open(directories, **options)
+        store = Store.open(drives.folders, **options)
         try:
-            return Found(held, store, load(store), checked=moved)
+            state = load(store)
+            if not moves:  # else it has just been read
+                check_records(store, state)
         except BaseException:
             store.close()
             raise
+        return held, store, state
     except BaseException:
         held.close()
         raise
@@ -98,7 +87,7 @@ def restripe(
     """
     with Store.open(directories, io="posix") as old:
         state = load(old)
-    layout = old.layout.spread(len(drives.ssd))
+    layout = old.layout.spread(len(drives.folders))
     spare = [weights_file(slot) for slot in range(state.slots) if slot != state.slot]
     new = make_successor(old, drives.folders, layout, spare)
     try:

@@ -43,7 +43,7 @@ def beside(folder: Path) -> Path:
     return folder.with_name(folder.name + _SUFFIX)
 
 
-def lock(folders: Sequence[Path]) -> DirectoryLock:
+def lock_all(folders: Sequence[Path]) -> DirectoryLock:
     """Lock all that lies in ``folders`` and beside them.
 
     Raises:

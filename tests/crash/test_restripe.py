@@ -2,6 +2,7 @@
 
 import shutil
 from collections import namedtuple
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -68,11 +69,15 @@ def load(store: Store) -> TrainingState:
     return TrainingState.from_dict(content)
 
 
+def on(ssd: list[Path], leaving: Sequence[Path] = ()) -> Drives:
+    return Drives([path / "run" for path in ssd], [path / "run" for path in leaving])
+
+
 def contents_of(drives: Drives) -> dict[str, bytes]:
-    found = open_run(drives, load, io="posix")
-    with found.lock, found.store:
-        assert found.store.layout == found.store.layout.spread(len(drives.ssd)) and found.state.step == 7
-        return {one.what: read_record(found.store, one).tobytes() for one in sealed_records(found.store, found.state)}
+    lock, store, state = open_run(drives, load, io="posix")
+    with lock, store:
+        assert store.layout == store.layout.spread(len(drives.folders)) and state.step == 7
+        return {one.what: read_record(store, one).tobytes() for one in sealed_records(store, state)}
 
 
 @pytest.fixture
@@ -88,8 +93,8 @@ def test_records_are_the_same_on_any_drives(ssd: list[Path]) -> None:
     before, [at, *after] = ssd[:2], [ssd[:3], ssd[1:3], ssd[3:], [ssd[3], ssd[0]], ssd]
     while True:
         leaving = [path for path in before if path not in at]
-        assert contents_of(Drives(at, leaving, "run")) == expected
-        assert contents_of(Drives(at[::-1], leaving, "run")) == expected  # now there is nothing to be moved
+        assert contents_of(on(at, leaving)) == expected
+        assert contents_of(on(at[::-1], leaving)) == expected  # now there is nothing to be moved
         assert [path for path in ssd if list(path.iterdir())] == sorted(at)
         files = sorted(path.name for path in (at[0] / "run").iterdir())
         assert files == ["manifest.json", "store.json", "weights.0", "weights.1", "weights.frozen"]
@@ -102,10 +107,10 @@ def test_records_are_the_same_on_any_drives(ssd: list[Path]) -> None:
 
 def test_a_drive_that_is_not_there_is_told_and_nothing_is_guessed(ssd: list[Path]) -> None:
     expected = make_run(ssd[:3])
-    for drives in (Drives(ssd[:2], (), "run"), Drives(ssd[:2], [ssd[3]], "run"), Drives([*ssd[:2], ssd[3]], (), "run")):
+    for drives in (on(ssd[:2]), on(ssd[:2], [ssd[3]]), on([*ssd[:2], ssd[3]])):
         with pytest.raises(UserError, match=r"over 3 directories, and number 3 is not among .* with --leave-ssd. If"):
             open_run(drives, load)
-    assert contents_of(Drives(ssd[:3], (), "run")) == expected
+    assert contents_of(on(ssd[:3])) == expected
 
 
 def test_too_little_space_is_told_before_anything_is_done(ssd: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,23 +127,23 @@ def test_too_little_space_is_told_before_anything_is_done(ssd: list[Path], monke
     with pytest.raises(
         UserError, match=r"Too little space to move the run from 2 to 3 drives. .* together: 55.* 55.*free"
     ):
-        open_run(Drives(ssd[:3], (), "run"), load)
+        open_run(on(ssd[:3]), load)
     assert not list(ssd[2].iterdir()) and len(list((ssd[0] / "run").iterdir())) == 5
     free += 200 << 10
-    assert contents_of(Drives(ssd[:3], (), "run")) == expected
+    assert contents_of(on(ssd[:3])) == expected
 
 
 def test_what_belongs_to_no_run_is_not_removed(ssd: list[Path]) -> None:
     make_run(ssd[:2])
     (ssd[1] / "run" / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"notes.txt belongs to no run"):
-        open_run(Drives(ssd[:1], ssd[1:2], "run"), load)
+        open_run(on(ssd[:1], ssd[1:2]), load)
     (ssd[1] / "run" / "notes.txt").unlink()
     make_run(ssd[2:3])
     with pytest.raises(UserError, match="belong to different runs"):
-        open_run(Drives(ssd[:3], (), "run"), load)
-    contents_of(Drives(ssd[:2], (), "run"))
-    contents_of(Drives(ssd[2:3], (), "run"))
+        open_run(on(ssd[:3]), load)
+    contents_of(on(ssd[:2]))
+    contents_of(on(ssd[2:3]))
 
 
 def test_damage_is_found_before_anything_is_given_up(ssd: list[Path]) -> None:
@@ -148,7 +153,7 @@ def test_damage_is_found_before_anything_is_given_up(ssd: list[Path]) -> None:
         opened.seek(8192)
         opened.write(b"\0" * 8)
     with pytest.raises(StoreError, match=f"record 5 is damaged: .*{file}"):
-        open_run(Drives(ssd[:3], (), "run"), load)
+        open_run(on(ssd[:3]), load)
     assert not list(ssd[2].iterdir())
     with Store.open([path / "run" for path in ssd[:2]], io="posix") as store:
         _, damage = verify(store, sealed_records(store, load(store)))
