@@ -125,6 +125,7 @@ def engine_options(job: Job) -> dict[str, Any]:
         "eps": settings.eps,
         "weight_decay": settings.weight_decay,
         "max_grad_norm": settings.max_grad_norm or None,
+        "clip_by": settings.clip_by,
         "micro_batch": settings.micro_batch,
         "host_memory": settings.host_memory,
         "device_memory": settings.device_memory,

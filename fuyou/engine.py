@@ -27,6 +27,7 @@ from common.units import format_bytes, parse_bytes
 from fuyou.accounting import Accounting, StepReport
 from fuyou.adam import AdamConfig, Update
 from fuyou.checksums import RecordSums
+from fuyou.clipping import ClipBy, Strikes, clip_by_named, speculation_obstacle
 from fuyou.commits import Commits, check_records, load_state, sealed_records
 from fuyou.compute import NextToken, NonFiniteLoss, StepComputation
 from fuyou.data_plane import DataPlane
@@ -49,7 +50,7 @@ from fuyou.recompute import Recomputations
 from fuyou.records import Precision, allocate_extents
 from fuyou.schedule import Scheduler
 from fuyou.share import ALONE, Share
-from fuyou.step_shape import BatchShape
+from fuyou.step_shape import BatchShape, StepShape
 from fuyou.store_access import StoreReader, fill_store
 from fuyou.tasks import Op, StepList
 from fuyou.trace import StepTrace
@@ -71,8 +72,10 @@ class EngineConfig:
     precision: Precision
     adam: AdamConfig
     max_grad_norm: float | None
+    clip_by: ClipBy | None
+    """None leaves it to the planner; without one, it is deferral."""
     deferred_fraction: float
-    """Of the blocks whose updates wait for the next forward pass; 1 with clipping by the global norm."""
+    """Of the blocks whose updates wait for the next forward pass, as asked for."""
     micro_batch: int | None
     commit_every: int
     host_cache: int | None
@@ -98,6 +101,20 @@ class EngineConfig:
             if not good:
                 raise UserError(f"{name} must be positive, not {getattr(self, name, getattr(self.adam, name, None))}.")
 
+    @property
+    def speculates(self) -> bool:
+        """Whether updates are done before it is known whether the gradient is clipped, and again if it is."""
+        return self.max_grad_norm is not None and self.clip_by is ClipBy.SPECULATION
+
+    def deferred(self, shape: StepShape) -> frozenset[int]:
+        """Records whose updates wait for the next forward pass: all, if nothing is done before the norm is known."""
+        everything = self.max_grad_norm is not None and not self.speculates
+        return interleaved(shape, 1.0 if everything else self.deferred_fraction)
+
+    def held(self, shape: StepShape) -> frozenset[int]:
+        """Records whose gradients stay until the step has ended."""
+        return frozenset(shape.trainable) if self.speculates else self.deferred(shape)
+
 
 class Engine:
     """Trains a causal language model whose states live on SSD.
@@ -119,8 +136,12 @@ class Engine:
             overlap: ``"emulated:tflops=165,memory=24GiB,link=25GB/s"``, see :mod:`fuyou.emulated`.
         dtype: ``"bf16"`` computes in bf16 with exact fp32 masters; ``"fp32"`` computes in fp32.
         lr, betas, eps, weight_decay: AdamW's. ``engine.lr`` may be set before each step. Biases and norms do not decay.
-        max_grad_norm: clip by the global norm, exactly: updates are deferred into the next forward pass, which
-            costs 4 more bytes of SSD traffic per parameter where gradients find no room in host memory.
+        max_grad_norm: clip by the global norm, exactly.
+        clip_by: how, see :mod:`fuyou.clipping`: ``"deferral"`` of all updates into the next forward pass, when the norm
+            is known, which costs 4 more bytes of SSD traffic per parameter where gradients find no room in host memory;
+            or ``"speculation"``, updates in the backward pass, done again in steps that are clipped, which costs 2, and
+            needs two slots, ``commit_every=1`` and a single rank. ``"auto"`` takes the planner's choice, if
+            ``automatic`` lets it choose; else deferral. The same numbers.
         deferred_fraction: part of the blocks, spread over the stack, that are updated during the next forward pass: the
             same numbers, and a shorter step where computing and the SSDs take about as long. Costs host memory for
             their gradients.
@@ -152,10 +173,10 @@ class Engine:
         frozen_dtype: ``"int8"`` or ``"nf4"`` keeps frozen matrices of the blocks in 1.016 or 0.5625 bytes per parameter
             on SSD, on their way and in the host's cache; they are brought back into ``dtype`` on the device. Not
             lossless: every weight is rounded once, when the store is made. None keeps them in ``dtype``.
-        automatic: let the planner choose ``deferred_fraction`` and ``kept_activations`` where they are not given, by
-            simulation of this run on this machine. Needs ``batch_shape`` and a profile of this machine with this model
-            (``finetune --profile``); without one nothing is chosen. Costs 0.1 to 3 s at the start, and changes no
-            number. On one rank only.
+        automatic: let the planner choose ``deferred_fraction``, ``kept_activations`` and ``clip_by`` where they are not
+            given, by simulation of this run on this machine. Needs ``batch_shape`` and a profile of this machine with
+            this model (``finetune --profile``); without one nothing is chosen. Costs 0.1 to 3 s at the start, and
+            changes no number. On one rank only.
         topology: the other ranks, if there are any (an ``fcdp.Topology``). Every rank makes an engine, with directories
             of its own and otherwise alike, gives it its own part of every batch, and calls everything that the others
             call. Every node keeps one copy of the parameters, of which each of its M ranks stores 1/M; optimizer states
@@ -180,6 +201,7 @@ class Engine:
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         max_grad_norm: float | None = None,
+        clip_by: str = "auto",
         deferred_fraction: float = 0.0,
         micro_batch: int | None = None,
         host_memory: int | str | None = None,
@@ -200,10 +222,9 @@ class Engine:
         automatic: bool = False,
         topology: Topology | None = None,
     ):
-        deferred_fraction = 1.0 if max_grad_norm else deferred_fraction  # nothing is updated before the norm is known
         self._options = EngineConfig(
             Precision.named(dtype, optimizer_dtype), AdamConfig(lr, betas, eps, weight_decay),
-            max_grad_norm, deferred_fraction, micro_batch, commit_every,
+            max_grad_norm, clip_by_named(clip_by), deferred_fraction, micro_batch, commit_every,
             None if host_cache is None else parse_bytes(host_cache), single_slot, io, seed,
             kept_activations if isinstance(kept_activations, Keeping) else parse_bytes(kept_activations or 0),
             adapters.peft_config() if isinstance(adapters, AdapterOptions) else adapters,
@@ -233,6 +254,7 @@ class Engine:
             topology = self._topology = topology if share.world_size > 1 else None  # one rank alone is alone
             self._agreement = Agreement(share) if topology is not None else None
             self._cluster_options(share)
+            self._check_clipping(share)
             limits = memory_limits(self._device, host_memory, device_memory, share.ranks_per_node)
             self._host_limit, self._device_limit = self._smallest(limits)
             self._device.cap_memory(self._device_limit)
@@ -241,7 +263,8 @@ class Engine:
             self._meter.start()
             self._open_model()
             if automatic and batch_shape is not None and topology is None:
-                self._choose(batch_shape)
+                strikes = Strikes.of_run(path / run_name for path in self._ssd) if resume else Strikes()
+                self._choose(batch_shape, strikes)
             self._plan_buffers()
             self._open_store(run_name, resume, overwrite, batch_shape)
         except BaseException:
@@ -270,6 +293,18 @@ class Engine:
         if options.host_cache is not None:
             self._options = replace(options, host_cache=options.host_cache // share.ranks_per_node)
 
+    def _check_clipping(self, share: Share) -> None:
+        """
+        Raises:
+            UserError: speculation was asked for, and is not possible.
+        """
+        options = self._options
+        obstacle = speculation_obstacle(
+            single_slot=options.single_slot, commit_every=options.commit_every, ranks=share.world_size
+        )
+        if options.speculates and obstacle is not None:
+            raise UserError(f"--clip-by speculation is not possible: {obstacle}. Leave it out, or change that.")
+
     def _smallest(self, limits: tuple[int, int]) -> tuple[int, int]:
         """The smallest budgets of all ranks: they must plan alike, for their collectives to match."""
         if self._agreement is None:
@@ -293,7 +328,7 @@ class Engine:
             torch.manual_seed(options.seed + share.rank)  # what drops out differs, as the sequences do
         self.parameters, self.trainable_parameters = self._model.parameters, self._model.trainable_parameters
 
-    def _choose(self, batch_shape: tuple[int, int]) -> None:
+    def _choose(self, batch_shape: tuple[int, int], strikes: Strikes) -> None:
         """Take from the planner what was left open, if this machine and model have been profiled."""
         options = self._options
         model, (rows, seq_len) = self._stack.model, batch_shape
@@ -303,13 +338,14 @@ class Engine:
             clips=options.max_grad_norm is not None, single_slot=options.single_slot, micro_batch=options.micro_batch,
             deferred_fraction=options.deferred_fraction or None, host_cache=options.host_cache,
             keeping=options.kept_activations if isinstance(options.kept_activations, Keeping) else None,
+            commit_every=options.commit_every, clip_by=options.clip_by, clipped_share=strikes.share,
         )  # fmt: skip
         choice = choose(training, self._device, (self._host_limit, self._device_limit), self._ssd)
         if choice is not None:
             fraction = options.deferred_fraction or choice.deferred_fraction
             self._options = replace(
                 options, micro_batch=choice.micro_batch, deferred_fraction=fraction,
-                kept_activations=options.kept_activations or choice.keeping,
+                kept_activations=options.kept_activations or choice.keeping, clip_by=choice.clip_by,
             )  # fmt: skip
 
     def _plan_buffers(self) -> None:
@@ -323,7 +359,8 @@ class Engine:
             self._device_limit,
             self._host_limit,
             self._device.shares_host_memory,
-            deferred=len(interleaved(self._shape, self._options.deferred_fraction)),
+            deferred=len(self._options.deferred(self._shape)),
+            speculative=self._options.speculates,
             host_cache=self._options.host_cache,
             kept_layers=len(self._keeping.layers),
             kept_bytes=lambda batch: self._keeping.keep(batch.micro_rows, batch.seq_len).nbytes,
@@ -416,7 +453,6 @@ class Engine:
         if self._link is None:
             self._link = OptimizerLink()
             self._link.wait_until_up()
-        deferred = interleaved(self._shape, options.deferred_fraction)
         batch = self.memory_plan.batch
         recomputation = self._keeping.recomputation(batch.micro_rows, batch.seq_len)
         self._recomputations = Recomputations(
@@ -426,13 +462,15 @@ class Engine:
         )
         self._scheduler = Scheduler(
             self._shape, self.memory_plan.counts, single_slot=options.single_slot, slot=self._commits.state.slot,
-            deferred=deferred, hold=options.max_grad_norm is not None, resident=self.memory_plan.resident,
-            recomputation=recomputation,
+            deferred=options.deferred(self._shape), hold=options.max_grad_norm is not None,
+            speculate=options.speculates, resident=self.memory_plan.resident, recomputation=recomputation,
         )  # fmt: skip
         self._plane = DataPlane(
             self._shape, self.memory_plan, self._device, self._store, self._extents, self._commits.state.slots,
             self._link, [folder / "scratch" for folder in self._store.directories], self._commits.commit,
-            self._commits.update_of, spill_gradients=self.memory_plan.spills_gradients(self._shape, deferred),
+            self._commits.update_of, spill_gradients=self.memory_plan.spills_gradients(
+                self._shape, options.held(self._shape)
+            ),
             resident=self.memory_plan.resident, pace=self._pace, topology=self._topology,
             locks=self._lock.descriptors, sums=self._commits.sums,
         )  # fmt: skip
@@ -506,13 +544,16 @@ class Engine:
         if not math.isfinite(norm):
             self._finish_earlier_commit()
             raise NonFiniteLoss(f"The gradient norm of step {step} is {norm}.", step, self.committed_step)
-        limit = self._options.max_grad_norm
-        if limit is not None and norm > limit:
+        limit = self._options.max_grad_norm or math.inf
+        clipped = norm > limit
+        if clipped:
             # As torch.nn.utils.clip_grad_norm_ does it.
             self._commits.scale_gradients(step, limit / (norm + 1e-6))
         self.step_count = step
         self._commits.end(step, self._device.torch_device, self.user_state)
         plane.executor.finish(current.tasks.end)
+        if self._options.speculates:
+            self._submit(self._scheduler.settle(step, clipped))
         self._step = None
         self._in_flight = False
         seconds = time.monotonic() - current.began
@@ -530,6 +571,7 @@ class Engine:
             planned_sent_bytes=current.tasks.sent_bytes(),
             kept_activation_bytes=current.tasks.kept_bytes(self.memory_plan.kept_bytes),
             recomputation_saved=current.recomputation_saved,
+            clipped=clipped,
         )
 
     @torch.no_grad()
