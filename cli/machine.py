@@ -70,7 +70,6 @@ def training_of(settings: Settings) -> Training:
         frozen=FrozenDtype(settings.frozen_dtype or "plain"),
         commit_every=settings.commit_interval, clip_by=clip_by_named(settings.clip_by),
         clipped_share=_strikes(settings).share,
-        clipped_share=settings.strikes.share,
     )  # fmt: skip
 
 

@@ -298,9 +298,7 @@ class Scheduler:
             record = self.shape.records[index]
             self._update(record, *self._gradients.fetch(record), step, durable)
 
-    def _update(
-        self, record: Record, gradient: int, ready: Task, step: int, durable: bool, keep: bool = False
-    ) -> None:
+    def _update(self, record: Record, gradient: int, ready: Task, step: int, durable: bool, keep: bool = False) -> None:
         """Read the record's states, update, write parameters and states to the other slot.
 
         Of a resident record, states are read the first time only (and to update it again), and written only if the step

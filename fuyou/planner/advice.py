@@ -52,7 +52,7 @@ def rarer_commits(base: Plan, every: int = 8) -> RarerCommits | None:
     evaluator = Evaluator(base.training, base.machine)
     candidate = Candidate(base.memory.batch.micro_rows, base.deferred_fraction, base.keeping)
     others = evaluator.uncommitted(candidate)
-    seconds, written = base.step_seconds, base.written_bytes
+    seconds, written = base.step_seconds, float(base.written_bytes)
     if base.clip_by is ClipBy.SPECULATION:  # for which every step must be committed
         committed = evaluator.evaluate(candidate)
         seconds, written = committed.step_seconds, committed.tasks.ssd_written_bytes()
