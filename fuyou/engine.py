@@ -4,7 +4,6 @@ import contextlib
 import math
 import os
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,40 +19,36 @@ from common.memory_meter import PeakMeter, proportional_set_bytes
 from common.models.adapters import MERGED, AdapterOptions
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
 from common.models.presets import load_config
-from common.store import DirectoryLock, Layout, Store
+from common.store import Layout
 from common.store.directories import usable
-from common.store.sealed import sync_directory
 from common.units import format_bytes, parse_bytes
-from fuyou.accounting import Accounting, StepReport
+from fuyou.accounting import StepReport
 from fuyou.adam import AdamConfig, Update
 from fuyou.checksums import RecordSums
-from fuyou.clipping import ClipBy, Strikes, clip_by_named, speculation_obstacle
-from fuyou.commits import Commits, check_records, load_state, sealed_records
+from fuyou.clipping import Strikes, clip_by_named
+from fuyou.commits import Commits, sealed_records
 from fuyou.compute import NextToken, NonFiniteLoss, StepComputation
 from fuyou.data_plane import DataPlane
-from fuyou.deferral import interleaved
 from fuyou.devices import memory_limits, open_device
 from fuyou.emulated import EmulatedDevice, TimedComputation
+from fuyou.engine_config import EngineConfig
 from fuyou.exporting import Exporter
 from fuyou.frozen import FrozenDtype
-from fuyou.io_counter import IoCounter
-from fuyou.keeping import Keeping, KeepingPlan
-from fuyou.memory_plan import Batch, MemoryPlanner
+from fuyou.keeping import Keeping
+from fuyou.memory_plan import MemoryPlan
 from fuyou.nodes.agreement import Agreement
-from fuyou.nodes.commits import ClusterCommits, find_common_state
+from fuyou.nodes.commits import ClusterCommits
 from fuyou.nodes.reader import ClusterReader
 from fuyou.nodes.topology import Topology, share_of
 from fuyou.open_model import OpenModel
 from fuyou.optimizer_link import OptimizerLink
-from fuyou.planner import Training, choose
-from fuyou.recompute import Recomputations
 from fuyou.records import Precision, allocate_extents
-from fuyou.schedule import Scheduler
+from fuyou.run_files import RunFiles, create_run, resume_run
+from fuyou.runtime import Runtime
 from fuyou.share import ALONE, Share
-from fuyou.step_shape import BatchShape, StepShape
 from fuyou.store_access import StoreReader, fill_store
+from fuyou.streamed_loss import streamed_loss
 from fuyou.tasks import Op, StepList
-from fuyou.trace import StepTrace
 from fuyou.training_state import TrainingState, random_states, restore_random_states
 
 
@@ -63,57 +58,6 @@ class EngineOutput:
 
     loss: torch.Tensor
     """Mean cross entropy over the batch's labels, fp32 scalar; ``backward()`` streams the backward pass."""
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """Options of :class:`Engine`, validated."""
-
-    precision: Precision
-    adam: AdamConfig
-    max_grad_norm: float | None
-    clip_by: ClipBy | None
-    """None leaves it to the planner; without one, it is deferral."""
-    deferred_fraction: float
-    """Of the blocks whose updates wait for the next forward pass, as asked for."""
-    micro_batch: int | None
-    commit_every: int
-    host_cache: int | None
-    single_slot: bool
-    io: str
-    seed: int
-    kept_activations: Keeping | int
-    adapters: PeftConfig | None
-    trainable: tuple[str, ...] | None
-    frozen_dtype: FrozenDtype
-
-    def __post_init__(self) -> None:
-        checks = {
-            "micro_batch": self.micro_batch is None or self.micro_batch > 0,
-            "commit_every": self.commit_every > 0,
-            "max_grad_norm": self.max_grad_norm is None or self.max_grad_norm > 0,
-            "deferred_fraction": 0 <= self.deferred_fraction <= 1,
-            "kept_activations": isinstance(self.kept_activations, Keeping) or self.kept_activations >= 0,
-            "lr": self.adam.lr >= 0,
-            "weight_decay": self.adam.weight_decay >= 0,
-        }
-        for name, good in checks.items():
-            if not good:
-                raise UserError(f"{name} must be positive, not {getattr(self, name, getattr(self.adam, name, None))}.")
-
-    @property
-    def speculates(self) -> bool:
-        """Whether updates are done before it is known whether the gradient is clipped, and again if it is."""
-        return self.max_grad_norm is not None and self.clip_by is ClipBy.SPECULATION
-
-    def deferred(self, shape: StepShape) -> frozenset[int]:
-        """Records whose updates wait for the next forward pass: all, if nothing is done before the norm is known."""
-        everything = self.max_grad_norm is not None and not self.speculates
-        return interleaved(shape, 1.0 if everything else self.deferred_fraction)
-
-    def held(self, shape: StepShape) -> frozenset[int]:
-        """Records whose gradients stay until the step has ended."""
-        return frozenset(shape.trainable) if self.speculates else self.deferred(shape)
 
 
 class Engine:
@@ -228,20 +172,17 @@ class Engine:
             None if host_cache is None else parse_bytes(host_cache), single_slot, io, seed,
             kept_activations if isinstance(kept_activations, Keeping) else parse_bytes(kept_activations or 0),
             adapters.peft_config() if isinstance(adapters, AdapterOptions) else adapters,
-            None if trainable is None else tuple(trainable), _frozen_dtype(frozen_dtype),
+            None if trainable is None else tuple(trainable), FrozenDtype.named(frozen_dtype),
         )  # fmt: skip
         self.lr = lr
         self._closed = False
-        self._plane: DataPlane | None = None
-        self._store: Store | None = None
-        self._lock: DirectoryLock | None = None
         self._link: OptimizerLink | None = None
+        self._opened: Runtime | None = None
+        self._files: RunFiles | None = None
         self._step: StepComputation | TimedComputation | None = None
         self._in_flight = False
-        self._trace: StepTrace | None = None
         self._agreement: Agreement | None = None
         self._items: int | None = None  # labels in the batches of all ranks, where there are several
-        self._io = IoCounter(self._io_now)
         self._meter = PeakMeter(self._pids)
         try:
             self._ssd = [Path(path) for path in ssd]
@@ -249,24 +190,25 @@ class Engine:
             self.config, self._checkpoint = load_config(model)
             self._device = open_device(device)
             self.emulated = isinstance(self._device, EmulatedDevice)
-            self._pace = self._device.spec.pace if isinstance(self._device, EmulatedDevice) else None
             share = share_of(topology)
             topology = self._topology = topology if share.world_size > 1 else None  # one rank alone is alone
             self._agreement = Agreement(share) if topology is not None else None
             self._cluster_options(share)
-            self._check_clipping(share)
-            limits = memory_limits(self._device, host_memory, device_memory, share.ranks_per_node)
-            self._host_limit, self._device_limit = self._smallest(limits)
-            self._device.cap_memory(self._device_limit)
+            self._options.check_clipping(share.world_size)
+            self._limits = self._smallest(memory_limits(self._device, host_memory, device_memory, share.ranks_per_node))
+            self._device.cap_memory(self._limits[1])
             self._link = OptimizerLink()  # imports PyTorch while the model is built
             self._link.wait_until_up()
             self._meter.start()
             self._open_model()
+            folders = [path / run_name for path in self._ssd]
             if automatic and batch_shape is not None and topology is None:
-                strikes = Strikes.of_run(path / run_name for path in self._ssd) if resume else Strikes()
-                self._choose(batch_shape, strikes)
-            self._plan_buffers()
-            self._open_store(run_name, resume, overwrite, batch_shape)
+                strikes = Strikes.of_run(folders) if resume else Strikes()
+                self._options = self._options.completed(
+                    self._model, self._device, self._limits, self._ssd, batch_shape, strikes
+                )
+            self._open_runtime(batch_shape)
+            self._open_run(folders, resume, overwrite)
         except BaseException:
             self.close()
             raise
@@ -293,18 +235,6 @@ class Engine:
         if options.host_cache is not None:
             self._options = replace(options, host_cache=options.host_cache // share.ranks_per_node)
 
-    def _check_clipping(self, share: Share) -> None:
-        """
-        Raises:
-            UserError: speculation was asked for, and is not possible.
-        """
-        options = self._options
-        obstacle = speculation_obstacle(
-            single_slot=options.single_slot, commit_every=options.commit_every, ranks=share.world_size
-        )
-        if options.speculates and obstacle is not None:
-            raise UserError(f"--clip-by speculation is not possible: {obstacle}. Leave it out, or change that.")
-
     def _smallest(self, limits: tuple[int, int]) -> tuple[int, int]:
         """The smallest budgets of all ranks: they must plan alike, for their collectives to match."""
         if self._agreement is None:
@@ -328,49 +258,16 @@ class Engine:
             torch.manual_seed(options.seed + share.rank)  # what drops out differs, as the sequences do
         self.parameters, self.trainable_parameters = self._model.parameters, self._model.trainable_parameters
 
-    def _choose(self, batch_shape: tuple[int, int], strikes: Strikes) -> None:
-        """Take from the planner what was left open, if this machine and model have been profiled."""
-        options = self._options
-        model, (rows, seq_len) = self._stack.model, batch_shape
-        training = Training(
-            type(model).__name__, self.config, self._stack, self._shape, rows, seq_len,
-            model_flops_per_token(model, seq_len), hardware_flops_per_token(model, seq_len),
-            clips=options.max_grad_norm is not None, single_slot=options.single_slot, micro_batch=options.micro_batch,
-            deferred_fraction=options.deferred_fraction or None, host_cache=options.host_cache,
-            keeping=options.kept_activations if isinstance(options.kept_activations, Keeping) else None,
-            commit_every=options.commit_every, clip_by=options.clip_by, clipped_share=strikes.share,
-        )  # fmt: skip
-        choice = choose(training, self._device, (self._host_limit, self._device_limit), self._ssd)
-        if choice is not None:
-            fraction = options.deferred_fraction or choice.deferred_fraction
-            self._options = replace(
-                options, micro_batch=choice.micro_batch, deferred_fraction=fraction,
-                kept_activations=options.kept_activations or choice.keeping, clip_by=choice.clip_by,
-            )  # fmt: skip
-
-    def _plan_buffers(self) -> None:
-        self._keeping = KeepingPlan(
-            self._stack, "cpu" if self._device.shares_host_memory else "cuda", self._options.precision.dtype,
-            self._options.kept_activations,
-        )  # fmt: skip
-        self._planner = MemoryPlanner(
-            self._shape,
-            self.config,
-            self._device_limit,
-            self._host_limit,
-            self._device.shares_host_memory,
-            deferred=len(self._options.deferred(self._shape)),
-            speculative=self._options.speculates,
-            host_cache=self._options.host_cache,
-            kept_layers=len(self._keeping.layers),
-            kept_bytes=lambda batch: self._keeping.keep(batch.micro_rows, batch.seq_len).nbytes,
+    def _open_runtime(self, batch_shape: tuple[int, int] | None) -> None:
+        """Plan memory, and see whether the machine has it."""
+        assert self._link is not None
+        pace = self._device.spec.pace if isinstance(self._device, EmulatedDevice) else None
+        runtime = self._opened = Runtime(
+            self._options, self._model, self._shape, self._device, self._limits, self._link, self._topology, pace
         )
-
-    def _open_store(self, run_name: str, resume: bool, overwrite: bool, batch_shape: tuple[int, int] | None) -> None:
-        options, slots = self._options, 1 if self._options.single_slot else 2
+        self._link = None  # it is the runtime's now
         context = getattr(self.config.get_text_config(), "max_position_embeddings", None) or 2048
-        rows, seq_len = batch_shape or (options.micro_batch or 1, min(context, 2048))
-        self.memory_plan = self._planner.plan(rows, seq_len, options.micro_batch)
+        runtime.plan(*(batch_shape or (self._options.micro_batch or 1, min(context, 2048))))
         available = memory_available_bytes()
         if self.memory_plan.host_bytes > available:
             raise UserError(
@@ -378,113 +275,72 @@ class Engine:
                 f"{format_bytes(available)} are available (other programs and control groups counted): the system "
                 "would end it on the way. Lower --host-memory, or end what takes the memory."
             )
-        layout = Layout(len(self._ssd))
+
+    def _open_run(self, folders: Sequence[Path], resume: bool, overwrite: bool) -> None:
+        """Open or make what is on the SSDs, and start the workers."""
+        options, slots = self._options, 1 if self._options.single_slot else 2
+        layout = Layout(len(folders))
         self._extents = allocate_extents(layout, self._shape.records, slots)
-        folders = [path / run_name for path in self._ssd]
         wanted = TrainingState(
             0, 0, "", self._model.fingerprint, str(options.precision.dtype),
             str(options.precision.optimizer_dtype), slots, emulated=self.emulated,
         )  # fmt: skip
-        self.created_bytes = 0
+        runtime = self._runtime
         # Everything goes through host memory, so there is nothing for "auto" to measure.
-        io: dict[str, Any] = {"io": "posix" if options.io == "auto" else options.io, "pace": self._pace}
-        run = self._agreement.tell(uuid.uuid4().hex)[0] if self._agreement is not None else ""
+        io: dict[str, Any] = {"io": "posix" if options.io == "auto" else options.io, "pace": runtime.pace}
         if resume:
-            self._lock = DirectoryLock(folder for folder in folders if folder.is_dir())
-            if self._agreement is None:
-                self._store = Store.open(folders, **io)
-                state = load_state(self._store, wanted)
-                check_records(self._store, state)
-            else:
-                self._store, state, run = find_common_state(self._agreement, lambda: Store.open(folders, **io), wanted)
-            self._io.begin()
-            restore_random_states(state.random, self._device.torch_device)
+            self._files = resume_run(folders, wanted, self._agreement, **io)
+            restore_random_states(self._files.state.random, self._device.torch_device)
         else:
-            made = [folder for folder in folders if not folder.exists()]
-            for folder in made:
-                folder.mkdir()
-            try:
-                self._lock = DirectoryLock(folders)
-                for folder in made:
-                    sync_directory(folder.parent)  # or a power cut takes the folder, with every commit in it
-                self._store = Store.create(folders, layout, overwrite=overwrite, **io)
-            except BaseException:
-                for folder in made:
-                    with contextlib.suppress(OSError):  # not empty, say: what went wrong first is what counts
-                        folder.rmdir()
-                raise
-            state = replace(wanted, store=self._store.id)
-        sums = RecordSums(self._shape.records, self._extents, sealed_records(self._store, state) if resume else ())
-        self._commits = self._make_commits(state, run, sums)
+            self._files = create_run(folders, layout, wanted, self._agreement, overwrite, **io)
+        store, state = self._files.store, self._files.state
+        sums = RecordSums(self._shape.records, self._extents, sealed_records(store, state) if resume else ())
+        self._commits = self._make_commits(self._files, sums)
         self.step_count = state.step
         self.user_state: dict[str, Any] = dict(state.user)
-        self._open_plane()
-        if not resume:
-            assert self._plane is not None
-            with self._io.not_counted():
-                fill_store(self._plane, self._source, 0)
-            self._store.sync({extent.file for places in self._extents for extent in places.parameters[:1]})
-            state.random = random_states(self._device.torch_device)
-            self._commits.seal()
-            self.created_bytes = self._io.other[1]
-        elif self._agreement is not None:
+        runtime.attach(self._files, self._extents)
+        runtime.open(self._commits)
+        self.created_bytes = 0 if resume else self._fill()
+        if resume and self._agreement is not None:
             self._commits.write_manifest()  # a step that this rank alone had committed does not count
         if self._agreement is not None:
             self._agreement.tell(None)
         if self._model.adapters is not None:
             self._model.adapters.forget_initial_values()
 
-    def _make_commits(self, state: TrainingState, run: str, sums: RecordSums) -> Commits:
-        assert self._store is not None
-        if self._agreement is None:
-            return Commits(self._store, state, self._options.single_slot, sums)
+    def _fill(self) -> int:
+        """Write the first values and commit them; returns the bytes written."""
+        assert self._files is not None
+        runtime, store, state = self._runtime, self._files.store, self._commits.state
+        with runtime.io.not_counted():
+            fill_store(runtime.plane, self._source, 0)
+        store.sync({extent.file for places in self._extents for extent in places.parameters[:1]})
+        state.random = random_states(self._device.torch_device)
+        self._commits.seal()
+        return runtime.io.other[1]
+
+    def _make_commits(self, files: RunFiles, sums: RecordSums) -> Commits:
         single_slot = self._options.single_slot
-        return ClusterCommits(self._agreement, run, self._checksum, self._store, state, single_slot, sums)
+        if self._agreement is None:
+            return Commits(files.store, files.state, single_slot, sums)
+        return ClusterCommits(self._agreement, files.run, self._checksum, files.store, files.state, single_slot, sums)
 
     def _checksum(self, step: int) -> int:
         """Of the parameters that this rank stores, as ``step`` has left them."""
-        assert self._plane is not None and self._plane.ranks is not None
-        return self._plane.ranks.take_checksum(step)
+        ranks = self._runtime.plane.ranks
+        assert ranks is not None
+        return ranks.take_checksum(step)
 
-    def _open_plane(self) -> None:
-        """Allocate everything and start the workers, by the memory plan."""
-        assert self._store is not None and self._lock is not None
-        options = self._options
-        if self._link is None:
-            self._link = OptimizerLink()
-            self._link.wait_until_up()
-        batch = self.memory_plan.batch
-        recomputation = self._keeping.recomputation(batch.micro_rows, batch.seq_len)
-        self._recomputations = Recomputations(
-            recomputation.layers,
-            self._keeping.keep(batch.micro_rows, batch.seq_len).operators,
-            self.memory_plan.kept_bytes,
-        )
-        self._scheduler = Scheduler(
-            self._shape, self.memory_plan.counts, single_slot=options.single_slot, slot=self._commits.state.slot,
-            deferred=options.deferred(self._shape), hold=options.max_grad_norm is not None,
-            speculate=options.speculates, resident=self.memory_plan.resident, recomputation=recomputation,
-        )  # fmt: skip
-        self._plane = DataPlane(
-            self._shape, self.memory_plan, self._device, self._store, self._extents, self._commits.state.slots,
-            self._link, [folder / "scratch" for folder in self._store.directories], self._commits.commit,
-            self._commits.update_of, spill_gradients=self.memory_plan.spills_gradients(
-                self._shape, options.held(self._shape)
-            ),
-            resident=self.memory_plan.resident, pace=self._pace, topology=self._topology,
-            locks=self._lock.descriptors, sums=self._commits.sums,
-        )  # fmt: skip
-        self._accounting = Accounting(self._plane, self._trace)
+    @property
+    def _runtime(self) -> Runtime:
+        """The runtime, which is there once the model is open."""
+        assert self._opened is not None
+        return self._opened
 
-    def _close_plane(self) -> None:
-        """Give all buffers back. What is pending must have been flushed; what is not is lost."""
-        if self._plane is not None:
-            self._plane.close()
-            self._io.ended(self._plane.io_bytes())
-            self._plane = None
-        if self._link is not None:
-            self._link.close()
-            self._link = None
+    @property
+    def memory_plan(self) -> MemoryPlan:
+        """How the budgets are divided."""
+        return self._runtime.memory_plan
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -511,23 +367,17 @@ class Engine:
         began = time.monotonic()
         step = self.step_count + 1
         self._commits.begin(Update(step, replace(self._options.adam, lr=self.lr), 1.0, self._options.seed))
-        shape = self._batch_shape(batch)
+        shape = self._runtime.batch_shape(*batch["input_ids"].shape)
         self._in_flight = True  # before the schedule changes: an interrupt may come at any point
-        tasks = self._scheduler.training_step(step, shape, commit=step % self._options.commit_every == 0)
+        tasks = self._runtime.scheduler.training_step(step, shape, commit=step % self._options.commit_every == 0)
         self._step = self._computation(plane, tasks, batch, began)
-        self._submit(tasks)
+        self._runtime.submit(tasks)
         self._step.forward()
         loss = self._step.loss = self._whole_loss(self._step.loss)
         if not math.isfinite(loss):
             self._finish_earlier_commit()
             raise NonFiniteLoss(f"The loss of step {step} is {loss}.", step, self.committed_step)
-        anchor = torch.ones((), requires_grad=True)
-        # On the CPU, so that the streamed backward runs in the caller's thread whatever the device.
-        return EngineOutput(_StreamedLoss.apply(anchor, torch.tensor(loss), self))
-
-    def _backward(self) -> None:
-        assert self._step is not None
-        self._step.backward()
+        return EngineOutput(streamed_loss(loss, self._step.backward))
 
     def step(self) -> StepReport:
         """End the step: its updates (if deferred) and its commit may go on while the next step runs.
@@ -538,8 +388,8 @@ class Engine:
         current = self._step
         if current is None or not current.complete:
             raise FinetuneError("engine.step() comes after engine(**batch).loss.backward().")
-        plane, step = self._plane, self.step_count + 1
-        assert plane is not None and current.tasks.end is not None
+        step = self.step_count + 1
+        assert current.tasks.end is not None
         norm = self._gradient_norm(current)
         if not math.isfinite(norm):
             self._finish_earlier_commit()
@@ -551,13 +401,13 @@ class Engine:
             self._commits.scale_gradients(step, limit / (norm + 1e-6))
         self.step_count = step
         self._commits.end(step, self._device.torch_device, self.user_state)
-        plane.executor.finish(current.tasks.end)
+        self._runtime.plane.executor.finish(current.tasks.end)
         if self._options.speculates:
-            self._submit(self._scheduler.settle(step, clipped))
+            self._runtime.submit(self._runtime.scheduler.settle(step, clipped))
         self._step = None
         self._in_flight = False
         seconds = time.monotonic() - current.began
-        times = self._accounting.take()
+        times = self._runtime.accounting.take()
         return StepReport(
             step=step,
             loss=current.loss,
@@ -579,14 +429,23 @@ class Engine:
         """Mean loss over a batch, forward only; nothing changes but pending updates, which are applied first."""
         self.flush()
         plane = self._prepare(batch)
-        tasks = self._scheduler.evaluation(self.step_count, self._batch_shape(batch))
+        tasks = self._evaluation(batch)
         computation = self._computation(plane, tasks, batch, time.monotonic())
+        self._run_forward(computation, tasks)
+        return self._whole_loss(computation.loss)
+
+    def _evaluation(self, batch: dict[str, torch.Tensor]) -> StepList:
+        """The tasks of a forward pass that changes nothing."""
+        return self._runtime.scheduler.evaluation(self.step_count, self._runtime.batch_shape(*batch["input_ids"].shape))
+
+    def _run_forward(self, computation: StepComputation | TimedComputation, tasks: StepList) -> None:
+        """A forward pass alone, without dropout."""
         self._stack.model.eval()
         try:
-            self._submit(tasks)
-            return self._whole_loss(float(computation.forward()))
+            self._runtime.submit(tasks)
+            computation.forward()
         finally:
-            self._accounting.take()
+            self._runtime.accounting.take()
             self._stack.model.train()
 
     def _whole_loss(self, loss: float) -> float:
@@ -602,11 +461,12 @@ class Engine:
         """Of the gradient summed over all ranks."""
         if self._agreement is None or self.emulated:
             return current.gradient_norm()
-        assert self._plane is not None and self._plane.ranks is not None
+        plane = self._runtime.plane
+        assert plane.ranks is not None
         reductions = [task for task in current.tasks.tasks if task.op in (Op.GRADIENT_REDUCE, Op.GRADIENT_EXCHANGE)]
-        self._plane.executor.wait(reductions)
+        plane.executor.wait(reductions)
         self._device.synchronize()
-        squares = self._plane.ranks.take_squares(current.tasks.step)
+        squares = plane.ranks.take_squares(current.tasks.step)
         return math.sqrt(sum(self._agreement.tell(float(squares))))
 
     @torch.no_grad()
@@ -626,37 +486,23 @@ class Engine:
         self.flush()
         batch = {"input_ids": input_ids, "labels": input_ids}
         plane = self._fitting_plane(batch)
-        tasks = self._scheduler.evaluation(self.step_count, self._batch_shape(batch))
+        tasks = self._evaluation(batch)
         computation = NextToken(
-            self._stack, plane, tasks, batch, self.memory_plan, self._recomputations, time.monotonic()
+            self._stack, plane, tasks, batch, self.memory_plan, self._runtime.recomputations, time.monotonic()
         )
-        self._stack.model.eval()
-        try:
-            self._submit(tasks)
-            computation.forward()
-            return computation.logits
-        finally:
-            self._accounting.take()
-            self._stack.model.train()
+        self._run_forward(computation, tasks)
+        return computation.logits
 
     def flush(self) -> None:
         """Apply what is pending and commit the last step; returns when it is on SSD."""
-        if self._plane is None:
+        if self._opened is None or not self._opened.is_open:
             return
         if self._step is not None:
             raise FinetuneError("A step is under way: call loss.backward() and engine.step() first.")
         uncommitted = self.step_count != self._commit_requested()
-        if self._scheduler.pending or uncommitted:
-            self._submit(self._scheduler.flush(self.step_count, commit=True))
-        self._plane.executor.drain()
-
-    def _submit(self, tasks: StepList) -> None:
-        """Let the lanes run ``tasks``, and note what they will cost."""
-        assert self._plane is not None
-        self._io.submitted(tasks)
-        self._plane.executor.submit(tasks.tasks)
-        self._commits.submitted(tasks.tasks)
-        self._accounting.watch(tasks)
+        if self._runtime.scheduler.pending or uncommitted:
+            self._runtime.submit(self._runtime.scheduler.flush(self.step_count, commit=True))
+        self._runtime.plane.executor.drain()
 
     def _computation(
         self, plane: DataPlane, tasks: StepList, batch: dict[str, torch.Tensor], began: float
@@ -664,12 +510,13 @@ class Engine:
         if isinstance(self._device, EmulatedDevice):
             return TimedComputation(self._device, plane.executor, tasks, batch["input_ids"].numel(), began)
         return StepComputation(
-            self._stack, plane, tasks, batch, self.memory_plan, self._recomputations, began, self._items
+            self._stack, plane, tasks, batch, self.memory_plan, self._runtime.recomputations, began, self._items
         )
 
     def _commit_requested(self) -> int:
         """The newest step whose commit is done or among the submitted tasks."""
-        return self._scheduler.commit_step if self._scheduler.commit_step is not None else self.committed_step
+        submitted = self._runtime.scheduler.commit_step
+        return submitted if submitted is not None else self.committed_step
 
     def _prepare(self, batch: dict[str, torch.Tensor]) -> DataPlane:
         """Check the batch, and find room for it."""
@@ -694,29 +541,17 @@ class Engine:
         rows, seq_len = batch["input_ids"].shape
         if self._agreement is not None:  # all or none of the ranks make their buffers anew
             rows, seq_len = (max(sizes) for sizes in zip(*self._agreement.tell((rows, seq_len)), strict=True))
-        planned = self.memory_plan.batch
-        if self._plane is None or rows > planned.rows or seq_len > planned.seq_len:
+        if not self._runtime.fits(rows, seq_len):
             self.flush()
-            self.memory_plan = self._planner.plan(
-                max(rows, planned.rows), max(seq_len, planned.seq_len), self._options.micro_batch
-            )
-            self._close_plane()
-            self._open_plane()
-        assert self._plane is not None
-        return self._plane
-
-    def _batch_shape(self, batch: dict[str, torch.Tensor]) -> BatchShape:
-        rows, seq_len = batch["input_ids"].shape
-        split = Batch(rows, seq_len, min(rows, self.memory_plan.batch.micro_rows))
-        plan = self.memory_plan
-        return BatchShape(split.micro_batches, plan.activation_bytes, split.mean_tokens, plan.kept_bytes)
+            self._runtime.fit(rows, seq_len)
+        return self._runtime.plane
 
     # -- committing -----------------------------------------------------------------------------------------------
 
     def _finish_earlier_commit(self) -> None:
         """Let the previous step's commit, which runs beside this one, come to its end."""
-        if self._plane is not None:
-            self._plane.executor.wait(self._commits.under_way(self.step_count + 1))
+        if self._runtime.is_open:
+            self._runtime.plane.executor.wait(self._commits.under_way(self.step_count + 1))
 
     @property
     def committed_step(self) -> int:
@@ -726,15 +561,15 @@ class Engine:
     # -- reading --------------------------------------------------------------------------------------------------
 
     def _reader(self) -> StoreReader:
-        assert self._store is not None
+        assert self._files is not None
         slot = self._commits.state.slot
-        places = (self._store, self._shape, self._extents, self.memory_plan.chunk_elements, slot)
+        places = (self._files.store, self._shape, self._extents, self.memory_plan.chunk_elements, slot)
         return StoreReader(*places) if self._topology is None else ClusterReader(self._topology, *places)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter's name and fp32 master weight (or frozen value), read from the store one at a time."""
         self.flush()
-        with self._io.not_counted():
+        with self._runtime.io.not_counted():
             yield from self._reader().masters()
 
     def save_pretrained(self, directory: str | os.PathLike[str], *, merge: bool = False) -> None:
@@ -754,7 +589,7 @@ class Engine:
         if self.emulated:
             raise UserError("A run on an emulated device has no weights worth keeping: nothing is exported.")
         self.flush()
-        self._close_plane()
+        self._runtime.close()
         share = self._shape.share
         if share.node == 0:  # whose ranks have everything together
             self._write(Path(directory), merge, writes=share.rank == 0)
@@ -764,8 +599,8 @@ class Engine:
     def _write(self, target: Path, merge: bool, writes: bool) -> None:
         """``writes``: whether this rank writes what the ranks of this node read together."""
         dtype = self._options.precision.dtype
-        exporter = Exporter(self._model, self._reader(), self._shape, self._checkpoint, self._host_limit, writes)
-        with self._io.not_counted():
+        exporter = Exporter(self._model, self._reader(), self._shape, self._checkpoint, self._limits[0], writes)
+        with self._runtime.io.not_counted():
             if self._model.adapters is None:
                 exporter.checkpoint(target, dtype)
                 return
@@ -785,17 +620,11 @@ class Engine:
 
     def io_bytes(self) -> tuple[int, int]:
         """Bytes that training has read from and written to the SSDs, in all our processes."""
-        return self._io.training
+        return self._runtime.io.training
 
     def planned_io_bytes(self) -> tuple[int, int]:
         """What the schedule says that :meth:`io_bytes` comes to, once everything submitted is done."""
-        return self._io.planned
-
-    def _io_now(self) -> tuple[int, int]:
-        """What the store and the optimizer process there are have moved."""
-        parts = [(store.bytes_read, store.bytes_written) for store in (self._store,) if store is not None]
-        parts += [plane.io_bytes() for plane in (self._plane,) if plane is not None]
-        return sum(read for read, _ in parts), sum(written for _, written in parts)
+        return self._runtime.io.planned
 
     def host_memory_in_use(self) -> int:
         """Proportional set size of our processes, in bytes, beyond what they had before the model was touched."""
@@ -818,14 +647,15 @@ class Engine:
         return self.memory_plan.device_bytes if measured is None else measured
 
     def _pids(self) -> list[int]:
-        return [os.getpid()] + ([self._link.pid] if self._link is not None else [])
+        """Of our processes, this one first."""
+        link = self._link if self._opened is None else self._opened.link
+        return [os.getpid()] + ([link.pid] if link is not None else [])
 
     # -- seeing ---------------------------------------------------------------------------------------------------
 
     def keep_trace(self) -> None:
         """From the next step on, keep what happens in the newest step, for :meth:`write_trace`."""
-        self._trace = StepTrace(self._shape.records)
-        self._accounting = Accounting(self._plane, self._trace) if self._plane is not None else self._accounting
+        self._runtime.keep_trace()
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the newest step's tasks as a Chrome trace; they are brought to their end first.
@@ -834,8 +664,7 @@ class Engine:
             UserError: no step was taken since :meth:`keep_trace`, or the file cannot be written.
         """
         self.flush()
-        self._accounting.take()
-        (self._trace or StepTrace([])).write(Path(path))
+        self._runtime.write_trace(Path(path))
 
     # -- closing --------------------------------------------------------------------------------------------------
 
@@ -843,8 +672,9 @@ class Engine:
         """Stop. A step in flight is discarded, a finished one is committed; ``resume`` continues from there."""
         if self._closed:
             return
+        runtime = self._opened
         try:
-            if self._plane is not None and self._plane.executor.failure is None:
+            if runtime is not None and runtime.is_open and runtime.plane.executor.failure is None:
                 if not self._in_flight:
                     self.flush()
                 elif self._step is not None:
@@ -855,39 +685,12 @@ class Engine:
             self._step = None
             with contextlib.ExitStack() as stack:  # the last one first; a failure of one does not keep the others
                 stack.callback(self._meter.stop)
-                for part in (self._agreement, self._lock, self._store):
+                for part in (self._agreement, self._files, self._link, runtime):
                     if part is not None:
                         stack.callback(part.close)
-                stack.callback(self._close_plane)
 
     def __enter__(self) -> "Engine":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close()
-
-
-def _frozen_dtype(name: str | None) -> FrozenDtype:
-    names = [one.value for one in FrozenDtype if one is not FrozenDtype.PLAIN]
-    if name is not None and name not in names:
-        raise UserError(f"frozen_dtype must be {' or '.join(names)}, or None for what blocks compute in, not {name!r}.")
-    return FrozenDtype.PLAIN if name is None else FrozenDtype(name)
-
-
-class _StreamedLoss(torch.autograd.Function):
-    """Ties the loss to the engine: its backward is the streamed backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, engine: Engine) -> torch.Tensor:
-        ctx.engine = engine
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        if float(gradients[0]) != 1.0:
-            raise FinetuneError(
-                f"The loss was scaled by {float(gradients[0])} before backward(). The head's gradient is computed with "
-                "the loss, so scale the learning rate instead."
-            )
-        ctx.engine._backward()
-        return None, None, None

@@ -10,6 +10,7 @@ from enum import Enum
 import torch
 
 from common.buffers import PAGE, round_up
+from common.errors import UserError
 from common.quantisation import dequantise, dequantise_nf4, nf4_nbytes, quantise, quantise_nf4, quantised_nbytes
 
 #: Elements of a row: what is brought back at once, so that this needs little memory beside the result.
@@ -25,6 +26,20 @@ class FrozenDtype(Enum):
     """1.016 bytes each: off by 1/254 of the largest in each 256 at most."""
     NF4 = "nf4"
     """0.5625 bytes each: one of 16 values, relative to the largest in each 64."""
+
+    @classmethod
+    def named(cls, name: str | None) -> "FrozenDtype":
+        """By its value; None is :attr:`PLAIN`.
+
+        Raises:
+            UserError: there is no such dtype.
+        """
+        names = [one.value for one in cls if one is not cls.PLAIN]
+        if name is not None and name not in names:
+            raise UserError(
+                f"frozen_dtype must be {' or '.join(names)}, or None for what blocks compute in, not {name!r}."
+            )
+        return cls.PLAIN if name is None else cls(name)
 
     def nbytes(self, matrices: int, rest: int, dtype: torch.dtype) -> int:
         """Bytes, in whole pages, of a record with so many elements in matrices (in whole blocks) and elsewhere."""

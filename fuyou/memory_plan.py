@@ -96,9 +96,7 @@ class MemoryPlan:
         passing = {Kind.BLOCK: 2, Kind.OUTER: 1, Kind.ADAPTER: 0}
         kinds = Counter(shape.records[index].kind for index in held)
         trained = Counter(shape.records[index].kind for index in shape.trainable)
-        return any(
-            min(kinds[kind] + passing[kind], trained[kind]) > self.counts.host_gradients(kind) for kind in kinds
-        )
+        return any(min(kinds[kind] + passing[kind], trained[kind]) > self.counts.host_gradients(kind) for kind in kinds)
 
 
 def activation_elements_per_token(config: PreTrainedConfig) -> float:

@@ -61,7 +61,7 @@ def main(
     )  # fmt: skip
     with engine:
         seconds, moved, listed, sent = train(engine, topology, batch, seq_len, steps)
-        facts = report(engine, topology, model, device, adam)
+        facts = report(engine, topology, model, device, adam, adapters)
     everyone: list[Any] = [None] * topology.world_size
     dist.all_gather_object(everyone, (*moved, *listed))
     if topology.rank == 0:
@@ -107,11 +107,13 @@ def payload(topology: fcdp.Topology) -> int:
     return network_bytes().sent_payload if topology.nodes > 1 else 0
 
 
-def report(engine: fuyou.Engine, topology: fcdp.Topology, model: str, device: str, adam: float) -> dict[str, Any]:
+def report(
+    engine: fuyou.Engine, topology: fcdp.Topology, model: str, device: str, adam: float, adapters: AdapterOptions | None
+) -> dict[str, Any]:
     """What formulas and simulation say, of a node."""
     nodes, total, trained = topology.nodes, engine.parameters, engine.trainable_parameters
-    if trained < total:  # adapters in fp32, kept in host memory: 12 bytes per step; what is frozen is read twice
-        read, written = 2.0 * 2 * (total - trained), 12 * trained / nodes
+    if trained < total:  # what is frozen is read twice; adapters in fp32, kept in host memory, are only written
+        read, written = 2.0 * 2 * (total - trained), (4 + 8 / nodes) * trained
         sent = 8 * trained * (nodes - 1) / nodes
     else:
         read, written = (4 + 10 / nodes) * total, (2 + 10 / nodes) * total
@@ -130,7 +132,8 @@ def report(engine: fuyou.Engine, topology: fcdp.Topology, model: str, device: st
             across_bytes_per_second=spec.across_bytes_per_second or float("inf"), message_seconds=1e-3,
         )  # fmt: skip
         batch = engine.memory_plan.batch
-        shape = training(model, batch.rows, batch.seq_len).shape.shared(share_of(topology))
+        frozen = adapters.peft_config() if adapters is not None else None
+        shape = training(model, batch.rows, batch.seq_len, adapters=frozen).shape.shared(share_of(topology))
         simulation, _ = simulate(shape, engine.memory_plan, rates)
         facts["simulated_seconds"] = round(simulation.step_seconds(), 3)
     return facts

@@ -30,6 +30,7 @@ from pathlib import Path
 import click
 
 from common.errors import FinetuneError, UserError
+from common.hardware import cpu_count
 from common.units import format_bytes
 
 PREFIX = "netcluster"
@@ -312,6 +313,7 @@ def _run(command: list[str], *, may_fail: bool = False) -> str:
 
 def rank_environments(cluster: Cluster, ranks: int) -> Iterator[tuple[int, dict[str, str]]]:
     """Node and torchrun-like environment of every rank."""
+    threads = thread_limit(cluster.nodes * ranks)
     for node in range(cluster.nodes):
         for place in range(ranks):
             yield (
@@ -324,15 +326,25 @@ def rank_environments(cluster: Cluster, ranks: int) -> Iterator[tuple[int, dict[
                     "GROUP_RANK": str(node),
                     "MASTER_ADDR": cluster.master_address,
                     "MASTER_PORT": str(MASTER_PORT),
+                    **threads,
                 },
             )
 
 
 def node_environments(cluster: Cluster) -> Iterator[tuple[int, dict[str, str]]]:
     """Node and environment of a launcher on each node."""
+    shared = {"MASTER_ADDR": cluster.master_address, "MASTER_PORT": str(MASTER_PORT), **thread_limit(cluster.nodes)}
     for node in range(cluster.nodes):
-        shared = {"MASTER_ADDR": cluster.master_address, "MASTER_PORT": str(MASTER_PORT)}
         yield node, {"NNODES": str(cluster.nodes), "NODE_RANK": str(node), **shared}
+
+
+def thread_limit(processes: int) -> dict[str, str]:
+    """The cores of this machine, divided among processes that each believe to have a machine of their own.
+
+    Their threads wait for each other after every operator, spinning: with four times as many as there are cores, what
+    takes seconds takes minutes. Whoever sets OMP_NUM_THREADS knows better.
+    """
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cpu_count() // processes)))}
 
 
 def _relay(process: "subprocess.Popen[str]", label: str) -> threading.Thread:

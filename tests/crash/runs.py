@@ -194,8 +194,8 @@ def open_engine(run: Run) -> fuyou.Engine:
 
 def digests(engine: fuyou.Engine) -> dict[str, str]:
     """Of every record that counts, each byte of it: weights, low halves, moments."""
-    result, store = {}, engine._store
-    assert store is not None
+    assert engine._files is not None
+    result, store = {}, engine._files.store
     for sealed in engine._commits.sums.sealed(engine._commits.state.slot):
         data = bytearray(sealed.extent.nbytes)
         store.read_now(sealed.extent, data)

@@ -65,7 +65,7 @@ def test_each_record_has_its_turn_and_no_write_is_done_before_its_checksum_is_kn
             known.append(parameters)
 
         monkeypatch.setattr(sums, "written", slow)
-        plane = engine._plane
+        plane = engine._runtime.plane
         assert plane is not None
         record = plane.shape.records[0]
         values = plane.host_parameters(record.kind, 0, record.parameter_nbytes)

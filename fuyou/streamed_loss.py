@@ -1,0 +1,32 @@
+"""The loss as the caller sees it: a tensor whose ``backward()`` streams the blocks in reverse."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from common.errors import FinetuneError
+
+
+def streamed_loss(loss: float, backward: Callable[[], None]) -> torch.Tensor:
+    """An fp32 scalar on the CPU, so that ``backward`` runs in the caller's thread whatever the device."""
+    return _StreamedLoss.apply(torch.ones((), requires_grad=True), torch.tensor(loss), backward)
+
+
+class _StreamedLoss(torch.autograd.Function):
+    """Autograd calls ``backward`` when it comes to the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, backward: Callable[[], None]) -> torch.Tensor:
+        ctx.streamed = backward
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        if float(gradients[0]) != 1.0:
+            raise FinetuneError(
+                f"The loss was scaled by {float(gradients[0])} before backward(). The head's gradient is computed with "
+                "the loss, so scale the learning rate instead."
+            )
+        ctx.streamed()
+        return None, None, None
