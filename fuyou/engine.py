@@ -25,7 +25,7 @@ from common.units import format_bytes, parse_bytes
 from fuyou.accounting import StepReport
 from fuyou.adam import AdamConfig, Update
 from fuyou.checksums import RecordSums
-from fuyou.clipping import Strikes, clip_by_named
+from fuyou.clipping import ClipBy, Strikes, clip_by_named
 from fuyou.commits import Commits, sealed_records
 from fuyou.compute import NextToken, NonFiniteLoss, StepComputation
 from fuyou.data_plane import DataPlane
@@ -645,6 +645,11 @@ class Engine:
         """Most device memory in use. Where the CPU is the device: what the plan gives it."""
         measured = self._device.peak_bytes()
         return self.memory_plan.device_bytes if measured is None else measured
+
+    @property
+    def clip_by(self) -> ClipBy | None:
+        """How gradients are clipped, if they are."""
+        return self._options.clips_by
 
     def _pids(self) -> list[int]:
         """Of our processes, this one first."""

@@ -67,14 +67,18 @@ class EngineConfig:
             raise UserError(f"--clip-by speculation is not possible: {why}. Leave it out, or change that.")
 
     @property
+    def clips_by(self) -> ClipBy | None:
+        """How gradients are clipped, if they are."""
+        return None if self.max_grad_norm is None else self.clip_by or ClipBy.DEFERRAL
+
+    @property
     def speculates(self) -> bool:
         """Whether updates are done before it is known whether the gradient is clipped, and again if it is."""
-        return self.max_grad_norm is not None and self.clip_by is ClipBy.SPECULATION
+        return self.clips_by is ClipBy.SPECULATION
 
     def deferred(self, shape: StepShape) -> frozenset[int]:
         """Records whose updates wait for the next forward pass: all, if none is done before the norm is known."""
-        everything = self.max_grad_norm is not None and not self.speculates
-        return interleaved(shape, 1.0 if everything else self.deferred_fraction)
+        return interleaved(shape, 1.0 if self.clips_by is ClipBy.DEFERRAL else self.deferred_fraction)
 
     def held(self, shape: StepShape) -> frozenset[int]:
         """Records whose gradients stay until the step has ended."""
