@@ -116,6 +116,7 @@ def _train_and_save(job: Job, engine: Engine, topology: Topology, rank: Rank, la
         (node[2], node[3]),
         (node[0], node[1]),
         (per_step, per_step),
+        engine.clip_by,
     )
     if settings.report is not None:
         report.write(settings.report.expanduser())
@@ -146,7 +147,7 @@ def _train(job: Job, engine: Engine, topology: Topology, rank: Rank) -> tuple[Me
             report = engine.step()
 
             began, ended = ended, time.perf_counter()
-            measured.add(report.loss, ended - began, report.bound_seconds)
+            measured.add(report.loss, ended - began, report.bound_seconds, report.clipped)
             sent += report.planned_sent_bytes
             if said is not None:
                 now = engine.io_bytes()

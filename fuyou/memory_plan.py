@@ -7,6 +7,7 @@ then optimizer states that need not be read at all.
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
@@ -92,15 +93,13 @@ class MemoryPlan:
     resident: tuple[int, ...] = ()
     """Records that live in host memory for the whole run, states included."""
 
-    def spills_gradients(self, shape: StepShape, deferred: Collection[int]) -> bool:
-        """Whether there is no room on the host for all gradients that wait for a deferred update, while others pass
-        through."""
+    def spills_gradients(self, shape: StepShape, held: Collection[int]) -> bool:
+        """Whether there is no room on the host for the gradients of all records in ``held``, which stay until the step
+        has ended, while others pass through."""
         passing = {Kind.BLOCK: 2, Kind.OUTER: 1, Kind.ADAPTER: 0}
-        return any(
-            sum(shape.records[index].kind is kind for index in deferred)
-            > max(0, self.counts.host_gradients(kind) - few)
-            for kind, few in passing.items()
-        )
+        kinds = Counter(shape.records[index].kind for index in held)
+        trained = Counter(shape.records[index].kind for index in shape.trainable)
+        return any(min(kinds[kind] + passing[kind], trained[kind]) > self.counts.host_gradients(kind) for kind in kinds)
 
 
 def activation_elements_per_token(config: PreTrainedConfig) -> float:
@@ -129,6 +128,8 @@ class MemoryPlanner:
         host_limit: bytes of host memory for everything; on a CPU this includes the device's.
         cpu: whether the device is the CPU.
         deferred: records whose gradients wait on the host for the next forward pass, as far as there is room.
+        speculative: whether all other gradients are kept until the step has ended, in the room that is left when all
+            parameters are in host memory: that saves writing them, which is half of what a parameter saves.
         host_cache: most bytes of host memory for what is only kept there to save reading and writing it; None: as many
             as there are left.
         kept_layers: blocks that keep operator outputs beside their input.
@@ -144,6 +145,7 @@ class MemoryPlanner:
         cpu: bool,
         *,
         deferred: int = 0,
+        speculative: bool = False,
         host_cache: int | None = None,
         kept_layers: int = 0,
         kept_bytes: Callable[[Batch], int] = lambda batch: 0,
@@ -153,7 +155,7 @@ class MemoryPlanner:
         self.device_limit = device_limit
         self.host_limit = host_limit
         self.cpu = cpu
-        self.deferred = deferred
+        self.deferred, self.speculative = deferred, speculative
         self.host_cache = host_cache
         self._kept_layers, self._kept_bytes = kept_layers, kept_bytes
         self.adapters = len(shape.of_kind(Kind.ADAPTER))
@@ -229,11 +231,14 @@ class MemoryPlanner:
         """
         layers, outer, counts = len(self.shape.blocks), len(self.shape.of_kind(Kind.OUTER)), plan.counts
         block_bytes, outer_bytes = (self.shape.parameter_nbytes(kind) for kind in (Kind.BLOCK, Kind.OUTER))
-        room = self.host_limit - plan.host_bytes
-        room = room if self.host_cache is None else min(room, self.host_cache)
+        free = self.host_limit - plan.host_bytes
+        room = free if self.host_cache is None else min(free, self.host_cache)
         more = max(0, min(room // block_bytes, layers - counts.host_blocks))
         counts = replace(counts, host_blocks=counts.host_blocks + more)
-        room -= more * block_bytes
+        room, free = room - more * block_bytes, free - more * block_bytes
+        if self.speculative:
+            gradients, free = self._kept_gradients(counts, free)
+            counts, room = replace(counts, **gradients), min(room, free)
         missing = max(0, outer - counts.host_outer)
         resident: tuple[int, ...] = ()
         if counts.host_blocks >= layers and missing * outer_bytes <= room:
@@ -245,6 +250,18 @@ class MemoryPlanner:
         if self._in_memory(counts):
             resident += tuple(record.index for record in self.shape.of_kind(Kind.ADAPTER))
         return replace(plan, resident=resident, host_bytes=plan.host_bytes + states)
+
+    def _kept_gradients(self, counts: BufferCounts, room: int) -> tuple[dict[str, int], int]:
+        """Host buffers for all gradients of a step, as far as they fit in ``room``; and the room that is left."""
+        names = {Kind.OUTER: "host_outer_gradients", Kind.BLOCK: "host_block_gradients"}
+        found = {}
+        for kind, name in names.items():
+            nbytes, there = self.shape.gradient_nbytes(kind), counts.host_gradients(kind)
+            trained = sum(record.trainable for record in self.shape.of_kind(kind))
+            more = max(0, min(room // nbytes, trained - there)) if nbytes else 0
+            found[name] = there + more
+            room -= more * nbytes
+        return found, room
 
     def _wanted(self, counts: BufferCounts) -> BufferCounts:
         """``counts`` without gradients of what is frozen, and with what adapters need on the device."""
@@ -264,7 +281,7 @@ class MemoryPlanner:
         """Host buffers for adapters and for their gradients: all of them, as a rule; else as many as pass through."""
         if not self.adapters:
             return [(0, 0)]
-        waiting = min(self.adapters, self.deferred + 2)
+        waiting = self.adapters if self.speculative else min(self.adapters, self.deferred + 2)
         return [(self.adapters, waiting), (min(3, self.adapters), min(2, self.adapters))]
 
     def _in_memory(self, counts: BufferCounts) -> bool:
