@@ -67,6 +67,10 @@ class Run:
     def leaving(self) -> list[Path]:
         return [self.root / f"ssd{number}" for number in self.leaves]
 
+    def train(self, say: Callable[..., None]) -> None:
+        """What the process does, and tells."""
+        _steps(self, say)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -105,7 +109,7 @@ def execute(run: Run, timeout: float = 60.0, disturb: Callable[[int], None] | No
     results.unlink(missing_ok=True)
     shutil.rmtree(run.notes, ignore_errors=True)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.crash.runs"])
+    context.set_forkserver_preload(["tests.crash.runs", "tests.crash.cluster"])
     process = context.Process(target=_train, args=(run, results))
     with _looking_after_children:
         process.start()
@@ -171,7 +175,7 @@ def _train(run: Run, results: Path) -> None:
         os.write(out, json.dumps(entry).encode() + b"\n")
 
     try:
-        _steps(run, say)
+        run.train(say)
     except BaseException as error:
         text = str(error) if isinstance(error, FinetuneError) else traceback.format_exc()
         say(error=text, expected=isinstance(error, FinetuneError))
