@@ -90,14 +90,14 @@ def model_records(stack: StreamedModel, precision: Precision, frozen: FrozenDtyp
             sides = {stack.runs_before_blocks(name) for name in names}
             group = both if len(sides) == 2 else before if True in sides else after
         group.add(entry, parameter.requires_grad)
-    shape = _step_shape(blocks, before, after, both, _Records(precision, frozen), precision)
+    step = _step_shape(blocks, before, after, both, _Records(precision, frozen), precision)
     outer = (
-        module
+        stack.model.get_submodule(name)
         for name, module in stack.model.named_modules()
         if isinstance(module, BaseTunerLayer) and not name.startswith(prefix)
     )
     return replace(
-        shape, block_adapting=AdapterMemory.most(adapter_memory(block) for block in stack.blocks),
+        step, block_adapting=AdapterMemory.most(adapter_memory(block) for block in stack.blocks),
         outer_adapting=AdapterMemory.most(adapter_memory(layer) for layer in outer),
     )  # fmt: skip
 

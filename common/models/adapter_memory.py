@@ -67,7 +67,7 @@ def _weights(layer: BaseTunerLayer) -> tuple[int, int]:
     elements = math.prod(shape)
     if isinstance(layer, ParamWrapper) or not isinstance(layer, LoraLayer | IA3Layer):
         return SAVED_WEIGHT * elements, PASSING_WEIGHT * elements
-    if isinstance(layer.get_base_layer(), nn.Embedding):
+    if isinstance(layer, LoraLayer) and isinstance(layer.get_base_layer(), nn.Embedding):
         return 0, 8 * shape[0] * max(layer.r.values())  # a factor's transpose, and its gradient
     if isinstance(layer, LoraLayer) and any(layer.use_dora.values()):
         return 0, PASSING_WEIGHT * elements + UNIT_MATRIX * max(shape) ** 2
@@ -78,4 +78,4 @@ def _shape(layer: BaseTunerLayer) -> tuple[int, ...]:
     """Of the adapted weight: ``[outputs, inputs]`` (some families have it the other way round), or experts before."""
     if isinstance(layer, ParamWrapper):
         return tuple(layer.get_param().shape)
-    return tuple(layer.get_base_layer().weight.shape)
+    return tuple(layer.get_base_layer().get_parameter("weight").shape)
