@@ -77,6 +77,8 @@ class Commits:
         self._lock = DirectoryLock([self.directory])
         for name in (_INCOMPLETE, _DISCARDED):
             _empty(self.directory / name)
+        for step in sorted(self._steps())[:-1]:
+            self._remove(self._folder(step))
 
     def save(self, step: int, state: Mapping[str, torch.Tensor], description: dict[str, Any]) -> None:
         """Commit ``state`` and drop older commits. Collective; on return it is on the drives.
