@@ -104,6 +104,7 @@ def _open_engine(job: Job) -> Engine:
     return Engine(
         **engine_options(job),
         ssd=list(job.ssd),
+        leave_ssd=[Path(word).expanduser() for word in settings.leave_ssd],
         device=job.device,
         run_name=job.run_name,
         resume=settings.resume,
@@ -126,6 +127,7 @@ def engine_options(job: Job) -> dict[str, Any]:
         "weight_decay": settings.weight_decay,
         "max_grad_norm": settings.max_grad_norm or None,
         "on_nonfinite": settings.on_nonfinite,
+        "clip_by": settings.clip_by,
         "micro_batch": settings.micro_batch,
         "host_memory": settings.host_memory,
         "device_memory": settings.device_memory,
@@ -163,6 +165,7 @@ def _train_and_save(job: Job, engine: Engine, interrupts: Interrupts) -> Result:
         (engine.device_peak_bytes, engine.host_peak_bytes, engine.host_baseline_bytes),
         (read, written),
         engine.planned_io_bytes(),
+        clip_by=engine.clip_by,
     )
     if settings.report is not None:
         report.write(settings.report.expanduser())
@@ -198,7 +201,7 @@ def _train(job: Job, engine: Engine, interrupts: Interrupts) -> Measurements:
 
             # From the end of one step to that of the next: what a step writes back runs on into the next one.
             began, ended = ended, time.perf_counter()
-            measured.add(report.loss, ended - began, report.bound_seconds, report.skipped)
+            measured.add(report.loss, ended - began, report.bound_seconds, report.clipped, report.skipped)
             io = _since(engine, io_before)
             io_before = engine.io_bytes()
             line = _line(report, ended - began, measured, io, engine.device_peak_bytes, memory(), job.emulated, disk())

@@ -323,7 +323,7 @@ def _train(job: Job, trainer: Trainer, rank: Rank) -> tuple[Measurements, int]:
                 trainer.commit()
             began, ended = ended, time.perf_counter()
             sent += result.sent_bytes
-            measured.add(result.loss, ended - began, {}, result.skipped)
+            measured.add(result.loss, ended - began, {}, skipped=result.skipped)
             if said is not None:
                 tokens = measured.tokens_per_step / (ended - began)
                 line = ClusterLine(

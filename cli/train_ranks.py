@@ -113,6 +113,7 @@ def _train_and_save(job: Job, engine: Engine, topology: Topology, rank: Rank, la
         (node[2], node[3]),
         (node[0], node[1]),
         (per_step, per_step),
+        engine.clip_by,
     )
     if settings.report is not None:
         report.write(settings.report.expanduser())
@@ -143,7 +144,7 @@ def _train(job: Job, engine: Engine, topology: Topology, rank: Rank) -> tuple[Me
             report = engine.step()
 
             began, ended = ended, time.perf_counter()
-            measured.add(report.loss, ended - began, report.bound_seconds, report.skipped)
+            measured.add(report.loss, ended - began, report.bound_seconds, report.clipped, report.skipped)
             sent += report.planned_sent_bytes
             if said is not None:
                 now = engine.io_bytes()

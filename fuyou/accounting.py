@@ -34,6 +34,8 @@ class StepReport:
     """Fraction of the recomputation's FLOPs that was left out: kept, or needed by nothing. 0 in a run's first step."""
     skipped: bool = False
     """Whether loss or gradient were not finite, and nothing was changed."""
+    clipped: bool = False
+    """Whether the gradient was scaled down."""
 
 
 @dataclass

@@ -46,9 +46,12 @@ class Run:
     """Directory with the drives: ``ssd0``, ``ssd1``, ... in it."""
     options: dict[str, Any] = field(default_factory=dict)
     """Of the engine."""
+    leaves: tuple[int, ...] = ()
+    """Drives that it may be on and is to leave."""
     fault: Fault | None = None
     journal: bool = False
-    drives: int = 2
+    drives: tuple[int, ...] = (0, 1)
+    """Numbers of those that it is on, or is to be on."""
     steps: int = STEPS
 
     @property
@@ -58,7 +61,11 @@ class Run:
 
     @property
     def ssd(self) -> list[Path]:
-        return [self.root / f"ssd{index}" for index in range(self.drives)]
+        return [self.root / f"ssd{number}" for number in self.drives]
+
+    @property
+    def leaving(self) -> list[Path]:
+        return [self.root / f"ssd{number}" for number in self.leaves]
 
     def train(self, say: Callable[..., None]) -> None:
         """What the process does, and tells."""
@@ -160,7 +167,7 @@ def _train(run: Run, results: Path) -> None:
         sys.stdin.close()
     setattr(fuyou.optimizer_link.subprocess, "Popen", Forked)  # noqa: B010  # as an assignment, mypy is of two minds
     torch.set_num_threads(1)
-    for path in run.ssd:
+    for path in (*run.ssd, *run.leaving):
         path.mkdir(parents=True, exist_ok=True)
     FaultyDrives(run.root, run.notes, run.fault, run.journal).install()
 
@@ -193,7 +200,7 @@ def _steps(run: Run, say: Any) -> None:
 def open_engine(run: Run) -> fuyou.Engine:
     """The engine of ``run``, on this process's drives."""
     options = {"lr": 1e-2, "host_memory": "600MiB", "micro_batch": 1, "batch_shape": (ROWS, SEQ_LEN), **run.options}
-    return fuyou.Engine(tiny_config(), ssd=run.ssd, **options)
+    return fuyou.Engine(tiny_config(), ssd=run.ssd, leave_ssd=run.leaving, **options)
 
 
 def digests(engine: fuyou.Engine) -> dict[str, str]:

@@ -51,7 +51,9 @@ def train(engine: fuyou.Engine, numbers: Sequence[int], bad: Sequence[int] = ())
     return reports
 
 
-@pytest.mark.parametrize("options", [{"max_grad_norm": 0.5, "host_cache": 0}, {"commit_every": 2}], ids=str)
+@pytest.mark.parametrize("options", [
+    {"max_grad_norm": 0.5, "host_cache": 0}, {"max_grad_norm": 0.5, "clip_by": "speculation"}, {"commit_every": 2},
+], ids=str)  # fmt: skip
 def test_a_skipped_step_leaves_no_trace(poisoned: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     with engine_of(poisoned, tmp_path / "without", **options) as engine:
         expected = [report.loss for report in train(engine, (1, 4, 6))]
