@@ -438,6 +438,7 @@ class Engine:
             recomputation_saved=current.recomputation_saved,
             clipped=clipped,
             skipped=skipped,
+            task_seconds=times.tasks,
         )
 
     def _leaves_out(self, step: int, loss: float, norm: float) -> bool:
