@@ -39,6 +39,7 @@ from fuyou.memory_plan import MemoryPlan
 from fuyou.nodes.agreement import Agreement
 from fuyou.nodes.commits import ClusterCommits
 from fuyou.nodes.reader import ClusterReader
+from fuyou.nodes.regroup import regroup
 from fuyou.nodes.topology import Topology, share_of
 from fuyou.nonfinite import NonFinitePolicy
 from fuyou.open_model import OpenModel
@@ -304,6 +305,7 @@ class Engine:
         # Everything goes through host memory, so there is nothing for "auto" to measure.
         io: dict[str, Any] = {"io": "posix" if options.io == "auto" else options.io, "pace": runtime.pace}
         if resume:
+            regroup(drives, self._model.shape, wanted, self._agreement)
             self._files = resume_run(drives, wanted, self._agreement, **io)
             restore_random_states(self._files.state.random, self._device.torch_device)
         else:
