@@ -47,7 +47,9 @@ class Report:
     clip_by: str | None = None
     """How gradients were clipped out of core: ``deferral`` or ``speculation``; None: they were not, or in memory."""
     clipped_steps: int = 0
-    """Steps whose gradients were; by speculation, their updates were done again."""
+    """Steps whose gradients were scaled down."""
+    updated_again_steps: int = 0
+    """Of those, the ones whose updates had been done before that was known, and were done again."""
 
     def write(self, path: Path) -> None:
         """As JSON, complete or not at all."""
@@ -74,7 +76,7 @@ class Report:
             f"{format_bytes(self.device_peak_bytes)} of device memory",
         }
         if self.clip_by is not None:
-            again = " and updated again" if self.clip_by == "speculation" else ""
+            again = f", {self.updated_again_steps:,} of them updated again" if self.clip_by == "speculation" else ""
             lines["clipping"] = f"by {self.clip_by}: {self.clipped_steps:,} of {self.steps:,} steps clipped{again}"
         if self.bound_seconds:
             lines["ssd"] = (
@@ -121,7 +123,7 @@ class Measurements:
         self.losses: list[float] = []
         self.step_seconds: list[float] = []
         self._bounds: dict[str, float] = {}
-        self._clipped_steps = 0
+        self._clipped_steps = self._updated_again_steps = 0
         self._other_io = self._other_planned = (0, 0)
 
     def leave_out(self, io_bytes: tuple[int, int], planned_bytes: tuple[int, int]) -> None:
@@ -130,9 +132,18 @@ class Measurements:
         planned = self._other_planned
         self._other_planned = (planned[0] + planned_bytes[0], planned[1] + planned_bytes[1])
 
-    def add(self, loss: float, seconds: float, bounds: dict[str, float], clipped: bool = False) -> None:
-        """Take in a step: its loss, duration, seconds per resource, whether its gradients were clipped."""
+    def add(
+        self,
+        loss: float,
+        seconds: float,
+        bounds: dict[str, float],
+        clipped: bool = False,
+        updated_again: bool = False,
+    ) -> None:
+        """Take in a step: its loss, duration, seconds per resource; whether its gradients were clipped, and if so,
+        whether updates were done again."""
         self._clipped_steps += clipped
+        self._updated_again_steps += updated_again
         self.losses.append(loss)
         self.step_seconds.append(seconds)
         for name, value in bounds.items():
@@ -186,4 +197,5 @@ class Measurements:
             planned_network_sent_bytes_per_step=network_bytes[1],
             clip_by=clip_by and clip_by.value,
             clipped_steps=self._clipped_steps,
+            updated_again_steps=self._updated_again_steps,
         )

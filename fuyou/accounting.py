@@ -34,6 +34,8 @@ class StepReport:
     """Fraction of the recomputation's FLOPs that was left out: kept, or needed by nothing. 0 in a run's first step."""
     clipped: bool = False
     """Whether the gradient was scaled down."""
+    updated_again: bool = False
+    """Whether updates had been done before that was known, and are done again."""
 
 
 @dataclass

@@ -11,6 +11,7 @@ from common.store import Store, StoreError, commit_manifest, load_manifest
 from common.store.verify import Sealed, verify
 from fuyou.adam import Update
 from fuyou.checksums import RecordSums
+from fuyou.clipping import Strikes
 from fuyou.records import weights_file
 from fuyou.tasks import Op, Task
 from fuyou.training_state import TrainingState, random_states
@@ -48,6 +49,10 @@ class Commits:
         """``step`` is clipped: its updates multiply gradients by ``factor`` from now on."""
         self.clipped_steps += 1
         self._updates[step] = replace(self._updates[step], gradient_scale=factor)
+
+    def strikes(self, steps: int) -> Strikes:
+        """How often clipping has struck in the run's first ``steps``, which have all ended."""
+        return Strikes(self.clipped_steps, steps)
 
     def end(self, step: int, device: torch.device, user: dict[str, Any]) -> None:
         """The caller has ended ``step``: note what its commit will say."""
