@@ -176,12 +176,14 @@ class Loop:
 
     def _draw(self) -> dict[str, Any]:
         choose = self._random.choice
+        commit_every = choose((1, 1, 2, 3))
         return {
             "host_memory": choose(("300MiB", "600MiB", "1GiB")),
             "host_cache": choose((None, 0, "1MiB")),
-            "commit_every": choose((1, 1, 2, 3)),
+            "commit_every": commit_every,
             "deferred_fraction": choose((0.0, 0.5, 1.0)),
             "kept_activations": choose((None, "16KiB")),
+            "clip_by": choose(("deferral", "speculation")) if commit_every == 1 else "deferral",
         }
 
     def _draw_drives(self) -> tuple[int, ...]:
