@@ -1,6 +1,5 @@
 """A run goes on with other ranks and nodes, as the run that never changed; crash-safely; or says what is missing."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
