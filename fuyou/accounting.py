@@ -47,6 +47,12 @@ class StepReport:
     """Bytes of operator outputs that were kept for the backward pass, in whatever tier."""
     recomputation_saved: float = 0.0
     """Fraction of the recomputation's FLOPs that was left out: kept, or needed by nothing. 0 in a run's first step."""
+    skipped: bool = False
+    """Whether loss or gradient were not finite, and nothing was changed."""
+    clipped: bool = False
+    """Whether the gradient was scaled down."""
+    updated_again: bool = False
+    """Whether updates had been done before it was known that the step is clipped or left out, and are done again."""
     task_seconds: dict[TaskKind, list[float]] = field(default_factory=dict)
     """Of each compute task that ended since the last report: from when nothing kept it waiting, to its end."""
 
