@@ -132,6 +132,13 @@ def build_command(run: Callable[..., int]) -> click.Command:
         help="Directories for parameters and optimizer states, one per drive. Default: inside --output.",
     )
     add(
+        "--leave-ssd",
+        metavar="DIR...",
+        words=True,
+        help="With --resume: drives that the run is on and that --ssd no longer names. Its records move to those of "
+        "--ssd, as they do to drives that are new there.",
+    )
+    add(
         "--gpu",
         default="auto",
         show_default=True,

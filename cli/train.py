@@ -104,6 +104,7 @@ def _open_engine(job: Job) -> Engine:
     return Engine(
         **engine_options(job),
         ssd=list(job.ssd),
+        leave_ssd=[Path(word).expanduser() for word in settings.leave_ssd],
         device=job.device,
         run_name=job.run_name,
         resume=settings.resume,

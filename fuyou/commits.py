@@ -12,7 +12,7 @@ from common.store.verify import Sealed, verify
 from fuyou.adam import Update
 from fuyou.checksums import RecordSums
 from fuyou.clipping import Strikes
-from fuyou.records import weights_file
+from fuyou.records import FROZEN_FILE, weights_file
 from fuyou.tasks import Op, Task
 from fuyou.training_state import TrainingState, random_states
 
@@ -125,13 +125,18 @@ def sealed_records(store: Store, state: TrainingState) -> list[Sealed]:
     Raises:
         FinetuneError: they are not of this store.
     """
+    there = {extent for file in (weights_file(state.slot), FROZEN_FILE) for extent in store.layout.extents(file)}
     try:
         sealed = [Sealed.from_dict(one) for one in state.checksums]
+        listed = {one.extent for one in sealed if len(one.sums) == len(store.directories)}
     except (TypeError, ValueError, KeyError):
-        sealed = []
-    there = {extent for file in store.layout.file_bytes() for extent in store.layout.extents(file)}
-    if not sealed or any(one.extent not in there or len(one.sums) != len(store.directories) for one in sealed):
-        raise FinetuneError(f"The manifest in {store.directories[0]} lists other records than the store holds.")
+        sealed, listed = [], set()
+    if listed != there or len(sealed) != len(there):
+        raise FinetuneError(
+            f"The manifest in {store.directories[0]} lists checksums of {len(listed & there)} of the {len(there)} "
+            f"parts of records that the store holds, and {len(sealed) - len(listed & there)} others: this program did "
+            "not write it so. Begin again with --overwrite, or from a copy."
+        )
     return sealed
 
 

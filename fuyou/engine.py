@@ -43,6 +43,7 @@ from fuyou.nodes.topology import Topology, share_of
 from fuyou.open_model import OpenModel
 from fuyou.optimizer_link import OptimizerLink
 from fuyou.records import Precision, allocate_extents
+from fuyou.restripe import Drives
 from fuyou.run_files import RunFiles, create_run, resume_run
 from fuyou.runtime import Runtime
 from fuyou.share import ALONE, Share
@@ -126,6 +127,8 @@ class Engine:
             call. Every node keeps one copy of the parameters, of which each of its M ranks stores 1/M; optimizer states
             are spread over all W ranks. ``host_memory`` and ``host_cache`` are those of the node. An error on one rank
             leaves the others waiting for it: end their processes, as torchrun does.
+        leave_ssd: with ``resume``, directories of drives that the run may be on and is to leave. A run that is on other
+            drives than ``ssd`` moves there first, crash-safely: it is copied, and the copy is read again.
 
     Raises:
         UserError: what was asked for is not possible (paths, space, budgets, model).
@@ -165,6 +168,7 @@ class Engine:
         frozen_dtype: str | None = None,
         automatic: bool = False,
         topology: Topology | None = None,
+        leave_ssd: Sequence[str | os.PathLike[str]] = (),
     ):
         self._options = EngineConfig(
             Precision.named(dtype, optimizer_dtype), AdamConfig(lr, betas, eps, weight_decay),
@@ -185,8 +189,10 @@ class Engine:
         self._items: int | None = None  # labels in the batches of all ranks, where there are several
         self._meter = PeakMeter(self._pids)
         try:
-            self._ssd = [Path(path) for path in ssd]
-            usable(self._ssd)
+            self._ssd, leaving = [Path(path) for path in ssd], [Path(path) for path in leave_ssd]
+            usable([*self._ssd, *leaving])
+            if leaving and (topology is not None or not resume):
+                raise UserError("leave_ssd is for a run of one rank that goes on: leave it out.")
             self.config, self._checkpoint = load_config(model)
             self._device = open_device(device)
             self.emulated = isinstance(self._device, EmulatedDevice)
@@ -208,7 +214,8 @@ class Engine:
                     self._model, self._device, self._limits, self._ssd, batch_shape, strikes
                 )
             self._open_runtime(batch_shape)
-            self._open_run(folders, resume, overwrite)
+            left = [path / run_name for path in leaving]
+            self._open_run(Drives(folders, left), resume, overwrite)
         except BaseException:
             self.close()
             raise
@@ -276,10 +283,10 @@ class Engine:
                 "would end it on the way. Lower --host-memory, or end what takes the memory."
             )
 
-    def _open_run(self, folders: Sequence[Path], resume: bool, overwrite: bool) -> None:
+    def _open_run(self, drives: Drives, resume: bool, overwrite: bool) -> None:
         """Open or make what is on the SSDs, and start the workers."""
         options, slots = self._options, 1 if self._options.single_slot else 2
-        layout = Layout(len(folders))
+        layout = Layout(len(drives.folders))
         self._extents = allocate_extents(layout, self._shape.records, slots)
         wanted = TrainingState(
             0, 0, "", self._model.fingerprint, str(options.precision.dtype),
@@ -289,10 +296,10 @@ class Engine:
         # Everything goes through host memory, so there is nothing for "auto" to measure.
         io: dict[str, Any] = {"io": "posix" if options.io == "auto" else options.io, "pace": runtime.pace}
         if resume:
-            self._files = resume_run(folders, wanted, self._agreement, **io)
+            self._files = resume_run(drives, wanted, self._agreement, **io)
             restore_random_states(self._files.state.random, self._device.torch_device)
         else:
-            self._files = create_run(folders, layout, wanted, self._agreement, overwrite, **io)
+            self._files = create_run(drives.folders, layout, wanted, self._agreement, overwrite, **io)
         store, state = self._files.store, self._files.state
         sums = RecordSums(self._shape.records, self._extents, sealed_records(store, state) if resume else ())
         self._commits = self._make_commits(self._files, sums)

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 from common.buffers import round_up
 from common.errors import UserError
 from common.units import format_bytes
+from fuyou.frozen import ROW_ELEMENTS
 from fuyou.loss import pass_bytes
 from fuyou.records import PAGE_ELEMENTS, Kind
 from fuyou.residency import resident_records
@@ -33,6 +34,8 @@ HOST_OVERHEAD_BYTES = 96 << 20
 ADAM_SCRATCH_BYTES = 20 << 20
 #: Device memory in which gradients of other ranks arrive, for each of the two levels: they are added piece by piece.
 REDUCTION_BYTES = 32 << 20
+#: What bringing back one row of a record in fewer bits takes beside the result, see fuyou/frozen.py.
+DECODING_BYTES = 20 * ROW_ELEMENTS
 #: How often the logits exist at once, in the compute dtype: themselves, their gradient, and one more in families that
 #: pass them through a function (soft capping). What the loss makes of them in fp32 comes in passes, see fuyou/loss.py.
 LOGIT_COPIES = 3
@@ -308,7 +311,8 @@ class MemoryPlanner:
 
     def _block_workspace(self, batch: Batch) -> int:
         per_token = activation_elements_per_token(self.config) * self.shape.precision.parameter_bytes
-        return int(batch.micro_tokens * (per_token + adapter_bytes_per_token(self.shape)))
+        adapting = self.shape.block_adapting
+        return int(batch.micro_tokens * (per_token + adapting.per_token)) + adapting.fixed
 
     def _count(self, batch: Batch, counts: BufferCounts, ring_blocks: float, columns: int) -> MemoryPlan:
         """What ``counts`` take, with ``columns`` tokens of each row going through the head at once."""
@@ -325,6 +329,7 @@ class MemoryPlanner:
         # An outer gradient is made, transposed or summed on the way, and added to the flat buffer: measured on a CPU,
         # three times its size at once.
         head = logits + 3 * _largest(shape, Kind.OUTER) * width
+        head += tokens * shape.outer_adapting.per_token + shape.outer_adapting.fixed
         workspace = self._block_workspace(batch) + max(2 * _largest(shape, Kind.BLOCK) * width, head)
 
         trained = {kind: shape.trained_elements(kind) for kind in (Kind.BLOCK, Kind.OUTER)}
@@ -338,6 +343,7 @@ class MemoryPlanner:
             + trained[Kind.BLOCK] * _gradient_bytes(counts.device_block_gradients, width, wide_blocks)
             + trained[Kind.OUTER] * _gradient_bytes(counts.device_outer_gradients, width, wide_outer)
             + shape.decoded_nbytes
+            + (DECODING_BYTES if shape.decoded_nbytes else 0)
             + counts.device_adapter_gradients * shape.device_gradient_nbytes(Kind.ADAPTER)
             + counts.device_activations * activation
             + counts.device_kept * kept
@@ -354,6 +360,7 @@ class MemoryPlanner:
             + ring_chunks * chunk * max(shape.records[index].precision.state_bytes for index in shape.trainable)
             + counts.host_activations * activation
             + counts.host_kept * kept
+            + (0 if self.cpu else shape.decoded_nbytes)  # where a record is put together before it is encoded
             + HOST_OVERHEAD_BYTES
             + ADAM_SCRATCH_BYTES
             + (device if self.cpu else 0)
@@ -393,19 +400,6 @@ class MemoryPlanner:
             f"One block of this model ({block:,} parameters; {outer:,} outside the blocks) with a "
             f"micro-batch of {batch.micro_rows} x {batch.seq_len} tokens needs {' and '.join(needs)}.{smaller}"
         )
-
-
-def adapter_bytes_per_token(shape: StepShape) -> int:
-    """What a block's adapters save in its forward pass, per token, from above: an input and an output of each in fp32,
-    and one more of each on the way."""
-    return (
-        max(
-            (8 * sum(max(slot.shape) for slot in record.parameters if len(slot.shape) > 1))
-            for record in shape.of_kind(Kind.ADAPTER)
-        )
-        if shape.of_kind(Kind.ADAPTER)
-        else 0
-    )
 
 
 def _largest(shape: StepShape, kind: Kind) -> int:

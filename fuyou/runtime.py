@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from common.store import Pace, Store
+from common.store.succession import SCRATCH
 from fuyou.accounting import Accounting
 from fuyou.commits import Commits
 from fuyou.data_plane import DataPlane
@@ -115,7 +116,7 @@ class Runtime:
         )  # fmt: skip
         self._plane = DataPlane(
             self._shape, plan, self._device, store, self._extents, commits.state.slots, self.link,
-            [folder / "scratch" for folder in store.directories], commits.commit, commits.update_of,
+            [folder / SCRATCH for folder in store.directories], commits.commit, commits.update_of,
             spill_gradients=plan.spills_gradients(self._shape, options.held(self._shape)),
             resident=plan.resident, pace=self.pace, topology=self._topology, locks=self._files.lock.descriptors,
             sums=commits.sums,

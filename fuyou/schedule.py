@@ -9,7 +9,7 @@ whose buffer becomes free early. The engine runs the list; a simulator can run t
 
 import bisect
 import itertools
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 
 from fuyou.activation_pools import ActivationPools, Arguments, hidden_arguments
 from fuyou.gradient_pools import GradientPools
@@ -235,7 +235,8 @@ class Scheduler:
         self._host[record.kind].use(source, upload)
         ready = upload
         if record.share.ranks_per_node > 1:
-            nbytes = (record.share.ranks_per_node - 1) * record.parameter_nbytes
+            filled = record.filled_slices[record.share.local_rank]
+            nbytes = (record.share.ranks_per_node - 1) * filled * record.precision.parameter_bytes
             ready = self._emit(Op.PARAMETER_GATHER, [upload], record=record.index, target=index, nbytes=nbytes)
         pool.fill(index, record.index, ready)
         return index, ready
@@ -290,10 +291,10 @@ class Scheduler:
         """Sum a gradient over all ranks: inside the nodes, then across. Returns after what it is there."""
         share, width = record.share, record.precision.gradient_bytes
         if share.ranks_per_node > 1:
-            nbytes = (share.ranks_per_node - 1) * record.stored * width
+            nbytes = _others(record.filled_slices, share.local_rank) * width
             ready = self._emit(Op.GRADIENT_REDUCE, [ready], record=record.index, source=buffer, nbytes=nbytes)
         if share.nodes > 1:
-            nbytes = (share.nodes - 1) * record.owned * width
+            nbytes = _others(record.filled_parts, share.node) * width
             ready = self._emit(Op.GRADIENT_EXCHANGE, [ready], record=record.index, source=buffer, nbytes=nbytes)
         return ready
 
@@ -341,7 +342,8 @@ class Scheduler:
         """Give every node what the others have updated of its slices. Returns after what the whole slice is new."""
         if record.share.nodes == 1:
             return update
-        nbytes = (record.share.nodes - 1) * record.owned * record.precision.parameter_bytes
+        filled = record.filled_parts[record.share.node]
+        nbytes = (record.share.nodes - 1) * filled * record.precision.parameter_bytes
         spread = self._emit(Op.PARAMETER_SPREAD, [update], record=record.index, source=host, nbytes=nbytes)
         spread.step = update.step
         return spread
@@ -423,3 +425,8 @@ class Scheduler:
     @staticmethod
     def _never(_: Hashable) -> float:
         return NEVER
+
+
+def _others(parts: Sequence[int], own: int) -> int:
+    """What all but one of them come to."""
+    return sum(parts) - parts[own]

@@ -46,9 +46,12 @@ class Run:
     """Directory with the drives: ``ssd0``, ``ssd1``, ... in it."""
     options: dict[str, Any] = field(default_factory=dict)
     """Of the engine."""
+    leaves: tuple[int, ...] = ()
+    """Drives that it may be on and is to leave."""
     fault: Fault | None = None
     journal: bool = False
-    drives: int = 2
+    drives: tuple[int, ...] = (0, 1)
+    """Numbers of those that it is on, or is to be on."""
     steps: int = STEPS
 
     @property
@@ -58,7 +61,15 @@ class Run:
 
     @property
     def ssd(self) -> list[Path]:
-        return [self.root / f"ssd{index}" for index in range(self.drives)]
+        return [self.root / f"ssd{number}" for number in self.drives]
+
+    @property
+    def leaving(self) -> list[Path]:
+        return [self.root / f"ssd{number}" for number in self.leaves]
+
+    def train(self, say: Callable[..., None]) -> None:
+        """What the process does, and tells."""
+        _steps(self, say)
 
 
 @dataclass(frozen=True)
@@ -98,7 +109,7 @@ def execute(run: Run, timeout: float = 60.0, disturb: Callable[[int], None] | No
     results.unlink(missing_ok=True)
     shutil.rmtree(run.notes, ignore_errors=True)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.crash.runs"])
+    context.set_forkserver_preload(["tests.crash.runs", "tests.crash.cluster"])
     process = context.Process(target=_train, args=(run, results))
     with _looking_after_children:
         process.start()
@@ -156,7 +167,7 @@ def _train(run: Run, results: Path) -> None:
         sys.stdin.close()
     setattr(fuyou.optimizer_link.subprocess, "Popen", Forked)  # noqa: B010  # as an assignment, mypy is of two minds
     torch.set_num_threads(1)
-    for path in run.ssd:
+    for path in (*run.ssd, *run.leaving):
         path.mkdir(parents=True, exist_ok=True)
     FaultyDrives(run.root, run.notes, run.fault, run.journal).install()
 
@@ -164,7 +175,7 @@ def _train(run: Run, results: Path) -> None:
         os.write(out, json.dumps(entry).encode() + b"\n")
 
     try:
-        _steps(run, say)
+        run.train(say)
     except BaseException as error:
         text = str(error) if isinstance(error, FinetuneError) else traceback.format_exc()
         say(error=text, expected=isinstance(error, FinetuneError))
@@ -189,7 +200,7 @@ def _steps(run: Run, say: Any) -> None:
 def open_engine(run: Run) -> fuyou.Engine:
     """The engine of ``run``, on this process's drives."""
     options = {"lr": 1e-2, "host_memory": "600MiB", "micro_batch": 1, "batch_shape": (ROWS, SEQ_LEN), **run.options}
-    return fuyou.Engine(tiny_config(), ssd=run.ssd, **options)
+    return fuyou.Engine(tiny_config(), ssd=run.ssd, leave_ssd=run.leaving, **options)
 
 
 def digests(engine: fuyou.Engine) -> dict[str, str]:
