@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from common.errors import UserError
@@ -13,7 +14,9 @@ from fuyou.planner.evaluate import Evaluator
 from fuyou.planner.machine import profiled_machine
 from fuyou.planner.plan import most_clipped, search
 from fuyou.planner.training import Training
+from fuyou.planner.trial import as_the_engine_runs_it
 from fuyou.profiling import Profile, Workload, load_or_measure
+from fuyou.profiling import measure as measure_parts
 from fuyou.profiling.cache import load
 
 
@@ -58,7 +61,14 @@ def profile_of(
         UserError: not even one block fits the budgets.
     """
     workload = workload_of(training, device, limits, directories)
-    return load_or_measure(workload, device) if measure else load(workload, device)
+    if not measure:
+        return load(workload, device)
+    return load_or_measure(workload, device, partial(measured, limits=limits))
+
+
+def measured(workload: Workload, device: Device, limits: tuple[int, int]) -> Profile:
+    """What this machine does with ``workload``, measured afresh: every part alone, then some blocks in the engine."""
+    return as_the_engine_runs_it(measure_parts(workload, device), workload, device, limits)
 
 
 def choose(training: Training, device: Device, limits: tuple[int, int], directories: Sequence[Path]) -> Choice | None:
