@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from common.telling import tell
 from fuyou.share import Share
 
 
@@ -27,12 +28,12 @@ class Agreement:
         self._commits = dist.new_group(backend="gloo", group_desc="fuyou_commits")
 
     def tell(self, value: Any) -> list[Any]:
-        """What every rank has told, in the order of ranks."""
-        return self._tell(value, self._group)
+        """What every rank has told, JSON, in the order of ranks."""
+        return tell(value, self._group)
 
     def tell_at_commit(self, value: Any) -> list[Any]:
         """The same, for the thread of commits."""
-        return self._tell(value, self._commits)
+        return tell(value, self._commits)
 
     def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Send tensors to ranks and receive others, in the order in which the other end lists them."""
@@ -44,11 +45,6 @@ class Agreement:
     def close(self) -> None:
         """Let go of the groups, so that ``destroy_process_group`` can end them."""
         self._group = self._commits = None
-
-    def _tell(self, value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-        told: list[Any] = [None] * self.share.world_size
-        dist.all_gather_object(told, value, group=group)
-        return told
 
 
 def rank_name(share: Share, rank: int, host: str | None) -> str:

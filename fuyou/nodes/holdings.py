@@ -6,8 +6,9 @@ long as a store of the new set is missing, the old set counts; from then on the 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from common.errors import FinetuneError, UserError
 from common.store import load_manifest
@@ -30,6 +31,15 @@ class Directory:
     replaces: tuple[str, ...]
     """Names of the stores whose place its own has taken, or is to take."""
 
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON, for the other ranks."""
+        return {**asdict(self), "path": str(self.path)}
+
+    @staticmethod
+    def from_dict(told: dict[str, Any]) -> "Directory":
+        """Undo :meth:`to_dict`."""
+        return Directory(**{**told, "path": Path(told["path"]), "replaces": tuple(told["replaces"])})
+
 
 @dataclass(frozen=True)
 class Holding:
@@ -50,6 +60,16 @@ class Holding:
     near: bool
     """Whether it is surely of the run that is to go on, and not of another one that lies beside it."""
 
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON, for the other ranks."""
+        return {**asdict(self), "directories": [str(path) for path in self.directories]}
+
+    @staticmethod
+    def from_dict(told: dict[str, Any]) -> "Holding":
+        """Undo :meth:`to_dict`."""
+        paths = tuple(map(Path, told["directories"]))
+        return Holding(**{**told, "directories": paths, "share": Share(**told["share"]), "steps": tuple(told["steps"])})
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -59,6 +79,17 @@ class Seen:
     directories: tuple[Directory, ...] = ()
     holdings: tuple[Holding, ...] = ()
     problem: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON, for the other ranks."""
+        directories, holdings = ([one.to_dict() for one in some] for some in (self.directories, self.holdings))
+        return {"host": self.host, "directories": directories, "holdings": holdings, "problem": self.problem}
+
+    @staticmethod
+    def from_dict(told: dict[str, Any]) -> "Seen":
+        """Undo :meth:`to_dict`."""
+        directories, holdings = map(Directory.from_dict, told["directories"]), map(Holding.from_dict, told["holdings"])
+        return Seen(told["host"], tuple(directories), tuple(holdings), told["problem"])
 
 
 def look(drives: Drives) -> Seen:

@@ -25,7 +25,7 @@ from common.store.verify import verify
 from fuyou.commits import CLUSTER, check_records, check_state
 from fuyou.nodes.agreement import Agreement, host, rank_name
 from fuyou.nodes.commits import common_step
-from fuyou.nodes.holdings import Found, Holding, RunSet, choose, look, sets_of
+from fuyou.nodes.holdings import Found, Holding, RunSet, Seen, choose, look, sets_of
 from fuyou.nodes.redistribute import Portion, Source, redistribute
 from fuyou.records import weights_file
 from fuyou.restripe import Drives
@@ -61,7 +61,7 @@ class _Regrouping:
 
     def run(self) -> None:
         seen = look(self._drives)
-        everyone = self._tell(seen)
+        everyone = [Seen.from_dict(told) for told in self._tell(seen.to_dict())]
         sets = sets_of(everyone)
         if self._share.world_size == 1 and all(one.share.world_size == 1 for one in sets):
             return  # a single rank's run, whose number of drives is another matter
@@ -107,8 +107,9 @@ class _Regrouping:
                 lambda: {rank: self._set_back(holding, step) for rank, holding in mine.items()}
             )
             told: dict[int, TrainingState] = {}
-            for some in self._tell({rank: replace(state, checksums=[]) for rank, state in states.items()}):
-                told.update(some)
+            own = [(rank, replace(state, checksums=[]).to_dict()) for rank, state in states.items()]
+            for some in self._tell(own):
+                told.update((rank, TrainingState.from_dict(state)) for rank, state in some)
             sources = [
                 Source(self._portion(found.holding.share, len(found.holding.directories), told[rank]), found.finder)
                 for rank, found in _by_rank(old)
@@ -127,7 +128,8 @@ class _Regrouping:
             new.directories, new.id, run, self._share, (step,), at_home=True, named=False, near=True
         )  # fmt: skip
         first = Share(self._share.nodes, self._share.ranks_per_node)
-        return RunSet(run, first, {rank: Found(rank, one) for rank, one in enumerate(self._tell(made))})
+        everyone = map(Holding.from_dict, self._tell(made.to_dict()))
+        return RunSet(run, first, {rank: Found(rank, one) for rank, one in enumerate(everyone)})
 
     def _set_back(self, holding: Holding, step: int) -> TrainingState:
         """The state of ``step`` in an old store: from now on its only one, and as it was written."""

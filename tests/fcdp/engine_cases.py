@@ -26,6 +26,8 @@ class Run:
     """Of all ranks together."""
     ssds: int = 1
     save: Path | None = None
+    bad: tuple[int, ...] = ()
+    """Steps in whose last sequence token 0 is, which no other one has."""
     leave: tuple[tuple[int, int], ...] = ()
     """Directories of other ranks, before: which rank has to look at which rank's."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -49,7 +51,7 @@ class Outcome:
 def batch(step: int, rows: int) -> dict[str, torch.Tensor]:
     """Two documents in each row, with unequal numbers of labels."""
     generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(0, VOCABULARY, (rows, 12), generator=generator)
+    ids = torch.randint(1, VOCABULARY, (rows, 12), generator=generator)
     labels = ids.clone()
     labels[:, 0] = labels[:, 4] = -100
     labels[1, 5:] = -100
@@ -75,12 +77,14 @@ def train(topology: fcdp.Topology | None, run: Run) -> Outcome:
         outcome = Outcome(engine.step_count)
         for step in range(engine.step_count + 1, run.steps + 1):
             whole = batch(step, run.rows)
+            whole["input_ids"][-1, 2] *= step not in run.bad
             mine = slice(rank * run.rows // world, (rank + 1) * run.rows // world)
             loss = engine(**{name: value[mine] for name, value in whole.items()}).loss
             loss.backward()
             report = engine.step()
             outcome.losses.append(loss.item())
             outcome.norms.append(report.grad_norm)
+            assert report.skipped == (step in run.bad)
             outcome.planned = (report.planned_read_bytes, report.planned_written_bytes, report.planned_sent_bytes)
         engine.flush()
         outcome.counted, outcome.scheduled = engine.io_bytes(), engine.planned_io_bytes()

@@ -33,6 +33,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+def test_ranks_skip_a_step_together(model: str, pool: Pool, tmp_path: Path) -> None:
+    """Only one of them has the token whose embedding is infinite."""
+    poisoned = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        poisoned.model.embed_tokens.weight[0] = torch.inf
+    poisoned.save_pretrained(tmp_path / "model")
+    options = {"dtype": "fp32", "micro_batch": 2, "on_nonfinite": "skip"}
+    run = Run(str(tmp_path / "model"), tmp_path / "ranks", 3, options=options, bad=(2,))
+    ranks = pool.run((2, 1), cases.train, run)
+    alone = cases.train(None, replace(run, folder=tmp_path / "alone"))
+    for name, master in alone.masters.items():
+        assert torch.equal(ranks[0].masters[name], master), name
+    assert ranks[0].losses[::2] == ranks[1].losses[::2] == alone.losses[::2]
+
+
 @pytest.mark.parametrize(
     ("layout", "dtype", "ssds", "options"),
     [
@@ -114,7 +129,7 @@ def test_nodes_that_hold_different_parameters() -> None:
     """The second node's checksum differs: all ranks stop before anything is committed."""
     told = [("a", 5), ("a", 7), ("b", 5), ("b", 8)]
     agreement: Any = SimpleNamespace(share=Share(2, 2), tell_at_commit=lambda value: told)
-    state: Any = SimpleNamespace(step=3)
+    state: Any = SimpleNamespace(step=3, clipped=0)
     commits = ClusterCommits(agreement, "abc", lambda step: 5, None, state, False, None)
     with pytest.raises(FinetuneError, match=r"step 4, node 1 \(b, rank 1 of it\) and node 0 \(a, rank 1 of it\) hold"):
         commits.commit(Task(Op.COMMIT, [], step=4))
