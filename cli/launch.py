@@ -155,7 +155,9 @@ def has_commit(settings: Settings) -> bool:
         from common.store.manifest import MANIFEST_FILE
 
         found = check(settings)
-        return any(any((path / found.run_name).glob(f"{rank_folder('*')}/{MANIFEST_FILE}")) for path in found.ssd)
+        folders = [path / found.run_name for path in found.ssd]
+        ranks = any(any(folder.glob(f"{rank_folder('*')}/{MANIFEST_FILE}")) for folder in folders)
+        return ranks or any((folder / MANIFEST_FILE).exists() for folder in folders)
     from fcdp.commits import Commits
 
     return Commits(settings.output_directory / COMMITS).newest() is not None

@@ -34,7 +34,7 @@ _ONLY_NODES = (
 _ONLY_MEMORY = ("strategy", "device_cache_threshold")
 _ONLY_SAMPLE = ("sample_tokens", "temperature")
 _ONLY_LORA = ("lora_alpha", "lora_dropout", "lora_targets")
-_ONLY_ALONE = ("sample", "frozen_dtype", "leave_ssd")
+_ONLY_ALONE = ("sample", "frozen_dtype")
 _ONLY_ENGINE = ("host_memory", "device_memory", "optimizer_dtype", "io", "single_slot", "trace", "clip_by")
 
 

@@ -49,7 +49,7 @@ _STUCK = timedelta(minutes=30)
 """How long a collective may wait for a rank that is alive: one may read its weights from slower drives than others."""
 _MAY_DIFFER = {
     "debug", "report", "trace", "arguments", "resume", "overwrite", "gpus_per_node", "rdzv_endpoint", "node_timeout",
-    "log_to",
+    "log_to", "leave_ssd",
 }  # fmt: skip
 """Settings that nodes need not agree about, or that others check with better words."""
 

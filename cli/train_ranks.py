@@ -47,16 +47,19 @@ def train_ranks(job: Job, topology: Topology, rank: Rank, launches: set[str]) ->
 def _open_engine(job: Job, topology: Topology, launches: set[str]) -> Engine:
     settings = job.settings
     folders = [path / job.run_name for path in job.ssd]
+    leaving = [Path(word).expanduser() / job.run_name for word in settings.leave_ssd]
     name = rank_folder(topology.local_rank)
     continued = settings.resume or _again(folders[0] / name, launches)
     for folder in folders:
         folder.mkdir(exist_ok=True)
-        if topology.local_rank == 0 and not continued:  # what more ranks than now have left there
+        if topology.local_rank == 0 and not continued:  # what more ranks than now have left there, or a single one
+            remove([folder])
             here = {rank_folder(number) for number in range(topology.ranks_per_node)}
             _remove(path for path in folder.glob(rank_folder("*")) if path.name not in here)
     return Engine(
         **engine_options(job),
         ssd=folders,
+        leave_ssd=[path for path in leaving if continued and path.is_dir()],
         device=topology.device,
         run_name=name,
         resume=continued,

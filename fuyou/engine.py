@@ -200,8 +200,8 @@ class Engine:
         try:
             self._ssd, leaving = [Path(path) for path in ssd], [Path(path) for path in leave_ssd]
             usable([*self._ssd, *leaving])
-            if leaving and (topology is not None or not resume):
-                raise UserError("leave_ssd is for a run of one rank that goes on: leave it out.")
+            if leaving and not resume:
+                raise UserError("leave_ssd is for a run that goes on: leave it out.")
             self.config, self._checkpoint = load_config(model)
             self._device = open_device(device)
             self.emulated = isinstance(self._device, EmulatedDevice)

@@ -143,7 +143,7 @@ def test_nodes_that_hold_different_parameters() -> None:
         ([found(0, 7, 6), Found("host1", "/ssd holds no run.")], r"node 1 \(host1\): /ssd holds no run"),
         ([Found("host0", "/ssd holds no run."), Found("host1", "no.")], "nothing to continue. node 0"),
         ([found(0, 7, 6), found(1, 7, 6, run="xyz")], "different runs: run abc on node 0 .*; run xyz on node 1"),
-        ([found(0, 7, nodes=4), found(1, 7, nodes=4)], "made by 4 nodes with 1 ranks"),
+        ([found(0, 7, nodes=4), found(1, 7, nodes=4)], "what 4 nodes with 1 ranks each have made"),
         ([found(1, 7), found(0, 7)], r"node 0 \(host0?1?\) holds what rank 1"),
     ],
 )
