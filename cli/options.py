@@ -11,7 +11,7 @@ from click.shell_completion import CompletionItem, get_completion_class
 from cli.config import load_config_file
 from cli.grouped import Checked, GroupedCommand, GroupedOption
 from cli.schedule import SCHEDULES, Warmup
-from cli.settings import TRACKERS
+from cli.settings import CLIP_BY, TRACKERS
 from common.errors import UserError
 from common.presets import preset_files
 from common.units import parse_bytes
@@ -259,6 +259,13 @@ def build_command(run: Callable[..., int]) -> click.Command:
         default=0.0,
         show_default=True,
         help="Scale gradients down to this global norm. 0: never.",
+    )
+    add(
+        "--clip-by",
+        type=click.Choice(CLIP_BY),
+        default="auto",
+        show_default=True,
+        help="Update when the norm is known, in the next step, or before and again if need be. Same numbers.",
     )
     add(
         "--seed",

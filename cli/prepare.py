@@ -1,8 +1,5 @@
 """From what was typed to what will be done: everything that can be wrong is found before anything slow is begun."""
 
-import contextlib
-import hashlib
-import json
 import math
 import os
 import shutil
@@ -15,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from cli.adapters import ADAPTER_CONFIG, peft_config_of, trainable_parameters
 from cli.machine import sequence_length, training_of
 from cli.schedule import LearningRate
-from cli.settings import COMMITS, DESCRIPTION, RUN, Settings
+from cli.settings import Settings
 from cli.trackers import check_trackers
 from common.data import Batches, DataConfig, RandomBatches, open_data
 from common.data.files import find_files
@@ -32,9 +29,6 @@ DEFAULT_STEPS = 10
 """Without data: enough to see a steady rate."""
 
 RANDOM_TOKENS = "random tokens"
-
-STORE_PREFIX = "fuyou-"
-"""Of the names of runs' folders on the SSDs."""
 
 
 @dataclass(frozen=True)
@@ -246,22 +240,7 @@ def _directories(settings: Settings, checkpoint: Path | None) -> tuple[tuple[Pat
             f"{output} holds {what} already: give another --output, or add --overwrite to replace it "
             "(or --resume to continue the run that made it)."
         )
-    if settings.nodes is not None and not ssd:
-        return (output,), output, COMMITS
-    if not ssd:
-        return (output,), output, "store"
-    return ssd, output, _run_name(output, settings.resume)
-
-
-def _run_name(output: Path, resume: bool) -> str:
-    """The same drives serve many runs: this one's folder in each of them is named after its output directory, as that
-    was called when the run began."""
-    if resume:
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            name = json.loads((output / RUN / DESCRIPTION).read_text())["store"]
-            if isinstance(name, str) and name.startswith(STORE_PREFIX) and Path(name).name == name:
-                return name
-    return f"{STORE_PREFIX}{output.name}-{hashlib.sha256(str(output).encode()).hexdigest()[:6]}"
+    return ssd or (output,), output, settings.store_name
 
 
 def rank_folder(local_rank: int | str) -> str:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from common.units import format_bytes, format_count, format_seconds
+from fuyou.clipping import ClipBy
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ class Report:
     step of a run fills caches."""
     planned_network_sent_bytes_per_step: float = 0.0
     """What the formula says for a step that is not the first."""
+    clip_by: str | None = None
+    """How gradients were clipped out of core: ``deferral`` or ``speculation``; None: they were not, or in memory."""
+    clipped_steps: int = 0
+    """Steps whose gradients were; by speculation, their updates were done again."""
 
     def write(self, path: Path) -> None:
         """As JSON, complete or not at all."""
@@ -68,6 +73,9 @@ class Report:
             f"({format_bytes(self.host_peak_bytes - self.host_baseline_bytes)} more than before the model), "
             f"{format_bytes(self.device_peak_bytes)} of device memory",
         }
+        if self.clip_by is not None:
+            again = " and updated again" if self.clip_by == "speculation" else ""
+            lines["clipping"] = f"by {self.clip_by}: {self.clipped_steps:,} of {self.steps:,} steps clipped{again}"
         if self.bound_seconds:
             lines["ssd"] = (
                 f"{format_bytes(self.ssd_read_bytes_per_step)} read and "
@@ -113,6 +121,7 @@ class Measurements:
         self.losses: list[float] = []
         self.step_seconds: list[float] = []
         self._bounds: dict[str, float] = {}
+        self._clipped_steps = 0
         self._other_io = self._other_planned = (0, 0)
 
     def leave_out(self, io_bytes: tuple[int, int], planned_bytes: tuple[int, int]) -> None:
@@ -121,8 +130,9 @@ class Measurements:
         planned = self._other_planned
         self._other_planned = (planned[0] + planned_bytes[0], planned[1] + planned_bytes[1])
 
-    def add(self, loss: float, seconds: float, bounds: dict[str, float]) -> None:
-        """Take in a step: its loss, duration, seconds per resource."""
+    def add(self, loss: float, seconds: float, bounds: dict[str, float], clipped: bool = False) -> None:
+        """Take in a step: its loss, duration, seconds per resource, whether its gradients were clipped."""
+        self._clipped_steps += clipped
         self.losses.append(loss)
         self.step_seconds.append(seconds)
         for name, value in bounds.items():
@@ -135,6 +145,7 @@ class Measurements:
         io_bytes: tuple[int, int],
         planned_bytes: tuple[int, int],
         network_bytes: tuple[float, float] = (0.0, 0.0),
+        clip_by: ClipBy | None = None,
     ) -> Report:
         """The whole.
 
@@ -144,6 +155,7 @@ class Measurements:
             io_bytes: read and written since the first step began.
             planned_bytes: what the schedule says that comes to.
             network_bytes: sent by a node per step, and what the formula says.
+            clip_by: how gradients were clipped out of core, if they were.
         """
         io_bytes = (io_bytes[0] - self._other_io[0], io_bytes[1] - self._other_io[1])
         planned_bytes = (planned_bytes[0] - self._other_planned[0], planned_bytes[1] - self._other_planned[1])
@@ -172,4 +184,6 @@ class Measurements:
             overlap_efficiency=max(bounds.values(), default=0.0) / (seconds * per_step) if seconds else 0.0,
             network_sent_bytes_per_step=network_bytes[0],
             planned_network_sent_bytes_per_step=network_bytes[1],
+            clip_by=clip_by and clip_by.value,
+            clipped_steps=self._clipped_steps,
         )

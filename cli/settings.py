@@ -1,5 +1,8 @@
 """What the command line said, checked for what can be checked without looking at the machine."""
 
+import contextlib
+import hashlib
+import json
 import shlex
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,8 +18,14 @@ COMMITS = "commits"
 RUN, DESCRIPTION = "run", "run.json"
 """Folder inside the output directory that says what the run is, and the file in it that says where."""
 
+STORE_PREFIX = "fuyou-"
+"""Of the names of runs' folders on the SSDs."""
+
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "jsonl")
 """What ``--log-to`` takes; ``jsonl`` is the run directory's metrics.jsonl, which is always written."""
+
+CLIP_BY = ("auto", "deferral", "speculation")
+"""What ``--clip-by`` takes: names of :class:`fuyou.clipping.ClipBy`, which takes long to import."""
 
 _ONLY_NODES = (
     "gpus_per_node", "rdzv_endpoint", "node_timeout", "max_restarts", "strategy", "levels", "cluster", "quantise",
@@ -26,7 +35,7 @@ _ONLY_MEMORY = ("strategy", "device_cache_threshold")
 _ONLY_SAMPLE = ("sample_tokens", "temperature")
 _ONLY_LORA = ("lora_alpha", "lora_dropout", "lora_targets")
 _ONLY_ALONE = ("sample", "frozen_dtype", "leave_ssd")
-_ONLY_ENGINE = ("host_memory", "device_memory", "optimizer_dtype", "io", "single_slot", "trace")
+_ONLY_ENGINE = ("host_memory", "device_memory", "optimizer_dtype", "io", "single_slot", "trace", "clip_by")
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,8 @@ class Settings:
     eps: float = 1e-8
     max_grad_norm: float = 0.0
     """Gradients are scaled down to this global norm; 0: never."""
+    clip_by: str = "auto"
+    """How: one of :data:`CLIP_BY`."""
     dtype: str = "bf16"
     optimizer_dtype: str = "fp32"
     output: Path | None = None
@@ -190,6 +201,22 @@ class Settings:
         if self.output is not None:
             return self.output.expanduser().absolute()
         return (Path("finetune-output") / Path(self.model).expanduser().absolute().name).absolute()
+
+    @property
+    def store_name(self) -> str:
+        """Name of the store's directory on each drive."""
+        if self.nodes is not None and not self.ssd:
+            return COMMITS
+        if not self.ssd:
+            return "store"
+        # The same drives serve many runs: a run is named after its output directory, as that was called when it began.
+        output = self.output_directory
+        if self.resume:
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+                name = json.loads((output / RUN / DESCRIPTION).read_text())["store"]
+                if isinstance(name, str) and name.startswith(STORE_PREFIX) and Path(name).name == name:
+                    return name
+        return f"{STORE_PREFIX}{output.name}-{hashlib.sha256(str(output).encode()).hexdigest()[:6]}"
 
     @property
     def how_to_continue(self) -> str:

@@ -126,6 +126,7 @@ def engine_options(job: Job) -> dict[str, Any]:
         "eps": settings.eps,
         "weight_decay": settings.weight_decay,
         "max_grad_norm": settings.max_grad_norm or None,
+        "clip_by": settings.clip_by,
         "micro_batch": settings.micro_batch,
         "host_memory": settings.host_memory,
         "device_memory": settings.device_memory,
@@ -163,6 +164,7 @@ def _train_and_save(job: Job, engine: Engine, interrupts: Interrupts) -> Result:
         (engine.device_peak_bytes, engine.host_peak_bytes, engine.host_baseline_bytes),
         (read, written),
         engine.planned_io_bytes(),
+        clip_by=engine.clip_by,
     )
     if settings.report is not None:
         report.write(settings.report.expanduser())
@@ -198,7 +200,7 @@ def _train(job: Job, engine: Engine, interrupts: Interrupts) -> Measurements:
 
             # From the end of one step to that of the next: what a step writes back runs on into the next one.
             began, ended = ended, time.perf_counter()
-            measured.add(report.loss, ended - began, report.bound_seconds)
+            measured.add(report.loss, ended - began, report.bound_seconds, report.clipped)
             io = _since(engine, io_before)
             io_before = engine.io_bytes()
             line = _line(report, ended - began, measured, io, engine.device_peak_bytes, memory(), job.emulated, disk())

@@ -28,6 +28,7 @@ from common.models.flops import active_parameters, hardware_flops_per_token, mod
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from common.models.sources import CheckpointSource, RandomSource, WeightSource
+from common.telling import first_alone, tell
 from fcdp.commits import Commits
 from fcdp.shard import fully_shard, sharding
 from fcdp.strategy import Strategy
@@ -87,7 +88,7 @@ class Trainer:
 
     Args:
         model: checkpoint directory, which every node must be able to read, or a preset's name.
-        commits: folder for commits, on a file system that all nodes share.
+        commits: folder for commits, on a file system that all nodes share. No other run can use it until :meth:`close`.
         adapters: what to train instead of the weights, which are then frozen, in the compute dtype.
 
     Raises:
@@ -135,6 +136,7 @@ class Trainer:
         self._sharding = sharding(self._model)
         self._optimizer = self._make_optimizer()
         self._commits = Commits(commits)
+        first_alone(self._commits.lock)
         self.parameters = sum(parameter.numel() for parameter in self._model.parameters())
         self.trainable_parameters = sum(parameter.numel() for _, parameter in self._trained())
         self.step_count = 0
@@ -146,7 +148,8 @@ class Trainer:
     # -- where the states come from ---------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Load the weights that training starts from."""
+        """Load the weights that training starts from. Commits of an earlier run go."""
+        first_alone(self._commits.discard)
         load(self._model, self._source, self._adapters)
         self._sharding.invalidate()
 
@@ -154,14 +157,13 @@ class Trainer:
         """Continue from the newest commit, whatever number of ranks made it.
 
         Raises:
-            UserError: there is none, or it is not of this model or dtype.
+            UserError: there is none, or it is not of this model, dtype or format.
+            FinetuneError: it is damaged.
         """
-        told = [self._commits.newest()]
-        dist.broadcast_object_list(told)  # network file systems may not show all nodes the same
-        step = told[0]
-        if step is None:
+        manifest = self._commits.read_newest()
+        if manifest is None:
             raise UserError(f"There is nothing to continue: no commit in {self._commits.directory}.")
-        saved = self._commits.describe(step)
+        step, saved = manifest.step, manifest.description
         for what, now in self._identity().items():
             if saved.get(what) != now:
                 raise UserError(
@@ -170,7 +172,7 @@ class Trainer:
                 )
         if self._adapters is not None:  # frozen weights are no part of a commit
             load(self._model, self._source, self._adapters)
-        self._commits.load(step, self._state())
+        self._commits.load(manifest, self._state())
         for name, value in self._source.read_buffers():
             self._model.get_buffer(name).copy_(value)
         for _, parameter in self._trained():
@@ -432,12 +434,11 @@ class Trainer:
         return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
 
     def _pids_of_node(self) -> Any:
-        everyone: list[Any] = [None] * self._topology.world_size
-        dist.all_gather_object(everyone, (self._topology.node, os.getpid()))
-        pids = [pid for node, pid in everyone if node == self._topology.node]
+        pids = [pid for node, pid in tell((self._topology.node, os.getpid())) if node == self._topology.node]
         return lambda: pids
 
     def close(self) -> None:
-        """Let go of host memory. On every rank, before ``Topology.close()``."""
+        """Let go of host memory and of the commits. On every rank, before ``Topology.close()``."""
+        self._commits.close()
         self._sharding.close()
         self._meter.stop()

@@ -32,6 +32,8 @@ class StepReport:
     """Bytes of operator outputs that were kept for the backward pass, in whatever tier."""
     recomputation_saved: float = 0.0
     """Fraction of the recomputation's FLOPs that was left out: kept, or needed by nothing. 0 in a run's first step."""
+    clipped: bool = False
+    """Whether the gradient was scaled down."""
 
 
 @dataclass

@@ -33,6 +33,7 @@ class Commits:
         self.state = state
         self.sums = sums
         self.committed_step = state.step
+        self.clipped_steps = state.clipped
         self._store = store
         self._single_slot = single_slot
         self._updates: dict[int, Update] = {}
@@ -44,13 +45,14 @@ class Commits:
         self._updates[update.step] = update
 
     def scale_gradients(self, step: int, factor: float) -> None:
-        """The updates of ``step``, all of them still to come, multiply gradients by ``factor``."""
+        """``step`` is clipped: its updates multiply gradients by ``factor`` from now on."""
+        self.clipped_steps += 1
         self._updates[step] = replace(self._updates[step], gradient_scale=factor)
 
     def end(self, step: int, device: torch.device, user: dict[str, Any]) -> None:
         """The caller has ended ``step``: note what its commit will say."""
         self._states[step] = replace(
-            self.state, step=step, random=random_states(device), user=dict(user), torn=False
+            self.state, step=step, clipped=self.clipped_steps, random=random_states(device), user=dict(user), torn=False
         )  # fmt: skip
         self._updates.pop(step - 2, None)
 

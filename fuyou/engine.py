@@ -25,6 +25,7 @@ from common.units import format_bytes, parse_bytes
 from fuyou.accounting import StepReport
 from fuyou.adam import AdamConfig, Update
 from fuyou.checksums import RecordSums
+from fuyou.clipping import ClipBy, Strikes, clip_by_named
 from fuyou.commits import Commits, sealed_records
 from fuyou.compute import NextToken, NonFiniteLoss, StepComputation
 from fuyou.data_plane import DataPlane
@@ -80,8 +81,12 @@ class Engine:
             overlap: ``"emulated:tflops=165,memory=24GiB,link=25GB/s"``, see :mod:`fuyou.emulated`.
         dtype: ``"bf16"`` computes in bf16 with exact fp32 masters; ``"fp32"`` computes in fp32.
         lr, betas, eps, weight_decay: AdamW's. ``engine.lr`` may be set before each step. Biases and norms do not decay.
-        max_grad_norm: clip by the global norm, exactly: updates are deferred into the next forward pass, which
-            costs 4 more bytes of SSD traffic per parameter where gradients find no room in host memory.
+        max_grad_norm: clip by the global norm, exactly.
+        clip_by: how, see :mod:`fuyou.clipping`: ``"deferral"`` of all updates into the next forward pass, when the norm
+            is known, which costs 4 more bytes of SSD traffic per parameter where gradients find no room in host memory;
+            or ``"speculation"``, updates in the backward pass, done again in steps that are clipped, which costs 2, and
+            needs two slots, ``commit_every=1`` and a single rank. ``"auto"`` takes the planner's choice, if
+            ``automatic`` lets it choose; else deferral. The same numbers.
         deferred_fraction: part of the blocks, spread over the stack, that are updated during the next forward pass: the
             same numbers, and a shorter step where computing and the SSDs take about as long. Costs host memory for
             their gradients.
@@ -113,10 +118,10 @@ class Engine:
         frozen_dtype: ``"int8"`` or ``"nf4"`` keeps frozen matrices of the blocks in 1.016 or 0.5625 bytes per parameter
             on SSD, on their way and in the host's cache; they are brought back into ``dtype`` on the device. Not
             lossless: every weight is rounded once, when the store is made. None keeps them in ``dtype``.
-        automatic: let the planner choose ``deferred_fraction`` and ``kept_activations`` where they are not given, by
-            simulation of this run on this machine. Needs ``batch_shape`` and a profile of this machine with this model
-            (``finetune --profile``); without one nothing is chosen. Costs 0.1 to 3 s at the start, and changes no
-            number. On one rank only.
+        automatic: let the planner choose ``deferred_fraction``, ``kept_activations`` and ``clip_by`` where they are not
+            given, by simulation of this run on this machine. Needs ``batch_shape`` and a profile of this machine with
+            this model (``finetune --profile``); without one nothing is chosen. Costs 0.1 to 3 s at the start, and
+            changes no number. On one rank only.
         topology: the other ranks, if there are any (an ``fcdp.Topology``). Every rank makes an engine, with directories
             of its own and otherwise alike, gives it its own part of every batch, and calls everything that the others
             call. Every node keeps one copy of the parameters, of which each of its M ranks stores 1/M; optimizer states
@@ -143,6 +148,7 @@ class Engine:
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         max_grad_norm: float | None = None,
+        clip_by: str = "auto",
         deferred_fraction: float = 0.0,
         micro_batch: int | None = None,
         host_memory: int | str | None = None,
@@ -164,10 +170,9 @@ class Engine:
         topology: Topology | None = None,
         leave_ssd: Sequence[str | os.PathLike[str]] = (),
     ):
-        deferred_fraction = 1.0 if max_grad_norm else deferred_fraction  # nothing is updated before the norm is known
         self._options = EngineConfig(
             Precision.named(dtype, optimizer_dtype), AdamConfig(lr, betas, eps, weight_decay),
-            max_grad_norm, deferred_fraction, micro_batch, commit_every,
+            max_grad_norm, clip_by_named(clip_by), deferred_fraction, micro_batch, commit_every,
             None if host_cache is None else parse_bytes(host_cache), single_slot, io, seed,
             kept_activations if isinstance(kept_activations, Keeping) else parse_bytes(kept_activations or 0),
             adapters.peft_config() if isinstance(adapters, AdapterOptions) else adapters,
@@ -195,16 +200,21 @@ class Engine:
             topology = self._topology = topology if share.world_size > 1 else None  # one rank alone is alone
             self._agreement = Agreement(share) if topology is not None else None
             self._cluster_options(share)
+            self._options.check_clipping(share.world_size)
             self._limits = self._smallest(memory_limits(self._device, host_memory, device_memory, share.ranks_per_node))
             self._device.cap_memory(self._limits[1])
             self._link = OptimizerLink()  # imports PyTorch while the model is built
             self._link.wait_until_up()
             self._meter.start()
             self._open_model()
+            folders = [path / run_name for path in self._ssd]
             if automatic and batch_shape is not None and topology is None:
-                self._options = self._options.completed(self._model, self._device, self._limits, self._ssd, batch_shape)
+                strikes = Strikes.of_run(folders) if resume else Strikes()
+                self._options = self._options.completed(
+                    self._model, self._device, self._limits, self._ssd, batch_shape, strikes
+                )
             self._open_runtime(batch_shape)
-            folders, left = ([path / run_name for path in paths] for paths in (self._ssd, leaving))
+            left = [path / run_name for path in leaving]
             self._open_run(Drives(folders, left), resume, overwrite)
         except BaseException:
             self.close()
@@ -391,13 +401,16 @@ class Engine:
         if not math.isfinite(norm):
             self._finish_earlier_commit()
             raise NonFiniteLoss(f"The gradient norm of step {step} is {norm}.", step, self.committed_step)
-        limit = self._options.max_grad_norm
-        if limit is not None and norm > limit:
+        limit = self._options.max_grad_norm or math.inf
+        clipped = norm > limit
+        if clipped:
             # As torch.nn.utils.clip_grad_norm_ does it.
             self._commits.scale_gradients(step, limit / (norm + 1e-6))
         self.step_count = step
         self._commits.end(step, self._device.torch_device, self.user_state)
         self._runtime.plane.executor.finish(current.tasks.end)
+        if self._options.speculates:
+            self._runtime.submit(self._runtime.scheduler.settle(step, clipped))
         self._step = None
         self._in_flight = False
         seconds = time.monotonic() - current.began
@@ -415,6 +428,7 @@ class Engine:
             planned_sent_bytes=current.tasks.sent_bytes(),
             kept_activation_bytes=current.tasks.kept_bytes(self.memory_plan.kept_bytes),
             recomputation_saved=current.recomputation_saved,
+            clipped=clipped,
         )
 
     @torch.no_grad()
@@ -638,6 +652,11 @@ class Engine:
         """Most device memory in use. Where the CPU is the device: what the plan gives it."""
         measured = self._device.peak_bytes()
         return self.memory_plan.device_bytes if measured is None else measured
+
+    @property
+    def clip_by(self) -> ClipBy | None:
+        """How gradients are clipped, if they are."""
+        return self._options.clips_by
 
     def _pids(self) -> list[int]:
         """Of our processes, this one first."""

@@ -7,6 +7,7 @@ then optimizer states that need not be read at all.
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,7 @@ from transformers import PreTrainedConfig
 from common.buffers import round_up
 from common.errors import UserError
 from common.units import format_bytes
+from fuyou.frozen import ROW_ELEMENTS
 from fuyou.loss import pass_bytes
 from fuyou.records import PAGE_ELEMENTS, Kind
 from fuyou.residency import resident_records
@@ -32,6 +34,8 @@ HOST_OVERHEAD_BYTES = 96 << 20
 ADAM_SCRATCH_BYTES = 20 << 20
 #: Device memory in which gradients of other ranks arrive, for each of the two levels: they are added piece by piece.
 REDUCTION_BYTES = 32 << 20
+#: What bringing back one row of a record in fewer bits takes beside the result, see fuyou/frozen.py.
+DECODING_BYTES = 20 * ROW_ELEMENTS
 #: How often the logits exist at once, in the compute dtype: themselves, their gradient, and one more in families that
 #: pass them through a function (soft capping). What the loss makes of them in fp32 comes in passes, see fuyou/loss.py.
 LOGIT_COPIES = 3
@@ -89,15 +93,13 @@ class MemoryPlan:
     resident: tuple[int, ...] = ()
     """Records that live in host memory for the whole run, states included."""
 
-    def spills_gradients(self, shape: StepShape, deferred: Collection[int]) -> bool:
-        """Whether there is no room on the host for all gradients that wait for a deferred update, while others pass
-        through."""
+    def spills_gradients(self, shape: StepShape, held: Collection[int]) -> bool:
+        """Whether there is no room on the host for the gradients of all records in ``held``, which stay until the step
+        has ended, while others pass through."""
         passing = {Kind.BLOCK: 2, Kind.OUTER: 1, Kind.ADAPTER: 0}
-        return any(
-            sum(shape.records[index].kind is kind for index in deferred)
-            > max(0, self.counts.host_gradients(kind) - few)
-            for kind, few in passing.items()
-        )
+        kinds = Counter(shape.records[index].kind for index in held)
+        trained = Counter(shape.records[index].kind for index in shape.trainable)
+        return any(min(kinds[kind] + passing[kind], trained[kind]) > self.counts.host_gradients(kind) for kind in kinds)
 
 
 def activation_elements_per_token(config: PreTrainedConfig) -> float:
@@ -126,6 +128,8 @@ class MemoryPlanner:
         host_limit: bytes of host memory for everything; on a CPU this includes the device's.
         cpu: whether the device is the CPU.
         deferred: records whose gradients wait on the host for the next forward pass, as far as there is room.
+        speculative: whether all other gradients are kept until the step has ended, in the room that is left when all
+            parameters are in host memory: that saves writing them, which is half of what a parameter saves.
         host_cache: most bytes of host memory for what is only kept there to save reading and writing it; None: as many
             as there are left.
         kept_layers: blocks that keep operator outputs beside their input.
@@ -141,6 +145,7 @@ class MemoryPlanner:
         cpu: bool,
         *,
         deferred: int = 0,
+        speculative: bool = False,
         host_cache: int | None = None,
         kept_layers: int = 0,
         kept_bytes: Callable[[Batch], int] = lambda batch: 0,
@@ -150,7 +155,7 @@ class MemoryPlanner:
         self.device_limit = device_limit
         self.host_limit = host_limit
         self.cpu = cpu
-        self.deferred = deferred
+        self.deferred, self.speculative = deferred, speculative
         self.host_cache = host_cache
         self._kept_layers, self._kept_bytes = kept_layers, kept_bytes
         self.adapters = len(shape.of_kind(Kind.ADAPTER))
@@ -226,11 +231,14 @@ class MemoryPlanner:
         """
         layers, outer, counts = len(self.shape.blocks), len(self.shape.of_kind(Kind.OUTER)), plan.counts
         block_bytes, outer_bytes = (self.shape.parameter_nbytes(kind) for kind in (Kind.BLOCK, Kind.OUTER))
-        room = self.host_limit - plan.host_bytes
-        room = room if self.host_cache is None else min(room, self.host_cache)
+        free = self.host_limit - plan.host_bytes
+        room = free if self.host_cache is None else min(free, self.host_cache)
         more = max(0, min(room // block_bytes, layers - counts.host_blocks))
         counts = replace(counts, host_blocks=counts.host_blocks + more)
-        room -= more * block_bytes
+        room, free = room - more * block_bytes, free - more * block_bytes
+        if self.speculative:
+            gradients, free = self._kept_gradients(counts, free)
+            counts, room = replace(counts, **gradients), min(room, free)
         missing = max(0, outer - counts.host_outer)
         resident: tuple[int, ...] = ()
         if counts.host_blocks >= layers and missing * outer_bytes <= room:
@@ -242,6 +250,18 @@ class MemoryPlanner:
         if self._in_memory(counts):
             resident += tuple(record.index for record in self.shape.of_kind(Kind.ADAPTER))
         return replace(plan, resident=resident, host_bytes=plan.host_bytes + states)
+
+    def _kept_gradients(self, counts: BufferCounts, room: int) -> tuple[dict[str, int], int]:
+        """Host buffers for all gradients of a step, as far as they fit in ``room``; and the room that is left."""
+        names = {Kind.OUTER: "host_outer_gradients", Kind.BLOCK: "host_block_gradients"}
+        found = {}
+        for kind, name in names.items():
+            nbytes, there = self.shape.gradient_nbytes(kind), counts.host_gradients(kind)
+            trained = sum(record.trainable for record in self.shape.of_kind(kind))
+            more = max(0, min(room // nbytes, trained - there)) if nbytes else 0
+            found[name] = there + more
+            room -= more * nbytes
+        return found, room
 
     def _wanted(self, counts: BufferCounts) -> BufferCounts:
         """``counts`` without gradients of what is frozen, and with what adapters need on the device."""
@@ -261,7 +281,7 @@ class MemoryPlanner:
         """Host buffers for adapters and for their gradients: all of them, as a rule; else as many as pass through."""
         if not self.adapters:
             return [(0, 0)]
-        waiting = min(self.adapters, self.deferred + 2)
+        waiting = self.adapters if self.speculative else min(self.adapters, self.deferred + 2)
         return [(self.adapters, waiting), (min(3, self.adapters), min(2, self.adapters))]
 
     def _in_memory(self, counts: BufferCounts) -> bool:
@@ -291,7 +311,8 @@ class MemoryPlanner:
 
     def _block_workspace(self, batch: Batch) -> int:
         per_token = activation_elements_per_token(self.config) * self.shape.precision.parameter_bytes
-        return int(batch.micro_tokens * (per_token + adapter_bytes_per_token(self.shape)))
+        adapting = self.shape.block_adapting
+        return int(batch.micro_tokens * (per_token + adapting.per_token)) + adapting.fixed
 
     def _count(self, batch: Batch, counts: BufferCounts, ring_blocks: float, columns: int) -> MemoryPlan:
         """What ``counts`` take, with ``columns`` tokens of each row going through the head at once."""
@@ -308,6 +329,7 @@ class MemoryPlanner:
         # An outer gradient is made, transposed or summed on the way, and added to the flat buffer: measured on a CPU,
         # three times its size at once.
         head = logits + 3 * _largest(shape, Kind.OUTER) * width
+        head += tokens * shape.outer_adapting.per_token + shape.outer_adapting.fixed
         workspace = self._block_workspace(batch) + max(2 * _largest(shape, Kind.BLOCK) * width, head)
 
         trained = {kind: shape.trained_elements(kind) for kind in (Kind.BLOCK, Kind.OUTER)}
@@ -321,6 +343,7 @@ class MemoryPlanner:
             + trained[Kind.BLOCK] * _gradient_bytes(counts.device_block_gradients, width, wide_blocks)
             + trained[Kind.OUTER] * _gradient_bytes(counts.device_outer_gradients, width, wide_outer)
             + shape.decoded_nbytes
+            + (DECODING_BYTES if shape.decoded_nbytes else 0)
             + counts.device_adapter_gradients * shape.device_gradient_nbytes(Kind.ADAPTER)
             + counts.device_activations * activation
             + counts.device_kept * kept
@@ -337,6 +360,7 @@ class MemoryPlanner:
             + ring_chunks * chunk * max(shape.records[index].precision.state_bytes for index in shape.trainable)
             + counts.host_activations * activation
             + counts.host_kept * kept
+            + (0 if self.cpu else shape.decoded_nbytes)  # where a record is put together before it is encoded
             + HOST_OVERHEAD_BYTES
             + ADAM_SCRATCH_BYTES
             + (device if self.cpu else 0)
@@ -376,19 +400,6 @@ class MemoryPlanner:
             f"One block of this model ({block:,} parameters; {outer:,} outside the blocks) with a "
             f"micro-batch of {batch.micro_rows} x {batch.seq_len} tokens needs {' and '.join(needs)}.{smaller}"
         )
-
-
-def adapter_bytes_per_token(shape: StepShape) -> int:
-    """What a block's adapters save in its forward pass, per token, from above: an input and an output of each in fp32,
-    and one more of each on the way."""
-    return (
-        max(
-            (8 * sum(max(slot.shape) for slot in record.parameters if len(slot.shape) > 1))
-            for record in shape.of_kind(Kind.ADAPTER)
-        )
-        if shape.of_kind(Kind.ADAPTER)
-        else 0
-    )
 
 
 def _largest(shape: StepShape, kind: Kind) -> int:

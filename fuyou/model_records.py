@@ -3,11 +3,13 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 
 from common.errors import UserError
+from common.models.adapter_memory import AdapterMemory, adapter_memory
 from common.models.structure import fp32_parameters, parameter_names
 from fuyou.frozen import FrozenDtype
 from fuyou.records import Kind, Precision, Record, wants_decay
@@ -88,7 +90,16 @@ def model_records(stack: StreamedModel, precision: Precision, frozen: FrozenDtyp
             sides = {stack.runs_before_blocks(name) for name in names}
             group = both if len(sides) == 2 else before if True in sides else after
         group.add(entry, parameter.requires_grad)
-    return _step_shape(blocks, before, after, both, _Records(precision, frozen), precision)
+    step = _step_shape(blocks, before, after, both, _Records(precision, frozen), precision)
+    outer = (
+        stack.model.get_submodule(name)
+        for name, module in stack.model.named_modules()
+        if isinstance(module, BaseTunerLayer) and not name.startswith(prefix)
+    )
+    return replace(
+        step, block_adapting=AdapterMemory.most(adapter_memory(block) for block in stack.blocks),
+        outer_adapting=AdapterMemory.most(adapter_memory(layer) for layer in outer),
+    )  # fmt: skip
 
 
 def _step_shape(

@@ -5,6 +5,7 @@ from functools import cached_property
 
 import torch
 
+from common.models.adapter_memory import NO_ADAPTERS, AdapterMemory
 from fuyou.records import Kind, Precision, Record
 from fuyou.share import Share
 from fuyou.tasks import Phase, Visit
@@ -78,6 +79,10 @@ class StepShape:
     embedding_adapter: int = -1
     head_adapter: int = -1
     """The same outside the blocks."""
+    block_adapting: AdapterMemory = NO_ADAPTERS
+    """What adapters take while the block computes that needs most for them."""
+    outer_adapting: AdapterMemory = NO_ADAPTERS
+    """The same outside the blocks; tokens are those that go through the head at once."""
 
     @property
     def share(self) -> Share:

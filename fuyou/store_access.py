@@ -20,7 +20,7 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
     ``target``, with zero moments.
 
     Host parameter buffer 0 takes a record's ``hi`` halves and gradient buffer 0 its ``lo`` halves, so this needs no
-    memory beyond the plan but one parameter (and one record, where frozen ones are kept in fewer bits).
+    memory beyond the plan but one parameter.
     """
     for record in plane.shape.records:
         stored = Window(record.share.stored_start(record.numel), record.stored)
@@ -29,7 +29,7 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
         payload = torch.from_numpy(parameters)
         encodes = bool(record.decoded_nbytes)
         dtype = record.precision.dtype
-        values = torch.zeros(record.numel, dtype=dtype) if encodes else payload.view(dtype).zero_()
+        values = _room_for(plane, record) if encodes else payload.view(dtype).zero_()
         low = None
         if record.trainable and record.precision.split:
             low = torch.from_numpy(plane.host_gradients(record.kind, 0, owned.count * 2)).view(torch.int16)
@@ -54,6 +54,13 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
             # An emulated device never writes a gradient. Halves read as one are full of denormal numbers, which make
             # Adam five times slower than it is.
             low.zero_()
+
+
+def _room_for(plane: DataPlane, record: Record) -> torch.Tensor:
+    """Zeros in host memory for a whole record that is to be encoded: where it will be decoded, if that is there."""
+    if plane.device.shares_host_memory:
+        return plane.decoded.values(0, record.numel, record.precision.dtype).zero_()
+    return torch.zeros(record.numel, dtype=record.precision.dtype)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 ``peft`` itself puts them in, decides their names and draws their first values; here it does so on a model whose own
 weights are one NaN each, stretched to the right shape. So nothing large is made, the random numbers are those of
 ``peft.get_peft_model`` on the real model, and a method whose first values depend on the weights shows itself by NaN.
+First values are drawn again when they are asked for (:mod:`common.models.first_values`).
 """
 
 import json
@@ -22,6 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from common.errors import UserError, did_you_mean
+from common.models.first_values import FirstValues
 from common.models.sources import WeightSource
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -160,24 +162,28 @@ class Adapters:
         self._dtype = model.dtype
         before = {id(parameter): name for name, parameter in model.named_parameters()}
         with _stretched(model) as originals:
+            self._first = FirstValues(lambda module: isinstance(module, BaseTunerLayer), set(originals))
             self._wrapped = self._inject(seed)
+            self._first.empty(model)
             self.base_names = {
                 name: before[id(originals[id(parameter)])]
                 for name, parameter in model.named_parameters()
                 if id(parameter) in originals
             }
-        adapted = {name: p for name, p in model.named_parameters() if name not in self.base_names}
-        self.names = tuple(adapted)
-        #: First values; those of DoRA's magnitudes are norms of weights, and made when these are read.
-        self._values = {name: p.detach() for name, p in adapted.items() if not p.isnan().any()}
-        unknown = [name for name in adapted if name not in self._values and not _is_magnitude(name)]
-        if unknown:
+        self.names = tuple(name for name, _ in model.named_parameters() if name not in self.base_names)
+        #: Magnitudes of DoRA are norms of weights, and made when these are read.
+        self._norms = {name for name in self.names if self._first.is_unknown(model, name)}
+        unknown = next((name for name in self.names if name in self._norms and not _is_magnitude(name)), None)
+        if unknown is not None:
             raise UserError(
-                f"{unknown[0]} would begin with a value made from the base weights, which are only streamed: choose "
+                f"{unknown} would begin with a value made from the base weights, which are only streamed: choose "
                 "another init_weights in the adapter configuration."
             )
-        for name, parameter in adapted.items():
-            _set_parameter(model, name, nn.Parameter(parameter.detach().to("meta")))
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Of first values that are in memory until they are forgotten: 0, unless they are drawn in an unusual way."""
+        return self._first.kept_nbytes()
 
     @property
     def trainable_names(self) -> tuple[str, ...]:
@@ -205,14 +211,14 @@ class Adapters:
 
     def initial_value(self, name: str, weights: WeightSource) -> torch.Tensor:
         """An adapter parameter's first value, in the adapter's dtype."""
-        if name in self._values:
-            return self._values[name]
+        if name not in self._norms:
+            return self._first.value(self.model, name)
         path, _, adapter = name.removesuffix(".weight").rpartition(".lora_magnitude_vector.")
         layer: Any = self.model.get_submodule(path)
-        now = next(key for key in self.base_names if key == f"{path}.base_layer.weight")
-        ((_, weight),) = weights.read([self.base_names[now]])
+        ((_, weight),) = weights.read([self.base_names[f"{path}.base_layer.weight"]])
         lora_a, lora_b = (
-            self._values[f"{path}.{factor}.{adapter}.weight"].to(self._dtype) for factor in ("lora_A", "lora_B")
+            self._first.value(self.model, f"{path}.{factor}.{adapter}.weight").to(self._dtype)
+            for factor in ("lora_A", "lora_B")
         )
         # As peft.tuners.lora.dora.DoraLinearLayer.update_layer, in the model's dtype.
         norm = layer.lora_magnitude_vector[adapter].get_weight_norm(
@@ -222,7 +228,7 @@ class Adapters:
 
     def forget_initial_values(self) -> None:
         """Give their memory back, once they are elsewhere."""
-        self._values.clear()
+        self._first.forget()
 
     def save(self, directory: Path, values: Mapping[str, torch.Tensor]) -> None:
         """Write an adapter directory, for ``PeftModel.from_pretrained`` (and for vLLM's and others' LoRA loaders).
@@ -279,7 +285,8 @@ class Adapters:
             with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that fan_in_fan_out is set where a family needs it
                 torch.default_generator.manual_seed(seed)
-                return get_peft_model(self.model, self.config)
+                with self._first:
+                    return get_peft_model(self.model, self.config)
         except (ValueError, KeyError, TypeError, RuntimeError, NotImplementedError) as error:
             raise UserError(f"peft cannot adapt this {type(self.model).__name__}: {error}{self._near()}") from error
 

@@ -87,6 +87,13 @@ def settle(folders: Sequence[Path]) -> list[Path]:
     return find(best)[0]
 
 
+def remove_scratch(directories: Sequence[Path]) -> None:
+    """Remove what a killed run may have left in a store's ``directories``."""
+    for directory in directories:
+        if (directory / SCRATCH).is_dir():
+            _remove(directory / SCRATCH)
+
+
 def discard(folders: Sequence[Path]) -> None:
     """Remove what lies beside ``folders``."""
     for directory in map(beside, folders):
@@ -154,10 +161,8 @@ def take_over(new: Sequence[Path], folders: Sequence[Path]) -> list[Path]:
         for directory in old:  # before anything else of it: without its manifest it does not count
             (directory / MANIFEST_FILE).unlink(missing_ok=True)
             sync_directory(directory)
+        remove_scratch(old)
         for directory in old:
-            scratch = directory / SCRATCH
-            if scratch.is_dir():
-                _remove(scratch)
             _remove(directory)
         reserve(new, identity.layout)
         named = []

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from common.telling import tell
 from fuyou.share import Share
 
 
@@ -25,21 +26,16 @@ class Agreement:
         self._commits = dist.new_group(backend="gloo", group_desc="fuyou_commits")
 
     def tell(self, value: Any) -> list[Any]:
-        """What every rank has told, in the order of ranks."""
-        return self._tell(value, self._group)
+        """What every rank has told, JSON, in the order of ranks."""
+        return tell(value, self._group)
 
     def tell_at_commit(self, value: Any) -> list[Any]:
         """The same, for the thread of commits."""
-        return self._tell(value, self._commits)
+        return tell(value, self._commits)
 
     def close(self) -> None:
         """Let go of the groups, so that ``destroy_process_group`` can end them."""
         self._group = self._commits = None
-
-    def _tell(self, value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-        told: list[Any] = [None] * self.share.world_size
-        dist.all_gather_object(told, value, group=group)
-        return told
 
 
 def rank_name(share: Share, rank: int, host: str) -> str:

@@ -6,7 +6,7 @@ manifest describes both. On resume all ranks take the newest step that all of th
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from common.errors import FinetuneError, UserError
@@ -77,7 +77,7 @@ class Found:
     ranks_per_node: int = 0
     rank: int = 0
     """That the store belongs to."""
-    steps: tuple[int, ...] = ()
+    steps: Sequence[int] = ()
     """That it could continue from, newest first."""
 
 
@@ -105,7 +105,7 @@ def find_common_state(
         found = Found(host(), "", about["run"], about["nodes"], about["ranks_per_node"], about["rank"], steps)
     except FinetuneError as error:
         found = Found(host(), str(error))
-    everyone: list[Found] = agreement.tell(found)
+    everyone = [Found(**told) for told in agreement.tell(asdict(found))]
     try:
         step = agreed_step(everyone, share)
     except UserError:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common.errors import UserError
+from fuyou.clipping import ClipBy
 from fuyou.devices import Device
 from fuyou.keeping import Keeping
 from fuyou.memory_plan import MemoryPlan, MemoryPlanner
@@ -23,6 +24,8 @@ class Choice:
     micro_batch: int
     deferred_fraction: float
     keeping: Keeping
+    clip_by: ClipBy
+    """Where gradients are clipped."""
 
 
 def workload_of(training: Training, device: Device, limits: tuple[int, int], directories: Sequence[Path]) -> Workload:
@@ -79,7 +82,7 @@ def choose(training: Training, device: Device, limits: tuple[int, int], director
         best = search(Evaluator(replace(training, micro_batch=rows), machine))
     except UserError:
         return None  # the engine will say what does not fit
-    return Choice(rows, best.candidate.deferred_fraction, best.candidate.keeping)
+    return Choice(rows, best.candidate.deferred_fraction, best.candidate.keeping, best.candidate.clip_by)
 
 
 def _memory(training: Training, device: Device, limits: tuple[int, int]) -> MemoryPlan:

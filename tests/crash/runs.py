@@ -69,6 +69,10 @@ class Run:
     def leaving(self) -> list[Path]:
         return [self.root / f"ssd{number}" for number in self.leaves]
 
+    def train(self, say: Callable[..., None]) -> None:
+        """What the process does, and tells."""
+        _steps(self, say)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -96,7 +100,7 @@ def tiny_config() -> LlamaConfig:
 
 def _context() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.crash.runs"])
+    context.set_forkserver_preload(["tests.crash.runs", "tests.crash.cluster"])
     return context
 
 
@@ -183,7 +187,7 @@ def _train(run: Run, results: Path) -> None:
         os.write(out, json.dumps(entry).encode() + b"\n")
 
     try:
-        _steps(run, say)
+        run.train(say)
     except BaseException as error:
         text = str(error) if isinstance(error, FinetuneError) else traceback.format_exc()
         say(error=text, expected=isinstance(error, FinetuneError))

@@ -8,13 +8,13 @@ import pytest
 import torch
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from common.models.adapters import AdapterOptions
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from common.models.sources import RandomSource
+from fcdp.manifest import Manifest
 from tests.fcdp.pool import Pool, RankError
 from tests.fcdp.trainer_cases import VOCABULARY, Run, batch, diverge, rate, train
 
@@ -105,7 +105,7 @@ def test_adapters_train_as_with_peft_in_one_process(pool: Pool, checkpoint: Path
     options = {"micro_batch": 1, "seed": 7}
     run = Run(str(checkpoint), tmp_path / "commits", options=options, adapters=adapters)
     first = pool.run((2, 2), train, run)
-    committed = FileSystemReader(tmp_path / "commits" / "step-3").read_metadata().state_dict_metadata
+    committed = Manifest.read(tmp_path / "commits" / "step-3").tensors
     trained = {name.removeprefix("base_model.model.") for name, p in plain.named_parameters() if p.requires_grad}
     assert committed.keys() == {f"{kind}.{name}" for kind in ("master", "mean", "variance") for name in trained}
     run = Run(

@@ -62,6 +62,7 @@ def test_same_as_peft(
     torch.manual_seed(5)
     real = dict(get_peft_model(model(), make()).get_base_model().named_parameters())
     adapters, source = adapted(directory, make(), dtype)
+    assert adapters.kept_nbytes == 0
     meta = dict(adapters.model.named_parameters())
     given = dict(adapters.source(source).read(list(meta)))
     assert list(meta) == list(real) and meta.keys() == given.keys()

@@ -1,0 +1,81 @@
+"""What adapters take while a module computes with them, beside what the module takes without them.
+
+Factors are what PyTorch's allocator was seen to hand out for one adapted linear layer, from above: bf16 and fp32, with
+dropout and without, wide and narrow (tests/common/models/test_adapter_memory.py measures again).
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from peft.tuners.ia3.layer import IA3Layer
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+#: Bytes per token for each input and output element of a layer that are kept until the backward pass: a fp32 copy of
+#: the input; and with dropout what that makes of it and its mask, or with IA3 both sides of a product.
+SAVED, SAVED_MORE = 4, 7
+#: The same on the way, in one layer at a time: products, scaled and added.
+PASSING = 9
+#: Bytes for each element of a weight where the adapter is made as large as the weight: kept for the backward pass
+#: (LoHa, LoKr, parameters of experts), and on the way.
+SAVED_WEIGHT, PASSING_WEIGHT = 4, 16
+#: DoRA takes its norm of the weight with the adapter added, which it makes by way of a unit matrix of the input's size.
+UNIT_MATRIX = 4
+
+
+@dataclass(frozen=True)
+class AdapterMemory:
+    """Bytes of device memory."""
+
+    fixed: int = 0
+    """Whatever the batch."""
+    per_token: int = 0
+    """Of a micro-batch."""
+
+    @staticmethod
+    def most(several: Iterable["AdapterMemory"]) -> "AdapterMemory":
+        """Enough for each of them."""
+        of_all = list(several)
+        return AdapterMemory(
+            max((one.fixed for one in of_all), default=0), max((one.per_token for one in of_all), default=0)
+        )
+
+
+NO_ADAPTERS = AdapterMemory()
+
+
+def adapter_memory(module: nn.Module) -> AdapterMemory:
+    """What the adapters inside ``module`` take when it runs forward and backward."""
+    layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
+    widths = [_width(layer) for layer in layers]
+    saved, passing = zip(*(_weights(layer) for layer in layers), strict=True) if layers else ((), ())
+    return AdapterMemory(sum(saved) + max(passing, default=0), SAVED * sum(widths) + PASSING * max(widths, default=0))
+
+
+def _width(layer: BaseTunerLayer) -> int:
+    """Elements per token at both ends of a layer, and between its factors; of an embedding, only its output's."""
+    rank = max(getattr(layer, "r", {}).values(), default=0)
+    *_, outputs, inputs = _shape(layer)
+    return 2 * rank + (inputs if isinstance(layer.get_base_layer(), nn.Embedding) else inputs + outputs)
+
+
+def _weights(layer: BaseTunerLayer) -> tuple[int, int]:
+    """Bytes that are kept until the backward pass, and that are there on the way."""
+    shape = _shape(layer)
+    elements = math.prod(shape)
+    if isinstance(layer, ParamWrapper) or not isinstance(layer, LoraLayer | IA3Layer):
+        return SAVED_WEIGHT * elements, PASSING_WEIGHT * elements
+    if isinstance(layer, LoraLayer) and isinstance(layer.get_base_layer(), nn.Embedding):
+        return 0, 8 * shape[0] * max(layer.r.values())  # a factor's transpose, and its gradient
+    if isinstance(layer, LoraLayer) and any(layer.use_dora.values()):
+        return 0, PASSING_WEIGHT * elements + UNIT_MATRIX * max(shape) ** 2
+    return 0, 0
+
+
+def _shape(layer: BaseTunerLayer) -> tuple[int, ...]:
+    """Of the adapted weight: ``[outputs, inputs]`` (some families have it the other way round), or experts before."""
+    if isinstance(layer, ParamWrapper):
+        return tuple(layer.get_param().shape)
+    return tuple(layer.get_base_layer().get_parameter("weight").shape)

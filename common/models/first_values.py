@@ -1,0 +1,176 @@
+"""First values of parameters that are made many at a time and needed one at a time.
+
+What fills a parameter is a constant or a draw from the random generator, as a rule, and that can be done again: a draw
+takes the generator's state, which is 5 kB. So while ``peft`` puts adapters into a model, one module's are in memory.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+
+@dataclass(frozen=True)
+class _Constant:
+    """The same number everywhere."""
+
+    number: torch.Tensor
+    """Scalar."""
+    shape: torch.Size
+
+    def value(self) -> torch.Tensor:
+        return self.number.expand(self.shape)
+
+
+#: Stands for the tensor that is filled among a function's arguments, so that it need not stay in memory.
+_FILLED = object()
+
+
+@dataclass(frozen=True)
+class _Fill:
+    """A call that fills a tensor at random."""
+
+    function: Callable[..., Any]
+    words: Sequence[Any]
+    named: Mapping[str, Any]
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        self.function(
+            *(tensor if value is _FILLED else value for value in self.words),
+            **{key: tensor if value is _FILLED else value for key, value in self.named.items()},
+        )
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """What a function that fills its tensor at random makes of the generator's state."""
+
+    state: torch.Tensor
+    """Of PyTorch's CPU generator before the draw."""
+    fill: _Fill
+    shape: torch.Size
+    drawn_in: torch.dtype
+    kept_in: torch.dtype
+    """What is drawn in one dtype may have been rounded to another since."""
+
+    def value(self) -> torch.Tensor:
+        tensor = torch.empty(self.shape, dtype=self.drawn_in)
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self.state)
+            self.fill(tensor)
+        return tensor.to(self.kept_in)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Anything else: stays in memory."""
+
+    tensor: torch.Tensor
+
+    def value(self) -> torch.Tensor:
+        return self.tensor
+
+
+class FirstValues(TorchFunctionMode):
+    """While active, sees how tensors are filled, and empties parameters of modules that are complete.
+
+    Args:
+        is_complete: whether a module that is put into another one has all its first values.
+        not_these: identities of parameters that are left alone.
+
+    A parameter that has been emptied is another object, on the meta device. Its value comes from :meth:`value`; one
+    with a NaN in it, which only what it was made from can have brought, is NaN throughout.
+    """
+
+    def __init__(self, is_complete: Callable[[nn.Module], bool], not_these: set[int]) -> None:
+        super().__init__()
+        self._is_complete, self._not_these = is_complete, not_these
+        #: Draws by the address of what they filled.
+        self._drawn: dict[int, tuple[torch.Tensor, _Fill, torch.dtype]] = {}
+        #: How to make the values of emptied parameters again, by the module that they are in and their name there.
+        self._made: dict[tuple[nn.Module, str], _Constant | _Draw | _Kept] = {}
+        self._handle: RemovableHandle | None = None
+
+    def __enter__(self) -> "FirstValues":
+        self._handle = nn.modules.module.register_module_module_registration_hook(self._put_in)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        assert self._handle is not None
+        self._handle.remove()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        fills, moves = name.endswith("_") and not name.endswith("__"), name == "to"
+        if not fills and not moves:
+            return func(*args, **kwargs)
+        before = torch.get_rng_state()
+        result = func(*args, **kwargs)
+        tensor = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+        if tensor is None:
+            return result
+        if moves and tensor.data_ptr() in self._drawn:
+            self._drawn[result.data_ptr()] = self._drawn[tensor.data_ptr()]
+        elif fills and not torch.equal(before, torch.get_rng_state()):
+            words = [_FILLED if value is tensor else value for value in args]
+            named = {key: _FILLED if value is tensor else value for key, value in kwargs.items()}
+            self._drawn[tensor.data_ptr()] = before, _Fill(func, words, named), tensor.dtype
+        return result
+
+    def empty(self, module: nn.Module) -> None:
+        """Replace all parameters of a module that still have values."""
+        for part in module.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None and not parameter.is_meta and id(parameter) not in self._not_these:
+                    self._made[part, name] = self._origin(parameter.detach())
+                    part._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        self._drawn.clear()
+
+    def value(self, model: nn.Module, name: str) -> torch.Tensor:
+        """The first value of a model's parameter that has been emptied; not to be changed in place.
+
+        Raises:
+            KeyError: another parameter.
+        """
+        path, _, attribute = name.rpartition(".")
+        return self._made[model.get_submodule(path), attribute].value().to(model.get_parameter(name).dtype)
+
+    def is_unknown(self, model: nn.Module, name: str) -> bool:
+        """Whether there was a NaN in it."""
+        path, _, attribute = name.rpartition(".")
+        origin = self._made[model.get_submodule(path), attribute]
+        return isinstance(origin, _Constant) and bool(origin.number.isnan())
+
+    def kept_nbytes(self) -> int:
+        """Of values that cannot be made again one by one, and stay in memory."""
+        return sum(origin.tensor.nbytes for origin in self._made.values() if isinstance(origin, _Kept))
+
+    def forget(self) -> None:
+        """Give all memory back."""
+        self._made.clear()
+
+    def _put_in(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
+        if module is not None and self._is_complete(module):
+            self.empty(module)
+
+    def _origin(self, value: torch.Tensor) -> _Constant | _Draw | _Kept:
+        first = value.flatten()[0].clone()
+        if value.isnan().any():
+            return _Constant(torch.full_like(first, torch.nan), value.shape)
+        if (value == first).all():
+            return _Constant(first, value.shape)
+        drawn = self._drawn.get(value.data_ptr())
+        if drawn is not None:
+            draw = _Draw(drawn[0], drawn[1], value.shape, drawn[2], value.dtype)
+            if torch.equal(draw.value(), value):  # nothing else has changed it since
+                return draw
+        return _Kept(value)

@@ -1,0 +1,94 @@
+"""What adapters are planned to take is enough for what PyTorch allocates for them, and not many times as much."""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, get_peft_model
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from common.models.adapter_memory import AdapterMemory, adapter_memory
+
+NAMES = ["first", "second", "third"]
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of all tensors made while this is active that still exist, and most of them at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)}
+        for leaf in filter(_is_tensor, tree_leaves(result)):
+            storage = leaf.untyped_storage()
+            where, nbytes = storage.data_ptr(), storage.nbytes()
+            if nbytes and where not in given and where not in self._seen:
+                self._seen.add(where)
+                self.now += nbytes
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self._gone, where, nbytes)
+        return result
+
+    def _gone(self, where: int, nbytes: int) -> None:
+        self._seen.discard(where)
+        self.now -= nbytes
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor)
+
+
+def allocated(inputs: int, outputs: int, tokens: int, dtype: torch.dtype, config: PeftConfig | None) -> int:
+    """Most bytes at once of forward and backward passes through layers that all see the same input."""
+    layers = nn.ModuleDict({name: nn.Linear(inputs, outputs, bias=False, dtype=dtype) for name in NAMES})
+    layers.requires_grad_(False)
+    if config is not None:
+        get_peft_model(layers, config)
+        for parameter in layers.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+    hidden = torch.ones(tokens, inputs, dtype=dtype, requires_grad=True)
+    with Allocated() as seen:
+        torch.stack([layers[name](hidden).sum() for name in NAMES]).sum().backward()
+    return seen.most
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(("inputs", "outputs", "tokens"), [(256, 768, 4), (768, 256, 4), (128, 128, 2048)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LoraConfig(r=8, target_modules=NAMES),
+        lambda: LoraConfig(r=8, target_modules=NAMES, lora_dropout=0.1),
+        lambda: LoraConfig(r=8, target_modules=NAMES, use_dora=True),
+        lambda: LoHaConfig(r=8, target_modules=NAMES),
+        lambda: LoKrConfig(r=8, target_modules=NAMES),
+        lambda: IA3Config(target_modules=NAMES, feedforward_modules=[]),
+    ],
+    ids=["lora", "dropout", "dora", "loha", "lokr", "ia3"],
+)
+def test_enough(make: Callable[[], PeftConfig], inputs: int, outputs: int, tokens: int, dtype: torch.dtype) -> None:
+    taken = allocated(inputs, outputs, tokens, dtype, make()) - allocated(inputs, outputs, tokens, dtype, None)
+    layers = nn.ModuleDict({name: nn.Linear(inputs, outputs, bias=False, dtype=dtype) for name in NAMES})
+    get_peft_model(layers, make())
+    planned = adapter_memory(layers)
+    total = planned.fixed + tokens * planned.per_token
+    # What is as large as an adapter is in the plan as its gradient.
+    assert taken <= total + 2 * 4 * 2 * 8 * (inputs + outputs)
+    if dtype is torch.bfloat16 and not isinstance(make(), IA3Config):  # in fp32 nothing need be copied
+        assert total <= 3 * taken
+
+
+def test_the_most_of_several() -> None:
+    assert AdapterMemory.most([AdapterMemory(3, 5), AdapterMemory(4, 1)]) == AdapterMemory(4, 5)
+    assert AdapterMemory.most([]) == adapter_memory(nn.Linear(2, 2)) == AdapterMemory()
