@@ -43,6 +43,11 @@ def beside(folder: Path) -> Path:
     return folder.with_name(folder.name + _SUFFIX)
 
 
+def unmoved(directory: Path) -> Path:
+    """The folder that a run has, or will have once it has moved, for one that it has now."""
+    return directory.with_name(directory.name.removesuffix(_SUFFIX))
+
+
 def lock_all(folders: Sequence[Path]) -> DirectoryLock:
     """Lock all that lies in ``folders`` and beside them.
 
@@ -169,7 +174,7 @@ def take_over(new: Sequence[Path], folders: Sequence[Path]) -> list[Path]:
         for directory in new:
             folder = directory
             if directory not in folders:
-                folder = directory.with_name(directory.name.removesuffix(_SUFFIX))
+                folder = unmoved(directory)
                 os.rename(directory, folder)
                 sync_directory(folder.parent)
             named.append(folder)
