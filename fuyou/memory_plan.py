@@ -30,6 +30,8 @@ SMALLEST_CHUNK, LARGEST_CHUNK = 1 << 20, 8 << 20
 CHUNKS_PER_BLOCK = 32
 #: Taken off the host budget for what is not ours to plan: allocator slack, thread stacks, library caches.
 HOST_OVERHEAD_BYTES = 96 << 20
+#: Of that, what the heap may keep of what was freed, beside what computing takes.
+HEAP_SLACK_BYTES = 24 << 20
 #: Adam's scratch memory in the optimizer process, from above: half a mebibyte per thread, twice that with bf16 moments.
 ADAM_SCRATCH_BYTES = 20 << 20
 #: Device memory in which gradients of other ranks arrive, for each of the two levels: they are added piece by piece.
