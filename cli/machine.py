@@ -62,10 +62,11 @@ def training_of(settings: Settings) -> Training:
         UserError: no such model, or one that cannot be trained so.
     """
     config, _ = load_config(settings.model)
+    waits = settings.max_grad_norm > 0 or settings.on_nonfinite == "skip"
     return training(
         settings.model, settings.batch_size, sequence_length(settings.seq_len, config),
         precision=Precision.named(settings.dtype, settings.optimizer_dtype),
-        clips=settings.max_grad_norm > 0, single_slot=settings.single_slot, micro_batch=settings.micro_batch,
+        clips=waits, single_slot=settings.single_slot, micro_batch=settings.micro_batch,
         host_cache=settings.host_cache, adapters=peft_config_of(settings),
         frozen=FrozenDtype(settings.frozen_dtype or "plain"),
         commit_every=settings.commit_interval, clip_by=clip_by_named(settings.clip_by),

@@ -261,6 +261,14 @@ def build_command(run: Callable[..., int]) -> click.Command:
         help="Scale gradients down to this global norm. 0: never.",
     )
     add(
+        "--on-nonfinite",
+        type=click.Choice(["stop", "skip"]),
+        default="stop",
+        show_default=True,
+        help="When loss or gradient of a step is NaN or infinite: stop, or skip the step (10 in a row at most). Where "
+        "states are on SSD, skip costs as much as --max-grad-norm.",
+    )
+    add(
         "--clip-by",
         type=click.Choice(CLIP_BY),
         default="auto",

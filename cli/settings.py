@@ -79,6 +79,8 @@ class Settings:
     eps: float = 1e-8
     max_grad_norm: float = 0.0
     """Gradients are scaled down to this global norm; 0: never."""
+    on_nonfinite: str = "stop"
+    """When loss or gradient of a step is NaN or infinite; see :mod:`fuyou.nonfinite`."""
     clip_by: str = "auto"
     """How: one of :data:`CLIP_BY`."""
     dtype: str = "bf16"

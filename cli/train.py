@@ -126,6 +126,7 @@ def engine_options(job: Job) -> dict[str, Any]:
         "eps": settings.eps,
         "weight_decay": settings.weight_decay,
         "max_grad_norm": settings.max_grad_norm or None,
+        "on_nonfinite": settings.on_nonfinite,
         "clip_by": settings.clip_by,
         "micro_batch": settings.micro_batch,
         "host_memory": settings.host_memory,
@@ -200,7 +201,9 @@ def _train(job: Job, engine: Engine, interrupts: Interrupts) -> Measurements:
 
             # From the end of one step to that of the next: what a step writes back runs on into the next one.
             began, ended = ended, time.perf_counter()
-            measured.add(report.loss, ended - began, report.bound_seconds, report.clipped)
+            measured.add(
+                report.loss, ended - began, report.bound_seconds, report.clipped, report.skipped, report.updated_again
+            )
             io = _since(engine, io_before)
             io_before = engine.io_bytes()
             line = _line(report, ended - began, measured, io, engine.device_peak_bytes, memory(), job.emulated, disk())
@@ -247,7 +250,7 @@ def _line(
     return StepLine(
         report.step, report.loss, report.grad_norm, rate, rate * measured.model_flops, io[0] / seconds,
         io[1] / seconds, device, host, max(bounds, key=lambda name: bounds[name], default="nothing"), emulated, disk,
-        bounds,
+        bounds, skipped=report.skipped,
     )  # fmt: skip
 
 

@@ -211,6 +211,7 @@ def _open_trainer(job: Job, topology: Topology, launches: set[str]) -> Trainer:
         micro_batch=settings.micro_batch,
         seed=settings.seed,
         host_cache_bytes=None if settings.host_cache is None else settings.host_cache // topology.ranks_per_node,
+        on_nonfinite=settings.on_nonfinite,
         device_cache_threshold=0.9 if settings.device_cache_threshold is None else settings.device_cache_threshold,
     )
     trainer = Trainer(job.checkpoint or settings.model, topology, config, directory, peft_config_of(settings))
@@ -322,12 +323,12 @@ def _train(job: Job, trainer: Trainer, rank: Rank) -> tuple[Measurements, int]:
                 trainer.commit()
             began, ended = ended, time.perf_counter()
             sent += result.sent_bytes
-            measured.add(result.loss, ended - began, {})
+            measured.add(result.loss, ended - began, {}, skipped=result.skipped)
             if said is not None:
                 tokens = measured.tokens_per_step / (ended - began)
                 line = ClusterLine(
                     step, result.loss, result.grad_norm, tokens, tokens * measured.model_flops, result.sent_bytes,
-                    trainer.device_peak_bytes, trainer.host_peak_bytes,
+                    trainer.device_peak_bytes, trainer.host_peak_bytes, result.skipped,
                 )  # fmt: skip
                 said.step(line, rate, ended - began, rank.world)
             if result.stop and step < job.steps:

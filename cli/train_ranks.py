@@ -144,7 +144,7 @@ def _train(job: Job, engine: Engine, topology: Topology, rank: Rank) -> tuple[Me
             report = engine.step()
 
             began, ended = ended, time.perf_counter()
-            measured.add(report.loss, ended - began, report.bound_seconds, report.clipped)
+            measured.add(report.loss, ended - began, report.bound_seconds, report.clipped, report.skipped)
             sent += report.planned_sent_bytes
             if said is not None:
                 now = engine.io_bytes()
@@ -198,5 +198,5 @@ def _line(
         report.step, report.loss, report.grad_norm, rate, rate * measured.model_flops, io[0] / seconds,
         io[1] / seconds, engine.device_peak_bytes, engine.host_peak_bytes * ranks,
         max(bounds, key=lambda name: bounds[name], default="nothing"), engine.emulated,
-        busy_seconds=bounds, sent_bytes=report.planned_sent_bytes * ranks,
+        busy_seconds=bounds, sent_bytes=report.planned_sent_bytes * ranks, skipped=report.skipped,
     )  # fmt: skip

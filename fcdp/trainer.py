@@ -34,9 +34,9 @@ from fcdp.shard import fully_shard, sharding
 from fcdp.strategy import Strategy
 from fcdp.topology import Topology
 from fcdp.weights import gather_blocks, load, materialise, whole, widen
-from fuyou import NonFiniteLoss
 from fuyou.gradients import sum_of_squares
 from fuyou.loss import cross_entropy, shifted_labels
+from fuyou.nonfinite import NonFinitePolicy
 from fuyou.records import DTYPES, wants_decay
 from fuyou.stack import StreamedModel
 
@@ -64,6 +64,8 @@ class TrainerConfig:
     host_cache_bytes: int | None = None
     """Per rank; see :func:`fcdp.fully_shard`."""
     device_cache_threshold: float = 0.9
+    on_nonfinite: str = "stop"
+    """Or ``skip``; see :mod:`fuyou.nonfinite`."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class ClusterStep:
     seconds: float
     sent_bytes: int
     """That a node sent to others, on average over nodes."""
+    skipped: bool = False
+    """Whether loss or gradient were not finite, and nothing was changed."""
 
 
 class Trainer:
@@ -104,6 +108,7 @@ class Trainer:
         adapters: PeftConfig | None = None,
     ):
         self._topology, self._options = topology, config
+        self._nonfinite = NonFinitePolicy(config.on_nonfinite)
         self._dtype = DTYPES[config.dtype]
         self._device = topology.device
         self._meter = PeakMeter(self._pids_of_node())
@@ -176,16 +181,17 @@ class Trainer:
         for name, value in self._source.read_buffers():
             self._model.get_buffer(name).copy_(value)
         for _, parameter in self._trained():
-            self._optimizer.state[parameter]["step"].fill_(step)
+            self._optimizer.state[parameter]["step"].fill_(step - saved["skipped"])
         self._sharding.invalidate()
         self.step_count = self.committed_step = step
         self._is_committed = True
         self.user_state = saved["user"]
+        self._nonfinite.skipped = saved["skipped"]
 
     def commit(self) -> None:
         """Put the state after the last step on the drives, unless it is there."""
         if self.step_count != self.committed_step or not self._is_committed:
-            description = {**self._identity(), "user": self.user_state}
+            description = {**self._identity(), "user": self.user_state, "skipped": self._nonfinite.skipped}
             self._commits.save(self.step_count, self._state(), description)
             self.committed_step = self.step_count
             self._is_committed = True
@@ -246,7 +252,8 @@ class Trainer:
             stop: this rank wishes to stop after this step: all ranks will know.
 
         Raises:
-            NonFiniteLoss: loss or gradient is NaN or infinite, on every rank; nothing was updated.
+            NonFiniteLoss: loss or gradient is NaN or infinite, on every rank, and is not to be skipped; nothing was
+                updated.
             UserError: fewer sequences than ranks, or no label.
         """
         began, sent = time.monotonic(), self._sharding.traffic.across
@@ -266,22 +273,24 @@ class Trainer:
             logits.backward(gradient)
             total += loss / world
         loss_value, norm, stopping, all_sent = self._agree(total, stop, self._sharding.traffic.across - sent)
-        if not math.isfinite(loss_value) or not math.isfinite(norm):
-            what = f"loss of step {step} is {loss_value}" if not math.isfinite(loss_value) else (
-                f"gradient norm of step {step} is {norm}"
-            )  # fmt: skip
+        try:
+            skipped = self._nonfinite.leaves_out(step, loss_value, norm, self.committed_step)
+            if not skipped:
+                self._update(norm, lr)
+        finally:
             self._optimizer.zero_grad()  # or the next step would add to it
-            raise NonFiniteLoss(f"The {what}.", step, self.committed_step)
+        self.step_count = step
+        seconds, node_sent = time.monotonic() - began, int(all_sent / self._topology.nodes)
+        return ClusterStep(step, loss_value, norm, stopping, seconds, node_sent, skipped)
+
+    def _update(self, norm: float, lr: float) -> None:
+        """Clip, and step."""
         limit = self._options.max_grad_norm
         if limit is not None and norm > limit:
             torch._foreach_mul_(self._gradients(), limit / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does it
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
-        self._optimizer.zero_grad()
-        self.step_count = step
-        seconds, node_sent = time.monotonic() - began, int(all_sent / self._topology.nodes)
-        return ClusterStep(step, loss_value, norm, stopping, seconds, node_sent)
 
     @torch.no_grad()
     def eval_loss(self, batch: Mapping[str, torch.Tensor]) -> float:

@@ -27,7 +27,7 @@ from fuyou.adam import AdamConfig, Update
 from fuyou.checksums import RecordSums
 from fuyou.clipping import ClipBy, Strikes, clip_by_named
 from fuyou.commits import Commits, sealed_records
-from fuyou.compute import NextToken, NonFiniteLoss, StepComputation
+from fuyou.compute import NextToken, StepComputation
 from fuyou.data_plane import DataPlane
 from fuyou.devices import memory_limits, open_device
 from fuyou.emulated import EmulatedDevice, TimedComputation
@@ -39,7 +39,9 @@ from fuyou.memory_plan import MemoryPlan
 from fuyou.nodes.agreement import Agreement
 from fuyou.nodes.commits import ClusterCommits
 from fuyou.nodes.reader import ClusterReader
+from fuyou.nodes.regroup import regroup
 from fuyou.nodes.topology import Topology, share_of
+from fuyou.nonfinite import NonFinitePolicy
 from fuyou.open_model import OpenModel
 from fuyou.optimizer_link import OptimizerLink
 from fuyou.records import Precision, allocate_extents
@@ -104,6 +106,9 @@ class Engine:
         run_name: name of the run's folder in each of ``ssd``.
         commit_every: commit every N-th step only: what lives in host memory is not written in between. A crash loses up
             to N steps.
+        on_nonfinite: what becomes of a step whose loss or gradient is NaN or infinite. ``"stop"`` raises NonFiniteLoss;
+            ``"skip"`` leaves it out, and weights and moments stay as they are, exactly. For that, updates are deferred
+            or speculative (``clip_by``) as with ``max_grad_norm``, at the same cost.
         single_slot: half the space, no protection: a crash in the middle of a step loses the run.
         resume: continue the run that the directories hold.
         overwrite: replace the run that the directories hold.
@@ -157,6 +162,7 @@ class Engine:
         seed: int = 0,
         run_name: str = "fuyou",
         commit_every: int = 1,
+        on_nonfinite: str = "stop",
         single_slot: bool = False,
         resume: bool = False,
         overwrite: bool = False,
@@ -170,9 +176,12 @@ class Engine:
         topology: Topology | None = None,
         leave_ssd: Sequence[str | os.PathLike[str]] = (),
     ):
+        self._nonfinite = NonFinitePolicy(on_nonfinite)
+        if self._nonfinite.skips:
+            max_grad_norm = max_grad_norm or math.inf  # never reached, but known before any update counts
         self._options = EngineConfig(
             Precision.named(dtype, optimizer_dtype), AdamConfig(lr, betas, eps, weight_decay),
-            max_grad_norm, clip_by_named(clip_by), deferred_fraction, micro_batch, commit_every,
+            max_grad_norm, clip_by_named(clip_by), math.inf, deferred_fraction, micro_batch, commit_every,
             None if host_cache is None else parse_bytes(host_cache), single_slot, io, seed,
             kept_activations if isinstance(kept_activations, Keeping) else parse_bytes(kept_activations or 0),
             adapters.peft_config() if isinstance(adapters, AdapterOptions) else adapters,
@@ -296,6 +305,7 @@ class Engine:
         # Everything goes through host memory, so there is nothing for "auto" to measure.
         io: dict[str, Any] = {"io": "posix" if options.io == "auto" else options.io, "pace": runtime.pace}
         if resume:
+            regroup(drives, self._model.shape, wanted, self._agreement)
             self._files = resume_run(drives, wanted, self._agreement, **io)
             restore_random_states(self._files.state.random, self._device.torch_device)
         else:
@@ -303,7 +313,7 @@ class Engine:
         store, state = self._files.store, self._files.state
         sums = RecordSums(self._shape.records, self._extents, sealed_records(store, state) if resume else ())
         self._commits = self._make_commits(self._files, sums)
-        self.step_count = state.step
+        self.step_count, self._nonfinite.skipped = state.step, state.skipped
         self.user_state: dict[str, Any] = dict(state.user)
         runtime.attach(self._files, self._extents)
         runtime.open(self._commits)
@@ -373,17 +383,20 @@ class Engine:
         plane = self._prepare(batch)
         began = time.monotonic()
         step = self.step_count + 1
-        self._commits.begin(Update(step, replace(self._options.adam, lr=self.lr), 1.0, self._options.seed))
+        adam = replace(self._options.adam, lr=self.lr)
+        self._commits.begin(Update(step, adam, 1.0, self._options.seed, skipped=self._nonfinite.skipped))
         shape = self._runtime.batch_shape(*batch["input_ids"].shape)
         self._in_flight = True  # before the schedule changes: an interrupt may come at any point
-        tasks = self._runtime.scheduler.training_step(step, shape, commit=step % self._options.commit_every == 0)
+        waits = self._commits.strikes(self.step_count).share > self._options.most_clipped
+        tasks = self._runtime.scheduler.training_step(
+            step, shape, commit=step % self._options.commit_every == 0, defer_all=waits
+        )
         self._step = self._computation(plane, tasks, batch, began)
         self._runtime.submit(tasks)
         self._step.forward()
         loss = self._step.loss = self._whole_loss(self._step.loss)
-        if not math.isfinite(loss):
-            self._finish_earlier_commit()
-            raise NonFiniteLoss(f"The loss of step {step} is {loss}.", step, self.committed_step)
+        if not self._nonfinite.skips:
+            self._leaves_out(step, loss, 0.0)
         return EngineOutput(streamed_loss(loss, self._step.backward))
 
     def step(self) -> StepReport:
@@ -398,19 +411,21 @@ class Engine:
         step = self.step_count + 1
         assert current.tasks.end is not None
         norm = self._gradient_norm(current)
-        if not math.isfinite(norm):
-            self._finish_earlier_commit()
-            raise NonFiniteLoss(f"The gradient norm of step {step} is {norm}.", step, self.committed_step)
         limit = self._options.max_grad_norm or math.inf
-        clipped = norm > limit
-        if clipped:
+        skipped = self._leaves_out(step, current.loss, norm)
+        clipped = not skipped and norm > limit
+        if skipped:
+            self._commits.leave_out(step)
+        elif clipped:
             # As torch.nn.utils.clip_grad_norm_ does it.
             self._commits.scale_gradients(step, limit / (norm + 1e-6))
         self.step_count = step
-        self._commits.end(step, self._device.torch_device, self.user_state)
+        self._commits.end(step, self._nonfinite.skipped, self._device.torch_device, self.user_state)
         self._runtime.plane.executor.finish(current.tasks.end)
+        again = False
         if self._options.speculates:
-            self._runtime.submit(self._runtime.scheduler.settle(step, clipped))
+            again = (clipped or skipped) and self._runtime.scheduler.speculative
+            self._runtime.submit(self._runtime.scheduler.settle(step, clipped or skipped))
         self._step = None
         self._in_flight = False
         seconds = time.monotonic() - current.began
@@ -429,7 +444,20 @@ class Engine:
             kept_activation_bytes=current.tasks.kept_bytes(self.memory_plan.kept_bytes),
             recomputation_saved=current.recomputation_saved,
             clipped=clipped,
+            skipped=skipped,
+            updated_again=again,
+            task_seconds=times.tasks,
         )
+
+    def _leaves_out(self, step: int, loss: float, norm: float) -> bool:
+        """Whether ``step`` is to change nothing.
+
+        Raises:
+            NonFiniteLoss: it is not finite, and training stops.
+        """
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self._finish_earlier_commit()
+        return self._nonfinite.leaves_out(step, loss, norm, self.committed_step)
 
     @torch.no_grad()
     def eval_loss(self, **batch: torch.Tensor) -> float:
@@ -656,7 +684,7 @@ class Engine:
     @property
     def clip_by(self) -> ClipBy | None:
         """How gradients are clipped, if they are."""
-        return self._options.clips_by
+        return None if self._options.max_grad_norm == math.inf else self._options.clips_by
 
     def _pids(self) -> list[int]:
         """Of our processes, this one first."""

@@ -182,9 +182,9 @@ class Loop:
             "host_memory": choose(("300MiB", "600MiB", "1GiB")),
             "host_cache": choose((None, 0, "1MiB")),
             "commit_every": commit_every,
-            "clip_by": choose(("deferral", "speculation")) if commit_every == 1 else "auto",
             "deferred_fraction": choose((0.0, 0.5, 1.0)),
             "kept_activations": choose((None, "16KiB")),
+            "clip_by": choose(("deferral", "speculation")) if commit_every == 1 else "deferral",
         }
 
     def _draw_drives(self) -> tuple[int, ...]:
