@@ -72,11 +72,11 @@ def verify_run(directories: Sequence[Path]) -> Verified:
     identities = [Identity.read(directory) for directory in directories]
     there = {identity.index for identity in identities if identity is not None}
     count = max((identity.count for identity in identities if identity is not None), default=0)
-    if missing := sorted(set(range(count)) - there):
+    if missing := ", ".join(str(index + 1) for index in sorted(set(range(count)) - there)):
         raise UserError(
             f"The run in {', '.join(map(str, directories))} is striped over {count} drives, and only {len(there)} of "
-            f"them {'are' if len(there) > 1 else 'is'} given: number {', '.join(str(index + 1) for index in missing)} "
-            "is missing. Name the directories on all of them after --verify."
+            f"them {'are' if len(there) > 1 else 'is'} given: number {missing} is "
+            "missing. Name the directories on all of them after --verify."
         )
     with DirectoryLock(directories), Store.open(directories, io="posix") as store:
         content = load_manifest(store.directories[0])

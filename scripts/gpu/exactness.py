@@ -74,7 +74,10 @@ def cases(quick: bool) -> list[Case]:
         Case("clipped, resumed", "llama", micro_batch=3, clip=0.5, break_after=3),
         Case("speculation, resumed", "llama", micro_batch=3, clip=1.2, clip_by="speculation", break_after=3),
         Case(
-            "speculation, one buffer of each kind", "llama-tied", counts={**SCARCE, **ONE_OF_EACH}, clip=0.5,
+            "speculation, one buffer of each kind",
+            "llama-tied",
+            counts={**SCARCE, **ONE_OF_EACH},
+            clip=0.5,
             clip_by="speculation",
         ),
         Case("hidden 512, resumed", "llama-512", micro_batch=3, break_after=3, **larger),

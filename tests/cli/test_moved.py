@@ -14,7 +14,7 @@ SMALL = ("--batch-size", 2, "--seq-len", 16, "--gpu", "cpu", "--schedule", "cons
 
 
 def losses(output: Path) -> list[float]:
-    lines = (output / "run" / "metrics.jsonl").read_text().splitlines()
+    lines = (output / "losses.jsonl").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines]
 
 
