@@ -34,15 +34,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "states in host memory": {},
     "everything streamed": {"host_cache": 0},
     "clipping (all updates deferred)": {"max_grad_norm": 0.5},
-<<<<<<< HEAD
-    "clipping by speculation (step 2 of 3)": {"max_grad_norm": 1.6, "clip_by": "speculation", "host_cache": 0},
-=======
     "clipping (two steps of three updated again)": {
         "max_grad_norm": 1.55,
         "clip_by": "speculation",
         "host_cache": 0,
     },
->>>>>>> crash4
     "half of the updates deferred": {"deferred_fraction": 0.5, "host_cache": 0},
     "commit every 2 steps": {"commit_every": 2},
     "fp32": {"dtype": "fp32", "host_cache": 0},
