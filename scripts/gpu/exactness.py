@@ -195,9 +195,8 @@ def _engine(case: Case, device: str, model: Path, root: Path, feed: list[dict[st
             with fuyou.Engine(
                 model, ssd=[ssd], device=device, dtype=case.dtype, host_memory="1GiB", host_cache=0,
                 device_memory="3GiB" if device.startswith("cuda") else None, micro_batch=case.micro_batch,
-                max_grad_norm=case.clip, clip_by=case.clip_by, batch_shape=(case.rows, case.tokens), resume=number > 0,
-                io="posix",
-                lr=OPTIONS["lr"], weight_decay=OPTIONS["weight_decay"],
+                max_grad_norm=case.clip, clip_by=case.clip_by, batch_shape=(case.rows, case.tokens),
+                resume=number > 0, io="posix", lr=OPTIONS["lr"], weight_decay=OPTIONS["weight_decay"],
             ) as engine:  # fmt: skip
                 for batch in part:
                     out = engine(**batch)
