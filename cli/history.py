@@ -1,6 +1,7 @@
 """What every step gave, one JSON line each: to plot, and to compare runs by."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -25,8 +26,9 @@ class History:
         self._file = path.open("a", buffering=1)
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
-        """Add a step's; they are with the system when this returns."""
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        """Add a step's; they are with the system when this returns. Null: not finite, which JSON has no number for."""
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._file.write(json.dumps({"step": step, **finite}) + "\n")
 
     def __enter__(self) -> "History":
         return self

@@ -11,6 +11,7 @@ from common.errors import UserError
 from common.hardware import pick_gpu, torch_name
 from common.models.presets import load_config
 from common.store.directories import usable
+from fuyou.clipping import Strikes, clip_by_named
 from fuyou.devices import Device, leave_cores, open_device
 from fuyou.emulated import is_emulated
 from fuyou.frozen import FrozenDtype
@@ -61,13 +62,24 @@ def training_of(settings: Settings) -> Training:
         UserError: no such model, or one that cannot be trained so.
     """
     config, _ = load_config(settings.model)
+    waits = settings.max_grad_norm > 0 or settings.on_nonfinite == "skip"
     return training(
         settings.model, settings.batch_size, sequence_length(settings.seq_len, config),
         precision=Precision.named(settings.dtype, settings.optimizer_dtype),
-        clips=settings.max_grad_norm > 0, single_slot=settings.single_slot, micro_batch=settings.micro_batch,
+        clips=waits, single_slot=settings.single_slot, micro_batch=settings.micro_batch,
         host_cache=settings.host_cache, adapters=peft_config_of(settings),
         frozen=FrozenDtype(settings.frozen_dtype or "plain"),
+        commit_every=settings.commit_interval, clip_by=clip_by_named(settings.clip_by),
+        clipped_share=_strikes(settings).share,
     )  # fmt: skip
+
+
+def _strikes(settings: Settings) -> Strikes:
+    """How often clipping has struck in the run that is to be continued, if there is one."""
+    if not settings.resume:
+        return Strikes()
+    drives = [Path(word).expanduser() for word in settings.ssd] or [settings.output_directory]
+    return Strikes.of_run(drive / settings.store_name for drive in drives)
 
 
 def _existing(directory: Path) -> Path:

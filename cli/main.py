@@ -109,7 +109,7 @@ def settings_of(arguments: tuple[str, ...], options: dict[str, Any]) -> Settings
         UserError: they do not go together.
     """
     given = {field.name: options[field.name] for field in fields(Settings) if field.name in options}
-    for name in ("ssd", "data", "eval_data"):
+    for name in ("ssd", "leave_ssd", "data", "eval_data"):
         given[name] = tuple(
             path for word in options[name] for path in expand_pattern(f"--{name.replace('_', '-')}", word)
         )

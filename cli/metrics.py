@@ -35,6 +35,7 @@ def step_metrics(
         "loss_metrics/global_avg_loss": line.loss,
         "grad_norm": line.grad_norm,
         "lr": lr,
+        "skipped": float(line.skipped),
         "n_tokens_seen": seen,
         "throughput(tps)": line.tokens_per_second / ranks,
         "tflops": line.flops_per_second / ranks / 1e12,

@@ -11,7 +11,7 @@ from click.shell_completion import CompletionItem, get_completion_class
 from cli.config import load_config_file
 from cli.grouped import Checked, GroupedCommand, GroupedOption
 from cli.schedule import SCHEDULES, Warmup
-from cli.settings import TRACKERS
+from cli.settings import CLIP_BY, TRACKERS
 from common.errors import UserError
 from common.presets import preset_files
 from common.units import parse_bytes
@@ -130,6 +130,13 @@ def build_command(run: Callable[..., int]) -> click.Command:
         metavar="DIR...",
         words=True,
         help="Directories for parameters and optimizer states, one per drive. Default: inside --output.",
+    )
+    add(
+        "--leave-ssd",
+        metavar="DIR...",
+        words=True,
+        help="With --resume: drives that the run is on and that --ssd no longer names. Its records move to those of "
+        "--ssd, as they do to drives that are new there.",
     )
     add(
         "--gpu",
@@ -252,6 +259,21 @@ def build_command(run: Callable[..., int]) -> click.Command:
         default=0.0,
         show_default=True,
         help="Scale gradients down to this global norm. 0: never.",
+    )
+    add(
+        "--on-nonfinite",
+        type=click.Choice(["stop", "skip"]),
+        default="stop",
+        show_default=True,
+        help="When loss or gradient of a step is NaN or infinite: stop, or skip the step (10 in a row at most). Where "
+        "states are on SSD, skip costs as much as --max-grad-norm.",
+    )
+    add(
+        "--clip-by",
+        type=click.Choice(CLIP_BY),
+        default="auto",
+        show_default=True,
+        help="Update when the norm is known, in the next step, or before and again if need be. Same numbers.",
     )
     add(
         "--seed",

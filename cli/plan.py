@@ -15,6 +15,7 @@ from common.errors import UserError
 from common.hardware import memory_available_bytes
 from common.hardware_presets import drive_names, drive_preset, gpu_names, gpu_preset
 from common.units import format_bytes, format_count, format_seconds, parse_bytes
+from fuyou.clipping import ClipBy
 from fuyou.devices import Device, memory_limits
 from fuyou.emulated import is_emulated
 from fuyou.planner import (
@@ -285,11 +286,9 @@ def _limits(result: Plan) -> list[str]:
     assert result.memory is not None
     job, batch = result.training, result.memory.batch
     how = [_many(batch.micro_batches, "micro-batch", "es") + f" of {batch.micro_rows}"]
-    if job.clips:
-        cost = clipping_cost(result) if result.scheme == "ours" else None
-        longer = f": a step {cost:.2f} times as long as without --max-grad-norm" if cost is not None else ""
-        how.append(f"all updates in the next forward pass, when the gradient's norm is known{longer}")
-    elif result.deferred_fraction:
+    if result.clip_by is not None:
+        how.append(_clipping(result))
+    if 0 < result.deferred_fraction < 1:
         how.append(f"{result.deferred_fraction:.0%} of the blocks updated in the next forward pass")
     if result.kept_activation_bytes:
         how.append(f"{format_bytes(result.kept_activation_bytes)} of activations kept instead of computed again")
@@ -315,6 +314,20 @@ def _limits(result: Plan) -> list[str]:
     if result.machine.assumptions:
         rows += _row("assumed", "; ".join(result.machine.assumptions))
     return rows
+
+
+def _clipping(result: Plan) -> str:
+    """How gradients are clipped, and what that costs."""
+    job, cost = result.training, clipping_cost(result)
+    text = "clipping by deferral, all updates in the next forward pass, when the gradient's norm is known"
+    if result.clip_by is ClipBy.SPECULATION:
+        text = (
+            "clipping by speculation, updates before the gradient's norm is known, done again where it is too large "
+            f"(expected in {job.clipped_share:.0%} of the steps)"
+        )
+    elif job.speculation_obstacle is not None:
+        text += f" (speculation: {job.speculation_obstacle})"
+    return text if cost is None else f"{text}: a step {cost:.2f} times as long as without --max-grad-norm"
 
 
 def _commits(result: Plan) -> list[str]:

@@ -1,6 +1,5 @@
 """From what was typed to what will be done: everything that can be wrong is found before anything slow is begun."""
 
-import hashlib
 import math
 import os
 import shutil
@@ -13,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from cli.adapters import ADAPTER_CONFIG, peft_config_of, trainable_parameters
 from cli.machine import sequence_length, training_of
 from cli.schedule import LearningRate
-from cli.settings import COMMITS, Settings
+from cli.settings import Settings
 from cli.trackers import check_trackers
 from common.data import Batches, DataConfig, RandomBatches, open_data
 from common.data.files import find_files
@@ -241,12 +240,7 @@ def _directories(settings: Settings, checkpoint: Path | None) -> tuple[tuple[Pat
             f"{output} holds {what} already: give another --output, or add --overwrite to replace it "
             "(or --resume to continue the run that made it)."
         )
-    if settings.nodes is not None and not ssd:
-        return (output,), output, COMMITS
-    if not ssd:
-        return (output,), output, "store"
-    # The same drives serve many runs; --resume finds this one by its output directory.
-    return ssd, output, f"fuyou-{output.name}-{hashlib.sha256(str(output).encode()).hexdigest()[:6]}"
+    return ssd or (output,), output, settings.store_name
 
 
 def rank_folder(local_rank: int | str) -> str:

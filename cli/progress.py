@@ -37,10 +37,12 @@ class StepLine:
     """By resource."""
     sent_bytes: float | None = None
     """By a node to others, where there are several ranks; all else is of one node too, but for the rates."""
+    skipped: bool = False
+    """Whether loss or gradient were not finite, and nothing was changed."""
 
     def __str__(self) -> str:
         sent = "" if self.sent_bytes is None else f"{format_bytes(self.sent_bytes)} across nodes, "
-        learned = "emulated" if self.emulated else f"loss {self.loss:.4f}, norm {self.grad_norm:.3g}"
+        learned = "emulated" if self.emulated else _learned(self.loss, self.grad_norm, self.skipped)
         return (
             f"{learned}, {format_count(self.tokens_per_second)} tokens/s, "
             f"{self.flops_per_second / 1e12:.3g} TFLOP/s, SSD {self.read_per_second / 1e9:.2f} GB/s read "
@@ -65,13 +67,19 @@ class ClusterLine:
     """Device memory in use by one rank, at its peak so far."""
     host_bytes: int
     """Host memory in use by the ranks of one node, at its peak so far."""
+    skipped: bool = False
+    """Whether loss or gradient were not finite, and nothing was changed."""
 
     def __str__(self) -> str:
         return (
-            f"loss {self.loss:.4f}, norm {self.grad_norm:.3g}, {format_count(self.tokens_per_second)} tokens/s, "
+            f"{_learned(self.loss, self.grad_norm, self.skipped)}, {format_count(self.tokens_per_second)} tokens/s, "
             f"{self.flops_per_second / 1e12:.3g} TFLOP/s, {format_bytes(self.sent_bytes)} across nodes, "
             f"device {format_bytes(self.device_bytes)}, host {format_bytes(self.host_bytes)}"
         )
+
+
+def _learned(loss: float, norm: float, skipped: bool) -> str:
+    return f"{'skipped: ' if skipped else ''}loss {loss:.4f}, norm {norm:.3g}"
 
 
 class Progress:

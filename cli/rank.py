@@ -203,10 +203,7 @@ def _found_by(rank: Rank) -> str:
 def _is_lost_contact(error: BaseException) -> bool:
     """Whether a collective failed because of the network or another rank, not because of what it was given."""
     import torch.distributed as dist
-    from torch.distributed.checkpoint import CheckpointException
 
-    if isinstance(error, CheckpointException):
-        return any(_is_lost_contact(inner) for inner, _ in error.failures.values())
     if isinstance(error, dist.DistError | ConnectionError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "Connection", "Timed out"))

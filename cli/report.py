@@ -1,11 +1,13 @@
 """What a run did and what it cost: a short summary to read, and the same as JSON."""
 
 import json
+import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from common.units import format_bytes, format_count, format_seconds
+from fuyou.clipping import ClipBy
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,7 @@ class Report:
     trainable_parameters: int
     steps: int
     losses: list[float]
+    """NaN, and null in JSON, where it was not finite."""
     step_seconds: list[float]
     tokens_per_second: float
     """Padding counted, as it is computed."""
@@ -43,11 +46,20 @@ class Report:
     step of a run fills caches."""
     planned_network_sent_bytes_per_step: float = 0.0
     """What the formula says for a step that is not the first."""
+    skipped_steps: int = 0
+    """Of ``steps``: loss or gradient were not finite, and nothing was changed."""
+    clip_by: str | None = None
+    """How gradients were clipped out of core: ``deferral`` or ``speculation``; None: they were not, or in memory."""
+    clipped_steps: int = 0
+    """Steps whose gradients were scaled down."""
+    updated_again_steps: int = 0
+    """Of those, the ones whose updates had been done before that was known, and were done again."""
 
     def write(self, path: Path) -> None:
         """As JSON, complete or not at all."""
         beside = path.with_name(path.name + ".tmp")
-        beside.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        losses = [loss if math.isfinite(loss) else None for loss in self.losses]
+        beside.write_text(json.dumps({**asdict(self), "losses": losses}, indent=2) + "\n")
         os.replace(beside, path)
 
     def summary(self, total_written: int) -> str:
@@ -60,7 +72,8 @@ class Report:
             return "no step was left to take"
         seconds = sum(self.step_seconds)
         lines = {
-            "loss": f"{self.losses[0]:.4f} in the first step, {self.losses[-1]:.4f} in the last of {self.steps:,}",
+            "loss": f"{self.losses[0]:.4f} in the first step, {self.losses[-1]:.4f} in the last of {self.steps:,}"
+            + (f"; {self.skipped_steps:,} skipped, not finite" if self.skipped_steps else ""),
             "time": f"{format_seconds(seconds)}, {format_seconds(seconds / self.steps)} per step{self._bound()}",
             "rate": f"{format_count(self.tokens_per_second)} tokens/s, {self.flops_per_second / 1e12:.3g} TFLOP/s "
             f"({self.hardware_flops_per_second / 1e12:.3g} with recomputation)",
@@ -68,6 +81,9 @@ class Report:
             f"({format_bytes(self.host_peak_bytes - self.host_baseline_bytes)} more than before the model), "
             f"{format_bytes(self.device_peak_bytes)} of device memory",
         }
+        if self.clip_by is not None:
+            again = f", {self.updated_again_steps:,} of them updated again" if self.clip_by == "speculation" else ""
+            lines["clipping"] = f"by {self.clip_by}: {self.clipped_steps:,} of {self.steps:,} steps clipped{again}"
         if self.bound_seconds:
             lines["ssd"] = (
                 f"{format_bytes(self.ssd_read_bytes_per_step)} read and "
@@ -113,6 +129,7 @@ class Measurements:
         self.losses: list[float] = []
         self.step_seconds: list[float] = []
         self._bounds: dict[str, float] = {}
+        self._skipped_steps = self._clipped_steps = self._updated_again_steps = 0
         self._other_io = self._other_planned = (0, 0)
 
     def leave_out(self, io_bytes: tuple[int, int], planned_bytes: tuple[int, int]) -> None:
@@ -121,8 +138,20 @@ class Measurements:
         planned = self._other_planned
         self._other_planned = (planned[0] + planned_bytes[0], planned[1] + planned_bytes[1])
 
-    def add(self, loss: float, seconds: float, bounds: dict[str, float]) -> None:
-        """Take in a step: its loss, duration, seconds per resource."""
+    def add(
+        self,
+        loss: float,
+        seconds: float,
+        bounds: dict[str, float],
+        clipped: bool = False,
+        skipped: bool = False,
+        updated_again: bool = False,
+    ) -> None:
+        """Take in a step: its loss, duration, seconds per resource; whether its gradients were clipped, whether it was
+        left out because they are not finite, and whether updates were done again."""
+        self._clipped_steps += clipped
+        self._skipped_steps += skipped
+        self._updated_again_steps += updated_again
         self.losses.append(loss)
         self.step_seconds.append(seconds)
         for name, value in bounds.items():
@@ -135,6 +164,7 @@ class Measurements:
         io_bytes: tuple[int, int],
         planned_bytes: tuple[int, int],
         network_bytes: tuple[float, float] = (0.0, 0.0),
+        clip_by: ClipBy | None = None,
     ) -> Report:
         """The whole.
 
@@ -144,6 +174,7 @@ class Measurements:
             io_bytes: read and written since the first step began.
             planned_bytes: what the schedule says that comes to.
             network_bytes: sent by a node per step, and what the formula says.
+            clip_by: how gradients were clipped out of core, if they were.
         """
         io_bytes = (io_bytes[0] - self._other_io[0], io_bytes[1] - self._other_io[1])
         planned_bytes = (planned_bytes[0] - self._other_planned[0], planned_bytes[1] - self._other_planned[1])
@@ -172,4 +203,8 @@ class Measurements:
             overlap_efficiency=max(bounds.values(), default=0.0) / (seconds * per_step) if seconds else 0.0,
             network_sent_bytes_per_step=network_bytes[0],
             planned_network_sent_bytes_per_step=network_bytes[1],
+            skipped_steps=self._skipped_steps,
+            clip_by=clip_by and clip_by.value,
+            clipped_steps=self._clipped_steps,
+            updated_again_steps=self._updated_again_steps,
         )

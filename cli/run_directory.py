@@ -16,13 +16,12 @@ from typing import Any
 
 from cli.config import effective_config, written_by
 from cli.prepare import Job
+from cli.settings import DESCRIPTION, RUN
 from cli.versions import versions
 from common.hardware import describe_machine
 
-RUN = "run"
-"""Name of the directory."""
-CONFIG, DESCRIPTION, METRICS = "config.toml", "run.json", "metrics.jsonl"
-OF_ONE_CALL = ("resume", "overwrite", "report", "trace", "debug")
+CONFIG, METRICS = "config.toml", "metrics.jsonl"
+OF_ONE_CALL = ("resume", "overwrite", "leave_ssd", "report", "trace", "debug")
 """Options that belong to a call, not to the run."""
 
 
@@ -55,7 +54,7 @@ class RunDirectory:
             job: the run.
             plan: what has been planned for it, JSON.
         """
-        description = {"id": self.id, "calls": [*self._before, {**self._call, "plan": plan}]}
+        description = {"id": self.id, "store": job.run_name, "calls": [*self._before, {**self._call, "plan": plan}]}
         _replace(self.path / DESCRIPTION, json.dumps(description, indent=2, default=str) + "\n")
         context = written_by(job.settings.arguments)
         _replace(self.path / CONFIG, effective_config(context, absolute=True, leave_out=OF_ONE_CALL))

@@ -8,7 +8,8 @@ from cli.evaluation import Evaluation
 from cli.metrics import Metrics, step_metrics
 from cli.prepare import Job
 from cli.progress import ClusterLine, Progress, StepLine
-from cli.run_directory import RUN, RunDirectory
+from cli.run_directory import RunDirectory
+from cli.settings import RUN
 from common.models.adapters import MERGED
 
 

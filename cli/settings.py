@@ -1,5 +1,8 @@
 """What the command line said, checked for what can be checked without looking at the machine."""
 
+import contextlib
+import hashlib
+import json
 import shlex
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,8 +15,17 @@ NO_WARMUP = Warmup(0)
 COMMITS = "commits"
 """Folder inside the output directory where a run of several ranks has its commits."""
 
+RUN, DESCRIPTION = "run", "run.json"
+"""Folder inside the output directory that says what the run is, and the file in it that says where."""
+
+STORE_PREFIX = "fuyou-"
+"""Of the names of runs' folders on the SSDs."""
+
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "jsonl")
 """What ``--log-to`` takes; ``jsonl`` is the run directory's metrics.jsonl, which is always written."""
+
+CLIP_BY = ("auto", "deferral", "speculation")
+"""What ``--clip-by`` takes: names of :class:`fuyou.clipping.ClipBy`, which takes long to import."""
 
 _ONLY_NODES = (
     "gpus_per_node", "rdzv_endpoint", "node_timeout", "max_restarts", "strategy", "levels", "cluster", "quantise",
@@ -22,8 +34,8 @@ _ONLY_NODES = (
 _ONLY_MEMORY = ("strategy", "device_cache_threshold")
 _ONLY_SAMPLE = ("sample_tokens", "temperature")
 _ONLY_LORA = ("lora_alpha", "lora_dropout", "lora_targets")
-_ONLY_ALONE = ("sample", "frozen_dtype")
-_ONLY_ENGINE = ("host_memory", "device_memory", "optimizer_dtype", "io", "single_slot", "trace")
+_ONLY_ALONE = ("sample", "frozen_dtype", "leave_ssd")
+_ONLY_ENGINE = ("host_memory", "device_memory", "optimizer_dtype", "io", "single_slot", "trace", "clip_by")
 
 
 @dataclass(frozen=True)
@@ -40,6 +52,8 @@ class Settings:
     """Steps between evaluations; None: before the first and after the last step only."""
     ssd: tuple[str, ...] = ()
     """Directories for the store, one per drive; none: inside the output directory."""
+    leave_ssd: tuple[str, ...] = ()
+    """Those of drives that a continued run is on and is to leave."""
     gpu: str = "auto"
     """``auto``, ``cpu``, part of a name, or an index."""
     device_memory: int | None = None
@@ -65,6 +79,10 @@ class Settings:
     eps: float = 1e-8
     max_grad_norm: float = 0.0
     """Gradients are scaled down to this global norm; 0: never."""
+    on_nonfinite: str = "stop"
+    """When loss or gradient of a step is NaN or infinite; see :mod:`fuyou.nonfinite`."""
+    clip_by: str = "auto"
+    """How: one of :data:`CLIP_BY`."""
     dtype: str = "bf16"
     optimizer_dtype: str = "fp32"
     output: Path | None = None
@@ -140,6 +158,8 @@ class Settings:
             )
         if self.resume and self.overwrite:
             raise UserError("--resume continues the run that is there and --overwrite replaces it: give one of them.")
+        if self.leave_ssd and not (self.resume and self.ssd):
+            raise UserError("--leave-ssd takes drives from a run that goes on: add --resume, and --ssd for the others.")
         if self.lora_rank is not None and self.peft_config is not None:
             raise UserError("--lora-rank and --peft-config both say what the adapters are: give one of them.")
         if self.lora_rank is None:
@@ -183,6 +203,22 @@ class Settings:
         if self.output is not None:
             return self.output.expanduser().absolute()
         return (Path("finetune-output") / Path(self.model).expanduser().absolute().name).absolute()
+
+    @property
+    def store_name(self) -> str:
+        """Name of the store's directory on each drive."""
+        if self.nodes is not None and not self.ssd:
+            return COMMITS
+        if not self.ssd:
+            return "store"
+        # The same drives serve many runs: a run is named after its output directory, as that was called when it began.
+        output = self.output_directory
+        if self.resume:
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+                name = json.loads((output / RUN / DESCRIPTION).read_text())["store"]
+                if isinstance(name, str) and name.startswith(STORE_PREFIX) and Path(name).name == name:
+                    return name
+        return f"{STORE_PREFIX}{output.name}-{hashlib.sha256(str(output).encode()).hexdigest()[:6]}"
 
     @property
     def how_to_continue(self) -> str:

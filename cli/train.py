@@ -104,6 +104,7 @@ def _open_engine(job: Job) -> Engine:
     return Engine(
         **engine_options(job),
         ssd=list(job.ssd),
+        leave_ssd=[Path(word).expanduser() for word in settings.leave_ssd],
         device=job.device,
         run_name=job.run_name,
         resume=settings.resume,
@@ -125,6 +126,8 @@ def engine_options(job: Job) -> dict[str, Any]:
         "eps": settings.eps,
         "weight_decay": settings.weight_decay,
         "max_grad_norm": settings.max_grad_norm or None,
+        "on_nonfinite": settings.on_nonfinite,
+        "clip_by": settings.clip_by,
         "micro_batch": settings.micro_batch,
         "host_memory": settings.host_memory,
         "device_memory": settings.device_memory,
@@ -162,6 +165,7 @@ def _train_and_save(job: Job, engine: Engine, interrupts: Interrupts) -> Result:
         (engine.device_peak_bytes, engine.host_peak_bytes, engine.host_baseline_bytes),
         (read, written),
         engine.planned_io_bytes(),
+        clip_by=engine.clip_by,
     )
     if settings.report is not None:
         report.write(settings.report.expanduser())
@@ -197,7 +201,9 @@ def _train(job: Job, engine: Engine, interrupts: Interrupts) -> Measurements:
 
             # From the end of one step to that of the next: what a step writes back runs on into the next one.
             began, ended = ended, time.perf_counter()
-            measured.add(report.loss, ended - began, report.bound_seconds)
+            measured.add(
+                report.loss, ended - began, report.bound_seconds, report.clipped, report.skipped, report.updated_again
+            )
             io = _since(engine, io_before)
             io_before = engine.io_bytes()
             line = _line(report, ended - began, measured, io, engine.device_peak_bytes, memory(), job.emulated, disk())
@@ -244,7 +250,7 @@ def _line(
     return StepLine(
         report.step, report.loss, report.grad_norm, rate, rate * measured.model_flops, io[0] / seconds,
         io[1] / seconds, device, host, max(bounds, key=lambda name: bounds[name], default="nothing"), emulated, disk,
-        bounds,
+        bounds, skipped=report.skipped,
     )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ from common.hardware import list_gpus
 from common.models.adapters import CONFIG
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
+from common.telling import first_alone, tell
 from common.units import format_bytes, format_seconds
 from fcdp.commits import Commits
 from fcdp.mesh import Levels
@@ -142,8 +143,7 @@ def _compare(settings: Settings) -> set[str]:
         "finetune's code": _code(),
     }
     mine = (socket.gethostname(), os.environ[LAUNCH], own)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    everyone = tell(mine)
     first_host, _, first = everyone[0]
     for number, (host, _, other) in enumerate(everyone):
         for name in sorted(first):
@@ -201,9 +201,6 @@ def _check_shared(job: Job, rank: int) -> None:
 def _open_trainer(job: Job, topology: Topology, launches: set[str]) -> Trainer:
     settings = job.settings
     directory = job.output / COMMITS
-    # Rank 0 decides for all: network file systems may not show all nodes the same.
-    told = [_is_continued(settings, Commits(directory), launches) if topology.rank == 0 else None]
-    dist.broadcast_object_list(told)
     config = TrainerConfig(
         strategy=_strategy(job, topology),
         dtype=settings.dtype,
@@ -214,10 +211,11 @@ def _open_trainer(job: Job, topology: Topology, launches: set[str]) -> Trainer:
         micro_batch=settings.micro_batch,
         seed=settings.seed,
         host_cache_bytes=None if settings.host_cache is None else settings.host_cache // topology.ranks_per_node,
+        on_nonfinite=settings.on_nonfinite,
         device_cache_threshold=0.9 if settings.device_cache_threshold is None else settings.device_cache_threshold,
     )
     trainer = Trainer(job.checkpoint or settings.model, topology, config, directory, peft_config_of(settings))
-    if told[0]:
+    if first_alone(lambda: _is_continued(settings, Commits(directory), launches)):
         trainer.resume()
     else:
         trainer.begin()
@@ -230,44 +228,47 @@ def _strategy(job: Job, topology: Topology) -> str:
     """The name of the strategy, on every rank: rank 0 chooses if that is asked for, for only it need know the cluster.
 
     Raises:
-        UserError, FinetuneError: on rank 0; see :func:`cli.choose_strategy.choose_strategy`.
+        UserError, FinetuneError: see :func:`cli.choose_strategy.choose_strategy`.
     """
     settings = job.settings
     if settings.strategy != AUTO:
         return settings.strategy or DEFAULT
-    told: list[str] = [""]
-    if topology.rank == 0:
-        rows = settings.batch_size / topology.world_size
-        micro_batch = min(settings.micro_batch or math.ceil(rows), math.ceil(rows))
-        config, _ = load_config(settings.model)
-        model = build_meta_model(config)
-        whole = sum(parameter.numel() for parameter in model.parameters())
-        trained = trainable_parameters(settings, model) if settings.trains_adapters else whole
-        workload = Workload.of_model(
-            config,
-            seq_len=job.seq_len,
-            micro_batch=micro_batch,
-            micro_batches=math.ceil(rows / micro_batch),
-            trainable_ratio=min(1.0, trained / whole),
-        )
-        choice = choose_strategy(settings, workload, topology.levels)
-        seconds, sent = format_seconds(choice.step_seconds), format_bytes(choice.inter_node_bytes)
-        print(f"strategy {choice.name}; the planner expects {seconds} and {sent} across nodes per step", flush=True)
-        told = [choice.name]
-    dist.broadcast_object_list(told)
-    return told[0]
+    name: str = first_alone(lambda: _choose(job, topology))
+    return name
+
+
+def _choose(job: Job, topology: Topology) -> str:
+    """As the planner advises."""
+    settings = job.settings
+    rows = settings.batch_size / topology.world_size
+    micro_batch = min(settings.micro_batch or math.ceil(rows), math.ceil(rows))
+    config, _ = load_config(settings.model)
+    model = build_meta_model(config)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    trained = trainable_parameters(settings, model) if settings.trains_adapters else whole
+    workload = Workload.of_model(
+        config,
+        seq_len=job.seq_len,
+        micro_batch=micro_batch,
+        micro_batches=math.ceil(rows / micro_batch),
+        trainable_ratio=min(1.0, trained / whole),
+    )
+    choice = choose_strategy(settings, workload, topology.levels)
+    seconds, sent = format_seconds(choice.step_seconds), format_bytes(choice.inter_node_bytes)
+    print(f"strategy {choice.name}; the planner expects {seconds} and {sent} across nodes per step", flush=True)
+    return choice.name
 
 
 def _is_continued(settings: Settings, commits: Commits, launches: set[str]) -> bool:
     """Whether to go on from a commit; if not, commits that are there go: ``--overwrite`` was given, or the launcher
     would not have come so far."""
-    newest = commits.newest()
+    if settings.resume or (newest := commits.newest()) is None:
+        return settings.resume
     # Started again by a launcher that has had a part in this run: --resume goes without saying.
-    again = newest is not None and launches & set(commits.describe(newest)["user"].get("launches", ()))
-    if settings.resume or again:
-        return True
-    commits.discard()
-    return False
+    try:
+        return bool(launches & set(commits.describe(newest)["user"].get("launches", ())))
+    except FinetuneError:  # of another format, or damaged: nothing that this launcher has made
+        return False
 
 
 def _train_and_save(job: Job, trainer: Trainer, rank: Rank) -> None:
@@ -322,12 +323,12 @@ def _train(job: Job, trainer: Trainer, rank: Rank) -> tuple[Measurements, int]:
                 trainer.commit()
             began, ended = ended, time.perf_counter()
             sent += result.sent_bytes
-            measured.add(result.loss, ended - began, {})
+            measured.add(result.loss, ended - began, {}, skipped=result.skipped)
             if said is not None:
                 tokens = measured.tokens_per_step / (ended - began)
                 line = ClusterLine(
                     step, result.loss, result.grad_norm, tokens, tokens * measured.model_flops, result.sent_bytes,
-                    trainer.device_peak_bytes, trainer.host_peak_bytes,
+                    trainer.device_peak_bytes, trainer.host_peak_bytes, result.skipped,
                 )  # fmt: skip
                 said.step(line, rate, ended - began, rank.world)
             if result.stop and step < job.steps:

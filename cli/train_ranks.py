@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from cli.said import Said, where, writing
 from cli.train import check_ids, check_same_run, engine_options
 from common.errors import UserError
 from common.store import load_manifest, remove
+from common.telling import tell
 from fcdp.topology import Topology
 from fuyou import Engine, StepReport
 
@@ -70,9 +70,7 @@ def _again(folder: Path, launches: set[str]) -> bool:
     """Whether any rank's store was made by launchers that are still there: then a rank was lost, and all go on."""
     content = load_manifest(folder) if folder.exists() else None
     mine = bool(content and launches & set(content["user"].get("launches", ())))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return any(everyone)
+    return any(tell(mine))
 
 
 def _remove(folders: Iterable[Path]) -> None:
@@ -104,8 +102,7 @@ def _train_and_save(job: Job, engine: Engine, topology: Topology, rank: Rank, la
         engine.save_pretrained(job.output, merge=settings.merge)
     mine = (*engine.planned_io_bytes(), read, written, engine.created_bytes, engine.host_peak_bytes,
             engine.host_baseline_bytes)  # fmt: skip
-    everyone: list[Any] = [None] * topology.world_size
-    dist.all_gather_object(everyone, mine)
+    everyone = tell(mine)
     if not speaks:
         return
     node = [sum(each) for each in zip(*everyone[: topology.ranks_per_node], strict=True)]
@@ -116,6 +113,7 @@ def _train_and_save(job: Job, engine: Engine, topology: Topology, rank: Rank, la
         (node[2], node[3]),
         (node[0], node[1]),
         (per_step, per_step),
+        engine.clip_by,
     )
     if settings.report is not None:
         report.write(settings.report.expanduser())
@@ -146,7 +144,7 @@ def _train(job: Job, engine: Engine, topology: Topology, rank: Rank) -> tuple[Me
             report = engine.step()
 
             began, ended = ended, time.perf_counter()
-            measured.add(report.loss, ended - began, report.bound_seconds)
+            measured.add(report.loss, ended - began, report.bound_seconds, report.clipped, report.skipped)
             sent += report.planned_sent_bytes
             if said is not None:
                 now = engine.io_bytes()
@@ -200,5 +198,5 @@ def _line(
         report.step, report.loss, report.grad_norm, rate, rate * measured.model_flops, io[0] / seconds,
         io[1] / seconds, engine.device_peak_bytes, engine.host_peak_bytes * ranks,
         max(bounds, key=lambda name: bounds[name], default="nothing"), engine.emulated,
-        busy_seconds=bounds, sent_bytes=report.planned_sent_bytes * ranks,
+        busy_seconds=bounds, sent_bytes=report.planned_sent_bytes * ranks, skipped=report.skipped,
     )  # fmt: skip

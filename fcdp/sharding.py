@@ -4,10 +4,10 @@ import weakref
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from common.errors import FinetuneError
+from common.telling import tell
 from common.units import format_bytes
 from fcdp.all_gather import Column, GatherLevels, StagedAllGather
 from fcdp.collectives import shaped_levels
@@ -257,6 +257,4 @@ class Sharding:
 
 def _smallest(budget: int | None) -> int | None:
     """The smallest of all ranks' budgets: what is kept must be the same decision everywhere."""
-    budgets: list[int | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(budgets, budget)
-    return min((value for value in budgets if value is not None), default=None)
+    return min((value for value in tell(budget) if value is not None), default=None)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from common.errors import FinetuneError, UserError
+from common.telling import tell
 from fcdp.links import linked_gpus
 from fcdp.mesh import Levels
 from fcdp.routes import Axis
@@ -163,9 +164,8 @@ class Topology:
 
 def _agree(numbers: tuple[int, ...]) -> None:
     """Refuse, on every rank, numbers that are not the same on every rank."""
-    everywhere: list[tuple[int, ...]] = [()] * dist.get_world_size()
-    dist.all_gather_object(everywhere, numbers)
-    if len(set(everywhere)) > 1:
+    everywhere = tell(numbers)
+    if any(told != everywhere[0] for told in everywhere):
         described = ", ".join(f"rank {rank}: {'x'.join(map(str, told))}" for rank, told in enumerate(everywhere))
         raise UserError(
             "Every node needs the same number of ranks, because ranks exchange data with the one in the same place of "
@@ -176,8 +176,7 @@ def _agree(numbers: tuple[int, ...]) -> None:
 
 def _found_levels(nodes: int, ranks_per_node: int) -> Levels | None:
     """The levels that every node finds in itself; None where a node has none, or nodes differ."""
-    found: list[int] = [1] * dist.get_world_size()
-    dist.all_gather_object(found, linked_gpus(ranks_per_node))
+    found: list[int] = tell(linked_gpus(ranks_per_node))
     if len(set(found)) > 1 or found[0] == 1:
         return None
     return Levels((found[0], ranks_per_node // found[0], nodes))

@@ -28,14 +28,15 @@ from common.models.flops import active_parameters, hardware_flops_per_token, mod
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from common.models.sources import CheckpointSource, RandomSource, WeightSource
+from common.telling import first_alone, tell
 from fcdp.commits import Commits
 from fcdp.shard import fully_shard, sharding
 from fcdp.strategy import Strategy
 from fcdp.topology import Topology
 from fcdp.weights import gather_blocks, load, materialise, whole, widen
-from fuyou import NonFiniteLoss
 from fuyou.gradients import sum_of_squares
 from fuyou.loss import cross_entropy, shifted_labels
+from fuyou.nonfinite import NonFinitePolicy
 from fuyou.records import DTYPES, wants_decay
 from fuyou.stack import StreamedModel
 
@@ -63,6 +64,8 @@ class TrainerConfig:
     host_cache_bytes: int | None = None
     """Per rank; see :func:`fcdp.fully_shard`."""
     device_cache_threshold: float = 0.9
+    on_nonfinite: str = "stop"
+    """Or ``skip``; see :mod:`fuyou.nonfinite`."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,8 @@ class ClusterStep:
     seconds: float
     sent_bytes: int
     """That a node sent to others, on average over nodes."""
+    skipped: bool = False
+    """Whether loss or gradient were not finite, and nothing was changed."""
 
 
 class Trainer:
@@ -87,7 +92,7 @@ class Trainer:
 
     Args:
         model: checkpoint directory, which every node must be able to read, or a preset's name.
-        commits: folder for commits, on a file system that all nodes share.
+        commits: folder for commits, on a file system that all nodes share. No other run can use it until :meth:`close`.
         adapters: what to train instead of the weights, which are then frozen, in the compute dtype.
 
     Raises:
@@ -103,6 +108,7 @@ class Trainer:
         adapters: PeftConfig | None = None,
     ):
         self._topology, self._options = topology, config
+        self._nonfinite = NonFinitePolicy(config.on_nonfinite)
         self._dtype = DTYPES[config.dtype]
         self._device = topology.device
         self._meter = PeakMeter(self._pids_of_node())
@@ -135,6 +141,7 @@ class Trainer:
         self._sharding = sharding(self._model)
         self._optimizer = self._make_optimizer()
         self._commits = Commits(commits)
+        first_alone(self._commits.lock)
         self.parameters = sum(parameter.numel() for parameter in self._model.parameters())
         self.trainable_parameters = sum(parameter.numel() for _, parameter in self._trained())
         self.step_count = 0
@@ -146,7 +153,8 @@ class Trainer:
     # -- where the states come from ---------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Load the weights that training starts from."""
+        """Load the weights that training starts from. Commits of an earlier run go."""
+        first_alone(self._commits.discard)
         load(self._model, self._source, self._adapters)
         self._sharding.invalidate()
 
@@ -154,14 +162,13 @@ class Trainer:
         """Continue from the newest commit, whatever number of ranks made it.
 
         Raises:
-            UserError: there is none, or it is not of this model or dtype.
+            UserError: there is none, or it is not of this model, dtype or format.
+            FinetuneError: it is damaged.
         """
-        told = [self._commits.newest()]
-        dist.broadcast_object_list(told)  # network file systems may not show all nodes the same
-        step = told[0]
-        if step is None:
+        manifest = self._commits.read_newest()
+        if manifest is None:
             raise UserError(f"There is nothing to continue: no commit in {self._commits.directory}.")
-        saved = self._commits.describe(step)
+        step, saved = manifest.step, manifest.description
         for what, now in self._identity().items():
             if saved.get(what) != now:
                 raise UserError(
@@ -170,20 +177,21 @@ class Trainer:
                 )
         if self._adapters is not None:  # frozen weights are no part of a commit
             load(self._model, self._source, self._adapters)
-        self._commits.load(step, self._state())
+        self._commits.load(manifest, self._state())
         for name, value in self._source.read_buffers():
             self._model.get_buffer(name).copy_(value)
         for _, parameter in self._trained():
-            self._optimizer.state[parameter]["step"].fill_(step)
+            self._optimizer.state[parameter]["step"].fill_(step - saved["skipped"])
         self._sharding.invalidate()
         self.step_count = self.committed_step = step
         self._is_committed = True
         self.user_state = saved["user"]
+        self._nonfinite.skipped = saved["skipped"]
 
     def commit(self) -> None:
         """Put the state after the last step on the drives, unless it is there."""
         if self.step_count != self.committed_step or not self._is_committed:
-            description = {**self._identity(), "user": self.user_state}
+            description = {**self._identity(), "user": self.user_state, "skipped": self._nonfinite.skipped}
             self._commits.save(self.step_count, self._state(), description)
             self.committed_step = self.step_count
             self._is_committed = True
@@ -244,7 +252,8 @@ class Trainer:
             stop: this rank wishes to stop after this step: all ranks will know.
 
         Raises:
-            NonFiniteLoss: loss or gradient is NaN or infinite, on every rank; nothing was updated.
+            NonFiniteLoss: loss or gradient is NaN or infinite, on every rank, and is not to be skipped; nothing was
+                updated.
             UserError: fewer sequences than ranks, or no label.
         """
         began, sent = time.monotonic(), self._sharding.traffic.across
@@ -264,22 +273,24 @@ class Trainer:
             logits.backward(gradient)
             total += loss / world
         loss_value, norm, stopping, all_sent = self._agree(total, stop, self._sharding.traffic.across - sent)
-        if not math.isfinite(loss_value) or not math.isfinite(norm):
-            what = f"loss of step {step} is {loss_value}" if not math.isfinite(loss_value) else (
-                f"gradient norm of step {step} is {norm}"
-            )  # fmt: skip
+        try:
+            skipped = self._nonfinite.leaves_out(step, loss_value, norm, self.committed_step)
+            if not skipped:
+                self._update(norm, lr)
+        finally:
             self._optimizer.zero_grad()  # or the next step would add to it
-            raise NonFiniteLoss(f"The {what}.", step, self.committed_step)
+        self.step_count = step
+        seconds, node_sent = time.monotonic() - began, int(all_sent / self._topology.nodes)
+        return ClusterStep(step, loss_value, norm, stopping, seconds, node_sent, skipped)
+
+    def _update(self, norm: float, lr: float) -> None:
+        """Clip, and step."""
         limit = self._options.max_grad_norm
         if limit is not None and norm > limit:
             torch._foreach_mul_(self._gradients(), limit / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does it
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
-        self._optimizer.zero_grad()
-        self.step_count = step
-        seconds, node_sent = time.monotonic() - began, int(all_sent / self._topology.nodes)
-        return ClusterStep(step, loss_value, norm, stopping, seconds, node_sent)
 
     @torch.no_grad()
     def eval_loss(self, batch: Mapping[str, torch.Tensor]) -> float:
@@ -432,12 +443,11 @@ class Trainer:
         return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
 
     def _pids_of_node(self) -> Any:
-        everyone: list[Any] = [None] * self._topology.world_size
-        dist.all_gather_object(everyone, (self._topology.node, os.getpid()))
-        pids = [pid for node, pid in everyone if node == self._topology.node]
+        pids = [pid for node, pid in tell((self._topology.node, os.getpid())) if node == self._topology.node]
         return lambda: pids
 
     def close(self) -> None:
-        """Let go of host memory. On every rank, before ``Topology.close()``."""
+        """Let go of host memory and of the commits. On every rank, before ``Topology.close()``."""
+        self._commits.close()
         self._sharding.close()
         self._meter.stop()

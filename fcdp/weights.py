@@ -2,23 +2,19 @@
 are made whole on every rank.
 
 FSDP2 cuts every parameter along its first dimension into as many equal parts as there are shards, so a rank's part is a
-range of rows. Where a tensor on disk is the parameter, each rank reads its range through PyTorch's distributed reader
-of Hugging Face checkpoints. What has to be put together first (fused experts, other layouts) and random weights are
-made one parameter or module at a time on every rank, of which the rank keeps its rows.
+range of rows. Where a tensor on disk is the parameter, each rank reads its range alone. What has to be put together
+first (fused experts, other layouts) and random weights are made one parameter or module at a time on every rank, of
+which the rank keeps its rows.
 """
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import cast
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 
 from common.models.adapters import Adapters
-from common.models.shards import read_header
 from common.models.sources import CheckpointSource, WeightSource
 
 
@@ -57,17 +53,26 @@ def load(model: nn.Module, source: WeightSource, adapters: Adapters | None = Non
     new = adapters.names if adapters is not None else ()
     names = adapters.base_names if adapters is not None else {name: name for name in shards}
     by_source = {names[name]: shard for name, shard in shards.items() if name in names}
-    direct = _direct_names(source, list(by_source)) if isinstance(source, CheckpointSource) else {}
-    if direct and isinstance(source, CheckpointSource):
-        wanted = {stored: by_source[name].detach() for name, stored in direct.items()}
-        dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(source.shards.directory)))
-    for name, value in source.read([name for name in by_source if name not in direct]):
+    made = []
+    for name, shard in by_source.items():
+        if isinstance(source, CheckpointSource) and (stored := source.stored_as(name)) is not None:
+            _read_own_rows(source, stored, shard)
+        else:
+            made.append(name)
+    for name, value in source.read(made):
         _keep_rows(by_source[name], value)
     for name in new:
         assert adapters is not None
         _keep_rows(shards[name], adapters.initial_value(name, source))
     for name, value in source.read_buffers():
         model.get_buffer(name).copy_(value)
+
+
+def _read_own_rows(source: CheckpointSource, stored: str, shard: DTensor) -> None:
+    start, stop = row_range(shard)
+    if start < stop:
+        with torch.no_grad():
+            shard.to_local().copy_(source.shards.read_rows(stored, start, stop))
 
 
 def _keep_rows(shard: DTensor, value: torch.Tensor) -> None:
@@ -109,14 +114,3 @@ def gather_blocks(
 def whole(parameter: nn.Parameter, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A sharded parameter put together on every rank, in ``dtype`` or its own. Collective."""
     return cast(DTensor, parameter.detach().to(dtype or parameter.dtype)).full_tensor()
-
-
-def _direct_names(source: CheckpointSource, names: list[str]) -> dict[str, str]:
-    """Name on disk of each parameter that is one tensor there, as it is."""
-    files = {stored.file for stored in source.shards.tensors.values()}
-    # The distributed reader takes all safetensors files of a folder for one checkpoint: what a file that the index does
-    # not know holds, too, is read the other way.
-    others = [file for file in Path(source.shards.directory).glob("*.safetensors") if file not in files]
-    twice = {name for file in others for name in read_header(file)}
-    found = {name: source.stored_as(name) for name in names}
-    return {name: stored for name, stored in found.items() if stored is not None and stored not in twice}

@@ -14,14 +14,14 @@ if getattr(common, "PROJECT", None) != "fuyou":
 
 if TYPE_CHECKING:
     from fuyou.accounting import StepReport
-    from fuyou.compute import NonFiniteLoss
     from fuyou.engine import Engine, EngineOutput
     from fuyou.keeping import Keeping
+    from fuyou.nonfinite import NonFiniteLoss
 
 __all__ = ["Engine", "EngineOutput", "Keeping", "NonFiniteLoss", "StepReport"]
 
 _MODULES = {
-    "Engine": "engine", "EngineOutput": "engine", "Keeping": "keeping", "NonFiniteLoss": "compute",
+    "Engine": "engine", "EngineOutput": "engine", "Keeping": "keeping", "NonFiniteLoss": "nonfinite",
     "StepReport": "accounting",
 }  # fmt: skip
 

@@ -36,13 +36,17 @@ class Update:
     """What one step does to every record: sent to the optimizer process with the gradients."""
 
     step: int
-    """Number of this update, from 1: bias correction depends on it."""
+    """Number of this step, from 1: bias correction depends on it."""
     adam: AdamConfig
     """Hyper-parameters of this step."""
     gradient_scale: float = 1.0
     """Every gradient is multiplied by this: the clipping coefficient."""
     seed: int = 0
     """Seed of the stochastic rounding of bf16 moments."""
+    skipped: int = 0
+    """Steps before it that were left out: bias correction does not count them."""
+    left_out: bool = False
+    """Everything stays as it is: the gradient is not finite."""
 
 
 class ChunkAdam:
@@ -84,11 +88,13 @@ class ChunkAdam:
             decay: whether weight decay applies to this range.
             stream: tells this range from others of the same step, so that their stochastic rounding differs.
         """
+        if update.left_out:
+            return
         sources = None
         if mean.dtype == torch.bfloat16:
             # One each: a shared one would make the numbers depend on where a pass ends.
             sources = (_random_bits(update, stream, 0), _random_bits(update, stream, 1))
-        self._step.fill_(update.step)
+        self._step.fill_(update.step - update.skipped)
         for start in range(0, parameter.numel(), self._elements):
             part = slice(start, start + self._elements)
             self._pass(

@@ -11,7 +11,8 @@ from common.store import Store, StoreError, commit_manifest, load_manifest
 from common.store.verify import Sealed, verify
 from fuyou.adam import Update
 from fuyou.checksums import RecordSums
-from fuyou.records import weights_file
+from fuyou.clipping import Strikes
+from fuyou.records import FROZEN_FILE, weights_file
 from fuyou.tasks import Op, Task
 from fuyou.training_state import TrainingState, random_states
 
@@ -33,6 +34,7 @@ class Commits:
         self.state = state
         self.sums = sums
         self.committed_step = state.step
+        self.clipped_steps = state.clipped
         self._store = store
         self._single_slot = single_slot
         self._updates: dict[int, Update] = {}
@@ -44,13 +46,23 @@ class Commits:
         self._updates[update.step] = update
 
     def scale_gradients(self, step: int, factor: float) -> None:
-        """The updates of ``step``, all of them still to come, multiply gradients by ``factor``."""
+        """``step`` is clipped: its updates multiply gradients by ``factor`` from now on."""
+        self.clipped_steps += 1
         self._updates[step] = replace(self._updates[step], gradient_scale=factor)
 
-    def end(self, step: int, device: torch.device, user: dict[str, Any]) -> None:
-        """The caller has ended ``step``: note what its commit will say."""
+    def leave_out(self, step: int) -> None:
+        """The updates of ``step``, all of them still to come, change nothing."""
+        self._updates[step] = replace(self._updates[step], left_out=True)
+
+    def strikes(self, steps: int) -> Strikes:
+        """How often clipping has struck in the run's first ``steps``, which have all ended."""
+        return Strikes(self.clipped_steps, steps)
+
+    def end(self, step: int, skipped: int, device: torch.device, user: dict[str, Any]) -> None:
+        """The caller has ended ``step``, and left out so many up to it: note what its commit will say."""
         self._states[step] = replace(
-            self.state, step=step, random=random_states(device), user=dict(user), torn=False
+            self.state, step=step, clipped=self.clipped_steps, skipped=skipped, random=random_states(device),
+            user=dict(user), torn=False,
         )  # fmt: skip
         self._updates.pop(step - 2, None)
 
@@ -118,13 +130,18 @@ def sealed_records(store: Store, state: TrainingState) -> list[Sealed]:
     Raises:
         FinetuneError: they are not of this store.
     """
+    there = {extent for file in (weights_file(state.slot), FROZEN_FILE) for extent in store.layout.extents(file)}
     try:
         sealed = [Sealed.from_dict(one) for one in state.checksums]
+        listed = {one.extent for one in sealed if len(one.sums) == len(store.directories)}
     except (TypeError, ValueError, KeyError):
-        sealed = []
-    there = {extent for file in store.layout.file_bytes() for extent in store.layout.extents(file)}
-    if not sealed or any(one.extent not in there or len(one.sums) != len(store.directories) for one in sealed):
-        raise FinetuneError(f"The manifest in {store.directories[0]} lists other records than the store holds.")
+        sealed, listed = [], set()
+    if listed != there or len(sealed) != len(there):
+        raise FinetuneError(
+            f"The manifest in {store.directories[0]} lists checksums of {len(listed & there)} of the {len(there)} "
+            f"parts of records that the store holds, and {len(sealed) - len(listed & there)} others: this program did "
+            "not write it so. Begin again with --overwrite, or from a copy."
+        )
     return sealed
 
 

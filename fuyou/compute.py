@@ -17,22 +17,6 @@ from fuyou.stack import BlockCalls, StreamedModel
 from fuyou.tasks import BEFORE_HEAD_PHASES, FORWARD_PHASES, Activation, Op, Phase, StepList, Task
 
 
-class NonFiniteLoss(FinetuneError):
-    """The loss or the gradient is NaN or infinite; the step is not committed.
-
-    Attributes:
-        step: the step that failed.
-        committed: the step that ``resume`` continues from.
-    """
-
-    def __init__(self, message: str, step: int, committed: int):
-        super().__init__(
-            f"{message} Training stops; step {committed} is committed and intact. A lower --lr, --max-grad-norm or a "
-            "look at the data of that step usually helps."
-        )
-        self.step, self.committed = step, committed
-
-
 class StepComputation:
     """One step's (or one evaluation's) computation, micro-batch by micro-batch.
 

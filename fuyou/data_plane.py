@@ -345,7 +345,7 @@ class DataPlane:
 
     def _state_read(self, task: Task) -> None:
         expected = self._sums.expected(task.record, "states", task.source, task.step)
-        self._link.send(ReadStates(task.record, task.source, expected))
+        self._link.send(ReadStates(task.record, task.source, expected, there=not task.nbytes))
 
     def _update(self, task: Task) -> object:
         with self._lock:

@@ -24,9 +24,10 @@ from fuyou.tasks import BEFORE_HEAD_PHASES, FORWARD_PHASES, Op, Phase, Resource,
 PREFIX = "emulated:"
 _USAGE = (
     "Write it as emulated:tflops=165,memory=24GiB,link=25GB/s, and to slow the drives down as well, "
-    "ssd_read=3GB/s,ssd_write=2GB/s (per directory); among several ranks, inside=20GB/s,across=1.2GB/s."
+    "ssd_read=3GB/s,ssd_write=2GB/s (per directory); among several ranks, inside=20GB/s,across=1.2GB/s; for gradients "
+    "to be clipped, norm=2."
 )
-_FIELDS = ("tflops", "memory", "link", "ssd_read", "ssd_write", "inside", "across")
+_FIELDS = ("tflops", "memory", "link", "ssd_read", "ssd_write", "inside", "across", "norm")
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class EmulatedSpec:
     """From a rank to the others of its node, where there are several ranks."""
     across_bytes_per_second: float | None = None
     """From a node to the others, shared by its ranks' tasks one at a time."""
+    norm: float = 0.0
+    """What every gradient's norm is said to be, for clipping to strike."""
 
     @staticmethod
     def parse(text: str) -> "EmulatedSpec":
@@ -60,14 +63,11 @@ class EmulatedSpec:
         missing = [name for name in ("tflops", "memory", "link") if name not in fields]
         if missing or ("ssd_read" in fields) != ("ssd_write" in fields):
             raise UserError(f"Device {text!r} lacks {', '.join(missing) or 'one of the two SSD rates'}. {_USAGE}")
-        try:
-            tflops = float(fields["tflops"])
-        except ValueError:
-            raise UserError(f"tflops={fields['tflops']} in device {text!r} is not a number. {_USAGE}") from None
+        tflops, norm = (_number(name, fields.get(name, "0"), text) for name in ("tflops", "norm"))
         pace = Pace(_rate(fields["ssd_read"]), _rate(fields["ssd_write"])) if "ssd_read" in fields else None
         inside, across = (_rate(fields[name]) if name in fields else None for name in ("inside", "across"))
         spec = EmulatedSpec(
-            tflops * 1e12, parse_bytes(fields["memory"]), _rate(fields["link"]), pace, inside, across
+            tflops * 1e12, parse_bytes(fields["memory"]), _rate(fields["link"]), pace, inside, across, norm
         )  # fmt: skip
         rates = [rate for rate in (inside, across) if rate is not None]
         if min(spec.flops_per_second, spec.memory_bytes, spec.link_bytes_per_second, *rates) <= 0:
@@ -78,6 +78,13 @@ class EmulatedSpec:
 def is_emulated(device: object) -> bool:
     """Whether ``device`` names an accelerator that is only timed."""
     return isinstance(device, str) and device.startswith(PREFIX)
+
+
+def _number(name: str, value: str, text: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise UserError(f"{name}={value} in device {text!r} is not a number. {_USAGE}") from None
 
 
 def _rate(text: str) -> float:
@@ -209,7 +216,7 @@ class TimedComputation:
     def gradient_norm(self) -> float:
         """There is no gradient; but whoever asks waits for it."""
         self._device.synchronize()
-        return 0.0
+        return self._device.spec.norm
 
     def _take(self, phases: Collection[Phase]) -> Iterator[Task]:
         """The tasks that come next, as long as they belong to ``phases``."""

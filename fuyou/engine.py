@@ -25,8 +25,9 @@ from common.units import format_bytes, parse_bytes
 from fuyou.accounting import StepReport
 from fuyou.adam import AdamConfig, Update
 from fuyou.checksums import RecordSums
+from fuyou.clipping import ClipBy, Strikes, clip_by_named
 from fuyou.commits import Commits, sealed_records
-from fuyou.compute import NextToken, NonFiniteLoss, StepComputation
+from fuyou.compute import NextToken, StepComputation
 from fuyou.data_plane import DataPlane
 from fuyou.devices import memory_limits, open_device
 from fuyou.emulated import EmulatedDevice, TimedComputation
@@ -38,10 +39,13 @@ from fuyou.memory_plan import MemoryPlan
 from fuyou.nodes.agreement import Agreement
 from fuyou.nodes.commits import ClusterCommits
 from fuyou.nodes.reader import ClusterReader
+from fuyou.nodes.regroup import regroup
 from fuyou.nodes.topology import Topology, share_of
+from fuyou.nonfinite import NonFinitePolicy
 from fuyou.open_model import OpenModel
 from fuyou.optimizer_link import OptimizerLink
 from fuyou.records import Precision, allocate_extents
+from fuyou.restripe import Drives
 from fuyou.run_files import RunFiles, create_run, resume_run
 from fuyou.runtime import Runtime
 from fuyou.share import ALONE, Share
@@ -79,8 +83,12 @@ class Engine:
             overlap: ``"emulated:tflops=165,memory=24GiB,link=25GB/s"``, see :mod:`fuyou.emulated`.
         dtype: ``"bf16"`` computes in bf16 with exact fp32 masters; ``"fp32"`` computes in fp32.
         lr, betas, eps, weight_decay: AdamW's. ``engine.lr`` may be set before each step. Biases and norms do not decay.
-        max_grad_norm: clip by the global norm, exactly: updates are deferred into the next forward pass, which
-            costs 4 more bytes of SSD traffic per parameter where gradients find no room in host memory.
+        max_grad_norm: clip by the global norm, exactly.
+        clip_by: how, see :mod:`fuyou.clipping`: ``"deferral"`` of all updates into the next forward pass, when the norm
+            is known, which costs 4 more bytes of SSD traffic per parameter where gradients find no room in host memory;
+            or ``"speculation"``, updates in the backward pass, done again in steps that are clipped, which costs 2, and
+            needs two slots, ``commit_every=1`` and a single rank. ``"auto"`` takes the planner's choice, if
+            ``automatic`` lets it choose; else deferral. The same numbers.
         deferred_fraction: part of the blocks, spread over the stack, that are updated during the next forward pass: the
             same numbers, and a shorter step where computing and the SSDs take about as long. Costs host memory for
             their gradients.
@@ -98,6 +106,9 @@ class Engine:
         run_name: name of the run's folder in each of ``ssd``.
         commit_every: commit every N-th step only: what lives in host memory is not written in between. A crash loses up
             to N steps.
+        on_nonfinite: what becomes of a step whose loss or gradient is NaN or infinite. ``"stop"`` raises NonFiniteLoss;
+            ``"skip"`` leaves it out, and weights and moments stay as they are, exactly. For that, updates are deferred
+            or speculative (``clip_by``) as with ``max_grad_norm``, at the same cost.
         single_slot: half the space, no protection: a crash in the middle of a step loses the run.
         resume: continue the run that the directories hold.
         overwrite: replace the run that the directories hold.
@@ -112,15 +123,17 @@ class Engine:
         frozen_dtype: ``"int8"`` or ``"nf4"`` keeps frozen matrices of the blocks in 1.016 or 0.5625 bytes per parameter
             on SSD, on their way and in the host's cache; they are brought back into ``dtype`` on the device. Not
             lossless: every weight is rounded once, when the store is made. None keeps them in ``dtype``.
-        automatic: let the planner choose ``deferred_fraction`` and ``kept_activations`` where they are not given, by
-            simulation of this run on this machine. Needs ``batch_shape`` and a profile of this machine with this model
-            (``finetune --profile``); without one nothing is chosen. Costs 0.1 to 3 s at the start, and changes no
-            number. On one rank only.
+        automatic: let the planner choose ``deferred_fraction``, ``kept_activations`` and ``clip_by`` where they are not
+            given, by simulation of this run on this machine. Needs ``batch_shape`` and a profile of this machine with
+            this model (``finetune --profile``); without one nothing is chosen. Costs 0.1 to 3 s at the start, and
+            changes no number. On one rank only.
         topology: the other ranks, if there are any (an ``fcdp.Topology``). Every rank makes an engine, with directories
             of its own and otherwise alike, gives it its own part of every batch, and calls everything that the others
             call. Every node keeps one copy of the parameters, of which each of its M ranks stores 1/M; optimizer states
             are spread over all W ranks. ``host_memory`` and ``host_cache`` are those of the node. An error on one rank
             leaves the others waiting for it: end their processes, as torchrun does.
+        leave_ssd: with ``resume``, directories of drives that the run may be on and is to leave. A run that is on other
+            drives than ``ssd`` moves there first, crash-safely: it is copied, and the copy is read again.
 
     Raises:
         UserError: what was asked for is not possible (paths, space, budgets, model).
@@ -140,6 +153,7 @@ class Engine:
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         max_grad_norm: float | None = None,
+        clip_by: str = "auto",
         deferred_fraction: float = 0.0,
         micro_batch: int | None = None,
         host_memory: int | str | None = None,
@@ -148,6 +162,7 @@ class Engine:
         seed: int = 0,
         run_name: str = "fuyou",
         commit_every: int = 1,
+        on_nonfinite: str = "stop",
         single_slot: bool = False,
         resume: bool = False,
         overwrite: bool = False,
@@ -159,11 +174,14 @@ class Engine:
         frozen_dtype: str | None = None,
         automatic: bool = False,
         topology: Topology | None = None,
+        leave_ssd: Sequence[str | os.PathLike[str]] = (),
     ):
-        deferred_fraction = 1.0 if max_grad_norm else deferred_fraction  # nothing is updated before the norm is known
+        self._nonfinite = NonFinitePolicy(on_nonfinite)
+        if self._nonfinite.skips:
+            max_grad_norm = max_grad_norm or math.inf  # never reached, but known before any update counts
         self._options = EngineConfig(
             Precision.named(dtype, optimizer_dtype), AdamConfig(lr, betas, eps, weight_decay),
-            max_grad_norm, deferred_fraction, micro_batch, commit_every,
+            max_grad_norm, clip_by_named(clip_by), math.inf, deferred_fraction, micro_batch, commit_every,
             None if host_cache is None else parse_bytes(host_cache), single_slot, io, seed,
             kept_activations if isinstance(kept_activations, Keeping) else parse_bytes(kept_activations or 0),
             adapters.peft_config() if isinstance(adapters, AdapterOptions) else adapters,
@@ -180,8 +198,10 @@ class Engine:
         self._items: int | None = None  # labels in the batches of all ranks, where there are several
         self._meter = PeakMeter(self._pids)
         try:
-            self._ssd = [Path(path) for path in ssd]
-            usable(self._ssd)
+            self._ssd, leaving = [Path(path) for path in ssd], [Path(path) for path in leave_ssd]
+            usable([*self._ssd, *leaving])
+            if leaving and (topology is not None or not resume):
+                raise UserError("leave_ssd is for a run of one rank that goes on: leave it out.")
             self.config, self._checkpoint = load_config(model)
             self._device = open_device(device)
             self.emulated = isinstance(self._device, EmulatedDevice)
@@ -189,16 +209,22 @@ class Engine:
             topology = self._topology = topology if share.world_size > 1 else None  # one rank alone is alone
             self._agreement = Agreement(share) if topology is not None else None
             self._cluster_options(share)
+            self._options.check_clipping(share.world_size)
             self._limits = self._smallest(memory_limits(self._device, host_memory, device_memory, share.ranks_per_node))
             self._device.cap_memory(self._limits[1])
             self._link = OptimizerLink()  # imports PyTorch while the model is built
             self._link.wait_until_up()
             self._meter.start()
             self._open_model()
+            folders = [path / run_name for path in self._ssd]
             if automatic and batch_shape is not None and topology is None:
-                self._options = self._options.completed(self._model, self._device, self._limits, self._ssd, batch_shape)
+                strikes = Strikes.of_run(folders) if resume else Strikes()
+                self._options = self._options.completed(
+                    self._model, self._device, self._limits, self._ssd, batch_shape, strikes
+                )
             self._open_runtime(batch_shape)
-            self._open_run([path / run_name for path in self._ssd], resume, overwrite)
+            left = [path / run_name for path in leaving]
+            self._open_run(Drives(folders, left), resume, overwrite)
         except BaseException:
             self.close()
             raise
@@ -266,10 +292,10 @@ class Engine:
                 "would end it on the way. Lower --host-memory, or end what takes the memory."
             )
 
-    def _open_run(self, folders: Sequence[Path], resume: bool, overwrite: bool) -> None:
+    def _open_run(self, drives: Drives, resume: bool, overwrite: bool) -> None:
         """Open or make what is on the SSDs, and start the workers."""
         options, slots = self._options, 1 if self._options.single_slot else 2
-        layout = Layout(len(folders))
+        layout = Layout(len(drives.folders))
         self._extents = allocate_extents(layout, self._shape.records, slots)
         wanted = TrainingState(
             0, 0, "", self._model.fingerprint, str(options.precision.dtype),
@@ -279,14 +305,15 @@ class Engine:
         # Everything goes through host memory, so there is nothing for "auto" to measure.
         io: dict[str, Any] = {"io": "posix" if options.io == "auto" else options.io, "pace": runtime.pace}
         if resume:
-            self._files = resume_run(folders, wanted, self._agreement, **io)
+            regroup(drives, self._model.shape, wanted, self._agreement)
+            self._files = resume_run(drives, wanted, self._agreement, **io)
             restore_random_states(self._files.state.random, self._device.torch_device)
         else:
-            self._files = create_run(folders, layout, wanted, self._agreement, overwrite, **io)
+            self._files = create_run(drives.folders, layout, wanted, self._agreement, overwrite, **io)
         store, state = self._files.store, self._files.state
         sums = RecordSums(self._shape.records, self._extents, sealed_records(store, state) if resume else ())
         self._commits = self._make_commits(self._files, sums)
-        self.step_count = state.step
+        self.step_count, self._nonfinite.skipped = state.step, state.skipped
         self.user_state: dict[str, Any] = dict(state.user)
         runtime.attach(self._files, self._extents)
         runtime.open(self._commits)
@@ -356,17 +383,20 @@ class Engine:
         plane = self._prepare(batch)
         began = time.monotonic()
         step = self.step_count + 1
-        self._commits.begin(Update(step, replace(self._options.adam, lr=self.lr), 1.0, self._options.seed))
+        adam = replace(self._options.adam, lr=self.lr)
+        self._commits.begin(Update(step, adam, 1.0, self._options.seed, skipped=self._nonfinite.skipped))
         shape = self._runtime.batch_shape(*batch["input_ids"].shape)
         self._in_flight = True  # before the schedule changes: an interrupt may come at any point
-        tasks = self._runtime.scheduler.training_step(step, shape, commit=step % self._options.commit_every == 0)
+        waits = self._commits.strikes(self.step_count).share > self._options.most_clipped
+        tasks = self._runtime.scheduler.training_step(
+            step, shape, commit=step % self._options.commit_every == 0, defer_all=waits
+        )
         self._step = self._computation(plane, tasks, batch, began)
         self._runtime.submit(tasks)
         self._step.forward()
         loss = self._step.loss = self._whole_loss(self._step.loss)
-        if not math.isfinite(loss):
-            self._finish_earlier_commit()
-            raise NonFiniteLoss(f"The loss of step {step} is {loss}.", step, self.committed_step)
+        if not self._nonfinite.skips:
+            self._leaves_out(step, loss, 0.0)
         return EngineOutput(streamed_loss(loss, self._step.backward))
 
     def step(self) -> StepReport:
@@ -381,16 +411,21 @@ class Engine:
         step = self.step_count + 1
         assert current.tasks.end is not None
         norm = self._gradient_norm(current)
-        if not math.isfinite(norm):
-            self._finish_earlier_commit()
-            raise NonFiniteLoss(f"The gradient norm of step {step} is {norm}.", step, self.committed_step)
-        limit = self._options.max_grad_norm
-        if limit is not None and norm > limit:
+        limit = self._options.max_grad_norm or math.inf
+        skipped = self._leaves_out(step, current.loss, norm)
+        clipped = not skipped and norm > limit
+        if skipped:
+            self._commits.leave_out(step)
+        elif clipped:
             # As torch.nn.utils.clip_grad_norm_ does it.
             self._commits.scale_gradients(step, limit / (norm + 1e-6))
         self.step_count = step
-        self._commits.end(step, self._device.torch_device, self.user_state)
+        self._commits.end(step, self._nonfinite.skipped, self._device.torch_device, self.user_state)
         self._runtime.plane.executor.finish(current.tasks.end)
+        again = False
+        if self._options.speculates:
+            again = (clipped or skipped) and self._runtime.scheduler.speculative
+            self._runtime.submit(self._runtime.scheduler.settle(step, clipped or skipped))
         self._step = None
         self._in_flight = False
         seconds = time.monotonic() - current.began
@@ -408,7 +443,21 @@ class Engine:
             planned_sent_bytes=current.tasks.sent_bytes(),
             kept_activation_bytes=current.tasks.kept_bytes(self.memory_plan.kept_bytes),
             recomputation_saved=current.recomputation_saved,
+            clipped=clipped,
+            skipped=skipped,
+            updated_again=again,
+            task_seconds=times.tasks,
         )
+
+    def _leaves_out(self, step: int, loss: float, norm: float) -> bool:
+        """Whether ``step`` is to change nothing.
+
+        Raises:
+            NonFiniteLoss: it is not finite, and training stops.
+        """
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self._finish_earlier_commit()
+        return self._nonfinite.leaves_out(step, loss, norm, self.committed_step)
 
     @torch.no_grad()
     def eval_loss(self, **batch: torch.Tensor) -> float:
@@ -631,6 +680,11 @@ class Engine:
         """Most device memory in use. Where the CPU is the device: what the plan gives it."""
         measured = self._device.peak_bytes()
         return self.memory_plan.device_bytes if measured is None else measured
+
+    @property
+    def clip_by(self) -> ClipBy | None:
+        """How gradients are clipped, if they are."""
+        return None if self._options.max_grad_norm == math.inf else self._options.clips_by
 
     def _pids(self) -> list[int]:
         """Of our processes, this one first."""

@@ -9,12 +9,15 @@ from peft import PeftConfig
 from common.errors import UserError
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
 from fuyou.adam import AdamConfig
+from fuyou.clipping import ClipBy, Strikes, speculation_obstacle
+from fuyou.deferral import interleaved
 from fuyou.devices import Device
 from fuyou.frozen import FrozenDtype
 from fuyou.keeping import Keeping
 from fuyou.open_model import OpenModel
 from fuyou.planner import Training, choose
 from fuyou.records import Precision
+from fuyou.step_shape import StepShape
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,12 @@ class EngineConfig:
     precision: Precision
     adam: AdamConfig
     max_grad_norm: float | None
+    clip_by: ClipBy | None
+    """None leaves it to the planner; without one, it is deferral."""
+    most_clipped: float
+    """Share of the steps up to which speculation pays: while more of them are clipped, all updates are deferred."""
     deferred_fraction: float
-    """Of the blocks whose updates wait for the next forward pass; 1 with clipping by the global norm."""
+    """Of the blocks whose updates wait for the next forward pass, as asked for."""
     micro_batch: int | None
     commit_every: int
     host_cache: int | None
@@ -51,6 +58,34 @@ class EngineConfig:
             if not good:
                 raise UserError(f"{name} must be positive, not {getattr(self, name, getattr(self.adam, name, None))}.")
 
+    def check_clipping(self, ranks: int) -> None:
+        """See whether gradients can be clipped as asked for.
+
+        Raises:
+            UserError: they cannot.
+        """
+        why = speculation_obstacle(single_slot=self.single_slot, commit_every=self.commit_every, ranks=ranks)
+        if self.speculates and why is not None:
+            raise UserError(f"--clip-by speculation is not possible: {why}. Leave it out, or change that.")
+
+    @property
+    def clips_by(self) -> ClipBy | None:
+        """How gradients are clipped, if they are."""
+        return None if self.max_grad_norm is None else self.clip_by or ClipBy.DEFERRAL
+
+    @property
+    def speculates(self) -> bool:
+        """Whether updates are done before it is known whether the gradient is clipped, and again if it is."""
+        return self.clips_by is ClipBy.SPECULATION
+
+    def deferred(self, shape: StepShape) -> frozenset[int]:
+        """Records whose updates wait for the next forward pass: all, if none is done before the norm is known."""
+        return interleaved(shape, 1.0 if self.clips_by is ClipBy.DEFERRAL else self.deferred_fraction)
+
+    def held(self, shape: StepShape) -> frozenset[int]:
+        """Records whose gradients stay until the step has ended."""
+        return frozenset(shape.trainable) if self.speculates else self.deferred(shape)
+
     def completed(
         self,
         model: OpenModel,
@@ -58,6 +93,7 @@ class EngineConfig:
         limits: tuple[int, int],
         ssd: Sequence[Path],
         batch_shape: tuple[int, int],
+        strikes: Strikes,
     ) -> "EngineConfig":
         """With what was left open chosen by the planner, if this machine and model have been profiled.
 
@@ -65,6 +101,7 @@ class EngineConfig:
             limits: bytes of host and device memory that the run may take.
             ssd: one directory per drive.
             batch_shape: (sequences, tokens per sequence).
+            strikes: how often gradients were clipped so far.
         """
         module, (rows, seq_len) = model.stack.model, batch_shape
         training = Training(
@@ -73,11 +110,13 @@ class EngineConfig:
             clips=self.max_grad_norm is not None, single_slot=self.single_slot, micro_batch=self.micro_batch,
             deferred_fraction=self.deferred_fraction or None, host_cache=self.host_cache,
             keeping=self.kept_activations if isinstance(self.kept_activations, Keeping) else None,
+            commit_every=self.commit_every, clip_by=self.clip_by, clipped_share=strikes.share,
         )  # fmt: skip
         choice = choose(training, device, limits, ssd)
         if choice is None:
             return self
         return replace(
             self, micro_batch=choice.micro_batch, deferred_fraction=self.deferred_fraction or choice.deferred_fraction,
-            kept_activations=self.kept_activations or choice.keeping,
+            kept_activations=self.kept_activations or choice.keeping, clip_by=choice.clip_by,
+            most_clipped=choice.most_clipped,
         )  # fmt: skip

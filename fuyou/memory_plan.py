@@ -7,6 +7,7 @@ then optimizer states that need not be read at all.
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
@@ -17,7 +18,7 @@ from common.errors import UserError
 from common.units import format_bytes
 from fuyou.frozen import ROW_ELEMENTS
 from fuyou.loss import pass_bytes
-from fuyou.records import PAGE_ELEMENTS, Kind
+from fuyou.records import PAGE_ELEMENTS, Kind, Record
 from fuyou.residency import resident_records
 from fuyou.step_shape import BufferCounts, StepShape
 
@@ -96,15 +97,13 @@ class MemoryPlan:
     resident: tuple[int, ...] = ()
     """Records that live in host memory for the whole run, states included."""
 
-    def spills_gradients(self, shape: StepShape, deferred: Collection[int]) -> bool:
-        """Whether there is no room on the host for all gradients that wait for a deferred update, while others pass
-        through."""
+    def spills_gradients(self, shape: StepShape, held: Collection[int]) -> bool:
+        """Whether there is no room on the host for the gradients of all records in ``held``, which stay until the step
+        has ended, while others pass through."""
         passing = {Kind.BLOCK: 2, Kind.OUTER: 1, Kind.ADAPTER: 0}
-        return any(
-            sum(shape.records[index].kind is kind for index in deferred)
-            > max(0, self.counts.host_gradients(kind) - few)
-            for kind, few in passing.items()
-        )
+        kinds = Counter(shape.records[index].kind for index in held)
+        trained = Counter(shape.records[index].kind for index in shape.trainable)
+        return any(min(kinds[kind] + passing[kind], trained[kind]) > self.counts.host_gradients(kind) for kind in kinds)
 
 
 def activation_elements_per_token(config: PreTrainedConfig) -> float:
@@ -123,6 +122,18 @@ def activation_elements_per_token(config: PreTrainedConfig) -> float:
     return 20 * hidden + 4 * width
 
 
+def chunk_elements(shape: StepShape) -> int:
+    """Elements of the chunks in which states lie on SSD: by the model and the number of ranks alone."""
+    wanted = min(LARGEST_CHUNK, max(SMALLEST_CHUNK, _largest_trained(shape).owned // CHUNKS_PER_BLOCK))
+    return round_up(min(wanted, max(shape.records[index].owned for index in shape.trainable)), PAGE_ELEMENTS)
+
+
+def _largest_trained(shape: StepShape) -> Record:
+    """The largest record of a block that is trained; if there is none, whatever is."""
+    trained = [shape.records[index] for index in shape.trainable]
+    return max((r for r in trained if r.kind is Kind.BLOCK), key=lambda r: r.numel, default=trained[-1])
+
+
 class MemoryPlanner:
     """Counts memory for one model on one machine.
 
@@ -133,6 +144,8 @@ class MemoryPlanner:
         host_limit: bytes of host memory for everything; on a CPU this includes the device's.
         cpu: whether the device is the CPU.
         deferred: records whose gradients wait on the host for the next forward pass, as far as there is room.
+        speculative: whether all other gradients are kept until the step has ended, in the room that is left when all
+            parameters are in host memory: that saves writing them, which is half of what a parameter saves.
         host_cache: most bytes of host memory for what is only kept there to save reading and writing it; None: as many
             as there are left.
         kept_layers: blocks that keep operator outputs beside their input.
@@ -148,6 +161,7 @@ class MemoryPlanner:
         cpu: bool,
         *,
         deferred: int = 0,
+        speculative: bool = False,
         host_cache: int | None = None,
         kept_layers: int = 0,
         kept_bytes: Callable[[Batch], int] = lambda batch: 0,
@@ -157,17 +171,13 @@ class MemoryPlanner:
         self.device_limit = device_limit
         self.host_limit = host_limit
         self.cpu = cpu
-        self.deferred = deferred
+        self.deferred, self.speculative = deferred, speculative
         self.host_cache = host_cache
         self._kept_layers, self._kept_bytes = kept_layers, kept_bytes
         self.adapters = len(shape.of_kind(Kind.ADAPTER))
-        # By the model and the number of ranks alone: states lie on SSD chunk by chunk.
-        trained = [shape.records[index] for index in shape.trainable]
-        largest = max((r for r in trained if r.kind is Kind.BLOCK), key=lambda r: r.numel, default=trained[-1])
-        wanted = min(LARGEST_CHUNK, max(SMALLEST_CHUNK, largest.owned // CHUNKS_PER_BLOCK))
-        self.chunk_elements = round_up(min(wanted, max(record.owned for record in trained)), PAGE_ELEMENTS)
+        self.chunk_elements = chunk_elements(shape)
         # Of the rank that has most: all must plan the same.
-        ranks = [replace(largest, share=share) for share in shape.share.everyone()]
+        ranks = [replace(_largest_trained(shape), share=share) for share in shape.share.everyone()]
         self.block_chunks = max(len(record.chunks(self.chunk_elements)) for record in ranks)
 
     def plan(self, rows: int, seq_len: int, micro_rows: int | None) -> MemoryPlan:
@@ -233,11 +243,14 @@ class MemoryPlanner:
         """
         layers, outer, counts = len(self.shape.blocks), len(self.shape.of_kind(Kind.OUTER)), plan.counts
         block_bytes, outer_bytes = (self.shape.parameter_nbytes(kind) for kind in (Kind.BLOCK, Kind.OUTER))
-        room = self.host_limit - plan.host_bytes
-        room = room if self.host_cache is None else min(room, self.host_cache)
+        free = self.host_limit - plan.host_bytes
+        room = free if self.host_cache is None else min(free, self.host_cache)
         more = max(0, min(room // block_bytes, layers - counts.host_blocks))
         counts = replace(counts, host_blocks=counts.host_blocks + more)
-        room -= more * block_bytes
+        room, free = room - more * block_bytes, free - more * block_bytes
+        if self.speculative:
+            gradients, free = self._kept_gradients(counts, free)
+            counts, room = replace(counts, **gradients), min(room, free)
         missing = max(0, outer - counts.host_outer)
         resident: tuple[int, ...] = ()
         if counts.host_blocks >= layers and missing * outer_bytes <= room:
@@ -249,6 +262,18 @@ class MemoryPlanner:
         if self._in_memory(counts):
             resident += tuple(record.index for record in self.shape.of_kind(Kind.ADAPTER))
         return replace(plan, resident=resident, host_bytes=plan.host_bytes + states)
+
+    def _kept_gradients(self, counts: BufferCounts, room: int) -> tuple[dict[str, int], int]:
+        """Host buffers for all gradients of a step, as far as they fit in ``room``; and the room that is left."""
+        names = {Kind.OUTER: "host_outer_gradients", Kind.BLOCK: "host_block_gradients"}
+        found = {}
+        for kind, name in names.items():
+            nbytes, there = self.shape.gradient_nbytes(kind), counts.host_gradients(kind)
+            trained = sum(record.trainable for record in self.shape.of_kind(kind))
+            more = max(0, min(room // nbytes, trained - there)) if nbytes else 0
+            found[name] = there + more
+            room -= more * nbytes
+        return found, room
 
     def _wanted(self, counts: BufferCounts) -> BufferCounts:
         """``counts`` without gradients of what is frozen, and with what adapters need on the device."""
@@ -268,7 +293,7 @@ class MemoryPlanner:
         """Host buffers for adapters and for their gradients: all of them, as a rule; else as many as pass through."""
         if not self.adapters:
             return [(0, 0)]
-        waiting = min(self.adapters, self.deferred + 2)
+        waiting = self.adapters if self.speculative else min(self.adapters, self.deferred + 2)
         return [(self.adapters, waiting), (min(3, self.adapters), min(2, self.adapters))]
 
     def _in_memory(self, counts: BufferCounts) -> bool:

@@ -91,7 +91,6 @@ class Resident:
 
     def __init__(self, record: Record):
         self.buffer = HostBuffer(record.state_nbytes).touch()
-        self.loaded = False
         self.written: Write | None = None
 
 
@@ -186,11 +185,9 @@ class OptimizerProcess:
                 sums = Sums(extent, self._store.directories, what, message.expected)
             for chunk in self._chunks(message.record):
                 place = self._resident_place(message.record, chunk) if resident else Place(chunk, self._free.get())
-                if resident is None or not resident.loaded:
+                if not message.there:
                     self._start_reading(place, extent, self._records[message.record].precision.state_bytes, sums)
                 self._read.put(place)
-            if resident is not None:
-                resident.loaded = True
 
     def _start_reading(self, place: Place, extent: Extent, width: int, sums: Sums | None) -> None:
         first, nbytes = place.chunk.start * width, (place.chunk.stop - place.chunk.start) * width

@@ -79,6 +79,8 @@ class ReadStates:
     source: int
     expected: tuple[int, ...] | None = None
     """What their checksums must be, where they are to be checked."""
+    there: bool = False
+    """Whether they are in memory (resident records only): then nothing is read."""
 
 
 @dataclass(frozen=True)

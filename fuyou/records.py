@@ -187,6 +187,21 @@ class Record:
         return self.share.owned(self.numel)
 
     @property
+    def used(self) -> int:
+        """Elements up to the end of the last parameter: what follows is padding."""
+        return max((slot.offset + slot.numel for slot in self.parameters), default=0)
+
+    @property
+    def filled_slices(self) -> list[int]:
+        """Elements, without the padding at the end, that each rank of a node stores."""
+        return self.share.filled_slices(self.numel, self.used)
+
+    @property
+    def filled_parts(self) -> list[int]:
+        """Elements, likewise, of this rank's slice that each node updates."""
+        return self.share.filled_parts(self.numel, self.used)
+
+    @property
     def device_nbytes(self) -> int:
         """Bytes of all parameters, as they come to the device."""
         return self.frozen.nbytes(self.decayed, self.numel - self.decayed, self.precision.dtype)

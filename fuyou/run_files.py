@@ -9,9 +9,11 @@ from typing import Any
 
 from common.store import DirectoryLock, Layout, Store
 from common.store.sealed import sync_directory
-from fuyou.commits import check_records, load_state
+from common.store.succession import lock_all, make_way
+from fuyou.commits import load_state
 from fuyou.nodes.agreement import Agreement
 from fuyou.nodes.commits import find_common_state
+from fuyou.restripe import Drives, open_run
 from fuyou.training_state import TrainingState
 
 
@@ -33,11 +35,11 @@ class RunFiles:
             stack.callback(self.store.close)
 
 
-def resume_run(folders: Sequence[Path], wanted: TrainingState, agreement: Agreement | None, **io: Any) -> RunFiles:
-    """The run that ``folders`` hold, its committed records read and compared with their checksums.
+def resume_run(drives: Drives, wanted: TrainingState, agreement: Agreement | None, **io: Any) -> RunFiles:
+    """The run that is on ``drives``, or moves there, its committed records read and compared with their checksums.
 
     Args:
-        folders: one per drive.
+        drives: with several ranks, it stays where it is.
         wanted: what the run must be, but for its step.
         agreement: with the other ranks, if there are any; then this is collective.
         io: how the store is opened, see :meth:`common.store.Store.open`.
@@ -46,18 +48,11 @@ def resume_run(folders: Sequence[Path], wanted: TrainingState, agreement: Agreem
         UserError: another process has it, or it cannot be continued as ``wanted``.
         FinetuneError: it is damaged.
     """
-    lock = DirectoryLock(folder for folder in folders if folder.is_dir())
+    if agreement is None:
+        return RunFiles(*open_run(drives, lambda store: load_state(store, wanted), **io), "")
+    lock = DirectoryLock(folder for folder in drives.folders if folder.is_dir())
     try:
-        if agreement is not None:
-            return RunFiles(lock, *find_common_state(agreement, lambda: Store.open(folders, **io), wanted))
-        store = Store.open(folders, **io)
-        try:
-            state = load_state(store, wanted)
-            check_records(store, state)
-        except BaseException:
-            store.close()
-            raise
-        return RunFiles(lock, store, state, "")
+        return RunFiles(lock, *find_common_state(agreement, lambda: Store.open(drives.folders, **io), wanted))
     except BaseException:
         lock.close()
         raise
@@ -90,9 +85,10 @@ def create_run(
     try:
         for folder in made:
             folder.mkdir()
-        lock = DirectoryLock(folders)
+        lock = lock_all(folders)
         for folder in made:
             sync_directory(folder.parent)  # or a power cut takes the folder, with every commit in it
+        make_way(folders, overwrite)
         store = Store.create(folders, layout, overwrite=overwrite, **io)
     except BaseException:
         if lock is not None:

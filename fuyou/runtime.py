@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from common.store import Pace, Store
+from common.store.succession import SCRATCH
 from fuyou.accounting import Accounting
 from fuyou.commits import Commits
 from fuyou.data_plane import DataPlane
-from fuyou.deferral import interleaved
 from fuyou.devices import Device
 from fuyou.engine_config import EngineConfig
 from fuyou.io_counter import Bytes, IoCounter
@@ -52,7 +52,7 @@ class Runtime:
         self._options, self._device, self._shape = options, device, shape
         self.link: OptimizerLink | None = link
         self._topology, self.pace = topology, pace
-        self._deferred = interleaved(shape, options.deferred_fraction)
+        self._deferred = options.deferred(shape)
         self._keeping = KeepingPlan(
             model.stack, "cpu" if device.shares_host_memory else "cuda", options.precision.dtype,
             options.kept_activations,
@@ -65,6 +65,7 @@ class Runtime:
             host_limit,
             device.shares_host_memory,
             deferred=len(self._deferred),
+            speculative=options.speculates,
             host_cache=options.host_cache,
             kept_layers=len(self._keeping.layers),
             kept_bytes=lambda batch: self._keeping.keep(batch.micro_rows, batch.seq_len).nbytes,
@@ -110,14 +111,15 @@ class Runtime:
         )
         self.scheduler = Scheduler(
             self._shape, plan.counts, single_slot=options.single_slot, slot=commits.state.slot,
-            deferred=self._deferred, hold=options.max_grad_norm is not None, resident=plan.resident,
-            recomputation=recomputation,
+            deferred=self._deferred, hold=options.max_grad_norm is not None, speculate=options.speculates,
+            resident=plan.resident, recomputation=recomputation,
         )  # fmt: skip
         self._plane = DataPlane(
             self._shape, plan, self._device, store, self._extents, commits.state.slots, self.link,
-            [folder / "scratch" for folder in store.directories], commits.commit, commits.update_of,
-            spill_gradients=plan.spills_gradients(self._shape, self._deferred), resident=plan.resident,
-            pace=self.pace, topology=self._topology, locks=self._files.lock.descriptors, sums=commits.sums,
+            [folder / SCRATCH for folder in store.directories], commits.commit, commits.update_of,
+            spill_gradients=plan.spills_gradients(self._shape, options.held(self._shape)),
+            resident=plan.resident, pace=self.pace, topology=self._topology, locks=self._files.lock.descriptors,
+            sums=commits.sums,
         )  # fmt: skip
         self.accounting = Accounting(self._plane, self._trace)
 

@@ -9,9 +9,10 @@ whose buffer becomes free early. The engine runs the list; a simulator can run t
 
 import bisect
 import itertools
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 
 from fuyou.activation_pools import ActivationPools, Arguments, hidden_arguments
+from fuyou.gradient_pools import GradientPools
 from fuyou.pool import NEVER, Pool
 from fuyou.records import Kind, Record
 from fuyou.step_shape import FULL_RECOMPUTATION, BatchShape, BufferCounts, Recomputation, StepShape
@@ -29,6 +30,9 @@ class Scheduler:
         deferred: indices of the records whose gradients are kept, and updated during the next forward pass just
             before they are needed: the SSDs then work in a phase that leaves them idle otherwise.
         hold: whether deferred updates wait for the caller to have ended the step (who then knows the gradient's norm).
+        speculate: whether all other updates are done as if the gradient's norm were known, and their gradients kept
+            until :meth:`settle` says whether they must be done again. Needs two slots and a commit of every step: what
+            the update started from is then whole in the committed slot.
         resident: indices of the records that live in host memory: read once, and written in steps that are committed.
             The host buffers must hold the parameters of all records of their kind then, so that none is read again.
         recomputation: which blocks keep more than their input, and what that saves.
@@ -43,13 +47,15 @@ class Scheduler:
         slot: int = 0,
         deferred: Collection[int] = (),
         hold: bool = False,
+        speculate: bool = False,
         resident: Collection[int] = (),
         recomputation: Recomputation = FULL_RECOMPUTATION,
     ):
         self.shape = shape
         self.counts = counts
         self._deferred = frozenset(deferred)
-        self._hold = hold
+        self._hold, self._speculate = hold, speculate
+        assert not (speculate and single_slot)
         self._resident = frozenset(resident)
         self._loaded: set[int] = set()  # resident records whose states are in host memory
         #: Resident record -> its newest update, the task after which all nodes have it, its host buffer.
@@ -60,11 +66,10 @@ class Scheduler:
         self._slot_of = [slot if record.trainable else 0 for record in shape.records]
         self._written: list[list[Task]] = [[] for _ in shape.records]  # by the newest writes of each record
         self._commit: Task | None = None
-        self._pending: dict[int, int] = {}  # record -> step of the gradient that waits for its update
-        self._spilled: dict[int, Task] = {}  # record -> the task that wrote its gradient to SSD
         self._ended: Task | None = None  # the STEP task of the newest step
         self._commit_due = False  # whether that step is to be committed, once its deferred updates are done
         self._durable = True  # whether the step being scheduled is to be committed
+        self._defer_all = False  # whether all its updates are deferred
         self._visits = shape.visits(train=True)
         self._position = 0
         self._uses: dict[int, list[int]] = {}
@@ -78,7 +83,7 @@ class Scheduler:
         self._device = pools("device parameters", counts.device, self._next_visit)
         self._host = pools("host parameters", counts.host, self._next_visit)
         self._device_gradients = pools("device gradients", counts.device_gradients, self._never)
-        self._host_gradients = pools("host gradients", counts.host_gradients, self._next_update)
+        self._gradients = GradientPools(shape, counts, lambda record: self._uses[record][0], self._emit)
         self._recomputation = recomputation
         backward = {visit.layer for visit in self._visits if visit.phase is Phase.BLOCK_BACKWARD}
         self._keeping = recomputation.layers & backward
@@ -96,15 +101,18 @@ class Scheduler:
 
     # -- what the engine asks for ---------------------------------------------------------------------------------
 
-    def training_step(self, step: int, batch: BatchShape, *, commit: bool = True) -> StepList:
+    def training_step(self, step: int, batch: BatchShape, *, commit: bool = True, defer_all: bool = False) -> StepList:
         """The tasks of step ``step`` (numbered from 1).
 
         ``commit`` says whether the step is committed at its end; with deferred updates that is during the next step.
+        Speculative updates leave that to :meth:`settle`. ``defer_all``: all updates of this step are deferred.
         """
+        assert commit or not self._speculate
+        assert not self._gradients.kept, "settle the step before"
         self._list, self._batch = StepList(step), batch
         self._activations.begin(self._list, self._visits, batch.micro_batches, batch.activation_bytes)
         self._kept.begin(self._list, self._visits, batch.micro_batches, batch.kept_bytes)
-        self._durable = commit
+        self._durable, self._defer_all = commit, defer_all
         for position, visit in enumerate(self._visits):
             self._position = position
             if visit.phase in FORWARD_PHASES:
@@ -115,12 +123,28 @@ class Scheduler:
         self._position = len(self._visits)
         self._ended = self._list.end = self._emit(Op.STEP, [])
         self._commit_due = commit
+        if not self._speculate:
+            self._commit_when_complete(step)
+        return self._list
+
+    def settle(self, step: int, clipped: bool) -> StepList:
+        """The caller has ended ``step`` and knows whether its gradient is clipped: the tasks that commit it, if it is
+        complete.
+
+        If it is clipped, its speculative updates are void. Their records are again what the committed slot holds, and
+        their gradients wait like deferred ones, whose updates write the other slot anew.
+        """
+        self._list = StepList(step)
+        for record in self._gradients.settle(again=clipped):
+            self._slot_of[record.index] = self._committed_slot
+            self._loaded.discard(record.index)
+            self._host[record.kind].drop(record.index)
         self._commit_when_complete(step)
         return self._list
 
     def evaluation(self, step: int, batch: BatchShape) -> StepList:
         """The tasks of a forward pass that leaves everything as it is. Pending updates must be flushed before."""
-        assert not self._pending, "flush before evaluating"
+        assert not self.pending, "flush before evaluating"
         self._list, self._batch = StepList(step), batch
         visits = self.shape.visits(train=False)
         self._activations.begin(self._list, visits, batch.micro_batches, batch.activation_bytes)
@@ -143,7 +167,12 @@ class Scheduler:
     @property
     def pending(self) -> bool:
         """Whether gradients wait for their update."""
-        return bool(self._pending)
+        return bool(self._gradients.pending)
+
+    @property
+    def speculative(self) -> bool:
+        """Whether updates may have to be done again: :meth:`settle` says so."""
+        return bool(self._gradients.kept)
 
     @property
     def commit_step(self) -> int | None:
@@ -206,7 +235,8 @@ class Scheduler:
         self._host[record.kind].use(source, upload)
         ready = upload
         if record.share.ranks_per_node > 1:
-            nbytes = (record.share.ranks_per_node - 1) * record.parameter_nbytes
+            filled = record.filled_slices[record.share.local_rank]
+            nbytes = (record.share.ranks_per_node - 1) * filled * record.precision.parameter_bytes
             ready = self._emit(Op.PARAMETER_GATHER, [upload], record=record.index, target=index, nbytes=nbytes)
         pool.fill(index, record.index, ready)
         return index, ready
@@ -242,69 +272,44 @@ class Scheduler:
 
     def _finish_gradient(self, record: Record, source: int, compute: Task) -> None:
         """The gradient is complete: bring it to the host; update at once, or keep it until the step has ended."""
-        target, after = self._host_gradient_buffer(record)
+        target, after = self._gradients.take(record)
         download = self._emit(
             Op.GRADIENT_DOWNLOAD, [self._reduce(record, source, compute), *after], record=record.index, source=source,
             target=target, nbytes=record.gradient_nbytes,
         )  # fmt: skip
-        self._host_gradients[record.kind].fill(target, record.index, download)
+        self._gradients.fill(target, record, download)
         device = self._device_gradients[record.kind]
         device.drop(record.index)
         device.use(source, download)
         self._device[record.kind].drop(record.index)  # the update makes the device's copy stale
-        if record.index in self._deferred:
-            self._pending[record.index] = self._list.step
+        if self._defer_all or record.index in self._deferred:
+            self._gradients.pending[record.index] = self._list.step
         else:
-            self._update(record, target, download, self._list.step, self._durable)
+            self._update(record, target, download, self._list.step, self._durable, keep=self._speculate)
 
     def _reduce(self, record: Record, buffer: int, ready: Task) -> Task:
         """Sum a gradient over all ranks: inside the nodes, then across. Returns after what it is there."""
         share, width = record.share, record.precision.gradient_bytes
         if share.ranks_per_node > 1:
-            nbytes = (share.ranks_per_node - 1) * record.stored * width
+            nbytes = _others(record.filled_slices, share.local_rank) * width
             ready = self._emit(Op.GRADIENT_REDUCE, [ready], record=record.index, source=buffer, nbytes=nbytes)
         if share.nodes > 1:
-            nbytes = (share.nodes - 1) * record.owned * width
+            nbytes = _others(record.filled_parts, share.node) * width
             ready = self._emit(Op.GRADIENT_EXCHANGE, [ready], record=record.index, source=buffer, nbytes=nbytes)
         return ready
 
-    def _host_gradient_buffer(self, record: Record) -> tuple[int, list[Task]]:
-        pool = self._host_gradients[record.kind]
-        index, leaving = pool.take(record.index)
-        after = pool.slots[index].busy()
-        if isinstance(leaving, int):
-            write = self._emit(
-                Op.GRADIENT_WRITE, after, record=leaving, source=index,
-                nbytes=self.shape.records[leaving].gradient_nbytes,
-            )  # fmt: skip
-            self._spilled[leaving] = write
-            after = [write]
-        return index, after
-
     def _update_pending(self, index: int, durable: bool) -> None:
         """Apply the deferred update of record ``index``, if there is one. ``durable``: of a step to be committed."""
-        step = self._pending.get(index)
-        if step is None:
-            return
-        record = self.shape.records[index]
-        pool = self._host_gradients[record.kind]
-        source = pool.find(index)
-        if source is None:
-            source, after = self._host_gradient_buffer(record)
-            ready = self._emit(
-                Op.GRADIENT_READ, [*after, self._spilled.pop(index)], record=index, target=source,
-                nbytes=record.gradient_nbytes,
-            )  # fmt: skip
-            pool.fill(source, index, ready)
-        filled = pool.slots[source].ready
-        assert filled is not None
-        del self._pending[index]
-        self._update(record, source, filled, step, durable)
+        step = self._gradients.pending.pop(index, None)
+        if step is not None:
+            record = self.shape.records[index]
+            self._update(record, *self._gradients.fetch(record), step, durable)
 
-    def _update(self, record: Record, gradient: int, ready: Task, step: int, durable: bool) -> None:
+    def _update(self, record: Record, gradient: int, ready: Task, step: int, durable: bool, keep: bool = False) -> None:
         """Read the record's states, update, write parameters and states to the other slot.
 
-        Of a resident record, states are read the first time only, and written only if the step is to be committed.
+        Of a resident record, states are read the first time only (and to update it again), and written only if the step
+        is to be committed. ``keep``: the gradient, in case the update must be done again.
         """
         host, loaded = self._on_host(record)
         parameters = self._host[record.kind]
@@ -330,16 +335,15 @@ class Scheduler:
             self._write(Op.STATE_WRITE, record.index, update, updated, host, target)
         else:
             self._unwritten[record.index] = update, updated, host
-        gradients = self._host_gradients[record.kind]
-        gradients.drop(record.index)
-        gradients.use(gradient, update)
+        self._gradients.updated(gradient, record, update, keep=keep)
         self._device[record.kind].drop(record.index)
 
     def _spread(self, record: Record, host: int, update: Task) -> Task:
         """Give every node what the others have updated of its slices. Returns after what the whole slice is new."""
         if record.share.nodes == 1:
             return update
-        nbytes = (record.share.nodes - 1) * record.owned * record.precision.parameter_bytes
+        filled = record.filled_parts[record.share.node]
+        nbytes = (record.share.nodes - 1) * filled * record.precision.parameter_bytes
         spread = self._emit(Op.PARAMETER_SPREAD, [update], record=record.index, source=host, nbytes=nbytes)
         spread.step = update.step
         return spread
@@ -366,7 +370,7 @@ class Scheduler:
 
     def _commit_when_complete(self, step: int) -> None:
         """Commit ``step`` if that was asked for and no update of it is pending any more."""
-        if self._commit_due and not self._pending:
+        if self._commit_due and not self.pending:
             self._emit_commit(step)
 
     def _emit_commit(self, step: int) -> None:
@@ -418,10 +422,11 @@ class Scheduler:
         after = bisect.bisect_right(uses, self._position)
         return uses[after] if after < len(uses) else uses[0] + len(self._visits)
 
-    def _next_update(self, key: Hashable) -> float:
-        assert isinstance(key, int)
-        return self._uses[key][0] if key in self._pending else NEVER
-
     @staticmethod
     def _never(_: Hashable) -> float:
         return NEVER
+
+
+def _others(parts: Sequence[int], own: int) -> int:
+    """What all but one of them come to."""
+    return sum(parts) - parts[own]

@@ -63,6 +63,15 @@ class Share:
         """The first of them within this rank's slice."""
         return self.node * self.owned(numel)
 
+    def filled_slices(self, numel: int, used: int) -> list[int]:
+        """Of each slice of a (padded) record, how many elements are among its first ``used``: the others are padding,
+        zero everywhere, and need not be sent."""
+        return _filled(0, self.stored(numel), self.ranks_per_node, used)
+
+    def filled_parts(self, numel: int, used: int) -> list[int]:
+        """The same of each part of this rank's slice."""
+        return _filled(self.stored_start(numel), self.owned(numel), self.nodes, used)
+
     def everyone(self) -> "list[Share]":
         """The shares of all ranks, in their order."""
         return [
@@ -70,6 +79,10 @@ class Share:
             for node in range(self.nodes)
             for local_rank in range(self.ranks_per_node)
         ]
+
+
+def _filled(start: int, length: int, count: int, used: int) -> list[int]:
+    return [max(0, min(length, used - start - number * length)) for number in range(count)]
 
 
 #: A rank that is alone.

@@ -487,15 +487,23 @@ def simulate(
     hold: bool = False,
     recomputation: Recomputation = FULL_RECOMPUTATION,
     commit: bool = True,
+    clipped: bool | None = None,
 ) -> tuple[Simulation, StepList]:
     """Steps of this model with these buffers, and the task list of the last one.
 
-    ``deferred``, ``hold``, ``recomputation`` and ``commit`` are the scheduler's.
+    ``deferred``, ``hold``, ``recomputation`` and ``commit`` are the scheduler's. ``clipped``: updates are speculative,
+    and done again in every step or in none; None: they are not speculative.
     """
     scheduler = Scheduler(
-        shape, plan.counts, deferred=deferred, hold=hold, resident=plan.resident, recomputation=recomputation
-    )
+        shape, plan.counts, deferred=deferred, hold=hold, speculate=clipped is not None, resident=plan.resident,
+        recomputation=recomputation,
+    )  # fmt: skip
     batch = BatchShape(plan.batch.micro_batches, plan.activation_bytes, plan.batch.mean_tokens, plan.kept_bytes)
-    lists = [scheduler.training_step(step, batch, commit=commit) for step in range(1, steps + 1)]
+    lists: list[StepList] = []
+    settled: list[Task] = []
+    for step in range(1, steps + 1):
+        lists.append(scheduler.training_step(step, batch, commit=commit))
+        lists[-1].tasks[:0] = settled
+        settled = scheduler.settle(step, clipped).tasks if clipped is not None else []
     simulator = Simulator(shape.records, rates, plan.ring_chunks, plan.chunk_elements)
     return simulator.run(lists), lists[-1]

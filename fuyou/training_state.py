@@ -33,6 +33,10 @@ class TrainingState:
     """Whatever the caller keeps with it."""
     emulated: bool = False
     """Made on an emulated device: there is nothing to continue."""
+    clipped: int = 0
+    """Steps up to this one whose gradients were clipped."""
+    skipped: int = 0
+    """Steps up to this one whose updates were left out, because their gradients were not finite."""
     torn: bool = False
     """Only with one slot: a step was begun over this state and has not been committed."""
     checksums: list[dict[str, Any]] = field(default_factory=list)
@@ -59,8 +63,9 @@ class TrainingState:
             state = TrainingState(**content)
             good = all(isinstance(value, type_of) for value, type_of in (
                 (state.step, int), (state.slot, int), (state.slots, int), (state.random, dict), (state.user, dict),
-                (state.checksums, list), (state.torn, bool), (state.emulated, bool),
-            )) and 0 <= state.slot < state.slots <= 2 and state.step >= 0  # fmt: skip
+                (state.checksums, list), (state.clipped, int), (state.skipped, int), (state.torn, bool),
+                (state.emulated, bool),
+            )) and 0 <= state.slot < state.slots <= 2 and 0 <= state.skipped <= state.step  # fmt: skip
         except TypeError:
             good = False
         if not good:

@@ -1,6 +1,6 @@
 """``finetune --verify``: read all that counts of a run, and compare it with what was written."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,8 +25,12 @@ class Verified:
     """A sentence for each record that is not what was written; names the SSD and the file."""
 
 
-def find_runs(places: Iterable[Path]) -> list[list[Path]]:
+def find_runs(places: Iterable[Path], may_have_none: Container[Path] = ()) -> list[list[Path]]:
     """The directories of runs among ``places`` and what lies directly in them, those of one run together.
+
+    Args:
+        places: where to look.
+        may_have_none: those of them where something else was found already.
 
     Raises:
         UserError: there is none in one of the places.
@@ -39,7 +43,7 @@ def find_runs(places: Iterable[Path]) -> list[list[Path]]:
             if identity is not None:
                 found += 1
                 runs.setdefault(identity.store, []).append(directory)
-        if not found:
+        if not found and place not in may_have_none:
             raise UserError(f"There is no run in {place}. Give --verify the directories that --ssd names, or --output.")
     return [list(dict.fromkeys(directories)) for directories in runs.values()]
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -115,15 +116,15 @@ def predict(one: Configuration, ssd: Sequence[Path]) -> Plan:
     return plan(job, machine_of(one, job, ssd))
 
 
-def run(one: Configuration, ssd: Sequence[Path], chosen: Plan, steps: int) -> list[float]:
-    """Seconds of each step after two that fill the pipeline."""
+def run(one: Configuration, ssd: Sequence[Path], chosen: Plan, steps: int, **options: Any) -> list[float]:
+    """Seconds of each step after two that fill the pipeline; ``options``: more of the engine's."""
     assert chosen.memory is not None
     config = one.config
     ids = torch.randint(0, config.vocab_size, (one.batch, one.seq_len))
     with Engine(
         config, ssd=ssd, device=one.device, host_memory=one.host_memory, batch_shape=(one.batch, one.seq_len),
         micro_batch=chosen.memory.batch.micro_rows, deferred_fraction=chosen.deferred_fraction,
-        kept_activations=chosen.keeping, run_name=NAME, overwrite=True,
+        kept_activations=chosen.keeping, run_name=NAME, overwrite=True, **options,
     ) as engine:  # fmt: skip
         ends = [time.monotonic()]
         for _ in range(steps + 2):

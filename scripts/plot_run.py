@@ -82,7 +82,7 @@ def read_metrics(file: Path) -> list[dict[str, float]]:
 
 def points(rows: Sequence[Mapping[str, float]], metric: str) -> tuple[list[float], list[float]]:
     """Steps that have ``metric``, and its values."""
-    found = [(row["step"], row[metric]) for row in rows if metric in row]
+    found = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]  # null: not finite
     return [step for step, _ in found], [value for _, value in found]
 
 

@@ -18,7 +18,7 @@ from common.errors import FinetuneError, UserError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
@@ -97,10 +97,10 @@ def read_header(file: Path) -> dict[str, Stored]:
             header = json.loads(stream.read(length))
             entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
             ranges = {name: (entry["data_offsets"][0], entry["data_offsets"][1]) for name, entry in entries}
-            odd = sorted({entry["dtype"] for _, entry in entries} - _DTYPES.keys())
+            odd = sorted({entry["dtype"] for _, entry in entries} - DTYPES.keys())
             if odd:
                 raise UserError(f"{file} is quantized ({', '.join(odd)}). Give the checkpoint that it was made from.")
-            found = {name: Stored(file, _DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in entries}
+            found = {name: Stored(file, DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in entries}
     except OSError as error:
         raise FinetuneError(f"Cannot read {file}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:

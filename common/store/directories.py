@@ -6,7 +6,7 @@ import os
 import shutil
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ class Identity:
     """False while the store is being made: a crash leaves such a directory, and it holds nothing of value."""
     layout: Layout
     """Where every extent lies."""
+    replaces: str = ""
+    """Name of the store whose place it is to take, or has taken."""
 
     def write(self, directory: Path) -> None:
         """Put it there, atomically."""
@@ -76,8 +78,14 @@ class Identity:
         return identity
 
 
-def prepare(directories: Sequence[Path], layout: Layout, overwrite: bool) -> tuple[list[Path], Identity]:
+def prepare(
+    directories: Sequence[Path], layout: Layout, overwrite: bool, later: Collection[str] = (), replaces: str = ""
+) -> tuple[list[Path], Identity]:
     """Check everything; only then fill ``directories`` with preallocated files and identities.
+
+    Args:
+        later: files that get their size and no space: that comes with :func:`reserve`.
+        replaces: name of the store whose place it will take.
 
     Raises:
         UserError: the directories cannot take this store.
@@ -87,16 +95,17 @@ def prepare(directories: Sequence[Path], layout: Layout, overwrite: bool) -> tup
     if len(paths) != layout.directories:
         raise ValueError(f"the layout is for {layout.directories} directories, and {len(paths)} were given")
     replaceable = [_replaceable_files(path, layout, overwrite) for path in paths]
-    _check_space(paths, layout, replaceable)
+    needed = sum(nbytes for name, nbytes in layout.file_bytes().items() if name not in later)
+    check_space(paths, needed, freed_by(file for files in replaceable for file in files), "for the store")
     remove(paths)
 
-    identity = Identity(uuid.uuid4().hex, 0, len(paths), False, layout)
+    identity = Identity(uuid.uuid4().hex, 0, len(paths), False, layout, replaces)
     identities = [replace(identity, index=index) for index in range(len(paths))]
     try:
         for path, its in zip(paths, identities, strict=True):
             its.write(path)
             for name, nbytes in layout.file_bytes().items():
-                _preallocate(path / name, nbytes)
+                _make_file(path / name, nbytes, sparse=name in later)
             sync_directory(path)
         for path, its in zip(paths, identities, strict=True):
             replace(its, complete=True).write(path)
@@ -142,7 +151,9 @@ def find(directories: Sequence[Path]) -> tuple[list[Path], Identity]:
         numbers = ", ".join(str(index + 1) for index in missing)
         raise UserError(
             f"The run in {', '.join(map(str, paths))} is striped over {first.count} directories, and number {numbers} "
-            f"is not among those given. Give all {first.count} with --ssd, in any order."
+            f"is not among those given. Give all {first.count} with --ssd, in any order. To do without a drive from "
+            "now on, give the others with --ssd and that one with --leave-ssd. If it is lost, so is the run: it has a "
+            "part that no other drive has. Begin again with --overwrite, or from a copy."
         )
     ordered = [by_index[index] for index in range(first.count)]
     for path in ordered:
@@ -161,13 +172,16 @@ def remove(directories: Iterable[Path]) -> None:
         identity = Identity.read(directory)
         if identity is None:
             continue
-        names = [MANIFEST_FILE, MANIFEST_FILE + ".tmp", CLOCK_FILE, *identity.layout.file_bytes()]
-        try:
-            for name in [*names, IDENTITY_FILE + ".tmp", IDENTITY_FILE]:
-                (directory / name).unlink(missing_ok=True)
-        except OSError as error:
-            raise describe_os_error("removal", directory / name, error) from error
-        sync_directory(directory)
+        files = identity.layout.file_bytes()
+        beside = [*(name + ".tmp" for name in files), MANIFEST_FILE + ".tmp", IDENTITY_FILE + ".tmp"]
+        # Each group is gone for good before the next one goes, so that a power cut does not change their order.
+        for names in ([MANIFEST_FILE], [*beside, CLOCK_FILE, *files], [IDENTITY_FILE]):
+            try:
+                for name in names:
+                    (directory / name).unlink(missing_ok=True)
+            except OSError as error:
+                raise describe_os_error("removal", directory / name, error) from error
+            sync_directory(directory)
 
 
 def usable(directories: Sequence[Path]) -> list[Path]:
@@ -212,19 +226,35 @@ def _replaceable_files(directory: Path, layout: Layout, overwrite: bool) -> list
     return ours
 
 
-def _check_space(paths: Sequence[Path], layout: Layout, replaceable: Sequence[Sequence[Path]]) -> None:
-    """Compare bytes needed and bytes free on every file system, of which several directories may share one."""
-    needed_each = sum(layout.file_bytes().values()) + SMALL_FILES_BYTES
-    sharing: dict[int, list[Path]] = defaultdict(list)
+def freed_by(files: Iterable[Path]) -> dict[int, int]:
+    """Bytes that the removal of ``files`` would free, by the number of their device."""
     freed: dict[int, int] = defaultdict(int)
-    for path, files in zip(paths, replaceable, strict=True):
-        device = path.stat().st_dev
-        sharing[device].append(path)
-        freed[device] += sum(file.stat().st_blocks * 512 for file in files if file.exists())
+    for file in files:
+        if file.exists():
+            status = file.stat()
+            freed[status.st_dev] += status.st_blocks * 512
+    return freed
+
+
+def check_space(paths: Sequence[Path], nbytes: int, freed: Mapping[int, int], what: str) -> None:
+    """Compare bytes needed and bytes free on every file system, of which several directories may share one.
+
+    Args:
+        paths: each is to take as much. They exist, or their parents do.
+        nbytes: of the extents in each; small files are added.
+        freed: what will be free as well, from :func:`freed_by`.
+        what: the space is ``for the store``, say.
+
+    Raises:
+        UserError: somewhere it is too little.
+    """
+    sharing: dict[int, list[Path]] = defaultdict(list)
+    for path in paths:
+        sharing[(path if path.exists() else path.parent).stat().st_dev].append(path)
     problems = []
     for device, there in sharing.items():
-        needed = needed_each * len(there)
-        free = shutil.disk_usage(there[0]).free + freed[device]
+        needed = (nbytes + SMALL_FILES_BYTES) * len(there)
+        free = shutil.disk_usage(there[0] if there[0].exists() else there[0].parent).free + freed.get(device, 0)
         if needed > free:
             where = " and ".join(map(str, there)) + (" together" if len(there) > 1 else "")
             problems.append(
@@ -232,27 +262,68 @@ def _check_space(paths: Sequence[Path], layout: Layout, replaceable: Sequence[Se
             )
     if problems:
         raise UserError(
-            f"Too little space for the store. {'; '.join(problems)}. Nothing was written. Free some space, or "
+            f"Too little space {what}. {'; '.join(problems)}. Nothing was written. Free some space, or "
             "give --ssd more or larger drives."
         )
 
 
-def _preallocate(path: Path, nbytes: int) -> None:
-    """Make ``path`` with ``nbytes`` bytes that are really its own, so that no later write can find the drive full."""
+def reserve(directories: Iterable[Path], layout: Layout) -> None:
+    """Give every file of a store the space that it may have been made without.
+
+    Raises:
+        StoreError: there is too little.
+    """
+    for directory in directories:
+        for name, nbytes in layout.file_bytes().items():
+            path = directory / name
+            try:
+                if path.stat().st_blocks * 512 < nbytes:
+                    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                    try:
+                        _allocate(descriptor, nbytes)
+                        os.fsync(descriptor)
+                    finally:
+                        os.close(descriptor)
+            except OSError as error:
+                raise describe_os_error(f"preallocating {format_bytes(nbytes)}", path, error) from error
+
+
+def hollow(path: Path) -> None:
+    """Give back the space of a file whose content nobody needs; atomically, it keeps its name and its size."""
+    beside = path.with_name(path.name + ".tmp")
+    try:
+        nbytes = path.stat().st_size
+        beside.unlink(missing_ok=True)
+        _make_file(beside, nbytes, sparse=True)
+        os.replace(beside, path)
+    except OSError as error:
+        raise describe_os_error("giving back the space", path, error) from error
+    sync_directory(path.parent)
+
+
+def _make_file(path: Path, nbytes: int, sparse: bool = False) -> None:
+    """Make ``path``; unless it is ``sparse``, its bytes are really its own: no later write finds the drive full."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            try:
-                os.posix_fallocate(descriptor, 0, nbytes)
-            except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                    raise
-                os.ftruncate(descriptor, nbytes)  # a file system that cannot: the space check must do
+            if sparse:
+                os.ftruncate(descriptor, nbytes)
+            else:
+                _allocate(descriptor, nbytes)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
     except OSError as error:
         raise describe_os_error(f"preallocating {format_bytes(nbytes)}", path, error) from error
+
+
+def _allocate(descriptor: int, nbytes: int) -> None:
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        os.ftruncate(descriptor, nbytes)  # a file system that cannot: the space check must do
 
 
 def _check_file(path: Path, nbytes: int) -> None:

@@ -105,6 +105,14 @@ class Layout:
         self._extents.setdefault(name, []).append(extent)
         self._file_bytes[name] = extent.offset + extent.bytes_per_directory(self.directories)
 
+    def spread(self, directories: int) -> "Layout":
+        """The same extents, in the same order, over another number of directories."""
+        other = Layout(directories)
+        for name, extents in self._extents.items():
+            for extent in extents:
+                other.allocate(name, extent.nbytes)
+        return other
+
     def extents(self, file: str) -> list[Extent]:
         """The extents of ``file``, in the order in which they were allocated."""
         return list(self._extents.get(file, ()))

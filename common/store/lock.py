@@ -21,7 +21,8 @@ PATIENCE_SECONDS = 5.0
 
 _UNSUPPORTED = (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 """From network file systems, which lock files that are open for writing, and no directories."""
-_LOCK_FILE = ".lock"
+LOCK_FILE = ".lock"
+"""Where a directory cannot be locked, this is, and stays."""
 
 
 class DirectoryLock:
@@ -35,13 +36,17 @@ class DirectoryLock:
     def __init__(self, directories: Iterable[Path], patience: float = PATIENCE_SECONDS) -> None:
         self.descriptors: list[int] = []
         """Whoever gets them is an owner too."""
-        deadline = time.monotonic() + patience
         try:
-            for directory in directories:
-                self.descriptors.append(_lock(directory, deadline))
+            self.add(directories, patience)
         except BaseException:
             self.close()
             raise
+
+    def add(self, directories: Iterable[Path], patience: float = PATIENCE_SECONDS) -> None:
+        """Hold these as well. Raises as the class does."""
+        deadline = time.monotonic() + patience
+        for directory in directories:
+            self.descriptors.append(_lock(directory, deadline))
 
     def close(self) -> None:
         """Let go; other owners may go on holding it. Calling it again does nothing."""
@@ -75,7 +80,7 @@ def _lock(directory: Path, deadline: float) -> int:
                     raise
                 os.close(descriptor)
                 descriptor = -1
-                descriptor = os.open(directory / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                descriptor = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except BaseException as error:
         if descriptor >= 0:
             os.close(descriptor)

@@ -1,7 +1,7 @@
 """Records on all drives at once: every read and write is cut into stripes, one I/O call each, on threads per drive."""
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,8 @@ class Store:
         overwrite: bool = False,
         pace: Pace | None = None,
         clocks: Sequence[Path] | None = None,
+        later: Collection[str] = (),
+        replaces: str = "",
     ) -> "Store":
         """Make a store in existing directories, with room for the whole of ``layout``.
 
@@ -55,6 +57,8 @@ class Store:
             pace: make every drive look this slow. Other stores on it must be opened with the same pace.
             clocks: with ``pace``, the directories of another store, one for each of these on the same drive: the two
                 stores share the drives' time.
+            later: files that get no space yet, but with :func:`common.store.directories.reserve`.
+            replaces: name of the store whose place it will take.
 
         Raises:
             UserError: a directory is missing, not writable, given twice or in use, or there is too little space; in
@@ -62,7 +66,7 @@ class Store:
             StoreError: a file system refused; what was made is removed again.
         """
         _check_io(io)
-        return cls(*placement.prepare(directories, layout, overwrite), io, threads, pace, clocks)
+        return cls(*placement.prepare(directories, layout, overwrite, later, replaces), io, threads, pace, clocks)
 
     @classmethod
     def open(

@@ -39,9 +39,14 @@ class Sealed:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> "Sealed":
-        """From :meth:`to_dict`."""
+        """From :meth:`to_dict`.
+
+        Raises:
+            TypeError, ValueError, KeyError: it describes something else.
+        """
+        file, offset, nbytes, unit = content["extent"]
         sums = tuple(int(text, 16) for text in content["sums"])
-        return cls(content["what"], Extent(*content["extent"]), sums)
+        return cls(str(content["what"]), Extent(str(file), int(offset), int(nbytes), int(unit)), sums)
 
 
 def verify(store: Store, sealed: Iterable[Sealed]) -> tuple[int, list[str]]:

@@ -59,15 +59,16 @@ class RankHandlers:
     def _gather(self, task: Task) -> None:
         record = self._plane.shape.records[task.record]
         flat = self._plane.parameters[record.kind].bytes(task.target, record.device_nbytes)
+        filled = [count * record.precision.parameter_bytes for count in record.filled_slices]
         self._run(
-            task, self._gather_groups.inside, lambda group: gather(flat.view(group.size(), -1), group)
+            task, self._gather_groups.inside, lambda group: gather(flat.view(group.size(), -1), group, filled)
         )  # fmt: skip
 
     def _reduce(self, task: Task) -> None:
-        flat = self._gradient(task)
+        flat, filled = self._gradient(task), self._plane.shape.records[task.record].filled_slices
 
         def work(group: dist.ProcessGroup) -> None:
-            reduce_scatter(flat.view(group.size(), -1), group, REDUCTION_BYTES)
+            reduce_scatter(flat.view(group.size(), -1), group, filled, REDUCTION_BYTES)
             if self._plane.shape.share.nodes == 1:
                 self._square(task, flat)
 
@@ -77,9 +78,10 @@ class RankHandlers:
         flat, share = self._gradient(task), self._plane.shape.share
         start = share.stored_start(flat.numel())
         stored = flat[start : start + share.stored(flat.numel())]
+        filled = self._plane.shape.records[task.record].filled_parts
 
         def work(group: dist.ProcessGroup) -> None:
-            reduce_scatter(stored.view(group.size(), -1), group, REDUCTION_BYTES)
+            reduce_scatter(stored.view(group.size(), -1), group, filled, REDUCTION_BYTES)
             self._square(task, flat)
 
         self._run(task, self._reduce_groups.across, work)
@@ -87,9 +89,10 @@ class RankHandlers:
     def _spread(self, task: Task) -> None:
         record = self._plane.shape.records[task.record]
         stored = torch.from_numpy(self._plane.host_parameters(record.kind, task.source, record.parameter_nbytes))
+        filled = [count * record.precision.parameter_bytes for count in record.filled_parts]
 
         def work(group: dist.ProcessGroup) -> None:
-            gather(stored.view(group.size(), -1), group)
+            gather(stored.view(group.size(), -1), group, filled)
             # Cheap, and enough to notice what no protocol does: words are added up, each record's times an odd number.
             words = int(stored.numpy().view(np.uint64).sum(dtype=np.uint64))
             self._checksums[task.step] = (self._checksums.get(task.step, 0) + words * (2 * task.record + 1)) % (1 << 64)

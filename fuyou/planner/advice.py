@@ -8,6 +8,7 @@ import torch
 from common.errors import UserError
 from common.models.presets import load_config, preset_names
 from common.units import format_bytes
+from fuyou.clipping import ClipBy
 from fuyou.planner.evaluate import Candidate, Evaluator
 from fuyou.planner.machine import Machine
 from fuyou.planner.plan import Plan, missing_space, quick, ssd_bytes
@@ -51,15 +52,19 @@ def rarer_commits(base: Plan, every: int = 8) -> RarerCommits | None:
     evaluator = Evaluator(base.training, base.machine)
     candidate = Candidate(base.memory.batch.micro_rows, base.deferred_fraction, base.keeping)
     others = evaluator.uncommitted(candidate)
-    seconds = (base.step_seconds + (every - 1) * others.step_seconds) / every
-    written = (base.written_bytes + (every - 1) * others.tasks.ssd_written_bytes()) / every
+    seconds, written = base.step_seconds, float(base.written_bytes)
+    if base.clip_by is ClipBy.SPECULATION:  # for which every step must be committed
+        committed = evaluator.evaluate(candidate)
+        seconds, written = committed.step_seconds, committed.tasks.ssd_written_bytes()
+    seconds = (seconds + (every - 1) * others.step_seconds) / every
+    written = (written + (every - 1) * others.tasks.ssd_written_bytes()) / every
     per_day = written * 86400 / seconds
     endurance = base.machine.endurance_bytes
     return RarerCommits(every, seconds, per_day, endurance / per_day if endurance is not None and per_day else None)
 
 
 def clipping_cost(base: Plan) -> float | None:
-    """How many times as long a step takes because of clipping by the global norm, which defers every update."""
+    """How many times as long a step takes on average because of clipping by the global norm."""
     if not base.training.clips or base.memory is None:
         return None
     near = Candidate(base.memory.batch.micro_rows, 0.0, base.keeping)
@@ -107,10 +112,12 @@ def best_changes(base: Plan, count: int = 2) -> list[Change]:
 
 def _tokens_per_second(base: Plan, training: Training, machine: Machine) -> float | None:
     """Of a plan like ``base``; None if it does not fit."""
+    fraction = base.deferred_fraction if base.deferred_fraction < 1 else 0.0  # all: only because of clipping
+    way = base.clip_by if base.clip_by in training.clip_ways else training.clip_ways[0]
     evaluator = Evaluator(training, machine)
     micro = base.memory.batch.micro_rows if base.memory is not None else training.micro_batch
     try:
-        best = quick(evaluator, Candidate(micro, 0.0 if training.clips else base.deferred_fraction, base.keeping))
+        best = quick(evaluator, Candidate(micro, fraction, base.keeping, way))
     except UserError:
         return None
     if missing_space(ssd_bytes(evaluator, best), machine):

@@ -10,6 +10,7 @@ from functools import cached_property
 
 from common.errors import UserError
 from fuyou.block_trace import BlockTrace, Operator
+from fuyou.clipping import ClipBy
 from fuyou.deferral import interleaved
 from fuyou.keeping import Keeping, KeepingPlan, keep_of, roofline, trace_block, worth_keeping
 from fuyou.memory_plan import Batch, MemoryPlan, MemoryPlanner
@@ -34,6 +35,8 @@ class Candidate:
     """None takes what the memory plan prefers."""
     deferred_fraction: float
     keeping: Keeping = NOTHING
+    clip_by: ClipBy = ClipBy.DEFERRAL
+    """How gradients are clipped, if they are."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,9 @@ class Evaluation:
     candidate: Candidate
     memory: MemoryPlan
     step_seconds: float
+    """On average over steps that are clipped and steps that are not."""
     busy: dict[Resource, float]
-    """Seconds of work in one step."""
+    """Seconds of work in one step (here and below: one that is not clipped, where that makes a difference)."""
     tasks: StepList
     """Of a step in the steady state, with the simulator's times."""
     simulation: Simulation
@@ -52,6 +56,8 @@ class Evaluation:
     """Of one layer and micro-batch, as simulated."""
     saved_flops: float
     """Of recomputing all blocks' forward passes, what a step leaves out."""
+    clipped_seconds: float | None = None
+    """What a step takes if each is clipped and its updates are done twice; None where they never are."""
 
     @property
     def bound(self) -> Resource:
@@ -100,7 +106,16 @@ class Evaluator:
 
     def deferred(self, candidate: Candidate) -> frozenset[int]:
         """Records whose updates wait for the next forward pass."""
-        return interleaved(self.training.shape, 1.0 if self.training.clips else candidate.deferred_fraction)
+        everything = self.training.clips and candidate.clip_by is ClipBy.DEFERRAL
+        return interleaved(self.training.shape, 1.0 if everything else candidate.deferred_fraction)
+
+    def speculative(self, candidate: Candidate) -> bool:
+        """Whether other updates are done before the gradient's norm is known."""
+        return self.training.clips and candidate.clip_by is ClipBy.SPECULATION
+
+    def held(self, candidate: Candidate) -> frozenset[int]:
+        """Records whose gradients stay until the step has ended."""
+        return frozenset(self.training.shape.trainable) if self.speculative(candidate) else self.deferred(candidate)
 
     def keeping(self, candidate: Candidate) -> KeepingPlan:
         """What ``candidate`` keeps for the backward pass, for any batch."""
@@ -195,7 +210,8 @@ class Evaluator:
         training, machine, keeping = self.training, self.machine, self.keeping(candidate)
         planner = MemoryPlanner(
             training.shape, training.config, machine.device_bytes, machine.host_bytes, machine.cpu,
-            deferred=len(self.deferred(candidate)), host_cache=training.host_cache, kept_layers=len(keeping.layers),
+            deferred=len(self.deferred(candidate)), speculative=self.speculative(candidate),
+            host_cache=training.host_cache, kept_layers=len(keeping.layers),
             kept_bytes=lambda batch: keeping.keep(batch.micro_rows, batch.seq_len).nbytes,
         )  # fmt: skip
         return planner.plan(training.rows, training.seq_len, candidate.micro_rows)
@@ -215,15 +231,24 @@ class Evaluator:
         recomputation = self.keeping(candidate).recomputation(memory.batch.micro_rows, training.seq_len)
         kept_bytes = self.keeping(candidate).keep(memory.batch.micro_rows, training.seq_len).nbytes
         rates = replace(self.rates, keep_seconds=self._keep_seconds(kept_bytes, memory.batch.micro_tokens))
-        simulation, tasks = simulate(
-            training.shape, plan, rates, self.deferred(candidate), _STEPS, training.clips,
-            self.recomputation(candidate, memory.batch.micro_rows), commit,
-        )  # fmt: skip
+
+        def run(clipped: bool | None) -> tuple[Simulation, StepList]:
+            return simulate(
+                training.shape, plan, rates, self.deferred(candidate), _STEPS, training.clips,
+                self.recomputation(candidate, memory.batch.micro_rows), commit, clipped,
+            )  # fmt: skip
+
+        speculative = self.speculative(candidate)
+        simulation, tasks = run(False if speculative else None)
+        seconds, again = simulation.step_seconds(), None
+        if speculative:
+            again = run(True)[0].step_seconds()
+            seconds += training.clipped_share * (again - seconds)
         left_out = 1 - sum(recomputation.fraction(layer) for layer in range(layers)) / layers
-        again = (training.hardware_flops_per_token - training.model_flops_per_token) * training.tokens
+        recomputed = (training.hardware_flops_per_token - training.model_flops_per_token) * training.tokens
         return Evaluation(
-            candidate, memory, simulation.step_seconds(), busy_seconds(tasks, rates), tasks, simulation,
-            plan.kept_bytes, left_out * again,
+            candidate, memory, seconds, busy_seconds(tasks, rates), tasks, simulation, plan.kept_bytes,
+            left_out * recomputed, again,
         )  # fmt: skip
 
 

@@ -1,10 +1,12 @@
 """The plan: how a step is best run on a machine, and what it comes to."""
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.errors import UserError
 from common.units import format_bytes
+from fuyou.clipping import ClipBy
 from fuyou.keeping import Keeping, keepable
 from fuyou.memory_plan import MemoryPlan
 from fuyou.planner.evaluate import NOTHING, Candidate, Evaluation, Evaluator
@@ -36,9 +38,14 @@ class Plan:
     keeping: Keeping = NOTHING
     """Which operator outputs are kept for the backward pass."""
     deferred_fraction: float = 0.0
+    clip_by: ClipBy | None = None
+    """How gradients are clipped; None: they are not."""
+    clipped_seconds: float | None = None
+    """Of a step if each is clipped and its updates are done twice; None where they never are."""
     kept_activation_bytes: int = 0
     """Of one step, beyond the blocks' inputs."""
     step_seconds: float = 0.0
+    """On average over steps that are clipped and steps that are not; what follows is of one that is not."""
     busy: dict[Resource, float] = field(default_factory=dict)
     """Seconds of work in one step, by resource."""
     tasks: StepList | None = None
@@ -144,6 +151,9 @@ class Plan:
             "micro_batch": batch and batch.micro_rows,
             "micro_batches": batch and batch.micro_batches,
             "deferred_fraction": number(self.deferred_fraction),
+            "clip_by": number(self.clip_by and self.clip_by.value),
+            "clipped_share": number(self.clip_by and self.training.clipped_share),
+            "clipped_step_seconds": number(self.clipped_seconds),
             "kept_activation_bytes": number(self.kept_activation_bytes),
             "gpu_bound_tokens": self.gpu_bound_tokens,
             "assumptions": list(self.machine.assumptions),
@@ -185,10 +195,11 @@ def plan(training: Training, machine: Machine) -> Plan:
     if best.memory.batch.micro_batches > 1:
         best = evaluator.evaluate(best.candidate, merged=False)
     needed = ssd_bytes(evaluator, best)
-    missing = missing_space(needed, machine)
+    missing, speculates = missing_space(needed, machine), evaluator.speculative(best.candidate)
     return Plan(
         training, machine, missing=missing, memory=best.memory, keeping=best.candidate.keeping,
-        deferred_fraction=1.0 if training.clips else best.candidate.deferred_fraction,
+        deferred_fraction=1.0 if training.clips and not speculates else best.candidate.deferred_fraction,
+        clip_by=best.candidate.clip_by if training.clips else None, clipped_seconds=best.clipped_seconds,
         kept_activation_bytes=best.tasks.kept_bytes(best.kept_bytes), step_seconds=best.step_seconds, busy=best.busy,
         tasks=best.tasks, simulation=best.simulation, saved_flops=best.saved_flops, ssd_bytes=needed,
         device_peak_bytes=best.memory.device_bytes, host_peak_bytes=best.memory.host_bytes,
@@ -196,22 +207,37 @@ def plan(training: Training, machine: Machine) -> Plan:
 
 
 def search(evaluator: Evaluator) -> Evaluation:
-    """The candidate with the shortest step.
-
-    Micro-batches first, then how much to defer: bounds do not depend on either, so the search ends as soon as a step
-    comes close to its largest bound.
+    """The candidate with the shortest step, whichever way gradients are clipped.
 
     Raises:
         UserError: no candidate fits; says how much would.
     """
+    return min((_search(evaluator, way) for way in evaluator.training.clip_ways), key=lambda found: found.step_seconds)
+
+
+def most_clipped(evaluator: Evaluator, best: Evaluation) -> float:
+    """The share of clipped steps from which deferral takes less time than ``best``; infinite if that is it, or is not
+    open to choice."""
+    never, always = best.simulation.step_seconds(), best.clipped_seconds
+    if always is None or always <= never or len(evaluator.training.clip_ways) == 1:
+        return math.inf
+    return (_search(evaluator, ClipBy.DEFERRAL).step_seconds - never) / (always - never)
+
+
+def _search(evaluator: Evaluator, clip_by: ClipBy) -> Evaluation:
+    """The same, clipping in one way.
+
+    Micro-batches first, then how much to defer: bounds do not depend on either, so the search ends as soon as a step
+    comes close to its largest bound.
+    """
     training = evaluator.training
     fraction, keeping = training.deferred_fraction or 0.0, training.keeping or NOTHING
-    best = evaluator.evaluate(Candidate(training.micro_batch, fraction, keeping))
+    best = evaluator.evaluate(Candidate(training.micro_batch, fraction, keeping, clip_by))
     if training.micro_batch is None:
         taken = best.memory.batch.micro_rows
         for rows in {max(1, -(-taken // 2)), max(1, -(-taken // 4)), min(training.rows, 2 * taken)} - {taken}:
-            best = _better(evaluator, best, Candidate(rows, fraction, keeping))
-    best = evaluator.evaluate(Candidate(best.memory.batch.micro_rows, fraction, keeping))
+            best = _better(evaluator, best, Candidate(rows, fraction, keeping, clip_by))
+    best = evaluator.evaluate(Candidate(best.memory.batch.micro_rows, fraction, keeping, clip_by))
     best = _search_deferral(evaluator, best)
     if training.keeping is None:
         kept = _search_keeping(evaluator, best)
@@ -222,7 +248,8 @@ def search(evaluator: Evaluator) -> Evaluation:
 
 def _search_deferral(evaluator: Evaluator, best: Evaluation) -> Evaluation:
     """Some of the updates during the next forward pass, if that makes the step shorter."""
-    if evaluator.training.deferred_fraction is None and not evaluator.training.clips:
+    all_wait = evaluator.training.clips and best.candidate.clip_by is ClipBy.DEFERRAL
+    if evaluator.training.deferred_fraction is None and not all_wait:
         before = best
         for fraction in FRACTIONS:
             best = _better(evaluator, best, replace(best.candidate, deferred_fraction=fraction))
@@ -268,10 +295,10 @@ def quick(evaluator: Evaluator, near: Candidate) -> Evaluation:
         UserError: none fits.
     """
     near = replace(near, micro_rows=None if near.micro_rows is None else min(near.micro_rows, evaluator.training.rows))
-    first = near if evaluator.fits(near) else Candidate(evaluator.training.micro_batch, 0.0)
+    first = near if evaluator.fits(near) else Candidate(evaluator.training.micro_batch, 0.0, clip_by=near.clip_by)
     best = evaluator.evaluate(first)
     for fraction, keeping in ((near.deferred_fraction, NOTHING), (1 / 8, near.keeping), (1 / 8, NOTHING)):
-        best = _better(evaluator, best, Candidate(first.micro_rows, fraction, keeping))
+        best = _better(evaluator, best, Candidate(first.micro_rows, fraction, keeping, near.clip_by))
     return best
 
 
@@ -289,7 +316,7 @@ def ssd_bytes(evaluator: Evaluator, evaluation: Evaluation) -> int:
     training, memory = evaluator.training, evaluation.memory
     total = training.record_bytes + memory.counts.ssd_activations * memory.activation_bytes
     total += memory.counts.ssd_kept * memory.kept_bytes
-    if memory.spills_gradients(training.shape, evaluator.deferred(evaluation.candidate)):
+    if memory.spills_gradients(training.shape, evaluator.held(evaluation.candidate)):
         total += sum(record.gradient_nbytes for record in training.shape.records)
     return total
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
 from common.models.presets import load_config
+from fuyou.clipping import ClipBy, Strikes, speculation_obstacle
 from fuyou.frozen import FrozenDtype
 from fuyou.keeping import Keeping
 from fuyou.open_model import OpenModel
@@ -35,7 +36,7 @@ class Training:
     hardware_flops_per_token: float
     """Every block's forward pass counted twice."""
     clips: bool = False
-    """Whether gradients are clipped by their global norm: every update then waits until it is known."""
+    """Whether gradients are clipped by their global norm."""
     single_slot: bool = False
     micro_batch: int | None = None
     """Sequences that are computed at once; None leaves it to the planner."""
@@ -45,6 +46,26 @@ class Training:
     """Most bytes of host memory for what is only kept there to save reading and writing it; None: what is left."""
     keeping: Keeping | None = None
     """Which operator outputs are kept for the backward pass; None leaves it to the planner."""
+    commit_every: int = 1
+    clip_by: ClipBy | None = None
+    """How gradients are clipped, if they are; None leaves it to the planner."""
+    clipped_share: float = Strikes().share
+    """Of the steps, in which clipping is expected to strike."""
+
+    @property
+    def speculation_obstacle(self) -> str | None:
+        """Why updates cannot be speculative, in words; None if they can."""
+        share = self.shape.share
+        return speculation_obstacle(
+            single_slot=self.single_slot, commit_every=self.commit_every, ranks=share.world_size
+        )
+
+    @property
+    def clip_ways(self) -> tuple[ClipBy, ...]:
+        """How gradients may be clipped, if they are."""
+        if not self.clips or self.speculation_obstacle is not None:
+            return (ClipBy.DEFERRAL,)
+        return tuple(ClipBy) if self.clip_by is None else (self.clip_by,)
 
     @property
     def block_parameters(self) -> int:
@@ -91,6 +112,9 @@ def training(
     host_cache: int | None = None,
     adapters: PeftConfig | None = None,
     frozen: FrozenDtype = FrozenDtype.PLAIN,
+    commit_every: int = 1,
+    clip_by: ClipBy | None = None,
+    clipped_share: float = Strikes().share,
 ) -> Training:
     """Look at a model without its weights: half a second for 160 layers.
 
@@ -100,6 +124,9 @@ def training(
         precision: None computes in bf16 with fp32 moments.
         adapters: what is trained, if the weights are frozen.
         frozen: how frozen matrices are kept.
+        commit_every: steps from one commit to the next.
+        clip_by: how gradients are clipped; None leaves it to the planner.
+        clipped_share: of the steps, in which they are expected to be.
 
     Raises:
         UserError: no such model, or one that cannot be streamed.
@@ -112,4 +139,5 @@ def training(
     return Training(
         name, config, opened.stack, opened.shape, rows, seq_len, model_flops_per_token(meta, seq_len),
         hardware_flops_per_token(meta, seq_len), clips, single_slot, micro_batch, deferred_fraction, host_cache,
+        commit_every=commit_every, clip_by=clip_by, clipped_share=clipped_share,
     )  # fmt: skip

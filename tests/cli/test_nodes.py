@@ -83,6 +83,12 @@ def test_two_ranks_train_as_the_engine_does_and_three_go_on(
     ours, theirs = (AutoModelForCausalLM.from_pretrained(path) for path in (output, reference[1]))
     for (name, one), (_, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5, msg=name)
+    whole = finetune("--verify", output)
+    assert whole.status == 0 and re.search(r"commits: step 8, \d+ parts of tensors, .*: all as written\n$", whole.out)
+    file = next((output / "commits").glob("*/*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    damaged = finetune("--verify", output)
+    assert damaged.status == 1 and f"bytes of {file}" not in damaged.out and str(file) in damaged.err
     files = {path.name for path in output.iterdir()} - {"commits"}
     assert files == {path.name for path in reference[1].iterdir()} - {"store"}
 

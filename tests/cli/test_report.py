@@ -5,22 +5,25 @@ from pathlib import Path
 
 import pytest
 
+from cli.history import History
 from cli.report import Measurements
+from fuyou.clipping import ClipBy
 
 FIELDS = {
     "parameters", "trainable_parameters", "steps", "losses", "step_seconds", "tokens_per_second", "flops_per_second",
     "hardware_flops_per_second", "device_peak_bytes", "host_peak_bytes", "host_baseline_bytes",
     "ssd_read_bytes_per_step", "ssd_written_bytes_per_step", "planned_ssd_read_bytes_per_step",
     "planned_ssd_written_bytes_per_step", "bound_seconds", "overlap_efficiency",
-    "network_sent_bytes_per_step", "planned_network_sent_bytes_per_step",
+    "network_sent_bytes_per_step", "planned_network_sent_bytes_per_step", "clip_by", "clipped_steps", "skipped_steps",
+    "updated_again_steps",
 }  # fmt: skip
 
 
 def test_report(tmp_path: Path) -> None:
     measured = Measurements(tokens_per_step=100, model_flops=6e9, hardware_flops=8e9)
     measured.add(3.0, 2.0, {"gpu": 1.0, "ssd": 1.5})
-    measured.add(2.0, 3.0, {"gpu": 1.0, "ssd": 2.5})
-    report = measured.report((10, 9), (1, 2, 3), (2300, 1000), (2200, 1000))
+    measured.add(2.0, 3.0, {"gpu": 1.0, "ssd": 2.5}, clipped=True, updated_again=True)
+    report = measured.report((10, 9), (1, 2, 3), (2300, 1000), (2200, 1000), clip_by=ClipBy.SPECULATION)
     report.write(tmp_path / "report.json")
     got = json.loads((tmp_path / "report.json").read_text())
     assert got.keys() == FIELDS
@@ -33,6 +36,22 @@ def test_report(tmp_path: Path) -> None:
     assert got["overlap_efficiency"] == pytest.approx(2.0 / 2.5)
     assert "bound by the SSDs (80% of the time)" in report.summary(10**12)
     assert "1 TB written in all" in report.summary(10**12)
+    assert "by speculation: 1 of 2 steps clipped, 1 of them updated again" in report.summary(0)
+
+
+def test_skipped_steps_are_counted_and_have_no_number(tmp_path: Path) -> None:
+    measured = Measurements(100, 1, 1)
+    for loss, skipped in ((2.5, False), (float("nan"), True), (2.0, False)):
+        measured.add(loss, 1.0, {}, skipped=skipped)
+    report = measured.report((10, 10), (0, 0, 0), (0, 0), (0, 0))
+    assert "2.5000 in the first step, 2.0000 in the last of 3; 1 skipped, not finite" in report.summary(0)
+    report.write(tmp_path / "report.json")
+    got = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
+    assert (got["losses"], got["skipped_steps"]) == ([2.5, None, 2.0], 1)
+    with History(tmp_path / "losses.jsonl", 0) as history:
+        history.append(2, {"loss": float("nan"), "grad_norm": float("inf"), "lr": 1e-3})
+    line = json.loads((tmp_path / "losses.jsonl").read_text(), parse_constant=pytest.fail)
+    assert line == {"step": 2, "loss": None, "grad_norm": None, "lr": 1e-3}
 
 
 def test_a_report_of_no_steps() -> None:

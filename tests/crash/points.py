@@ -13,6 +13,10 @@ from tests.crash.runs import STEPS, Outcome, Run, execute
 NOTHING_THERE = ("holds no run to continue", "was never finished", "before its weights were written", "no directory")
 
 
+#: The step after which runs are moved.
+MOVED_AT = 2
+
+
 @dataclass(frozen=True)
 class Reference:
     """The run that nothing happens to."""
@@ -43,7 +47,7 @@ def crash(root: Path, options: dict[str, Any], fault: Fault, expected: Reference
     Raises:
         AssertionError: something does not hold.
     """
-    first = execute(Run(root, options, fault, journal=power is not None))
+    first = execute(Run(root, options, fault=fault, journal=power is not None))
     if first.status == 0:
         assert first.final == expected.outcome.final
         _clean(root)
@@ -73,6 +77,82 @@ def check(first: Outcome, second: Outcome, expected: Reference, options: dict[st
     # The commit of a step runs beside the next one, and with deferred updates it comes one step later.
     allowed = options.get("commit_every", 1) + (1 if options.get("max_grad_norm") else 0)
     assert resumed > max(first.losses, default=0) - allowed, f"more was lost than step {resumed}"
+
+
+@dataclass(frozen=True)
+class Move:
+    """From some drives to others."""
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+    def run(self, root: Path, fault: Fault | None = None, journal: bool = False, steps: int = MOVED_AT) -> Run:
+        """A life on the drives of after; that of the move alone, without a step, if ``steps`` is not more."""
+        leaves = tuple(number for number in self.before if number not in self.after)
+        return Run(root, {"resume": True}, leaves, fault, journal, self.after, steps)
+
+
+@dataclass(frozen=True)
+class MoveReference:
+    """What a move starts from, and what must come of it."""
+
+    start: Path
+    """The drives before it; to be copied."""
+    outcome: Outcome
+    """Of the run that was never moved."""
+    files: list[str]
+    """Everything that the move leaves."""
+    calls: int
+    """How many calls it makes to the drives."""
+
+
+def move_reference(root: Path, move: Move) -> MoveReference:
+    """Move without faults, in ``root``, which is made."""
+    root.mkdir()
+    whole = execute(Run(root / "unmoved"))
+    started = execute(Run(root / "start", drives=move.before, steps=MOVED_AT))
+    assert whole.status == started.status == 0, whole.error + started.error
+    for number in move.after:
+        (root / "start" / f"ssd{number}").mkdir(exist_ok=True)
+    shutil.copytree(root / "start", root / "moved")
+    run = move.run(root / "moved")
+    moved = execute(run)
+    assert moved.status == 0 and moved.final == started.final, moved.error
+    found = MoveReference(root / "start", whole, _files(root / "moved"), count(run.notes))
+    _clean(root / "moved")
+    return found
+
+
+def crash_move(root: Path, move: Move, fault: Fault, expected: MoveReference, power: int | None, back: bool) -> bool:
+    """One crash while records are restriped, and all that must hold after it. Returns whether the fault came.
+
+    Args:
+        back: try the drives of before first, as one who has changed his mind.
+
+    Raises:
+        AssertionError: something does not hold.
+    """
+    shutil.copytree(expected.start, root)
+    first = execute(move.run(root, fault, journal=power is not None))
+    if first.status == 0:
+        _clean(root)
+        return False
+    assert first.status < 0 or first.expected_error, f"the run failed in an unforeseen way: {first.error}"
+    if power is not None:
+        cut_power(root, root.with_name(root.name + ".notes"), power)
+    came_back = False
+    if back:
+        second = execute(Run(root, {"resume": True}, drives=move.before, steps=MOVED_AT))
+        came_back = second.status == 0
+        assert came_back or "not among those given" in second.error or "no directory" in second.error, second.error
+    last = execute(move.run(root, steps=STEPS))
+    assert last.status == 0, f"the run could not be continued: {last.error}"
+    assert list(last.losses) == list(range(MOVED_AT + 1, STEPS + 1)), "a committed step was lost"
+    assert all(taken == expected.outcome.losses[step] for step, taken in last.losses.items())
+    assert last.final == expected.outcome.final
+    assert _files(root) == expected.files
+    _clean(root)
+    return True
 
 
 def _files(root: Path) -> list[str]:

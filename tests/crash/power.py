@@ -96,8 +96,8 @@ def _undo(change: _Change, root: Path, notes: Path) -> None:
             os.link(kept, path)
     elif change.kind == "rmdir" and not os.path.lexists(path):
         os.mkdir(path)
-    elif change.kind == "unlink" and not os.path.lexists(path):
-        os.link(kept, path)
+    elif change.kind == "unlink" and not os.path.lexists(path) and Path(path).parent.is_dir():
+        os.link(kept, path)  # else its directory is gone for good
     elif change.kind == "rename" and not os.path.lexists(path) and os.path.lexists(target):
         os.rename(target, path)
         if kept is not None:

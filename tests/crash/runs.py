@@ -8,6 +8,8 @@ import contextlib
 import hashlib
 import json
 import multiprocessing.connection
+import multiprocessing.context
+import multiprocessing.forkserver
 import os
 import shutil
 import signal
@@ -46,9 +48,12 @@ class Run:
     """Directory with the drives: ``ssd0``, ``ssd1``, ... in it."""
     options: dict[str, Any] = field(default_factory=dict)
     """Of the engine."""
+    leaves: tuple[int, ...] = ()
+    """Drives that it may be on and is to leave."""
     fault: Fault | None = None
     journal: bool = False
-    drives: int = 2
+    drives: tuple[int, ...] = (0, 1)
+    """Numbers of those that it is on, or is to be on."""
     steps: int = STEPS
 
     @property
@@ -58,7 +63,15 @@ class Run:
 
     @property
     def ssd(self) -> list[Path]:
-        return [self.root / f"ssd{index}" for index in range(self.drives)]
+        return [self.root / f"ssd{number}" for number in self.drives]
+
+    @property
+    def leaving(self) -> list[Path]:
+        return [self.root / f"ssd{number}" for number in self.leaves]
+
+    def train(self, say: Callable[..., None]) -> None:
+        """What the process does, and tells."""
+        _steps(self, say)
 
 
 @dataclass(frozen=True)
@@ -85,6 +98,18 @@ def tiny_config() -> LlamaConfig:
     )  # fmt: skip
 
 
+def _context() -> multiprocessing.context.ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.crash.runs", "tests.crash.cluster"])
+    return context
+
+
+def start_server() -> None:
+    """Start the process that all others are forked from, with the surroundings that this thread has now."""
+    _context()
+    multiprocessing.forkserver.ensure_running()
+
+
 def execute(run: Run, timeout: float = 60.0, disturb: Callable[[int], None] | None = None) -> Outcome:
     """Run it to its end, whatever that is, and make sure that nothing of it is left running.
 
@@ -97,9 +122,7 @@ def execute(run: Run, timeout: float = 60.0, disturb: Callable[[int], None] | No
     results = run.root.with_name(run.root.name + ".results")
     results.unlink(missing_ok=True)
     shutil.rmtree(run.notes, ignore_errors=True)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.crash.runs"])
-    process = context.Process(target=_train, args=(run, results))
+    process = _context().Process(target=_train, args=(run, results))
     with _looking_after_children:
         process.start()
     assert process.pid is not None
@@ -156,7 +179,7 @@ def _train(run: Run, results: Path) -> None:
         sys.stdin.close()
     setattr(fuyou.optimizer_link.subprocess, "Popen", Forked)  # noqa: B010  # as an assignment, mypy is of two minds
     torch.set_num_threads(1)
-    for path in run.ssd:
+    for path in (*run.ssd, *run.leaving):
         path.mkdir(parents=True, exist_ok=True)
     FaultyDrives(run.root, run.notes, run.fault, run.journal).install()
 
@@ -164,7 +187,7 @@ def _train(run: Run, results: Path) -> None:
         os.write(out, json.dumps(entry).encode() + b"\n")
 
     try:
-        _steps(run, say)
+        run.train(say)
     except BaseException as error:
         text = str(error) if isinstance(error, FinetuneError) else traceback.format_exc()
         say(error=text, expected=isinstance(error, FinetuneError))
@@ -189,7 +212,7 @@ def _steps(run: Run, say: Any) -> None:
 def open_engine(run: Run) -> fuyou.Engine:
     """The engine of ``run``, on this process's drives."""
     options = {"lr": 1e-2, "host_memory": "600MiB", "micro_batch": 1, "batch_shape": (ROWS, SEQ_LEN), **run.options}
-    return fuyou.Engine(tiny_config(), ssd=run.ssd, **options)
+    return fuyou.Engine(tiny_config(), ssd=run.ssd, leave_ssd=run.leaving, **options)
 
 
 def digests(engine: fuyou.Engine) -> dict[str, str]:

@@ -86,7 +86,7 @@ def test_a_drive_that_fails_is_told_and_survived(kind: str, action: str, expecte
     if (kind == "read") == (action == "enospc") and kind == "read":
         pytest.skip("reading needs no space")
     at = {"write": 70, "read": 20, "sync": 26, "rename": 7, "allocate": 2}[kind]
-    run = Run(tmp_path / "run", {"host_cache": 0}, Fault(at, action, kind, forever=True))
+    run = Run(tmp_path / "run", {"host_cache": 0}, fault=Fault(at, action, kind, forever=True))
     first = execute(run)
     assert first.status == 1 and first.expected_error, first.error
     assert {"eio": "Input/output error", "enospc": "No space left on device"}[action] in first.error
@@ -99,6 +99,6 @@ def test_a_drive_that_fails_is_told_and_survived(kind: str, action: str, expecte
 
 @pytest.mark.parametrize("kind", ["write", "read"])
 def test_calls_that_stop_short_are_finished(kind: str, expected: Reference, tmp_path: Path) -> None:
-    outcome = execute(Run(tmp_path / "run", {"host_cache": 0}, Fault(1, "short", kind, forever=True)))
+    outcome = execute(Run(tmp_path / "run", {"host_cache": 0}, fault=Fault(1, "short", kind, forever=True)))
     assert outcome.status == 0, outcome.error
     assert outcome.final == expected.outcome.final

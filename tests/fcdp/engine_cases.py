@@ -26,6 +26,10 @@ class Run:
     """Of all ranks together."""
     ssds: int = 1
     save: Path | None = None
+    bad: tuple[int, ...] = ()
+    """Steps in whose last sequence token 0 is, which no other one has."""
+    leave: tuple[tuple[int, int], ...] = ()
+    """Directories of other ranks, before: which rank has to look at which rank's."""
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -47,7 +51,7 @@ class Outcome:
 def batch(step: int, rows: int) -> dict[str, torch.Tensor]:
     """Two documents in each row, with unequal numbers of labels."""
     generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(0, VOCABULARY, (rows, 12), generator=generator)
+    ids = torch.randint(1, VOCABULARY, (rows, 12), generator=generator)
     labels = ids.clone()
     labels[:, 0] = labels[:, 4] = -100
     labels[1, 5:] = -100
@@ -67,16 +71,20 @@ def train(topology: fcdp.Topology | None, run: Run) -> Outcome:
     """All ``run.steps``, on every rank its rows of each batch; a single rank without a topology takes all."""
     rank, world = (topology.rank, topology.world_size) if topology is not None else (0, 1)
     ssd = directories(run.folder, rank, run.ssds)
-    with fuyou.Engine(run.model, ssd=ssd, topology=topology, **{**OPTIONS, **run.options}) as engine:
+    leave = [path for by, whose in run.leave if by == rank for path in directories(run.folder, whose, run.ssds)]
+    options = {**OPTIONS, **run.options}
+    with fuyou.Engine(run.model, ssd=ssd, leave_ssd=leave, topology=topology, **options) as engine:
         outcome = Outcome(engine.step_count)
         for step in range(engine.step_count + 1, run.steps + 1):
             whole = batch(step, run.rows)
+            whole["input_ids"][-1, 2] *= step not in run.bad
             mine = slice(rank * run.rows // world, (rank + 1) * run.rows // world)
             loss = engine(**{name: value[mine] for name, value in whole.items()}).loss
             loss.backward()
             report = engine.step()
             outcome.losses.append(loss.item())
             outcome.norms.append(report.grad_norm)
+            assert report.skipped == (step in run.bad)
             outcome.planned = (report.planned_read_bytes, report.planned_written_bytes, report.planned_sent_bytes)
         engine.flush()
         outcome.counted, outcome.scheduled = engine.io_bytes(), engine.planned_io_bytes()

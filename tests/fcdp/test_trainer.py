@@ -8,15 +8,15 @@ import pytest
 import torch
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from common.models.adapters import AdapterOptions
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from common.models.sources import RandomSource
+from fcdp.manifest import Manifest
 from tests.fcdp.pool import Pool, RankError
-from tests.fcdp.trainer_cases import VOCABULARY, Run, batch, diverge, rate, train
+from tests.fcdp.trainer_cases import VOCABULARY, Run, batch, diverge, rate, train, train_around
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 36, "intermediate_size": 52, "num_hidden_layers": 2,
@@ -105,7 +105,7 @@ def test_adapters_train_as_with_peft_in_one_process(pool: Pool, checkpoint: Path
     options = {"micro_batch": 1, "seed": 7}
     run = Run(str(checkpoint), tmp_path / "commits", options=options, adapters=adapters)
     first = pool.run((2, 2), train, run)
-    committed = FileSystemReader(tmp_path / "commits" / "step-3").read_metadata().state_dict_metadata
+    committed = Manifest.read(tmp_path / "commits" / "step-3").tensors
     trained = {name.removeprefix("base_model.model.") for name, p in plain.named_parameters() if p.requires_grad}
     assert committed.keys() == {f"{kind}.{name}" for kind in ("master", "mean", "variance") for name in trained}
     run = Run(
@@ -144,6 +144,22 @@ def test_what_adapters_leave_alone_is_kept_in_the_compute_dtype_once(
     other = dataclasses.replace(run, resume=True, adapters=AdapterOptions(3))
     with pytest.raises(RankError, match=r"has adapters .*'r': 2.*and this one .*'r': 3"):
         pool.run((2, 2), train, other)
+
+
+def test_a_skipped_step_leaves_no_trace(pool: Pool, tmp_path: Path) -> None:
+    """Only the last rank has the token that makes it infinite; all skip. Moments and bias correction, too, are those of
+    a run that never saw these batches."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    with torch.no_grad():
+        model.model.embed_tokens.weight[0] = torch.inf
+    model.save_pretrained(tmp_path / "model")
+    run = Run(str(tmp_path / "model"), tmp_path / "with")
+    skipping = pool.run((2, 1), train_around, run, (1, 2, 3, 4, 5, 6), (2, 3, 5))
+    without = pool.run((2, 1), train_around, dataclasses.replace(run, folder=tmp_path / "without"), (1, 4, 6), ())
+    for ours, theirs in zip(skipping, without, strict=True):
+        assert ours[0] == theirs[0]
+        assert all(torch.equal(value, theirs[1][name]) for name, value in ours[1].items())
 
 
 @pytest.mark.parametrize("checkpoint", ["untied"], indirect=True)

@@ -70,7 +70,9 @@ class Program:
     keeping: frozenset[int] = frozenset()
     """Layers that keep more than their input."""
     lists: list[tuple[str, int, StepList]] = field(default_factory=list)
-    """Kind (``train``, ``eval``, ``flush``), micro-batches, tasks."""
+    """Kind (``train``, ``settle``, ``eval``, ``flush``), micro-batches, tasks."""
+    clipped: set[int] = field(default_factory=set)
+    """Steps whose speculative updates are wrong."""
 
     def __post_init__(self) -> None:
         self.list_of: dict[int, int] = {}
@@ -99,6 +101,11 @@ class Program:
                     del open_group[task.record]
         assert not open_group
         return self
+
+    def is_void(self, update: Task) -> bool:
+        """Whether an update is done before it is known that its gradient is clipped."""
+        kind, _, steps = self.lists[self.list_of[id(update)]]
+        return kind == "train" and steps.step == update.step and update.step in self.clipped
 
     def owner(self, task: Task) -> int:
         """The optimizer process reads, updates and writes a record as one thing."""
@@ -321,7 +328,7 @@ class Machine:
             case Op.UPDATE | Op.STATE_WRITE | Op.RESIDENT_WRITE:
                 record = task.record
                 if task.op is Op.UPDATE:
-                    return (record, task.step)
+                    return (record, "void" if self.program.is_void(task) else task.step)
                 buffers = self.shape.records[record].kind
                 return self.content["host parameters", buffers, task.source]
             case _:
@@ -419,8 +426,13 @@ def build(
     resident: int = 0,
     keeping: Collection[int] = (),
     frozen: bool = False,
+    speculate: bool = False,
+    defer_all: Collection[int] = (),
 ) -> Program:
     """Ask a scheduler for ``script``: (``train`` | ``eval`` | ``flush``, micro-batches, commit), as an engine does.
+
+    With ``speculate`` every step is committed, and those that would not be are clipped instead. Steps in ``defer_all``
+    defer all updates.
 
     ``defer`` is the deferred fraction of the blocks; 1 defers all records, and then (unless said otherwise by ``hold``)
     until the step has ended. ``resident`` is how many records live in host memory, of which ``counts`` then get as many
@@ -436,7 +448,7 @@ def build(
         counts = replace(counts, host_blocks=max(layers, counts.host_blocks), host_outer=max(2, counts.host_outer))
     scheduler = Scheduler(
         shape, counts, single_slot=single_slot, slot=slot, deferred=interleaved(shape, defer),
-        hold=defer >= 1 if hold is None else hold, resident=kept,
+        hold=defer >= 1 if hold is None else hold, resident=kept, speculate=speculate,
         recomputation=Recomputation(frozenset(keeping), saved=0.5),
     )  # fmt: skip
     visited = {visit.layer for visit in shape.visits(train=True) if visit.phase is Phase.BLOCK_BACKWARD}
@@ -452,7 +464,12 @@ def build(
         batch = BatchShape(micro, 4096, 8, 12288)
         if kind == "train":
             step += 1
-            program.lists.append((kind, micro, scheduler.training_step(step, batch, commit=commit)))
+            options = {"commit": commit or speculate, "defer_all": step in defer_all}
+            program.lists.append((kind, micro, scheduler.training_step(step, batch, **options)))
+            if speculate:
+                assert scheduler.speculative or step in defer_all or defer >= 1
+                program.lists.append(("settle", 0, scheduler.settle(step, clipped=not commit)))
+                program.clipped |= set() if commit else {step}
         else:
             flush()
             if kind == "eval":

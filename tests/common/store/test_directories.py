@@ -45,7 +45,7 @@ def test_files_are_preallocated_and_each_directory_says_who_it_is(make_directori
                 assert status.st_blocks * 512 >= nbytes
             identity = read_sealed(path / "store.json")
             assert identity == {
-                "format": FORMAT, "store": store.id, "index": index, "count": 3, "complete": True,
+                "format": FORMAT, "store": store.id, "index": index, "count": 3, "complete": True, "replaces": "",
                 "layout": json.loads(json.dumps(layout.to_dict())),
             }  # fmt: skip
         assert uuid.UUID(store.id)

@@ -1,0 +1,75 @@
+"""What becomes of a step whose loss or gradient is NaN or infinite."""
+
+import math
+
+from common.errors import FinetuneError, UserError, did_you_mean
+
+POLICIES = ("stop", "skip")
+
+MOST_IN_A_ROW = 10
+"""Steps that are skipped one after the other before training stops all the same: weights that have diverged, or data
+that are broken throughout, give nothing else any more."""
+
+
+class NonFiniteLoss(FinetuneError):
+    """The loss or the gradient is NaN or infinite; the step is not committed.
+
+    Attributes:
+        step: the step that failed.
+        committed: the step that ``resume`` continues from.
+    """
+
+    def __init__(self, message: str, step: int, committed: int):
+        super().__init__(
+            f"{message} Training stops; step {committed} is committed and intact. A lower --lr, --max-grad-norm or a "
+            "look at the data of that step usually helps."
+        )
+        self.step, self.committed = step, committed
+
+
+class NonFinitePolicy:
+    """Decides for every step, and counts.
+
+    A step that is skipped leaves weights and moments as they are and is not counted by Adam's bias correction; its
+    number, its batch and its learning rate are used up.
+
+    Args:
+        name: ``stop`` or ``skip``.
+        skipped: steps that the run has skipped before.
+
+    Raises:
+        UserError: no such policy.
+    """
+
+    def __init__(self, name: str, skipped: int = 0):
+        if name not in POLICIES:
+            raise UserError(f"on_nonfinite is stop or skip, not {name!r}.{did_you_mean(name, POLICIES)}")
+        self.skips = name == "skip"
+        self.skipped = skipped
+        """In the whole run."""
+        self._in_a_row = 0
+
+    def leaves_out(self, step: int, loss: float, norm: float, committed: int) -> bool:
+        """Whether ``step`` is to change nothing.
+
+        Args:
+            step: its number.
+            loss, norm: of its whole batch.
+            committed: the step that ``resume`` would continue from.
+
+        Raises:
+            NonFiniteLoss: they are not finite, and such steps are not skipped, or there are too many.
+        """
+        if math.isfinite(loss) and math.isfinite(norm):
+            self._in_a_row = 0
+            return False
+        what = (
+            f"loss of step {step} is {loss}" if not math.isfinite(loss) else f"gradient norm of step {step} is {norm}"
+        )
+        if not self.skips:
+            raise NonFiniteLoss(f"The {what}.", step, committed)
+        if self._in_a_row == MOST_IN_A_ROW:
+            raise NonFiniteLoss(f"The {what}, after {MOST_IN_A_ROW} steps in a row that were skipped.", step, committed)
+        self._in_a_row += 1
+        self.skipped += 1
+        return True

@@ -1,0 +1,146 @@
+"""Two ranks that train together in host memory and commit to one folder, cut short at one call and continued.
+
+What lies below ``root/commits`` is all that they have on drives. The second rank is forked from the first one, so that
+both are in one process group and a run takes about a second.
+"""
+
+import hashlib
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers import LlamaForCausalLM
+
+from common.data import RandomBatches
+from common.errors import FinetuneError
+from fcdp.commits import Commits
+from fcdp.topology import Topology
+from fcdp.trainer import Trainer, TrainerConfig
+from tests.crash.drives import Fault, count
+from tests.crash.points import Reference, _clean, _files
+from tests.crash.power import cut_power
+from tests.crash.runs import SEQ_LEN, STEPS, VOCABULARY, Run, execute, tiny_config
+
+#: What happens at a call: action, and whether the power goes as well.
+ENDINGS = (("kill all", False), ("kill self", False), ("tear", True), ("kill all", True))
+
+ROWS = 3
+"""One more than ranks."""
+
+
+@dataclass(frozen=True)
+class ClusterRun(Run):
+    """Options: ``model``, ``strategy``, ``resume``."""
+
+    def train(self, say: Callable[..., None]) -> None:
+        """As the first rank; the second one is its child, and tells errors only."""
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        child = os.fork()
+        if not child:
+            try:
+                _train(self, 1, lambda **entry: None)
+            except BaseException as error:
+                # Expected are messages for users, which both ranks have alike, and a lost first rank.
+                say(error=str(error), expected=isinstance(error, FinetuneError)) if _is_odd(error) else None
+                os._exit(1)
+            os._exit(0)
+        _train(self, 0, say)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def _is_odd(error: BaseException) -> bool:
+    """Whether a rank has failed by itself, not because the other one has."""
+    return not isinstance(error, FinetuneError | dist.DistError | ConnectionError) and "onnection" not in str(error)
+
+
+def _train(run: ClusterRun, rank: int, say: Callable[..., None]) -> None:
+    options = run.options
+    warnings.simplefilter("ignore")
+    dist.init_process_group(
+        "gloo", f"file://{run.notes}/meeting", rank=rank, world_size=2, timeout=timedelta(seconds=20)
+    )  # fmt: skip
+    topology = Topology(2, 1, device="cpu")
+    config = TrainerConfig(options.get("strategy", "fcdp"), "fp32", max_grad_norm=0.5)
+    trainer = Trainer(options["model"], topology, config, run.root / "commits")
+    if options.get("resume"):
+        trainer.resume()
+        assert trainer.user_state == {"step": trainer.step_count}
+    else:
+        trainer.begin()
+    batches = RandomBatches(VOCABULARY, SEQ_LEN, ROWS, seed=5)
+    while trainer.step_count < run.steps:
+        batch = batches.batch(trainer.step_count)
+        done = trainer.train_step(batch, 1e-2)
+        trainer.user_state = {"step": done.step}
+        trainer.commit()
+        digest = hashlib.sha256(batch["input_ids"].numpy().tobytes()).hexdigest()[:12]
+        say(step=done.step, took=f"{done.loss.hex()} {done.grad_norm.hex()} {digest}")
+    say(final={name: _digest(value) for name, value in trainer._state().items()})
+    trainer.close()
+    topology.close()
+    dist.destroy_process_group()
+
+
+def _digest(value: torch.Tensor) -> str:
+    return hashlib.sha256(cast(DTensor, value).full_tensor().numpy().tobytes()).hexdigest()
+
+
+def make_model(directory: Path) -> str:
+    """A checkpoint to begin with."""
+    torch.manual_seed(3)
+    config = tiny_config()
+    config.num_hidden_layers, config.tie_word_embeddings = 1, True  # every tensor is two calls more, and three commits
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return str(directory)
+
+
+def reference(root: Path, options: dict[str, Any]) -> Reference:
+    """Run without faults."""
+    outcome = execute(ClusterRun(root, options))
+    assert outcome.status == 0, outcome.error
+    found = Reference(outcome, _files(root), count(ClusterRun(root).notes))
+    _clean(root)
+    return found
+
+
+def crash(root: Path, options: dict[str, Any], fault: Fault, expected: Reference, power: int | None = None) -> bool:
+    """One crash and all that must hold after it. Returns whether the fault came before the run's end.
+
+    Args:
+        root: a directory to be made, and removed if all is well.
+        power: seed of what a power cut takes with it; None: only processes die.
+
+    Raises:
+        AssertionError: something does not hold.
+    """
+    first = execute(ClusterRun(root, options, fault=fault, journal=power is not None))
+    if first.status == 0:
+        assert first.final == expected.outcome.final
+        _clean(root)
+        return False
+    if power is not None:
+        cut_power(root, root.with_name(root.name + ".notes"), power)
+    second = execute(ClusterRun(root, {**options, "resume": True}))
+    if second.status == 1 and "no commit in" in second.error:
+        assert not first.losses, f"steps {sorted(first.losses)} are lost: {second.error}"
+        second = execute(ClusterRun(root, options))
+    assert second.status == 0, f"the run could not be continued: {second.error}"
+    assert second.final == expected.outcome.final
+    for outcome in (first, second):
+        for step, taken in outcome.losses.items():
+            assert taken == expected.outcome.losses[step], f"step {step} differs"
+    resumed = min(second.losses, default=STEPS + 1)
+    assert list(second.losses) == list(range(resumed, STEPS + 1))
+    assert resumed > max(first.losses, default=0), f"step {max(first.losses)} had been committed, and was lost"
+    assert _files(root) == expected.files
+    found = Commits(root / "commits").verify()
+    assert found.step == STEPS and not found.damage
+    _clean(root)
+    return True
