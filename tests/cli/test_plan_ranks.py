@@ -42,7 +42,7 @@ def test_bytes_and_bounds(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(("words", "message"), [
     ((), "--network 25Gbit/s"),
     (("--network", "fast"), "--network fast is not a rate"),
-    (("--network", "10Gbit/s", "--scheme", "fuyou"), "for one model and this program"),
+    (("--network", "10Gbit/s", "--scheme", "fuyou"), "this program trains and cannot be combined with --scheme"),
     (("--network", "10Gbit/s", "--strategy", "zero3"), "cannot be combined with --strategy"),
     (("--network", "10Gbit/s", "--trainable", "0.1"), "cannot be combined with --trainable"),
 ])  # fmt: skip
