@@ -9,14 +9,12 @@ from cli.train import quiet_transformers
 from common.hardware import describe_machine
 from common.units import format_bytes, format_count
 from fuyou.devices import memory_limits
-from fuyou.planner import workload_of
-from fuyou.profiling import Profile, measure, save
+from fuyou.planner import measured, workload_of
+from fuyou.profiling import Profile, save
 from fuyou.profiling.cache import describe, profile_path
 from fuyou.tasks import Resource
 
 _OPERATORS = 8
-
-_COPIES = {Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST}
 
 Row = tuple[str, str, str]
 """What, how much, and a remark."""
@@ -40,7 +38,7 @@ def run_profile(settings: Settings) -> None:
         f"on {device.name}",
         flush=True,
     )
-    profile = save(measure(workload, device), workload, device)
+    profile = save(measured(workload, device, limits), workload, device)
     print("\n".join(table(profile, len(directories))))
     print(f"Measured in {profile.measured_in_seconds:.1f} s; kept in {profile_path(describe(workload, device))}")
 
@@ -81,7 +79,6 @@ def table(profile: Profile, drives: int) -> list[str]:
         "on the same cores at the same time": [
             (f"{RESOURCES[one.value]} beside {_others(one, speeds)}", f"{speed:.2f} x", "its speed alone")
             for speeds in profile.contention.speeds.values()
-            if not _COPIES & speeds.keys()
             for one, speed in speeds.items()
         ],
         "longest operators of the block's forward pass": [

@@ -51,7 +51,9 @@ class Report:
     clip_by: str | None = None
     """How gradients were clipped out of core: ``deferral`` or ``speculation``; None: they were not, or in memory."""
     clipped_steps: int = 0
-    """Steps whose gradients were; by speculation, their updates were done again."""
+    """Steps whose gradients were scaled down."""
+    updated_again_steps: int = 0
+    """Of those, the ones whose updates had been done before that was known, and were done again."""
 
     def write(self, path: Path) -> None:
         """As JSON, complete or not at all."""
@@ -80,7 +82,7 @@ class Report:
             f"{format_bytes(self.device_peak_bytes)} of device memory",
         }
         if self.clip_by is not None:
-            again = " and updated again" if self.clip_by == "speculation" else ""
+            again = f", {self.updated_again_steps:,} of them updated again" if self.clip_by == "speculation" else ""
             lines["clipping"] = f"by {self.clip_by}: {self.clipped_steps:,} of {self.steps:,} steps clipped{again}"
         if self.bound_seconds:
             lines["ssd"] = (
@@ -127,8 +129,7 @@ class Measurements:
         self.losses: list[float] = []
         self.step_seconds: list[float] = []
         self._bounds: dict[str, float] = {}
-        self._skipped_steps = 0
-        self._clipped_steps = 0
+        self._skipped_steps = self._clipped_steps = self._updated_again_steps = 0
         self._other_io = self._other_planned = (0, 0)
 
     def leave_out(self, io_bytes: tuple[int, int], planned_bytes: tuple[int, int]) -> None:
@@ -144,11 +145,13 @@ class Measurements:
         bounds: dict[str, float],
         clipped: bool = False,
         skipped: bool = False,
+        updated_again: bool = False,
     ) -> None:
-        """Take in a step: its loss, duration, seconds per resource, whether its gradients were clipped, or it was left
-        out because they are not finite."""
+        """Take in a step: its loss, duration, seconds per resource; whether its gradients were clipped, whether it was
+        left out because they are not finite, and whether updates were done again."""
         self._clipped_steps += clipped
         self._skipped_steps += skipped
+        self._updated_again_steps += updated_again
         self.losses.append(loss)
         self.step_seconds.append(seconds)
         for name, value in bounds.items():
@@ -203,4 +206,5 @@ class Measurements:
             skipped_steps=self._skipped_steps,
             clip_by=clip_by and clip_by.value,
             clipped_steps=self._clipped_steps,
+            updated_again_steps=self._updated_again_steps,
         )

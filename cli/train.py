@@ -201,7 +201,9 @@ def _train(job: Job, engine: Engine, interrupts: Interrupts) -> Measurements:
 
             # From the end of one step to that of the next: what a step writes back runs on into the next one.
             began, ended = ended, time.perf_counter()
-            measured.add(report.loss, ended - began, report.bound_seconds, report.clipped, report.skipped)
+            measured.add(
+                report.loss, ended - began, report.bound_seconds, report.clipped, report.skipped, report.updated_again
+            )
             io = _since(engine, io_before)
             io_before = engine.io_bytes()
             line = _line(report, ended - began, measured, io, engine.device_peak_bytes, memory(), job.emulated, disk())

@@ -1,11 +1,26 @@
 """Where a step's time went: how long each resource was busy, and what the device waited for when it was not."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fuyou.data_plane import DataPlane
 from fuyou.intervals import Interval, merge, total
-from fuyou.tasks import Op, Resource, StepList, Task
+from fuyou.tasks import Op, Phase, Resource, StepList, Task
 from fuyou.trace import StepTrace
+
+
+class TaskKind(NamedTuple):
+    """What compute tasks have in common that take about the same time."""
+
+    phase: Phase
+    kept: bool
+    """Whether they leave or take kept outputs."""
+
+    @staticmethod
+    def of(task: Task) -> "TaskKind":
+        """The kind of a compute task."""
+        assert task.visit is not None
+        return TaskKind(task.visit.phase, task.kept >= 0)
 
 
 @dataclass(frozen=True)
@@ -36,6 +51,10 @@ class StepReport:
     """Whether loss or gradient were not finite, and nothing was changed."""
     clipped: bool = False
     """Whether the gradient was scaled down."""
+    updated_again: bool = False
+    """Whether updates had been done before it was known that the step is clipped or left out, and are done again."""
+    task_seconds: dict[TaskKind, list[float]] = field(default_factory=dict)
+    """Of each compute task that ended since the last report: from when nothing kept it waiting, to its end."""
 
 
 @dataclass
@@ -46,6 +65,8 @@ class Times:
     """By resource; tasks of one resource that overlap count once."""
     idle: dict[str, float] = field(default_factory=dict)
     """Of the device, by the kind of task that kept it waiting; what the caller did between steps is ``caller``."""
+    tasks: dict[TaskKind, list[float]] = field(default_factory=dict)
+    """Of each compute task, from when nothing kept it waiting to its end."""
 
 
 class Accounting:
@@ -81,8 +102,12 @@ class Accounting:
         busy[Resource.SSD] += [(one.began, one.ended) for one in states]
         busy[Resource.ADAM] += [(one.began, one.ended) for one in adam]
         idle: dict[str, float] = {}
+        tasks: dict[TaskKind, list[float]] = {}
         for task in done:
             if task.op is Op.COMPUTE:
+                free = max((earlier.ended for earlier in task.after), default=0.0)
+                free = min(task.began, max(free, self._computed_until)) or task.began
+                tasks.setdefault(TaskKind.of(task), []).append(task.ended - free)
                 if self._computed_until:
                     self._explain(self._computed_until, task, idle)
                 self._computed_until = max(self._computed_until, task.ended)
@@ -90,7 +115,7 @@ class Accounting:
             self._trace.add(done, states, adam)
         for task in done:
             task.after = []  # or every task would keep all of its ancestors alive
-        return Times({resource.value: total(merge(found)) for resource, found in busy.items()}, idle)
+        return Times({resource.value: total(merge(found)) for resource, found in busy.items()}, idle, tasks)
 
     @staticmethod
     def _explain(since: float, task: Task, idle: dict[str, float]) -> None:

@@ -11,6 +11,7 @@ from common.store import Store, StoreError, commit_manifest, load_manifest
 from common.store.verify import Sealed, verify
 from fuyou.adam import Update
 from fuyou.checksums import RecordSums
+from fuyou.clipping import Strikes
 from fuyou.records import FROZEN_FILE, weights_file
 from fuyou.tasks import Op, Task
 from fuyou.training_state import TrainingState, random_states
@@ -52,6 +53,10 @@ class Commits:
     def leave_out(self, step: int) -> None:
         """The updates of ``step``, all of them still to come, change nothing."""
         self._updates[step] = replace(self._updates[step], left_out=True)
+
+    def strikes(self, steps: int) -> Strikes:
+        """How often clipping has struck in the run's first ``steps``, which have all ended."""
+        return Strikes(self.clipped_steps, steps)
 
     def end(self, step: int, skipped: int, device: torch.device, user: dict[str, Any]) -> None:
         """The caller has ended ``step``, and left out so many up to it: note what its commit will say."""

@@ -39,6 +39,7 @@ from fuyou.memory_plan import MemoryPlan
 from fuyou.nodes.agreement import Agreement
 from fuyou.nodes.commits import ClusterCommits
 from fuyou.nodes.reader import ClusterReader
+from fuyou.nodes.regroup import regroup
 from fuyou.nodes.topology import Topology, share_of
 from fuyou.nonfinite import NonFinitePolicy
 from fuyou.open_model import OpenModel
@@ -180,7 +181,7 @@ class Engine:
             max_grad_norm = max_grad_norm or math.inf  # never reached, but known before any update counts
         self._options = EngineConfig(
             Precision.named(dtype, optimizer_dtype), AdamConfig(lr, betas, eps, weight_decay),
-            max_grad_norm, clip_by_named(clip_by), deferred_fraction, micro_batch, commit_every,
+            max_grad_norm, clip_by_named(clip_by), math.inf, deferred_fraction, micro_batch, commit_every,
             None if host_cache is None else parse_bytes(host_cache), single_slot, io, seed,
             kept_activations if isinstance(kept_activations, Keeping) else parse_bytes(kept_activations or 0),
             adapters.peft_config() if isinstance(adapters, AdapterOptions) else adapters,
@@ -304,6 +305,7 @@ class Engine:
         # Everything goes through host memory, so there is nothing for "auto" to measure.
         io: dict[str, Any] = {"io": "posix" if options.io == "auto" else options.io, "pace": runtime.pace}
         if resume:
+            regroup(drives, self._model.shape, wanted, self._agreement)
             self._files = resume_run(drives, wanted, self._agreement, **io)
             restore_random_states(self._files.state.random, self._device.torch_device)
         else:
@@ -385,7 +387,10 @@ class Engine:
         self._commits.begin(Update(step, adam, 1.0, self._options.seed, skipped=self._nonfinite.skipped))
         shape = self._runtime.batch_shape(*batch["input_ids"].shape)
         self._in_flight = True  # before the schedule changes: an interrupt may come at any point
-        tasks = self._runtime.scheduler.training_step(step, shape, commit=step % self._options.commit_every == 0)
+        waits = self._commits.strikes(self.step_count).share > self._options.most_clipped
+        tasks = self._runtime.scheduler.training_step(
+            step, shape, commit=step % self._options.commit_every == 0, defer_all=waits
+        )
         self._step = self._computation(plane, tasks, batch, began)
         self._runtime.submit(tasks)
         self._step.forward()
@@ -417,7 +422,9 @@ class Engine:
         self.step_count = step
         self._commits.end(step, self._nonfinite.skipped, self._device.torch_device, self.user_state)
         self._runtime.plane.executor.finish(current.tasks.end)
+        again = False
         if self._options.speculates:
+            again = (clipped or skipped) and self._runtime.scheduler.speculative
             self._runtime.submit(self._runtime.scheduler.settle(step, clipped or skipped))
         self._step = None
         self._in_flight = False
@@ -438,6 +445,8 @@ class Engine:
             recomputation_saved=current.recomputation_saved,
             clipped=clipped,
             skipped=skipped,
+            updated_again=again,
+            task_seconds=times.tasks,
         )
 
     def _leaves_out(self, step: int, loss: float, norm: float) -> bool:

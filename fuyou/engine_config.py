@@ -29,6 +29,8 @@ class EngineConfig:
     max_grad_norm: float | None
     clip_by: ClipBy | None
     """None leaves it to the planner; without one, it is deferral."""
+    most_clipped: float
+    """Share of the steps up to which speculation pays: while more of them are clipped, all updates are deferred."""
     deferred_fraction: float
     """Of the blocks whose updates wait for the next forward pass, as asked for."""
     micro_batch: int | None
@@ -116,4 +118,5 @@ class EngineConfig:
         return replace(
             self, micro_batch=choice.micro_batch, deferred_fraction=self.deferred_fraction or choice.deferred_fraction,
             kept_activations=self.kept_activations or choice.keeping, clip_by=choice.clip_by,
+            most_clipped=choice.most_clipped,
         )  # fmt: skip

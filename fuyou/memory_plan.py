@@ -18,7 +18,7 @@ from common.errors import UserError
 from common.units import format_bytes
 from fuyou.frozen import ROW_ELEMENTS
 from fuyou.loss import pass_bytes
-from fuyou.records import PAGE_ELEMENTS, Kind
+from fuyou.records import PAGE_ELEMENTS, Kind, Record
 from fuyou.residency import resident_records
 from fuyou.step_shape import BufferCounts, StepShape
 
@@ -118,6 +118,18 @@ def activation_elements_per_token(config: PreTrainedConfig) -> float:
     return 20 * hidden + 4 * width
 
 
+def chunk_elements(shape: StepShape) -> int:
+    """Elements of the chunks in which states lie on SSD: by the model and the number of ranks alone."""
+    wanted = min(LARGEST_CHUNK, max(SMALLEST_CHUNK, _largest_trained(shape).owned // CHUNKS_PER_BLOCK))
+    return round_up(min(wanted, max(shape.records[index].owned for index in shape.trainable)), PAGE_ELEMENTS)
+
+
+def _largest_trained(shape: StepShape) -> Record:
+    """The largest record of a block that is trained; if there is none, whatever is."""
+    trained = [shape.records[index] for index in shape.trainable]
+    return max((r for r in trained if r.kind is Kind.BLOCK), key=lambda r: r.numel, default=trained[-1])
+
+
 class MemoryPlanner:
     """Counts memory for one model on one machine.
 
@@ -159,13 +171,9 @@ class MemoryPlanner:
         self.host_cache = host_cache
         self._kept_layers, self._kept_bytes = kept_layers, kept_bytes
         self.adapters = len(shape.of_kind(Kind.ADAPTER))
-        # By the model and the number of ranks alone: states lie on SSD chunk by chunk.
-        trained = [shape.records[index] for index in shape.trainable]
-        largest = max((r for r in trained if r.kind is Kind.BLOCK), key=lambda r: r.numel, default=trained[-1])
-        wanted = min(LARGEST_CHUNK, max(SMALLEST_CHUNK, largest.owned // CHUNKS_PER_BLOCK))
-        self.chunk_elements = round_up(min(wanted, max(record.owned for record in trained)), PAGE_ELEMENTS)
+        self.chunk_elements = chunk_elements(shape)
         # Of the rank that has most: all must plan the same.
-        ranks = [replace(largest, share=share) for share in shape.share.everyone()]
+        ranks = [replace(_largest_trained(shape), share=share) for share in shape.share.everyone()]
         self.block_chunks = max(len(record.chunks(self.chunk_elements)) for record in ranks)
 
     def plan(self, rows: int, seq_len: int, micro_rows: int | None) -> MemoryPlan:

@@ -88,7 +88,7 @@ class OpenModel:
         adapted = None
         if self.adapters is not None:  # scaling and dropout are part of the computation, and of no record
             settings = self.adapters.config.to_dict()
-            adapted = {name: str(settings[name]) for name in sorted(settings) if name not in _NOT_COMPUTED}
+            adapted = {name: _same_text(settings[name]) for name in sorted(settings) if name not in _NOT_COMPUTED}
         return fingerprint(self.shape.records, adapted)
 
     @property
@@ -114,3 +114,8 @@ class OpenModel:
 
 #: Settings of an adapter that say nothing about what it computes.
 _NOT_COMPUTED = {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "task_type"}
+
+
+def _same_text(value: object) -> str:
+    """In every process: peft keeps names in sets, whose order another process does not share."""
+    return str(sorted(value, key=str) if isinstance(value, (set, frozenset)) else value)

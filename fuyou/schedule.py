@@ -69,6 +69,7 @@ class Scheduler:
         self._ended: Task | None = None  # the STEP task of the newest step
         self._commit_due = False  # whether that step is to be committed, once its deferred updates are done
         self._durable = True  # whether the step being scheduled is to be committed
+        self._defer_all = False  # whether all its updates are deferred
         self._visits = shape.visits(train=True)
         self._position = 0
         self._uses: dict[int, list[int]] = {}
@@ -100,18 +101,18 @@ class Scheduler:
 
     # -- what the engine asks for ---------------------------------------------------------------------------------
 
-    def training_step(self, step: int, batch: BatchShape, *, commit: bool = True) -> StepList:
+    def training_step(self, step: int, batch: BatchShape, *, commit: bool = True, defer_all: bool = False) -> StepList:
         """The tasks of step ``step`` (numbered from 1).
 
         ``commit`` says whether the step is committed at its end; with deferred updates that is during the next step.
-        Speculative updates leave that to :meth:`settle`.
+        Speculative updates leave that to :meth:`settle`. ``defer_all``: all updates of this step are deferred.
         """
         assert commit or not self._speculate
         assert not self._gradients.kept, "settle the step before"
         self._list, self._batch = StepList(step), batch
         self._activations.begin(self._list, self._visits, batch.micro_batches, batch.activation_bytes)
         self._kept.begin(self._list, self._visits, batch.micro_batches, batch.kept_bytes)
-        self._durable = commit
+        self._durable, self._defer_all = commit, defer_all
         for position, visit in enumerate(self._visits):
             self._position = position
             if visit.phase in FORWARD_PHASES:
@@ -167,6 +168,11 @@ class Scheduler:
     def pending(self) -> bool:
         """Whether gradients wait for their update."""
         return bool(self._gradients.pending)
+
+    @property
+    def speculative(self) -> bool:
+        """Whether updates may have to be done again: :meth:`settle` says so."""
+        return bool(self._gradients.kept)
 
     @property
     def commit_step(self) -> int | None:
@@ -276,7 +282,7 @@ class Scheduler:
         device.drop(record.index)
         device.use(source, download)
         self._device[record.kind].drop(record.index)  # the update makes the device's copy stale
-        if record.index in self._deferred:
+        if self._defer_all or record.index in self._deferred:
             self._gradients.pending[record.index] = self._list.step
         else:
             self._update(record, target, download, self._list.step, self._durable, keep=self._speculate)

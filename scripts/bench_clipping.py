@@ -1,8 +1,8 @@
 """What clipping by the global norm costs: step time without it, by deferral, and by speculation.
 
 On an emulated accelerator (its computing is a timed wait, the norm of its gradients is what it is told) with paced
-drives, and everything else real. By speculation once where clipping never strikes and once where it strikes in every step.
-Each way is planned first; they take turns.
+drives, and everything else real. By speculation once where clipping never strikes and once where it strikes in every
+step. Each way is planned first; they take turns.
 
     python scripts/bench_clipping.py --ssd DIR
 """
@@ -76,19 +76,10 @@ def plans(batch: int, ssd: Sequence[Path]) -> list[tuple[Row, Plan]]:
         ("speculation, always struck", always, True),
     )
     return [
-        (
-            Row(
-                batch,
-                name,
-                found.deferred_fraction,
-                found.step_seconds,
-                found.clip_by and found.clip_by.value,
-                clipped,
-            ),
-            found,
-        )
+        (Row(batch, name, found.deferred_fraction, found.step_seconds, found.clip_by and found.clip_by.value, clipped),
+         found)
         for name, found, clipped in ways
-    ]
+    ]  # fmt: skip
 
 
 def measure(row: Row, found: Plan, ssd: Sequence[Path], steps: int) -> None:
@@ -130,7 +121,8 @@ def main(
 
 def show(row: Row, first: Row) -> None:
     """One line; ``first`` is the step without clipping."""
-    text = f"{row.way:28}deferred {row.deferred_fraction:4.2f}  predicted {row.predicted:5.2f} s ({row.predicted / first.predicted:.2f})"
+    text = f"{row.way:28}deferred {row.deferred_fraction:4.2f}  "
+    text += f"predicted {row.predicted:5.2f} s ({row.predicted / first.predicted:.2f})"
     if row.steps:
         text += (
             f"  measured {row.seconds:5.2f} s ({row.seconds / first.seconds:.2f})  "

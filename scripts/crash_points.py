@@ -7,6 +7,7 @@ or to fewer drives, where every other one is first tried on its old drives again
 ``tests/crash/points.py``.
 
 All of it takes an hour of two cores, and can be done in pieces: with ``--log``, what that file lists is not done again.
+Each call is tried in one of the four ways first, then each in the next.
 
     python scripts/crash_points.py --workers 3 --log points.log --seconds 250
 """
@@ -16,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "states in host memory": {},
     "everything streamed": {"host_cache": 0},
     "clipping (all updates deferred)": {"max_grad_norm": 0.5},
+    "clipping (two steps of three updated again)": {
+        "max_grad_norm": 1.55,
+        "clip_by": "speculation",
+        "host_cache": 0,
+    },
     "half of the updates deferred": {"deferred_fraction": 0.5, "host_cache": 0},
     "commit every 2 steps": {"commit_every": 2},
     "fp32": {"dtype": "fp32", "host_cache": 0},
@@ -72,9 +79,15 @@ class Log:
             with self._file.open("a") as file:
                 file.write(f"{crash}: {outcome}\n")
 
-    def of(self, way: str) -> list[str]:
+    def describe(self, way: str) -> str:
         """The outcomes of all crashes in a way of training or moving."""
-        return [outcome for crash, outcome in self._found.items() if crash.startswith(f"{way}, ")]
+        tried = {crash: outcome for crash, outcome in self._found.items() if crash.startswith(f"{way}, ")}
+        calls = len({crash.split(", ")[1] for crash in tried})
+        held, late = (list(tried.values()).count(outcome) for outcome in ("held", "not reached"))
+        return (
+            f"{len(tried)} crashes tried at {calls} calls: {held} held, {late} came after the run's end, "
+            f"{len(tried) - held - late} failures"
+        )
 
     def failures(self) -> list[str]:
         return [
@@ -95,57 +108,58 @@ def main(
 ) -> None:
     """Print points tried and failures; exit with 1 if there was one, with 3 if some are left to be tried."""
     end, tried, left = time.monotonic() + seconds, Log(log), 0
-    with tempfile.TemporaryDirectory(prefix="crash-points-", dir=directory) as folder:
-        for name in way or (*MOVES, *WAYS):
-            if time.monotonic() > end:
-                left += 1
-                break
-            left += _try_way(name, Path(folder), workers, range(first, 1 << 30, every), tried, end)
+    ways = way or (*MOVES, *WAYS)
+    with tempfile.TemporaryDirectory(prefix="crash-points-", dir=directory) as place:
+        references = {name: _reference(name, Path(place)) for name in ways}
+        for turn in range(len(ENDINGS)):
+            for name in ways:
+                jobs = _jobs(references[name], first, every, turn)
+                with ThreadPoolExecutor(workers) as pool:
+                    done = pool.map(partial(_attempt, name, Path(place), references[name], tried, end), jobs)
+                    left += len(jobs) - sum(done)
+    for name in ways:
+        print(f"{name}: {references[name].calls} calls; {tried.describe(name)}")
     for text in tried.failures():
         print(f"  {text}")
     sys.exit(1 if tried.failures() else 3 if left else 0)
 
 
-def _try_way(name: str, folder: Path, workers: int, points: range, tried: Log, end: float) -> int:
-    """Returns how many crashes are left to be tried."""
-    calls, attempt, endings = _moving(name, folder) if name in MOVES else _training(name, folder)
-    numbers = points[: -(-(calls + 1 - points.start) // points.step)]
-    jobs = [(number, action, power) for number in numbers for action, power in endings]
-    with ThreadPoolExecutor(workers) as pool:
-        done = sum(pool.map(partial(_attempt, name, folder, attempt, tried, end), jobs))
-    outcomes = tried.of(name)
-    held, late = outcomes.count("held"), outcomes.count("not reached")
-    print(
-        f"{name}: {done} of {len(jobs)} crashes at {len(numbers)} of {calls} calls: {held} held, {late} came after "
-        f"the end, {len(outcomes) - held - late} failures",
-        flush=True,
-    )
-    return len(jobs) - done
+@dataclass(frozen=True)
+class Way:
+    """One way of training, or of moving."""
+
+    calls: int
+    """That it makes to its drives."""
+    attempt: Attempt
+    endings: tuple[tuple[str, bool], ...] = ENDINGS
 
 
-def _training(name: str, folder: Path) -> tuple[int, Attempt, tuple[tuple[str, bool], ...]]:
-    """Calls that a run makes, how to disturb one, and how it may end."""
-    options = WAYS[name]
-    expected = reference(folder / "undisturbed", options)
+def _reference(name: str, folder: Path) -> Way:
+    """Train, or move, without a crash."""
+    if name in WAYS:
+        trained, options = reference(folder / "undisturbed", WAYS[name]), WAYS[name]
 
-    def attempt(root: Path, number: int, action: str, power: bool) -> bool:
-        return crash(root, options, Fault(number, action), expected, power=number if power else None)
+        def crash_training(root: Path, number: int, action: str, power: bool) -> bool:
+            return crash(root, options, Fault(number, action), trained, power=number if power else None)
 
-    return expected.calls, attempt, ENDINGS
+        return Way(trained.calls, crash_training)
+    moved, move = move_reference(folder / name, MOVES[name]), MOVES[name]
 
-
-def _moving(name: str, folder: Path) -> tuple[int, Attempt, tuple[tuple[str, bool], ...]]:
-    move = MOVES[name]
-    expected = move_reference(folder / name, move)
-
-    def attempt(root: Path, number: int, action: str, power: bool) -> bool:
-        return crash_move(root, move, Fault(number, action), expected, number if power else None, number % 2 == 0)
+    def crash_moving(root: Path, number: int, action: str, power: bool) -> bool:
+        return crash_move(root, move, Fault(number, action), moved, number if power else None, number % 2 == 0)
 
     # One process makes all calls.
-    return expected.calls, attempt, tuple(ending for ending in ENDINGS if ending[0] != "kill self")
+    return Way(moved.calls, crash_moving, tuple(ending for ending in ENDINGS if ending[0] != "kill self"))
 
 
-def _attempt(name: str, folder: Path, attempt: Attempt, tried: Log, end: float, job: tuple[int, str, bool]) -> bool:
+def _jobs(way: Way, first: int, every: int, turn: int) -> list[tuple[int, str, bool]]:
+    """The crashes of a turn: in each, another ending for each call."""
+    count = len(way.endings)
+    numbers = range(first, way.calls + 1, every) if turn < count else ()
+    return [(number, *way.endings[(number + turn) % count]) for number in numbers]
+
+
+def _attempt(name: str, folder: Path, way: Way, tried: Log, end: float, job: tuple[int, str, bool]) -> bool:
     """One crash, unless it was tried before or there is no time. Returns whether it is done."""
     number, action, power = job
     crash = f"{name}, call {number}, {action}{', power cut' if power else ''}"
@@ -154,7 +168,7 @@ def _attempt(name: str, folder: Path, attempt: Attempt, tried: Log, end: float, 
     if time.monotonic() > end:
         return False
     try:
-        came = attempt(folder / f"{number}-{action.replace(' ', '-')}-{power}", number, action, power)
+        came = way.attempt(folder / f"{name}-{number}-{action.replace(' ', '-')}-{power}", number, action, power)
     except AssertionError as error:
         tried.add(crash, str(error))
     else:

@@ -70,7 +70,7 @@ def settle(folders: Sequence[Path]) -> list[Path]:
     named = [folder for folder in folders if _holds_store(folder)]
     new = [beside(folder) for folder in folders if beside(folder).is_dir()]
     if not new:
-        return find(named or [folder for folder in folders if folder.is_dir()] or folders)[0]
+        return _find(named, [folder for folder in folders if folder.is_dir() and folder not in named], folders)
     for members in _stores(named):
         if _whole(members):
             ordered, identity = find(named)
@@ -186,6 +186,16 @@ def make_way(folders: Sequence[Path], overwrite: bool) -> None:
                     f"{members[0]} holds a run already: add --resume to continue it or --overwrite to replace it."
                 )
     discard(folders)
+
+
+def _find(named: Sequence[Path], empty: Sequence[Path], folders: Sequence[Path]) -> list[Path]:
+    """The directories of the only store. Of the folders, some are named for it, and others are there without one."""
+    try:
+        return find(named or empty or folders)[0]
+    except UserError as error:
+        if not named or not empty:
+            raise
+        raise UserError(f"{empty[0]} holds no run to continue. {error}") from None
 
 
 def _there(folders: Sequence[Path]) -> dict[Path, int]:

@@ -1,9 +1,11 @@
 """What the ranks tell each other between collectives: counts, losses, budgets, which step counts."""
 
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from common.telling import tell
@@ -33,16 +35,23 @@ class Agreement:
         """The same, for the thread of commits."""
         return tell(value, self._commits)
 
+    def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Send tensors to ranks and receive others, in the order in which the other end lists them."""
+        operations = [dist.P2POp(dist.isend, data, group=self._group, group_peer=to) for to, data in sends]
+        operations += [dist.P2POp(dist.irecv, data, group=self._group, group_peer=source) for source, data in receives]
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+
     def close(self) -> None:
         """Let go of the groups, so that ``destroy_process_group`` can end them."""
         self._group = self._commits = None
 
 
-def rank_name(share: Share, rank: int, host: str) -> str:
-    """How messages call a rank."""
+def rank_name(share: Share, rank: int, host: str | None) -> str:
+    """How messages call a rank; ``host`` is None if it is not there."""
     node, local_rank = divmod(rank, share.ranks_per_node)
-    which = f", rank {local_rank} of it" if share.ranks_per_node > 1 else ""
-    return f"node {node} ({host}{which})"
+    known = [*([host] if host is not None else []), *([f"rank {local_rank} of it"] if share.ranks_per_node > 1 else [])]
+    return f"node {node} ({', '.join(known)})" if known else f"node {node}"
 
 
 def host() -> str:

@@ -91,6 +91,7 @@ def find_common_state(
     """
     share, store = agreement.share, None
     states: list[TrainingState] = []
+    failure: Exception | None = None
     try:
         store = open_store()
         content = load_manifest(store.directories[0])
@@ -105,10 +106,14 @@ def find_common_state(
         found = Found(host(), "", about["run"], about["nodes"], about["ranks_per_node"], about["rank"], steps)
     except FinetuneError as error:
         found = Found(host(), str(error))
+    except Exception as error:  # not foreseen: the others must not wait for us
+        found, failure = Found(host(), f"{type(error).__name__}: {error}"), error
     everyone = [Found(**told) for told in agreement.tell(asdict(found))]
     try:
+        if failure is not None:
+            raise failure
         step = agreed_step(everyone, share)
-    except UserError:
+    except BaseException:
         if store is not None:
             store.close()
         raise
@@ -118,9 +123,13 @@ def find_common_state(
         check_records(store, state)
     except FinetuneError as error:
         damage = f"{host()}: {error}"
+    except Exception as error:
+        damage, failure = f"{host()}: {type(error).__name__}: {error}", error
     damaged: list[str] = agreement.tell(damage)
     if any(damaged):
         store.close()
+        if failure is not None:
+            raise failure
         raise StoreError(" ".join(filter(None, damaged)))
     return store, state, found.run
 
@@ -149,8 +158,8 @@ def agreed_step(everyone: Sequence[Found], share: Share) -> int:
     first = everyone[0]
     if (first.nodes, first.ranks_per_node) != (share.nodes, share.ranks_per_node):
         raise UserError(
-            f"This run was made by {first.nodes} nodes with {first.ranks_per_node} ranks each, and cannot be continued "
-            f"with {share.nodes} x {share.ranks_per_node} yet. Start as many as before."
+            f"The drives hold what {first.nodes} nodes with {first.ranks_per_node} ranks each have made, and now there "
+            f"are {share.nodes} x {share.ranks_per_node}: start as many as before."
         )
     for rank, (name, found) in enumerate(zip(names, everyone, strict=True)):
         if found.rank != rank:
@@ -158,14 +167,22 @@ def agreed_step(everyone: Sequence[Found], share: Share) -> int:
                 f"{name} holds what rank {found.rank} of this run has made, and is rank {rank} now. Start the nodes in "
                 "the order in which they began (--ssd must name this node's own directories)."
             )
-    step = min(found.steps[0] for found in everyone)
-    lacking = [
-        f"{name} has {' and '.join(map(str, found.steps))}"
-        for name, found in zip(names, everyone, strict=True)
-        if step not in found.steps
-    ]
+    return common_step([(name, found.steps) for name, found in zip(names, everyone, strict=True)])
+
+
+def common_step(held: Sequence[tuple[str, Sequence[int]]]) -> int:
+    """The newest step that all have.
+
+    Args:
+        held: the name of each, and its steps, newest first.
+
+    Raises:
+        UserError: there is none.
+    """
+    step = min(steps[0] for _, steps in held)
+    lacking = [f"{name} has {' and '.join(map(str, steps))}" for name, steps in held if step not in steps]
     if lacking:
-        holders = ", ".join(name for name, found in zip(names, everyone, strict=True) if found.steps[0] == step)
+        holders = ", ".join(name for name, steps in held if steps[0] == step)
         raise UserError(
             f"No step is held by all nodes: {holders} has nothing newer than step {step}, and {'; '.join(lacking)}. "
             "One of them has come back with older drives, or with a copy of them: give it its newest ones."

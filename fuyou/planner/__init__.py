@@ -1,6 +1,6 @@
 """Plans before running: whether a run fits, how fast it will be, and what bounds it. Needs no weights, GPU or SSD."""
 
-from fuyou.planner.choose import Choice, choose, profile_of, workload_of
+from fuyou.planner.choose import Choice, choose, measured, profile_of, workload_of
 from fuyou.planner.machine import Machine, one_of_several, preset_machine, profiled_machine
 from fuyou.planner.paper import PaperScheme
 from fuyou.planner.plan import Plan, plan
@@ -13,6 +13,7 @@ __all__ = [
     "Plan",
     "Training",
     "choose",
+    "measured",
     "one_of_several",
     "plan",
     "preset_machine",

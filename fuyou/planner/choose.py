@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from common.errors import UserError
@@ -11,9 +12,11 @@ from fuyou.keeping import Keeping
 from fuyou.memory_plan import MemoryPlan, MemoryPlanner
 from fuyou.planner.evaluate import Evaluator
 from fuyou.planner.machine import profiled_machine
-from fuyou.planner.plan import search
+from fuyou.planner.plan import most_clipped, search
 from fuyou.planner.training import Training
+from fuyou.planner.trial import as_the_engine_runs_it
 from fuyou.profiling import Profile, Workload, load_or_measure
+from fuyou.profiling import measure as measure_parts
 from fuyou.profiling.cache import load
 
 
@@ -25,7 +28,8 @@ class Choice:
     deferred_fraction: float
     keeping: Keeping
     clip_by: ClipBy
-    """Where gradients are clipped."""
+    most_clipped: float
+    """Share of the steps up to which speculation takes less time than deferral, where there was a choice."""
 
 
 def workload_of(training: Training, device: Device, limits: tuple[int, int], directories: Sequence[Path]) -> Workload:
@@ -57,7 +61,14 @@ def profile_of(
         UserError: not even one block fits the budgets.
     """
     workload = workload_of(training, device, limits, directories)
-    return load_or_measure(workload, device) if measure else load(workload, device)
+    if not measure:
+        return load(workload, device)
+    return load_or_measure(workload, device, partial(measured, limits=limits))
+
+
+def measured(workload: Workload, device: Device, limits: tuple[int, int]) -> Profile:
+    """What this machine does with ``workload``, measured afresh: every part alone, then some blocks in the engine."""
+    return as_the_engine_runs_it(measure_parts(workload, device), workload, device, limits)
 
 
 def choose(training: Training, device: Device, limits: tuple[int, int], directories: Sequence[Path]) -> Choice | None:
@@ -79,10 +90,12 @@ def choose(training: Training, device: Device, limits: tuple[int, int], director
             return None
         rows = _memory(training, device, limits).batch.micro_rows
         machine = profiled_machine(profile, device.shares_host_memory, limits[1], limits[0], len(directories), None)
-        best = search(Evaluator(replace(training, micro_batch=rows), machine))
+        evaluator = Evaluator(replace(training, micro_batch=rows), machine)
+        best = search(evaluator)
+        most = most_clipped(evaluator, best)
     except UserError:
         return None  # the engine will say what does not fit
-    return Choice(rows, best.candidate.deferred_fraction, best.candidate.keeping, best.candidate.clip_by)
+    return Choice(rows, best.candidate.deferred_fraction, best.candidate.keeping, best.candidate.clip_by, most)
 
 
 def _memory(training: Training, device: Device, limits: tuple[int, int]) -> MemoryPlan:

@@ -1,5 +1,6 @@
 """The plan: how a step is best run on a machine, and what it comes to."""
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -212,6 +213,15 @@ def search(evaluator: Evaluator) -> Evaluation:
         UserError: no candidate fits; says how much would.
     """
     return min((_search(evaluator, way) for way in evaluator.training.clip_ways), key=lambda found: found.step_seconds)
+
+
+def most_clipped(evaluator: Evaluator, best: Evaluation) -> float:
+    """The share of clipped steps from which deferral takes less time than ``best``; infinite if that is it, or is not
+    open to choice."""
+    never, always = best.simulation.step_seconds(), best.clipped_seconds
+    if always is None or always <= never or len(evaluator.training.clip_ways) == 1:
+        return math.inf
+    return (_search(evaluator, ClipBy.DEFERRAL).step_seconds - never) / (always - never)
 
 
 def _search(evaluator: Evaluator, clip_by: ClipBy) -> Evaluation:

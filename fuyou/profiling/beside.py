@@ -89,25 +89,14 @@ def pieces_per_second(workers: Sequence[Worker]) -> list[float]:
     return [(len(one) - 1) / max(one[-1] - one[0], 1e-9) for one in ends]
 
 
-def measure_contention(
-    workers: Mapping[Resource, Worker], pairs: Sequence[tuple[Resource, Resource]] = ()
-) -> tuple[dict[Resource, float], Contention]:
-    """Pieces per second of each alone, and what is left of that in every combination of ``workers``.
-
-    Args:
-        workers: the kinds of work.
-        pairs: if there are any, no other combination of these two kinds with anything is measured: they matter less.
-    """
+def measure_contention(workers: Mapping[Resource, Worker]) -> tuple[dict[Resource, float], Contention]:
+    """Pieces per second of each of ``workers`` alone, and what is left of that in every combination of them."""
     alone = {resource: pieces_per_second([worker])[0] for resource, worker in workers.items()}
-    apart = {resource for pair in pairs for resource in pair} - {pair[0] for pair in pairs}
-    together = [one for one in workers if one not in apart]
-    combinations = [
-        combination for size in range(2, len(together) + 1) for combination in itertools.combinations(together, size)
-    ]
     speeds = {}
-    for combination in [*combinations, *pairs]:
-        rates = pieces_per_second([workers[resource] for resource in combination])
-        speeds[frozenset(combination)] = {
-            resource: min(1.0, rate / alone[resource]) for resource, rate in zip(combination, rates, strict=True)
-        }
+    for size in range(2, len(workers) + 1):
+        for combination in itertools.combinations(workers, size):
+            rates = pieces_per_second([workers[resource] for resource in combination])
+            speeds[frozenset(combination)] = {
+                resource: min(1.0, rate / alone[resource]) for resource, rate in zip(combination, rates, strict=True)
+            }
     return alone, Contention(speeds)

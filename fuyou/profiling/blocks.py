@@ -261,18 +261,14 @@ class BlockBench:
 
         return self.seconds(both), self.seconds(forward)
 
-    def recompute(self, calls: BlockCalls, hidden: torch.Tensor) -> torch.Tensor:
-        """The block's forward pass with gradients enabled, as in a backward pass."""
-        leaves = self._leaves(self._record, self._record.views(self._weights), self._gradient)
-        with torch.enable_grad(), self._stack.bound(leaves):
-            return self._stack.block(self._layer, hidden.detach().requires_grad_(), calls)
-
     def _operators(self, calls: BlockCalls, hidden: torch.Tensor) -> tuple[OperatorTime, ...]:
-        """Each operator of the block's forward pass."""
+        """Each operator of the block's forward pass with gradients enabled, as in a backward pass, and nothing else."""
         runs: list[list[OperatorTime]] = []
+        leaves = self._leaves(self._record, self._record.views(self._weights), self._gradient)
+        leaf = hidden.detach().requires_grad_()
         for _ in range(3):
-            with OperatorTimer(self._device) as timer:
-                self.recompute(calls, hidden)
+            with torch.enable_grad(), self._stack.bound(leaves), OperatorTimer(self._device) as timer:
+                self._stack.block(self._layer, leaf, calls)
             runs.append(timer.times)
         return tuple(
             OperatorTime(

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,15 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finetune"
 
 
-def load_or_measure(workload: Workload, device: Device) -> Profile:
-    """The kept profile of this workload on this machine; measured, and kept, if there is none that can be used."""
-    return load(workload, device) or save(measure(workload, device), workload, device)
+def load_or_measure(
+    workload: Workload, device: Device, how: Callable[[Workload, Device], Profile] | None = None
+) -> Profile:
+    """The kept profile of this workload on this machine; measured, and kept, if there is none that can be used.
+
+    Args:
+        how: measures it; None measures every part by itself.
+    """
+    return load(workload, device) or save((how or measure)(workload, device), workload, device)
 
 
 def load(workload: Workload, device: Device) -> Profile | None:

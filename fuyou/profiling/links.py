@@ -2,9 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -45,16 +43,6 @@ def measure_link(device: Device, nbytes: int) -> LinkRates:
     finally:
         up.close()
         down.close()
-
-
-@contextmanager
-def copying(device: Device, nbytes: int) -> Iterator[Callable[[], object]]:
-    """A function that copies ``nbytes`` (or :data:`LARGEST_COPY_BYTES`) to the device."""
-    copies = _Copies(device, Op.PARAMETER_UPLOAD, min(nbytes, LARGEST_COPY_BYTES))
-    try:
-        yield copies.copy
-    finally:
-        copies.close()
 
 
 class _Copies:

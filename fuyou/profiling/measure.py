@@ -23,7 +23,7 @@ from fuyou.optimizer_link import OptimizerLink
 from fuyou.profiling.beside import Repeated, Worker, measure_contention
 from fuyou.profiling.blocks import BlockBench, PartTimes
 from fuyou.profiling.drives import open_scratch
-from fuyou.profiling.links import copying, measure_link
+from fuyou.profiling.links import measure_link
 from fuyou.profiling.optimizer import OptimizerBench, scratch_records
 from fuyou.profiling.profile import Profile
 from fuyou.records import Precision
@@ -88,7 +88,7 @@ def measure(workload: Workload, device: Device) -> Profile:
             parts, blocks = _parts(stack, shape, device, workload)
             threads = optimizer_threads(device)
             bench = OptimizerBench(link, scratch, workload.precision, workload.chunk_elements, threads, pace)
-            adam, contention = _contention(bench, blocks if device.shares_host_memory else None, device, block_bytes)
+            adam, contention = _contention(bench, blocks if device.shares_host_memory else None)
     finally:
         if bench is not None:
             bench.close()
@@ -128,32 +128,18 @@ def measure(workload: Workload, device: Device) -> Profile:
     )
 
 
-def _contention(
-    bench: OptimizerBench, blocks: BlockBench | None, device: Device, copied_bytes: int
-) -> tuple[float, Contention]:
+def _contention(bench: OptimizerBench, blocks: BlockBench | None) -> tuple[float, Contention]:
     """Chunks that Adam updates in a second, and what shares its cores with what.
 
     Args:
         bench: the optimizer process.
         blocks: what computes, where that takes the same cores.
-        device: where it computes.
-        copied_bytes: of a copy to it.
     """
     workers: dict[Resource, Worker] = {Resource.ADAM: bench.updating, Resource.SSD: bench.writing}
-    if blocks is None:
-        alone, contention = measure_contention(workers)
-        return alone[Resource.ADAM], contention
-    with copying(device, copied_bytes) as copy:
+    if blocks is not None:
         workers[Resource.GPU] = Repeated(blocks.work())
-        workers[Resource.HOST_TO_DEVICE] = Repeated(copy)
-        pairs = [(Resource.GPU, Resource.HOST_TO_DEVICE), (Resource.ADAM, Resource.HOST_TO_DEVICE)]
-        alone, contention = measure_contention(workers, pairs)
-    speeds = dict(contention.speeds)
-    for resource, _ in pairs:  # copies in the other direction are the same work
-        up = speeds[frozenset({resource, Resource.HOST_TO_DEVICE})]
-        down = {resource: up[resource], Resource.DEVICE_TO_HOST: up[Resource.HOST_TO_DEVICE]}
-        speeds[frozenset(down)] = down
-    return alone[Resource.ADAM], Contention(speeds)
+    alone, contention = measure_contention(workers)
+    return alone[Resource.ADAM], contention
 
 
 def versions() -> dict[str, str]:

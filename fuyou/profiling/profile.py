@@ -8,7 +8,7 @@ from fuyou.contention import Contention
 from fuyou.simulator import Rates
 from fuyou.tasks import Phase
 
-FORMAT = 2
+FORMAT = 3
 """Version of the JSON. Another one is not read, but measured again."""
 
 

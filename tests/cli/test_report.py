@@ -15,13 +15,14 @@ FIELDS = {
     "ssd_read_bytes_per_step", "ssd_written_bytes_per_step", "planned_ssd_read_bytes_per_step",
     "planned_ssd_written_bytes_per_step", "bound_seconds", "overlap_efficiency",
     "network_sent_bytes_per_step", "planned_network_sent_bytes_per_step", "clip_by", "clipped_steps", "skipped_steps",
+    "updated_again_steps",
 }  # fmt: skip
 
 
 def test_report(tmp_path: Path) -> None:
     measured = Measurements(tokens_per_step=100, model_flops=6e9, hardware_flops=8e9)
     measured.add(3.0, 2.0, {"gpu": 1.0, "ssd": 1.5})
-    measured.add(2.0, 3.0, {"gpu": 1.0, "ssd": 2.5}, clipped=True)
+    measured.add(2.0, 3.0, {"gpu": 1.0, "ssd": 2.5}, clipped=True, updated_again=True)
     report = measured.report((10, 9), (1, 2, 3), (2300, 1000), (2200, 1000), clip_by=ClipBy.SPECULATION)
     report.write(tmp_path / "report.json")
     got = json.loads((tmp_path / "report.json").read_text())
@@ -35,7 +36,7 @@ def test_report(tmp_path: Path) -> None:
     assert got["overlap_efficiency"] == pytest.approx(2.0 / 2.5)
     assert "bound by the SSDs (80% of the time)" in report.summary(10**12)
     assert "1 TB written in all" in report.summary(10**12)
-    assert "by speculation: 1 of 2 steps clipped and updated again" in report.summary(0)
+    assert "by speculation: 1 of 2 steps clipped, 1 of them updated again" in report.summary(0)
 
 
 def test_skipped_steps_are_counted_and_have_no_number(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def check(first: Outcome, second: Outcome, expected: Reference, options: dict[st
     resumed = min(second.losses, default=STEPS + 1)
     assert set(range(resumed, STEPS + 1)) == set(second.losses)
     # The commit of a step runs beside the next one, and with deferred updates it comes one step later.
-    allowed = options.get("commit_every", 1) + (1 if options.get("max_grad_norm") else 0)  # also if it is done again
+    allowed = options.get("commit_every", 1) + (1 if options.get("max_grad_norm") else 0)
     assert resumed > max(first.losses, default=0) - allowed, f"more was lost than step {resumed}"
 
 

@@ -8,6 +8,8 @@ import contextlib
 import hashlib
 import json
 import multiprocessing.connection
+import multiprocessing.context
+import multiprocessing.forkserver
 import os
 import shutil
 import signal
@@ -96,6 +98,18 @@ def tiny_config() -> LlamaConfig:
     )  # fmt: skip
 
 
+def _context() -> multiprocessing.context.ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.crash.runs", "tests.crash.cluster"])
+    return context
+
+
+def start_server() -> None:
+    """Start the process that all others are forked from, with the surroundings that this thread has now."""
+    _context()
+    multiprocessing.forkserver.ensure_running()
+
+
 def execute(run: Run, timeout: float = 60.0, disturb: Callable[[int], None] | None = None) -> Outcome:
     """Run it to its end, whatever that is, and make sure that nothing of it is left running.
 
@@ -108,9 +122,7 @@ def execute(run: Run, timeout: float = 60.0, disturb: Callable[[int], None] | No
     results = run.root.with_name(run.root.name + ".results")
     results.unlink(missing_ok=True)
     shutil.rmtree(run.notes, ignore_errors=True)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.crash.runs", "tests.crash.cluster"])
-    process = context.Process(target=_train, args=(run, results))
+    process = _context().Process(target=_train, args=(run, results))
     with _looking_after_children:
         process.start()
     assert process.pid is not None

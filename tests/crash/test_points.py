@@ -9,6 +9,7 @@ from tests.crash.drives import Fault
 from tests.crash.points import Reference, crash, reference
 
 CLIPPED = {"max_grad_norm": 0.5, "host_cache": 0}
+ENDINGS = [("kill all", False), ("kill self", False), ("tear", True)]
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +17,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return reference(tmp_path_factory.mktemp("undisturbed") / "run", CLIPPED)
 
 
-@pytest.mark.parametrize(("action", "power"), [("kill all", False), ("kill self", False), ("tear", True)])
+@pytest.mark.parametrize(("action", "power"), ENDINGS)
 def test_a_crash_at_any_call_loses_at_most_the_step_in_flight(
     action: str, power: bool, expected: Reference, tmp_path: Path
 ) -> None:
@@ -41,3 +42,20 @@ def test_power_that_goes_right_after_a_commit(expected: Reference, tmp_path: Pat
     with ThreadPoolExecutor(2) as pool:
         came = list(pool.map(attempt, range(6, 14)))
     assert came[0] and not came[-1]  # from before the first state is there to after the last step
+
+
+def test_a_crash_while_a_clipped_step_is_updated_again(expected: Reference, tmp_path: Path) -> None:
+    """Every step is clipped, so all is written twice before it counts; it ends as if it had been deferred."""
+    options = {**CLIPPED, "clip_by": "speculation"}
+    again = reference(tmp_path / "run", options)
+    assert again.outcome.final == expected.outcome.final
+    assert again.calls > expected.calls
+    points = [(number, ENDINGS[number % 3]) for number in range(50, again.calls, 60)]
+    assert len(points) >= 4
+
+    def attempt(point: tuple[int, tuple[str, bool]]) -> bool:
+        number, (action, power) = point
+        return crash(tmp_path / str(number), options, Fault(number, action), again, number if power else None)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(attempt, points))

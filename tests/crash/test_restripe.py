@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from common.errors import FinetuneError, UserError
-from common.store import Layout, Store, StoreError, commit_manifest, load_manifest
+from common.store import Layout, Store, StoreError, commit_manifest, load_manifest, remove
 from common.store.verify import verify
 from fuyou.commits import sealed_records
 from fuyou.restripe import Drives, open_run, read_record, write_record
@@ -111,6 +111,15 @@ def test_a_drive_that_is_not_there_is_told_and_nothing_is_guessed(ssd: list[Path
         with pytest.raises(UserError, match=r"over 3 directories, and number 3 is not among .* with --leave-ssd. If"):
             open_run(drives, load)
     assert contents_of(on(ssd[:3])) == expected
+
+
+def test_a_run_that_was_being_overwritten_is_not_taken_for_one_that_lacks_a_drive(ssd: list[Path]) -> None:
+    make_run(ssd[:3])
+    remove([ssd[0] / "run"])
+    with pytest.raises(
+        UserError, match=rf"{ssd[0]}/run holds no run to continue\. .* number 1 is not among those given"
+    ):
+        open_run(on(ssd[:3]), load)
 
 
 def test_too_little_space_is_told_before_anything_is_done(ssd: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

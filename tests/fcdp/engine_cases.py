@@ -28,6 +28,8 @@ class Run:
     save: Path | None = None
     bad: tuple[int, ...] = ()
     """Steps in whose last sequence token 0 is, which no other one has."""
+    leave: tuple[tuple[int, int], ...] = ()
+    """Directories of other ranks, before: which rank has to look at which rank's."""
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -69,7 +71,9 @@ def train(topology: fcdp.Topology | None, run: Run) -> Outcome:
     """All ``run.steps``, on every rank its rows of each batch; a single rank without a topology takes all."""
     rank, world = (topology.rank, topology.world_size) if topology is not None else (0, 1)
     ssd = directories(run.folder, rank, run.ssds)
-    with fuyou.Engine(run.model, ssd=ssd, topology=topology, **{**OPTIONS, **run.options}) as engine:
+    leave = [path for by, whose in run.leave if by == rank for path in directories(run.folder, whose, run.ssds)]
+    options = {**OPTIONS, **run.options}
+    with fuyou.Engine(run.model, ssd=ssd, leave_ssd=leave, topology=topology, **options) as engine:
         outcome = Outcome(engine.step_count)
         for step in range(engine.step_count + 1, run.steps + 1):
             whole = batch(step, run.rows)

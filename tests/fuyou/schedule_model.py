@@ -427,10 +427,12 @@ def build(
     keeping: Collection[int] = (),
     frozen: bool = False,
     speculate: bool = False,
+    defer_all: Collection[int] = (),
 ) -> Program:
     """Ask a scheduler for ``script``: (``train`` | ``eval`` | ``flush``, micro-batches, commit), as an engine does.
 
-    With ``speculate`` every step is committed, and those that would not be are clipped instead.
+    With ``speculate`` every step is committed, and those that would not be are clipped instead. Steps in ``defer_all``
+    defer all updates.
 
     ``defer`` is the deferred fraction of the blocks; 1 defers all records, and then (unless said otherwise by ``hold``)
     until the step has ended. ``resident`` is how many records live in host memory, of which ``counts`` then get as many
@@ -462,8 +464,10 @@ def build(
         batch = BatchShape(micro, 4096, 8, 12288)
         if kind == "train":
             step += 1
-            program.lists.append((kind, micro, scheduler.training_step(step, batch, commit=commit or speculate)))
+            options = {"commit": commit or speculate, "defer_all": step in defer_all}
+            program.lists.append((kind, micro, scheduler.training_step(step, batch, **options)))
             if speculate:
+                assert scheduler.speculative or step in defer_all or defer >= 1
                 program.lists.append(("settle", 0, scheduler.settle(step, clipped=not commit)))
                 program.clipped |= set() if commit else {step}
         else:

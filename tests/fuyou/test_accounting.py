@@ -4,14 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from fuyou.accounting import Accounting
+from fuyou.accounting import Accounting, TaskKind
 from fuyou.devices import CpuDevice
-from fuyou.tasks import Op, StepList, Task
+from fuyou.tasks import Op, Phase, StepList, Task, Visit
 from fuyou.trace import RecordInterval
 
 
 def done(op: Op, after: list[Task], began: float, ended: float) -> Task:
-    task = Task(op, after)
+    task = Task(op, after, visit=Visit(Phase.HEAD, 0, 2) if op is Op.COMPUTE else None)
     task.done, task.began, task.ended = True, began, ended
     return task
 
@@ -22,7 +22,9 @@ def test_a_gap_is_shared_out_along_what_was_waited_for() -> None:
     upload = done(Op.PARAMETER_UPLOAD, [read], 11.0, 11.5)
     early = done(Op.GRADIENT_DOWNLOAD, [first], 10.5, 10.6)
     second = done(Op.COMPUTE, [upload, early], 11.6, 12.0)
-    late = Task(Op.COMPUTE, [second])
+    second.kept = 0
+    late = done(Op.COMPUTE, [second], 0.0, 0.0)
+    late.done = False
     plane = SimpleNamespace(
         device=CpuDevice(),
         ranks=None,
@@ -36,6 +38,10 @@ def test_a_gap_is_shared_out_along_what_was_waited_for() -> None:
     assert times.busy["gpu"] == pytest.approx(0.9)
     assert times.busy["ssd"] == pytest.approx(1.05)  # 10.2 to 11.25, counted once
     assert times.busy["adam"] == 2.0
+    # The second one could have begun at 11.5, when its parameters were there.
+    assert times.tasks == {
+        TaskKind(Phase.HEAD, False): pytest.approx([0.5]), TaskKind(Phase.HEAD, True): pytest.approx([0.5])
+    }  # fmt: skip
     assert not any(task.after for task in (first, read, upload, early, second))
     assert late.after == [second]
     late.done, late.began, late.ended = True, 12.0, 13.0

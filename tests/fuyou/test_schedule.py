@@ -68,7 +68,7 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
         "layers": layers, "tied": tied, "counts": counts, "script": script,
         "defer": draw(st.sampled_from([0, 0.25, 0.5, 1])), "hold": draw(st.booleans()),
         "single_slot": not speculate and draw(st.booleans()), "slot": draw(st.integers(0, 1)), "keeping": keeping,
-        "speculate": speculate,
+        "speculate": speculate, "defer_all": draw(st.sets(st.integers(1, 5))),
         "resident": draw(st.sampled_from([0, 0, 1, 3, 8])), "frozen": draw(st.booleans()),
     }  # fmt: skip
 

@@ -1,5 +1,6 @@
 """Plans of a small model on machines whose figures can be worked out by hand."""
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -7,10 +8,11 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from fuyou.clipping import ClipBy
 from fuyou.planner import Machine, Training, plan, training
 from fuyou.planner.advice import best_changes, clipping_cost, largest_batch, rarer_commits
 from fuyou.planner.evaluate import NOTHING, Candidate, Evaluator
-from fuyou.planner.plan import gpu_bound_tokens
+from fuyou.planner.plan import gpu_bound_tokens, most_clipped, search
 from fuyou.records import Precision
 from fuyou.schedule import Scheduler
 from fuyou.simulator import Rates
@@ -149,14 +151,44 @@ def test_the_largest_batch_fits_and_a_larger_does_not(job: Training) -> None:
     assert not plan(job.with_batch(2 * most), on).fits
 
 
-def test_clipping_defers_everything_and_says_what_it_costs(job: Training) -> None:
-    result = plan(replace(job, clips=True), machine())
-    assert result.deferred_fraction == 1.0
-    balanced = machine(Rates(1e11, 1e10, 1e10, 3e8, 3e8, 1e9), host=140 << 20)
-    clipped, free = (plan(replace(job, clips=clips), balanced) for clips in (True, False))
-    cost = clipping_cost(clipped)
-    assert cost == pytest.approx(clipped.step_seconds / free.step_seconds, rel=0.05)
-    assert clipping_cost(free) is None
+BALANCED = machine(Rates(1e11, 1e10, 1e10, 3e8, 3e8, 1e9), host=140 << 20)
+
+
+def test_clipping_by_deferral_defers_everything_and_says_what_it_costs(job: Training) -> None:
+    free = plan(job, BALANCED)
+    for more in ({"clip_by": ClipBy.DEFERRAL}, {"single_slot": True}, {"commit_every": 2}, {"clipped_share": 1.0}):
+        result = plan(replace(job, clips=True, **more), BALANCED)
+        assert (result.clip_by, result.deferred_fraction) == (ClipBy.DEFERRAL, 1.0)
+        cost = clipping_cost(result)
+        assert cost == pytest.approx(result.step_seconds / free.step_seconds, rel=0.05) and cost > 1.05
+    assert clipping_cost(free) is None and free.clip_by is None
+
+
+def test_clipping_by_speculation_costs_by_how_often_it_strikes(job: Training) -> None:
+    """The planner's own choice where that is seldom; the share from which it is not is where both take as long."""
+    seldom = replace(job, clips=True, clipped_share=0.01)
+    chosen = plan(seldom, BALANCED)
+    assert chosen.clip_by is ClipBy.SPECULATION and chosen.deferred_fraction < 1
+    deferral = plan(replace(seldom, clip_by=ClipBy.DEFERRAL), BALANCED)
+    assert chosen.step_seconds < 0.95 * deferral.step_seconds
+    content = chosen.to_json()
+    assert (content["clip_by"], content["clipped_share"]) == ("speculation", 0.01)
+    assert content["clipped_step_seconds"] > content["step_seconds"]
+
+    evaluator = Evaluator(seldom, BALANCED)
+    share = most_clipped(evaluator, search(evaluator))
+    assert 0.01 < share < 1
+    fixed = replace(seldom, clip_by=ClipBy.SPECULATION, deferred_fraction=chosen.deferred_fraction, clipped_share=share)
+    assert plan(fixed, BALANCED).step_seconds == pytest.approx(deferral.step_seconds, rel=0.01)
+    assert math.isinf(most_clipped(evaluator, evaluator.evaluate(Candidate(None, 1.0))))
+
+
+def test_gradients_that_are_kept_are_written_where_they_find_no_room(job: Training) -> None:
+    speculation = replace(job, clips=True, clip_by=ClipBy.SPECULATION, clipped_share=0.0, host_cache=0)
+    written = {host: plan(speculation, machine(host=host << 20)).written_bytes for host in (140, 256)}
+    elements = sum(record.numel for record in job.shape.records)
+    assert written[256] == 12 * elements
+    assert 12 * elements < written[140] <= 14 * elements
 
 
 def test_rarer_commits_write_what_streams_and_the_rest_every_nth_time(job: Training) -> None:

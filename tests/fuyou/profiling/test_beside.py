@@ -47,16 +47,6 @@ def test_what_shares_nothing_keeps_its_speed_and_what_takes_turns_loses_half() -
     assert sum(speeds.values()) < 1.6
 
 
-def test_pairs_that_matter_less_are_not_combined_further() -> None:
-    workers = {
-        one: Repeated(lambda: time.sleep(0.002)) for one in (Resource.GPU, Resource.ADAM, Resource.HOST_TO_DEVICE)
-    }
-    _, contention = measure_contention(workers, [(Resource.GPU, Resource.HOST_TO_DEVICE)])
-    assert set(contention.speeds) == {
-        frozenset({Resource.GPU, Resource.ADAM}), frozenset({Resource.GPU, Resource.HOST_TO_DEVICE})
-    }  # fmt: skip
-
-
 def test_work_that_never_ends_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beside, "_LONGEST_SECONDS", 0.2)
     with pytest.raises(FinetuneError, match="a drive hangs"):
