@@ -44,6 +44,7 @@ from fcdp.strategy_names import AUTO
 from fcdp.topology import Topology
 from fcdp.trainer import Trainer, TrainerConfig
 from fuyou import Engine
+from fuyou.records import DTYPES
 
 _STUCK = timedelta(minutes=30)
 """How long a collective may wait for a rank that is alive: one may read its weights from slower drives than others."""
@@ -252,6 +253,7 @@ def _choose(job: Job, topology: Topology) -> str:
         micro_batch=micro_batch,
         micro_batches=math.ceil(rows / micro_batch),
         trainable_ratio=min(1.0, trained / whole),
+        dtype_bytes=DTYPES[settings.dtype].itemsize,
     )
     choice = choose_strategy(settings, workload, topology.levels)
     seconds, sent = format_seconds(choice.step_seconds), format_bytes(choice.inter_node_bytes)
