@@ -55,6 +55,7 @@ def finetune(settings: Settings, interrupts: Interrupts) -> Result:
     print(job.header(), flush=True)
     _profile(job)
     interrupts.how_to_continue = settings.how_to_continue
+    _announce_move(job)
     with DirectoryLock([job.output]), _open_engine(job) as engine:
         try:
             result = _train_and_save(job, engine, interrupts)
@@ -97,6 +98,14 @@ def _profile(job: Job) -> None:
         if profile_of(run, device, limits, job.ssd, measure=False) is None:
             print("profile  measuring this machine with this model, once", flush=True)
             profile_of(run, device, limits, job.ssd, measure=True)
+
+
+def _announce_move(job: Job) -> None:
+    """Copying a run to other drives may take long: say that before."""
+    settings = job.settings
+    on = [(path / job.run_name).is_dir() for path in job.ssd]
+    if settings.resume and (settings.leave_ssd or (any(on) and not all(on))):
+        print(f"drives   the run moves to {', '.join(map(str, job.ssd))}, if it is not there: it is copied", flush=True)
 
 
 def _open_engine(job: Job) -> Engine:
