@@ -12,7 +12,8 @@ ALWAYS = frozenset({"config", "write_config", "debug"})
 _MODEL = frozenset({"model", "dtype", "optimizer_dtype", "single_slot", "seed"})
 _ADAPTERS = frozenset({"lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "peft_config"})
 _BATCH = frozenset({"batch_size", "seq_len", "micro_batch"})
-_STEP = _MODEL | _ADAPTERS | _BATCH | {"frozen_dtype", "host_cache", "max_grad_norm"}
+_STEP = _MODEL | _ADAPTERS | _BATCH | {"frozen_dtype", "host_cache", "max_grad_norm", "clip_by", "on_nonfinite",
+                                       "commit_every"}  # fmt: skip
 """What a step of one machine depends on."""
 _BUDGETS = frozenset({"gpu", "device_memory", "host_memory"})
 _PLACES = frozenset({"ssd", "output"})
@@ -71,7 +72,10 @@ _CLUSTERS_ONLY = dict.fromkeys(
     ("trainable", "quantise", "cluster", "levels"), "belongs to plans for a cluster: add --cluster."
 )
 PLAN_HERE = Mode(
-    _STEP | _BUDGETS | _PLACES | {"plan", "scheme", "json", "trace", "ssds", "max_model"},  # the last two say more
+    _STEP
+    | _BUDGETS
+    | _PLACES  # what is to go on tells how often clipping has struck
+    | {"plan", "scheme", "json", "trace", "resume", "ssds", "max_model"},  # the last two say more themselves
     "--plan trains nothing and cannot be combined with {names}.",
     {"network": "connects several nodes: add --nodes N.", **_CLUSTERS_ONLY},
 )
