@@ -95,7 +95,7 @@ PLAN_CLUSTER = Mode(
     "{names} changes nothing in a plan for a cluster (bf16, with the hardware that --cluster describes): leave it out.",
     {
         "ssd": "is for a plan of this machine. For several nodes with SSDs, name their hardware: --gpu NAME --drive "
-        "NAME --ssds N --network 25Gbit/s; for training in memory, leave it out.",
+        "NAME --ssds N --network 25Gbit/s; for training in memory, leave --ssd out.",
         **dict.fromkeys(
             ("lora_rank", "peft_config", "frozen_dtype"),
             "changes nothing in a plan for a cluster: say which part of the parameters adapters are, --trainable 0.01.",
