@@ -12,7 +12,8 @@ ALWAYS = frozenset({"config", "write_config", "debug"})
 _MODEL = frozenset({"model", "dtype", "optimizer_dtype", "single_slot", "seed"})
 _ADAPTERS = frozenset({"lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "peft_config"})
 _BATCH = frozenset({"batch_size", "seq_len", "micro_batch"})
-_STEP = _MODEL | _ADAPTERS | _BATCH | {"frozen_dtype", "host_cache", "max_grad_norm"}
+_STEP = _MODEL | _ADAPTERS | _BATCH | {"frozen_dtype", "host_cache", "max_grad_norm", "clip_by", "on_nonfinite",
+                                       "commit_every"}  # fmt: skip
 """What a step of one machine depends on."""
 _BUDGETS = frozenset({"gpu", "device_memory", "host_memory"})
 _PLACES = frozenset({"ssd", "output"})
@@ -71,7 +72,10 @@ _CLUSTERS_ONLY = dict.fromkeys(
     ("trainable", "quantise", "cluster", "levels"), "belongs to plans for a cluster: add --cluster."
 )
 PLAN_HERE = Mode(
-    _STEP | _BUDGETS | _PLACES | {"plan", "scheme", "json", "trace", "ssds", "max_model"},  # the last two say more
+    _STEP
+    | _BUDGETS
+    | _PLACES  # what is to go on tells how often clipping has struck
+    | {"plan", "scheme", "json", "trace", "resume", "ssds", "max_model"},  # the last two say more themselves
     "--plan trains nothing and cannot be combined with {names}.",
     {"network": "connects several nodes: add --nodes N.", **_CLUSTERS_ONLY},
 )
@@ -91,7 +95,7 @@ PLAN_CLUSTER = Mode(
     "{names} changes nothing in a plan for a cluster (bf16, with the hardware that --cluster describes): leave it out.",
     {
         "ssd": "is for a plan of this machine. For several nodes with SSDs, name their hardware: --gpu NAME --drive "
-        "NAME --ssds N --network 25Gbit/s; for training in memory, leave it out.",
+        "NAME --ssds N --network 25Gbit/s; for training in memory, leave --ssd out.",
         **dict.fromkeys(
             ("lora_rank", "peft_config", "frozen_dtype"),
             "changes nothing in a plan for a cluster: say which part of the parameters adapters are, --trainable 0.01.",

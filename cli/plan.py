@@ -9,6 +9,7 @@ from pathlib import Path
 
 from cli.compare_engines import InMemory, in_memory
 from cli.machine import device_at_hand, directories_at_hand, training_of
+from cli.naming import naming
 from cli.report import RESOURCES
 from cli.settings import Settings
 from cli.train import quiet_transformers
@@ -133,9 +134,13 @@ def _machine(settings: Settings, options: PlanOptions) -> Machine:
                 f"--drive plans for hardware by name: name the GPU as well, --gpu {' | '.join(gpu_names())}."
             )
         host = settings.host_memory or memory_available_bytes() * 4 // 5
+        with naming("--gpu"):
+            gpu = gpu_preset(settings.gpu)
+        with naming("--drive"):
+            drive = drive_preset(options.drive)
         return preset_machine(
-            gpu_preset(settings.gpu),
-            drive_preset(options.drive),
+            gpu,
+            drive,
             options.ssds or 1,
             host,
             device_bytes=settings.device_memory,

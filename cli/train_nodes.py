@@ -19,7 +19,7 @@ import torch.distributed as dist
 import common
 from cli.adapters import peft_config_of, trainable_parameters
 from cli.choose_strategy import DEFAULT, choose_strategy
-from cli.evaluation import evaluate, is_due
+from cli.evaluation import is_due, look
 from cli.interrupts import Stopped
 from cli.launch import LAUNCH
 from cli.prepare import Job, prepare
@@ -354,6 +354,4 @@ def _evaluate(job: Job, trainer: Trainer, rank: Rank, said: Said | None) -> None
     if job.held_out is None:
         return
     rank.where = f"evaluating after step {trainer.step_count}"
-    result = evaluate(job.held_out, job.settings.batch_size, trainer.eval_loss)
-    if said is not None:
-        said.evaluation(trainer.step_count, result)
+    look(job, trainer.eval_loss, trainer.step_count, said)

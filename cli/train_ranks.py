@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cli.evaluation import evaluate, is_due
+from cli.evaluation import is_due, look
 from cli.interrupts import Stopped
 from cli.prepare import Job, rank_folder
 from cli.progress import StepLine
@@ -178,11 +178,7 @@ def _evaluate(job: Job, engine: Engine, topology: Topology, rank: Rank, said: Sa
     if job.held_out is None:
         return
     rank.where = f"evaluating after step {engine.step_count}"
-    result = evaluate(
-        job.held_out, job.settings.batch_size, lambda batch: engine.eval_loss(**_part(batch, topology))
-    )  # fmt: skip
-    if said is not None:
-        said.evaluation(engine.step_count, result)
+    look(job, lambda batch: engine.eval_loss(**_part(batch, topology)), engine.step_count, said)
 
 
 def _any(stop: bool) -> bool:
