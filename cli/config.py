@@ -37,7 +37,7 @@ def load_config_file(ctx: click.Context, param: click.Parameter, file: Path | No
         content = tomllib.loads(path.read_text())
     except OSError as error:
         raise UserError(f"--config {file}: it cannot be read: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"--config {file}: this is not TOML: {error}") from error
     assert isinstance(ctx.command, GroupedCommand)
     options = [option for option in ctx.command.options if option.name not in NOT_IN_FILES]

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from transformers.utils import logging as transformers_logging
 
 from cli.adapters import peft_config_of
-from cli.evaluation import evaluate, is_due
+from cli.evaluation import is_due, look
 from cli.interrupts import Interrupts, Stopped
 from cli.machine import training_of
 from cli.prepare import Job, prepare, tokenizer_of
@@ -55,6 +55,7 @@ def finetune(settings: Settings, interrupts: Interrupts) -> Result:
     print(job.header(), flush=True)
     _profile(job)
     interrupts.how_to_continue = settings.how_to_continue
+    _announce_move(job)
     with DirectoryLock([job.output]), _open_engine(job) as engine:
         try:
             result = _train_and_save(job, engine, interrupts)
@@ -97,6 +98,14 @@ def _profile(job: Job) -> None:
         if profile_of(run, device, limits, job.ssd, measure=False) is None:
             print("profile  measuring this machine with this model, once", flush=True)
             profile_of(run, device, limits, job.ssd, measure=True)
+
+
+def _announce_move(job: Job) -> None:
+    """Copying a run to other drives may take long: say that before."""
+    settings = job.settings
+    on = [(path / job.run_name).is_dir() for path in job.ssd]
+    if settings.resume and (settings.leave_ssd or (any(on) and not all(on))):
+        print(f"drives   the run moves to {', '.join(map(str, job.ssd))}, if it is not there: it is copied", flush=True)
 
 
 def _open_engine(job: Job) -> Engine:
@@ -219,10 +228,9 @@ def _evaluate(job: Job, engine: Engine, said: Said, measured: Measurements) -> N
     if job.held_out is None:
         return
     before, planned = engine.io_bytes(), engine.planned_io_bytes()
-    result = evaluate(job.held_out, job.settings.batch_size, lambda batch: engine.eval_loss(**batch))
+    look(job, lambda batch: engine.eval_loss(**batch), engine.step_count, said)
     after = engine.planned_io_bytes()
     measured.leave_out(_since(engine, before), (after[0] - planned[0], after[1] - planned[1]))
-    said.evaluation(engine.step_count, result)
 
 
 def _sample(job: Job, engine: Engine, prompt: str) -> None:

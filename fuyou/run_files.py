@@ -9,7 +9,7 @@ from typing import Any
 
 from common.store import DirectoryLock, Layout, Store
 from common.store.sealed import sync_directory
-from common.store.succession import lock_all, make_way
+from common.store.succession import lock_all, make_way, remove_scratch
 from fuyou.commits import load_state
 from fuyou.nodes.agreement import Agreement
 from fuyou.nodes.commits import find_common_state
@@ -27,6 +27,17 @@ class RunFiles:
     """That the store holds, or will hold when it is filled."""
     run: str
     """The run's random name, the same on all ranks; empty on a single one."""
+
+    @classmethod
+    def cleaned(cls, lock: DirectoryLock, store: Store, state: TrainingState, run: str) -> "RunFiles":
+        """Without what a killed process has left beside the store. Raises StoreError if a drive refuses that."""
+        files = cls(lock, store, state, run)
+        try:
+            remove_scratch(store.directories)
+        except BaseException:
+            files.close()
+            raise
+        return files
 
     def close(self) -> None:
         """Close the store and let go of the directories."""
@@ -49,10 +60,11 @@ def resume_run(drives: Drives, wanted: TrainingState, agreement: Agreement | Non
         FinetuneError: it is damaged.
     """
     if agreement is None:
-        return RunFiles(*open_run(drives, lambda store: load_state(store, wanted), **io), "")
+        lock, store, state = open_run(drives, lambda store: load_state(store, wanted), **io)
+        return RunFiles.cleaned(lock, store, state, "")
     lock = DirectoryLock(folder for folder in drives.folders if folder.is_dir())
     try:
-        return RunFiles(lock, *find_common_state(agreement, lambda: Store.open(drives.folders, **io), wanted))
+        return RunFiles.cleaned(lock, *find_common_state(agreement, lambda: Store.open(drives.folders, **io), wanted))
     except BaseException:
         lock.close()
         raise
@@ -97,4 +109,4 @@ def create_run(
             with contextlib.suppress(OSError):  # not empty, say: what went wrong first is what counts
                 folder.rmdir()
         raise
-    return RunFiles(lock, store, replace(wanted, store=store.id), run)
+    return RunFiles.cleaned(lock, store, replace(wanted, store=store.id), run)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from common.errors import FinetuneError, UserError
 from common.store import DirectoryLock, Store, load_manifest
-from common.store.directories import Identity
+from common.store.directories import IDENTITY_FILE, Identity
+from common.store.succession import beside, unmoved
 from common.store.verify import verify
 from fuyou.commits import CLUSTER, sealed_records
 from fuyou.training_state import TrainingState
@@ -33,19 +34,32 @@ def find_runs(places: Iterable[Path], may_have_none: Container[Path] = ()) -> li
         may_have_none: those of them where something else was found already.
 
     Raises:
-        UserError: there is none in one of the places.
+        UserError: there is none in one of the places, or one was being moved to other drives.
     """
     runs: dict[str, list[Path]] = {}
     for place in places:
         found = 0
-        for directory in [place, *(sorted(place.iterdir()) if place.is_dir() else [])]:
+        for directory in [place, *_inside(place)]:
             identity = Identity.read(directory) if directory.is_dir() else None
             if identity is not None:
                 found += 1
                 runs.setdefault(identity.store, []).append(directory)
+                if directory != unmoved(directory) or beside(directory).is_dir():
+                    raise UserError(
+                        f"The run in {unmoved(directory)} was moving to other drives when it was killed. Continue it "
+                        "with --resume, which settles where it lies, and verify it then."
+                    )
         if not found and place not in may_have_none:
-            raise UserError(f"There is no run in {place}. Give --verify the directories that --ssd names, or --output.")
+            inside = [path for path in _inside(place) if any((part / IDENTITY_FILE).exists() for part in _inside(path))]
+            hint = f" There are runs in {', '.join(map(str, inside))}: give these." if inside else ""
+            raise UserError(
+                f"There is no run in {place}. Give --verify the directories that --ssd names, or --output.{hint}"
+            )
     return [list(dict.fromkeys(directories)) for directories in runs.values()]
+
+
+def _inside(place: Path) -> list[Path]:
+    return sorted(path for path in place.iterdir() if path.is_dir()) if place.is_dir() else []
 
 
 def verify_run(directories: Sequence[Path]) -> Verified:
@@ -55,6 +69,15 @@ def verify_run(directories: Sequence[Path]) -> Verified:
         UserError: it is in use, a directory is missing, or nothing was ever committed.
         FinetuneError: the store's description of itself is damaged.
     """
+    identities = [Identity.read(directory) for directory in directories]
+    there = {identity.index for identity in identities if identity is not None}
+    count = max((identity.count for identity in identities if identity is not None), default=0)
+    if missing := ", ".join(str(index + 1) for index in sorted(set(range(count)) - there)):
+        raise UserError(
+            f"The run in {', '.join(map(str, directories))} is striped over {count} drives, and only {len(there)} of "
+            f"them {'are' if len(there) > 1 else 'is'} given: number {missing} is "
+            "missing. Name the directories on all of them after --verify."
+        )
     with DirectoryLock(directories), Store.open(directories, io="posix") as store:
         content = load_manifest(store.directories[0])
         if content is None:

@@ -2,10 +2,11 @@
 
 What every step must give is kept here, in a process that nobody kills: the losses, gradient norms and batches of a run
 that was never interrupted, and the digests of its weights and moments. Victims are the engine, the optimizer process,
-or both. Redrawn for every life: budgets, cache, deferral, kept activations, how often to commit, and the drives, onto
-which the records are then restriped (and may be killed at that). Redrawn for every run, for they change its numbers:
-full or LoRA (with weights as they are, or in int8), clipping, and the micro-batch, which decides in which order
-gradients are added up. In one run of five that is redrawn for every life as well, and losses must agree within 2 %.
+or both. Redrawn for every life: budgets, cache, deferral, how to clip, kept activations, how often to commit, and the
+drives, onto which the records are then restriped (and may be killed at that). Redrawn for every run, for they change
+its numbers: full or LoRA (with weights as they are, or in int8), the norm to clip to, and the micro-batch, which
+decides in which order gradients are added up. In one run of five that is redrawn for every life as well, and losses
+must agree within 2 %.
 
 Whatever a killed run has left must be gone in the end: processes, shared memory, temporary files, files on any drive.
 
@@ -166,7 +167,7 @@ class Loop:
     def _draw_numerics(self) -> tuple[dict[str, Any], str]:
         """Options that change a run's numbers, and what it trains in a word."""
         choose = self._random.choice
-        numerics: dict[str, Any] = {"max_grad_norm": choose((None, 0.5)), "micro_batch": choose((1, 2))}
+        numerics: dict[str, Any] = {"max_grad_norm": choose((None, 0.5, 1.6)), "micro_batch": choose((1, 2))}
         what = choose(("full", "full", "LoRA", "LoRA on int8"))
         if what != "full":
             numerics["adapters"] = AdapterOptions(4, dropout=0.1)

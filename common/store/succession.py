@@ -43,6 +43,11 @@ def beside(folder: Path) -> Path:
     return folder.with_name(folder.name + _SUFFIX)
 
 
+def unmoved(directory: Path) -> Path:
+    """The folder that a run has, or will have once it has moved, for one that it has now."""
+    return directory.with_name(directory.name.removesuffix(_SUFFIX))
+
+
 def lock_all(folders: Sequence[Path]) -> DirectoryLock:
     """Lock all that lies in ``folders`` and beside them.
 
@@ -85,6 +90,13 @@ def settle(folders: Sequence[Path]) -> list[Path]:
     # What was committed comes first: it is what the user has to complete.
     best = min(candidates, key=lambda members: not any(map(load_manifest, members)), default=folders)
     return find(best)[0]
+
+
+def remove_scratch(directories: Sequence[Path]) -> None:
+    """Remove what a killed run may have left in a store's ``directories``."""
+    for directory in directories:
+        if (directory / SCRATCH).is_dir():
+            _remove(directory / SCRATCH)
 
 
 def discard(folders: Sequence[Path]) -> None:
@@ -154,17 +166,15 @@ def take_over(new: Sequence[Path], folders: Sequence[Path]) -> list[Path]:
         for directory in old:  # before anything else of it: without its manifest it does not count
             (directory / MANIFEST_FILE).unlink(missing_ok=True)
             sync_directory(directory)
+        remove_scratch(old)
         for directory in old:
-            scratch = directory / SCRATCH
-            if scratch.is_dir():
-                _remove(scratch)
             _remove(directory)
         reserve(new, identity.layout)
         named = []
         for directory in new:
             folder = directory
             if directory not in folders:
-                folder = directory.with_name(directory.name.removesuffix(_SUFFIX))
+                folder = unmoved(directory)
                 os.rename(directory, folder)
                 sync_directory(folder.parent)
             named.append(folder)

@@ -111,7 +111,7 @@ def _read_preset(name: str, fields: dict[str, Any]) -> Cluster:
 def _read_file(path: Path) -> Cluster:
     try:
         return _read_preset(path.stem, tomllib.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise UserError(f"{path} does not describe a cluster: {type(error).__name__}: {error}.") from error
 
 
@@ -132,5 +132,5 @@ def _read_profile(path: Path) -> Cluster:
             overlaps=bool(facts.get("overlaps", True)),
             leaf_of_node=tuple(facts["leaf_of_node"]) if facts.get("leaf_of_node") else None,
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise UserError(f"{path} is not a cluster's profile: {type(error).__name__}: {error}.") from error

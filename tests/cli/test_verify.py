@@ -1,7 +1,10 @@
 """``finetune --verify``: a run as it was written, and one with a flipped bit."""
 
+import re
+import shutil
 from pathlib import Path
 
+from common.store.succession import beside
 from tests.cli.conftest import Finetune
 
 SMALL = ("--batch-size", 1, "--seq-len", 16, "--gpu", "cpu", "--steps", 2, "--no-save")
@@ -17,6 +20,21 @@ def test_a_whole_run_and_a_damaged_one(finetune: Finetune, checkpoint: Path, tmp
     assert (whole.status, whole.err) == (0, "")
     assert "step 2," in whole.out and whole.out.endswith(": all as written\n")
     assert whole.out.count("verify   ") == 1, "one run on two drives"
+
+    for place, message in {
+        drives[
+            1
+        ]: f"The run in {drives[1]}/fuyou-.* is striped over 2 drives, and only 1 of them is given: number 1 is "
+        "missing. Name .* after --verify",
+        tmp_path: f"There is no run in {tmp_path}. .* There are runs in {drives[0]}, {drives[1]}: give these",
+    }.items():
+        wrong = finetune("--verify", place)
+        assert wrong.status == 2 and re.search(message, wrong.err), wrong.err
+    (folder,) = drives[0].iterdir()
+    moving = shutil.copytree(folder, beside(folder))
+    wrong = finetune("--verify", *drives)
+    assert wrong.status == 2 and f"The run in {folder} was moving to other drives when it was killed" in wrong.err
+    shutil.rmtree(moving)
 
     for file in drives[1].glob("*/weights.*"):  # one byte per page in both slots, whichever is the committed one
         content = bytearray(file.read_bytes())

@@ -1,20 +1,31 @@
 """Files that mean harm, or make no sense: one message each, and never more memory or another file than they are."""
 
+import contextlib
 import json
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
+import click
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cli.options import build_command
 from common.data.files import read_records, reading
 from common.errors import FinetuneError, UserError
+from common.models.presets import load_config
 from common.models.shards import INDEX, Shards
+from common.presets import preset_files
 from common.store import Layout, StoreError
 from common.store.directories import FORMAT, IDENTITY_FILE, Identity
 from common.store.sealed import write_sealed
+from common.store.verify import Sealed
+from fcdp.planner.cluster import load_cluster
 from fuyou.training_state import FORMAT as STATE_FORMAT
 from fuyou.training_state import TrainingState
+from tests.common.data.conftest import write_records
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -76,6 +87,17 @@ def test_a_state_of_any_content_is_taken_or_refused(changed: dict) -> None:
     assert 0 <= state.slot < state.slots <= 2 and isinstance(state.user, dict)
 
 
+@settings(max_examples=100)
+@given(field=st.sampled_from(["what", "extent", "sums"]), value=anything)
+def test_a_checksum_of_any_content_is_taken_or_refused(field: str, value: object) -> None:
+    good = {"what": "head, parameters", "extent": ["weights.0", 0, 4096, 4096], "sums": ["00ff"]}
+    try:
+        sealed = Sealed.from_dict({**good, field: value})
+    except (TypeError, ValueError, KeyError):
+        return
+    assert isinstance(hash(sealed.extent), int) and all(isinstance(number, int) for number in sealed.sums)
+
+
 def test_a_state_of_an_older_version_is_refused_with_both_numbers() -> None:
     older = TrainingState(3, 1, "id", "model", "bf16", "fp32", 2).to_dict() | {"format": STATE_FORMAT - 1}
     with pytest.raises(UserError, match=f"format {STATE_FORMAT - 1}; this version reads format {STATE_FORMAT}"):
@@ -132,14 +154,102 @@ def test_data_files_of_any_content_are_read_or_refused_by_name(place: Path, cont
     assert str(file) in said and all(isinstance(record, dict) for record in records)
 
 
-def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
-    import pyarrow
-    import pyarrow.parquet
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), kind=st.sampled_from([".jsonl", ".json", ".csv", ".txt", ".parquet"]))
+def test_damaged_data_files_are_read_or_refused_by_name(place: Path, data: st.DataObject, kind: str) -> None:
+    """Good files, in which some bytes are others, missing, or too many."""
+    file = place / f"good{kind}"
+    if kind == ".txt":
+        file.write_text("One é.\n\nTwo.\n" * 5)
+    else:
+        write_records(file, [{"text": f'Text {i}, "é"\n', "more": str(i)} for i in range(8)])
+    content = file.read_bytes()
+    start = data.draw(st.integers(0, len(content) - 1))
+    length = data.draw(st.sampled_from([0, 1, 1, 8, len(content)]))
+    file.write_bytes(content[:start] + data.draw(st.binary(max_size=4)) + content[start + length :])
+    with reading(place) as scratch:
+        try:
+            records, said = list(read_records(file, scratch)), str(file)
+        except UserError as error:
+            records, said = [], str(error)
+    assert str(file) in said and all(isinstance(record, dict) for record in records)
 
-    file = tmp_path / "data.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["word " * 50] * 2000}), file)
+
+def _is_decided(read: Callable[[], object]) -> None:
+    """Taken, or refused with a message for users: anything else is raised."""
+    with contextlib.suppress(FinetuneError, click.UsageError):
+        read()
+
+
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "head_dim")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    changed=st.dictionaries(
+        st.sampled_from([*SIZES, "model_type", "hidden_act", "rope_parameters", "tie_word_embeddings", "pad_token_id"]),
+        anything | st.sampled_from([0, -1, 1 << 40, 1 << 70]), min_size=1, max_size=3,
+    ),
+    cut=st.none() | st.integers(0, 100),
+)  # fmt: skip
+def test_a_checkpoints_configuration_of_any_content_is_taken_or_refused(
+    place: Path, changed: dict, cut: int | None
+) -> None:
+    """And takes no memory, however large it says it is."""
+    good = {"model_type": "llama", **dict.fromkeys(SIZES, 2), "num_attention_heads": 1, "num_key_value_heads": 1}
+    (place / "config.json").write_text(json.dumps({**good, **changed})[:cut])
+    _is_decided(lambda: load_config(place))
+
+
+CLUSTER = tomllib.loads(preset_files("clusters")["a100-ib"].read_text())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    changed=st.dictionaries(st.sampled_from(sorted(CLUSTER)), anything, min_size=1, max_size=2),
+    level=st.none() | st.tuples(st.sampled_from(sorted(CLUSTER["level"][0])), anything),
+)
+def test_a_clusters_profile_of_any_content_is_taken_or_refused(
+    place: Path, changed: dict, level: tuple[str, object] | None
+) -> None:
+    facts = {**CLUSTER, **changed}
+    if level is not None:
+        facts["level"] = [{**CLUSTER["level"][0], level[0]: level[1]}, *CLUSTER["level"][1:]]
+    (place / "profile.json").write_text(json.dumps(facts))
+    _is_decided(lambda: load_cluster(str(place / "profile.json")))
+    with patch("fcdp.planner.cluster.tomllib.loads", lambda text: facts):  # JSON says more than TOML can
+        (place / "cluster.toml").touch()
+        _is_decided(lambda: load_cluster(str(place / "cluster.toml")))
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(alphabet='[]{}="a.#\\n1\\u0000-', max_size=30) | st.just("a = " + "[" * 100_000))
+def test_a_preset_or_file_of_options_of_any_text_is_taken_or_refused(place: Path, text: str) -> None:
+    (place / "cluster.toml").write_text(text)
+    _is_decided(lambda: load_cluster(str(place / "cluster.toml")))
+    (place / "options.toml").write_text(text)
+    context = build_command(lambda **options: 0).make_context
+    _is_decided(lambda: context("finetune", ["--config", str(place / "options.toml"), "--model", "llama-10m"]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(key=st.sampled_from(["steps", "ssd", "lr", "training", "memory", "save", "nothing"]), value=anything)
+def test_options_in_a_file_of_any_value_are_taken_or_refused(place: Path, key: str, value: object) -> None:
+    (place / "options.toml").touch()
+    context = build_command(lambda **options: 0).make_context
+    with patch("cli.config.tomllib.loads", lambda text: {key: value}):
+        _is_decided(lambda: context("finetune", ["--config", str(place / "options.toml"), "--model", "llama-10m"]))
+
+
+def test_a_damaged_parquet_file_is_named_with_the_last_record_that_is_good(tmp_path: Path) -> None:
+    file, records = tmp_path / "data.parquet", [{"text": f"record {i}"} for i in range(9)]
+    write_records(file, records)  # three in each group of rows, which is checked as a whole
     content = bytearray(file.read_bytes())
-    content[200:400] = bytes(200)
+    place = content.rfind(b"record 4")
+    content[place - 40 : place - 1] = bytes(39)
     file.write_bytes(content)
-    with reading(tmp_path) as scratch, pytest.raises(UserError, match="cannot be read"):
-        list(read_records(file, scratch))
+    seen: list[dict] = []
+    with reading(tmp_path) as scratch, pytest.raises(UserError, match=r"data\.parquet cannot be read") as caught:
+        seen.extend(read_records(file, scratch))
+    assert seen == records[: len(seen)] and len(seen) < 4
+    assert (f"after record {len(seen)}:" in str(caught.value)) == bool(seen)

@@ -11,7 +11,7 @@ import pytest
 
 import fuyou.optimizer_link
 from common.errors import FinetuneError, UserError
-from common.store import DirectoryLock, StoreError
+from common.store import DirectoryLock, Layout, Store, StoreError
 from tests.fuyou.test_failures import small_engine, train
 
 
@@ -24,6 +24,18 @@ def test_a_second_run_is_refused_and_a_dead_one_leaves_no_lock(tmp_path: Path) -
     assert sorted(path.name for path in (tmp_path / "fuyou").iterdir()) == [
         "manifest.json", "store.json", "weights.0", "weights.1",
     ]  # fmt: skip
+
+
+def test_what_a_killed_run_left_beside_its_store_is_removed_by_the_next(tmp_path: Path) -> None:
+    """Also by one that needs no such room itself."""
+    scratch, layout = tmp_path / "fuyou" / "scratch", Layout(1)
+    layout.allocate("gradients", 1 << 20)
+    for life in range(2):
+        if life:
+            scratch.mkdir()
+            Store.create([scratch], layout, io="posix").close()
+        with small_engine(tmp_path, lr=1e-3, resume=bool(life)):
+            assert not scratch.exists()
 
 
 def test_a_lock_lasts_as_long_as_any_of_its_owners(tmp_path: Path) -> None:

@@ -1,0 +1,52 @@
+"""Signals that end a run, each in a process of its own: the status, the deadline, and when they are not heard."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import os, signal, sys, time
+import cli.interrupts
+from cli.interrupts import Interrupts
+cli.interrupts.STOP_SECONDS = 0.3
+number, hangs = int(sys.argv[1]), sys.argv[2] == "hangs"
+if sys.argv[2] == "nohup":
+    signal.signal(number, signal.SIG_IGN)
+with Interrupts() as interrupts:
+    interrupts.how_to_continue = "To continue: this"
+    try:
+        os.kill(os.getpid(), number)
+        print("not heard")
+        sys.exit(3)
+    except KeyboardInterrupt:
+        os.kill(os.getpid(), number)  # a second one does not cut short what follows
+        if hangs:
+            time.sleep(20)
+        print("put in order")
+sys.exit(interrupts.status())
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "how", "status", "said"),
+    [
+        (signal.SIGINT, "ends", 130, "put in order"),
+        (signal.SIGTERM, "ends", 0, "put in order"),
+        (signal.SIGHUP, "ends", 129, "put in order"),
+        (signal.SIGTERM, "hangs", 0, "stopped at once, after 0 s. To continue: this"),
+        (signal.SIGHUP, "hangs", 129, "stopped at once, after 0 s. To continue: this"),
+        (signal.SIGHUP, "nohup", 3, "not heard"),
+    ],
+)
+def test_a_signal_ends_a_run_in_order_or_in_time(number: signal.Signals, how: str, status: int, said: str) -> None:
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(int(number)), how], capture_output=True, text=True,
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.returncode == status and said in done.stdout + done.stderr, done.stderr
+    assert time.monotonic() - began < 10

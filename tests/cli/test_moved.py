@@ -1,0 +1,69 @@
+"""Drives at other mount points, an output directory elsewhere, another machine: the run is found, and goes on."""
+
+import json
+import os
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Finetune
+
+SMALL = ("--batch-size", 2, "--seq-len", 16, "--gpu", "cpu", "--schedule", "constant")
+
+
+def losses(output: Path) -> list[float]:
+    lines = (output / "losses.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def test_a_run_goes_on_wherever_its_directories_are(
+    finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drives(*names: str) -> list[Path]:
+        for name in names:
+            (tmp_path / name).mkdir(exist_ok=True)
+        return [tmp_path / name for name in names]
+
+    def train(*words: object) -> None:
+        outcome = finetune("--model", checkpoint, "--data", data, *SMALL, *words)
+        assert outcome.status == 0, outcome.err
+
+    out, whole = tmp_path / "elsewhere" / "renamed", tmp_path / "whole"
+    train("--steps", 5, "--ssd", *drives("w0", "w1"), "--output", whole)
+    train("--steps", 2, "--ssd", *drives("a", "b"), "--output", tmp_path / "out")
+
+    # Other mount points, another output directory, another machine, whose file system wants blocks of 64 KiB for
+    # direct I/O; and one drive more.
+    (tmp_path / "a").rename(tmp_path / "x")
+    shutil.copytree(tmp_path / "b", tmp_path / "y")
+    shutil.rmtree(tmp_path / "b")
+    out.parent.mkdir()
+    (tmp_path / "out").rename(out)
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    real = os.preadv
+
+    def large_blocks(descriptor: int, buffers: list, offset: int) -> int:
+        if _is_direct(descriptor) and (offset % 65536 or len(buffers[0]) % 65536):
+            raise OSError(22, "Invalid argument")
+        return real(descriptor, buffers, offset)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", large_blocks)
+        train("--steps", 4, "--ssd", *drives("y", "z", "x"), "--output", out, "--resume")
+    assert all(len(list(drive.iterdir())) == 1 for drive in drives("x", "y", "z"))
+
+    # Two drives fewer, without which it goes on.
+    rest = ("--steps", 5, "--ssd", *drives("z"), "--output", out, "--resume", "--host-memory", "700MiB")
+    refused = finetune("--model", checkpoint, "--data", data, *SMALL, *rest)
+    assert refused.status == 2 and "over 3 directories, and number" in refused.err and "--leave-ssd" in refused.err
+    train(*rest, "--leave-ssd", *drives("x", "y"))
+    assert not any(any(drive.iterdir()) for drive in drives("x", "y"))
+    assert losses(out) == losses(whole)
+    assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def _is_direct(descriptor: int) -> bool:
+    flags = next(line for line in Path(f"/proc/self/fdinfo/{descriptor}").read_text().splitlines() if "flags:" in line)
+    return bool(int(flags.split()[1], 8) & os.O_DIRECT)
