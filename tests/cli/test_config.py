@@ -90,7 +90,7 @@ def test_a_full_file_does_not_count_as_typed(capsys: pytest.CaptureFixture[str])
     ("steps = 0\n", "'--steps': 0 is not in the range x>=1. (It is in run.toml.)"),
     ("host-memory = 'lots'\n", "'lots' is not a size"),
     ("steps = \n", "run.toml: this is not TOML: Invalid value (at line 1, column 9)"),
-    ("steps = 1\nepochs = 1\nmodel = 'm'\n", "--steps and --epochs exclude each other"),
+    ("steps = 1\nepochs = 1\nmodel = 'm'\n", "--steps 1 and --epochs 1 exclude each other"),
 ])  # fmt: skip
 def test_mistakes(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", str(write(text))]) == 2
