@@ -4,12 +4,16 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from cli.prepare import Job
 from common.data import Batches
 from fuyou.loss import shifted_labels
+
+if TYPE_CHECKING:
+    from cli.said import Said  # which imports this
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,19 @@ def evaluate(batches: Batches, batch_size: int, loss_of: Callable[[dict[str, tor
             tokens += count
     computed = batches.steps_per_epoch * batch_size * batch["input_ids"].shape[1]
     return Evaluation(total / tokens, tokens, computed / (time.perf_counter() - began))
+
+
+def look(job: Job, loss_of: Callable[[dict[str, torch.Tensor]], float], step: int, said: "Said | None") -> None:
+    """Evaluate after ``step`` on the held-out data, which there must be, and say what that gave.
+
+    Args:
+        loss_of: as in :func:`evaluate`.
+        said: of the rank that speaks.
+    """
+    assert job.held_out is not None
+    result = evaluate(job.held_out, job.settings.batch_size, loss_of)
+    if said is not None:
+        said.evaluation(step, result)
 
 
 def is_due(job: Job, step: int) -> bool:

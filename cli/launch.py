@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -17,7 +18,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -25,7 +26,8 @@ from typing import Any
 
 import psutil
 
-from cli.interrupts import Stopped
+from cli import interrupts
+from cli.interrupts import STATUS, Stopped
 from cli.rendezvous import Meeting, find_meeting, wait_for_host
 from cli.settings import COMMITS, Settings
 from common.errors import FinetuneError, UserError
@@ -90,7 +92,7 @@ def launch(settings: Settings, *, trains: bool = True) -> None:
         print(f"nodes    waiting for {meeting.nodes} of them at {meeting.endpoint}", flush=True)
     wait_for_host(meeting, settings.node_timeout)
     with tempfile.TemporaryDirectory(prefix="finetune-") as folder, _environment(_variables(settings, meeting, folder)):
-        with _Signals() as signals:
+        with _Signals(settings, Path(folder)) as signals:
             failure = _run_agent(settings, meeting, ranks)
         outcomes = [Outcome(**json.loads(file.read_text())) for file in sorted(Path(folder).glob("*.json"))]
     ended = next((outcome for outcome in outcomes if outcome.status), None)
@@ -155,7 +157,9 @@ def has_commit(settings: Settings) -> bool:
         from common.store.manifest import MANIFEST_FILE
 
         found = check(settings)
-        return any(any((path / found.run_name).glob(f"{rank_folder('*')}/{MANIFEST_FILE}")) for path in found.ssd)
+        folders = [path / found.run_name for path in found.ssd]
+        ranks = any(any(folder.glob(f"{rank_folder('*')}/{MANIFEST_FILE}")) for folder in folders)
+        return ranks or any((folder / MANIFEST_FILE).exists() for folder in folders)
     from fcdp.commits import Commits
 
     return Commits(settings.output_directory / COMMITS).newest() is not None
@@ -202,7 +206,7 @@ def _run_agent(settings: Settings, meeting: Meeting, ranks: int) -> FinetuneErro
         local_addr=meeting.address,
         max_restarts=settings.max_restarts,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-        signals_to_handle="SIGHUP,SIGQUIT",  # the others are ours
+        signals_to_handle="SIGQUIT",  # the others are ours
     )
     words = [sys.executable, "-P", "-m", "cli.rank", *settings.arguments]
     if not settings.debug:
@@ -254,9 +258,7 @@ class _Lifeline:
                 answered = time.monotonic()
             # Ranks have the same patience, and this agent may still learn by itself how the run has ended.
             if time.monotonic() - answered > 1.5 * timeout + 5 and not self._done.is_set():
-                for rank in psutil.Process().children():
-                    with contextlib.suppress(psutil.Error):
-                        rank.kill()
+                _kill(psutil.Process().children())
                 text = (
                     f"Nothing has been heard from {self._meeting.endpoint}, where nodes meet, for {timeout} s and more."
                 )
@@ -285,20 +287,34 @@ def _what_failed(error: Any, settings: Settings) -> str:
 
 
 class _Signals:
-    """The first SIGINT or SIGTERM asks the ranks to finish their step and commit it; a second one ends everything."""
+    """The first signal that ends a run asks the ranks to finish their step and commit it; a second one ends everything.
 
-    def __init__(self) -> None:
+    After SIGTERM or SIGHUP nobody may be there to send a second one: :data:`STOP_SECONDS` later it counts as sent, and
+    the step in flight is discarded.
+
+    Args:
+        settings: of the run.
+        folder: of the launcher's own, to be removed whatever happens.
+    """
+
+    def __init__(self, settings: Settings, folder: Path) -> None:
         self.heard = False
         self.number: int | None = None
+        self._settings, self._folder = settings, folder
         self._before: dict[signal.Signals, Any] = {}
+        self._deadline: threading.Timer | None = None
 
     def __enter__(self) -> "_Signals":
-        self._before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGQUIT)}
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._hear)
+        self._before[signal.SIGQUIT] = signal.getsignal(signal.SIGQUIT)  # PyTorch's agent sets it
+        for number in STATUS:
+            self._before[number] = signal.getsignal(number)
+            if number is not signal.SIGHUP or self._before[number] is not signal.SIG_IGN:  # nohup
+                signal.signal(number, self._hear)
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -310,10 +326,33 @@ class _Signals:
             raise KeyboardInterrupt
         self.heard = True
         os.environ[STOP] = "1"
-        print("\nstopping after this step (once more: at once)", file=sys.stderr, flush=True)
+        if number != signal.SIGINT:
+            self._deadline = threading.Timer(interrupts.STOP_SECONDS, self._give_up)
+            self._deadline.daemon = True
+            self._deadline.start()
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            print("\nstopping after this step (once more: at once)", file=sys.stderr, flush=True)
         for rank in ranks:
             with contextlib.suppress(psutil.Error):
-                rank.send_signal(signal.SIGINT)
+                rank.send_signal(signal.SIGHUP if number == signal.SIGHUP else signal.SIGINT)
+
+    def _give_up(self) -> None:
+        """End at once. Optimizer processes notice that their ranks are gone, and end as well."""
+        assert self.number is not None
+        _kill(psutil.Process().children())
+        text = f"stopped at once, after {interrupts.STOP_SECONDS:.0f} s."
+        if has_commit(self._settings):
+            text += f" {self._settings.how_to_continue}"
+        with contextlib.suppress(OSError):
+            print(f"\n{text}", file=sys.stderr, flush=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os._exit(STATUS[signal.Signals(self.number)])
+
+
+def _kill(ranks: Iterable[psutil.Process]) -> None:
+    for rank in ranks:
+        with contextlib.suppress(psutil.Error):
+            rank.kill()
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ from pathlib import Path
 from transformers import PreTrainedConfig
 
 from cli.adapters import peft_config_of
+from cli.naming import naming
 from cli.settings import Settings
 from common.errors import UserError
 from common.hardware import pick_gpu, torch_name
@@ -61,7 +62,8 @@ def training_of(settings: Settings) -> Training:
     Raises:
         UserError: no such model, or one that cannot be trained so.
     """
-    config, _ = load_config(settings.model)
+    with naming("--model"):
+        config, _ = load_config(settings.model)
     waits = settings.max_grad_norm > 0 or settings.on_nonfinite == "skip"
     return training(
         settings.model, settings.batch_size, sequence_length(settings.seq_len, config),

@@ -8,9 +8,8 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import click
@@ -19,6 +18,7 @@ from click.core import ParameterSource
 from cli.config import effective_config
 from cli.grouped import WRITTEN, expand_pattern
 from cli.interrupts import Interrupts, Stopped
+from cli.modes import CHECK, DEMO, PLAN_CLUSTER, PROFILE, VERIFY, mode_of
 from cli.options import build_command
 from cli.settings import Settings
 from common.errors import FinetuneError, UserError
@@ -60,113 +60,45 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(" ".join([f"{type(error).__name__}: {_one_line(error)}.", *notes]), 1, debug)
 
 
-#: What only --plan takes: for one machine, and for a cluster.
-PLAN_OPTIONS = ("drive", "ssds", "network", "scheme", "max_model", "json")
-CLUSTER_PLAN_OPTIONS = ("trainable",)
-#: What --demo takes; it is always replaced.
-DEMO_OPTIONS = ("output", "report", "debug", "overwrite")
-#: What says which cluster a plan is for; training over nodes takes it, too.
-CLUSTER_OPTIONS = ("cluster", "levels", "quantise")
-#: What says that adapters are trained; a plan for a cluster knows their share only.
-ADAPTERS = ("lora_rank", "peft_config", "frozen_dtype")
-#: What is chosen for training in memory, and there is no choice of it out of core.
-ONLY_IN_MEMORY = ("trainable", "strategy", "quantise", "device_cache_threshold")
-#: What changes a run or a plan for one machine, and no plan for a cluster: that assumes bf16, fp32 moments, and the
-#: hardware that --cluster describes.
-NOT_OF_CLUSTERS = (
-    "gpu", "device_memory", "host_memory", "host_cache", "dtype", "optimizer_dtype", "io", "single_slot",
-    "device_cache_threshold", "trace",
-)  # fmt: skip
-
-
-def _run(
-    interrupts: Interrupts,
-    arguments: tuple[str, ...],
-    demo: bool,
-    profile: bool,
-    plan: bool,
-    check: bool,
-    verify: tuple[str, ...],
-    config: Path | None,
-    write_config: bool,
-    **options: Any,
-) -> int:
-    if write_config:
+def _run(interrupts: Interrupts, arguments: tuple[str, ...], **options: Any) -> int:
+    if options["write_config"]:
         print(effective_config(click.get_current_context()), end="")
         return 0
-    if verify:
-        others = ("demo", "profile", "plan", "check", "model", "data", "eval_data", "resume", "overwrite", "report",
-                  "trace")  # fmt: skip
-        modes = {"demo": demo, "profile": profile, "plan": plan, "check": check}
-        _refuse_with("--verify", "trains nothing", {**options, **modes}, others)
+    mode = mode_of(options)
+    mode.check(options, _typed)
+    if mode is VERIFY:
         from cli.verify import run_verify
 
-        return run_verify([path for word in verify for path in expand_pattern("--verify", word)])
-    plans = {name: options.pop(name) for name in PLAN_OPTIONS}
-    clusters = {name: options.pop(name) for name in CLUSTER_PLAN_OPTIONS}
-    if not plan:
-        for name, value in (plans | clusters).items():
-            if value and value != "ours":
-                raise UserError(f"--{name.replace('_', '-')} belongs to --plan: add that.")
-    else:
-        _refuse_with(
-            "--plan", "trains nothing", {**options, "demo": demo, "profile": profile},
-            ("demo", "profile", "data", "eval_data", "resume", "overwrite", "report"),
-        )  # fmt: skip
-    if profile:
-        _refuse_with(
-            "--profile", "trains nothing", {**options, "demo": demo}, ("demo", "data", "eval_data", "resume", "trace")
-        )  # fmt: skip
-        options["model"] = options["model"] or DEFAULT_PROFILE_MODEL
-    if check:
-        _refuse_with(
-            "--check", "trains nothing", {**options, "demo": demo, "profile": profile, "plan": plan},
-            ("demo", "profile", "plan", "data", "eval_data", "nodes", "resume", "trace"),
-        )  # fmt: skip
+        return run_verify([path for word in options["verify"] for path in expand_pattern("--verify", word)])
+    if mode is CHECK:
         from cli.check import run_check
 
         run_check(settings_of(arguments, {**options, "model": options["model"] or ""}))
         return 0
-    if demo:
-        own = [name for name in options if name not in DEMO_OPTIONS and _typed(name)]
-        _refuse_with("--demo", "brings everything with it", dict.fromkeys(own, True), own)
+    if mode is DEMO:
         from cli.demo import run_demo
 
         run_demo(options["output"], options["report"], options["debug"], interrupts)
         return 0
-    if plan and options["nodes"] and plans["drive"] and not (options["cluster"] or options["levels"]):
-        return _plan_ranks(arguments, plans, {**options, **clusters})
-    if plan and (options["nodes"] or options["cluster"] or options["levels"]):
-        return _plan_cluster(plans, clusters, options)
-    if plan and plans["network"]:
-        raise UserError("--network connects several nodes: add --nodes N.")
-    if plan:
-        for name in (*CLUSTER_PLAN_OPTIONS, *CLUSTER_OPTIONS):
-            if {**clusters, **options}[name]:
-                raise UserError(f"--{name} belongs to plans for a cluster: add --cluster.")
-        return _plan(arguments, plans, options)
+    if options["plan"]:
+        return _plan_cluster(options) if mode is PLAN_CLUSTER else _plan(arguments, options)
+    if options["profile"]:
+        options["model"] = options["model"] or DEFAULT_PROFILE_MODEL
     if options["model"] is None:
         raise UserError("Give the model to fine-tune with --model DIR or --model PRESET, or try --demo.")
     settings = settings_of(arguments, options)
-    if profile and settings.nodes is not None:
-        from cli.launch import launch
-
-        launch(settings, trains=False)
-        return 0
-    if profile:
-        from cli.profile import run_profile
-
-        run_profile(settings)
-        return 0
     if settings.nodes is not None:
         from cli.launch import launch
 
-        launch(settings)
-        return 0
+        launch(settings, trains=not options["profile"])
+    elif mode is PROFILE:
+        from cli.profile import run_profile
 
-    from cli.train import finetune
+        run_profile(settings)
+    else:
+        from cli.train import finetune
 
-    finetune(settings, interrupts)
+        finetune(settings, interrupts)
     return 0
 
 
@@ -185,61 +117,28 @@ def settings_of(arguments: tuple[str, ...], options: dict[str, Any]) -> Settings
     return Settings(**given, arguments=arguments)
 
 
-def _plan(arguments: tuple[str, ...], plans: dict[str, Any], options: dict[str, Any]) -> int:
-    if plans["max_model"] == bool(options["model"]):
+def _plan(arguments: tuple[str, ...], options: dict[str, Any]) -> int:
+    """For the machine at hand, or for one (or several of a kind) with SSDs by name."""
+    if options["max_model"] == bool(options["model"]):
         raise UserError(
             "--max-model looks for the model itself: leave --model out."
-            if plans["max_model"]
+            if options["max_model"]
             else "Give the model to plan for, --model DIR or --model PRESET, or ask for the largest with --max-model."
         )
     from cli.plan import PlanOptions, run_plan
 
-    return run_plan(settings_of(arguments, options), PlanOptions(**plans))
-
-
-def _plan_ranks(arguments: tuple[str, ...], plans: dict[str, Any], options: dict[str, Any]) -> int:
-    """Out of core on several nodes of one kind."""
-    if plans["max_model"] or plans["scheme"] != "ours" or not options["model"]:
-        raise UserError("A plan for several nodes is for one model and this program: --model, without --max-model.")
-    _refuse_with("A plan with --drive", "is for training out of core", options, ONLY_IN_MEMORY)
-    from cli.plan import PlanOptions, run_plan
-
-    among = {name: options[name] for name in ("nodes", "gpus_per_node")}
     single = settings_of(arguments, {**options, "nodes": None, "gpus_per_node": None})
-    return run_plan(single, PlanOptions(**plans, **among))
+    return run_plan(single, PlanOptions(**{field.name: options[field.name] for field in fields(PlanOptions)}))
 
 
-def _plan_cluster(plans: dict[str, Any], clusters: dict[str, Any], options: dict[str, Any]) -> int:
-    if options["ssd"]:
-        raise UserError(
-            "A plan for several nodes with SSDs is for hardware by name: --gpu NAME --drive NAME --ssds N --network "
-            "25Gbit/s instead of --ssd. For training in memory, leave --ssd out."
-        )
+def _plan_cluster(options: dict[str, Any]) -> int:
     if options["model"] is None:
         raise UserError("Give the model to plan for, --model DIR or --model PRESET.")
-    for name, value in plans.items():
-        if name != "json" and value and value != "ours":
-            raise UserError(f"--{name.replace('_', '-')} belongs to plans for one machine, not for a cluster.")
-    for name in ADAPTERS:
-        if options[name]:
-            raise UserError(
-                f"--{name.replace('_', '-')} changes nothing in a plan for a cluster: say which part of the parameters "
-                "adapters are, --trainable 0.01."
-            )
-    for name in NOT_OF_CLUSTERS:
-        if _typed(name):
-            raise UserError(
-                f"--{name.replace('_', '-')} changes nothing in a plan for a cluster (bf16, with the hardware that "
-                "--cluster describes): leave it out."
-            )
     from cli.plan_cluster import ClusterSettings, plan_cluster
 
-    shared = {
-        name: options[name]
-        for name in ("model", "nodes", "gpus_per_node", "micro_batch", "seq_len", "strategy", *CLUSTER_OPTIONS)
-    }
+    shared = {field.name: options[field.name] for field in fields(ClusterSettings) if field.name in options}
     batch = options["batch_size"] if _typed("batch_size") else None
-    return plan_cluster(ClusterSettings(**shared, **clusters, batch_size=batch, as_json=plans["json"]))
+    return plan_cluster(ClusterSettings(**{**shared, "batch_size": batch, "as_json": options["json"]}))
 
 
 def _typed(name: str) -> bool:
@@ -253,12 +152,6 @@ def _typed(name: str) -> bool:
         return source is not ParameterSource.DEFAULT
     default = next(option.to_info_dict()["default"] for option in context.command.params if option.name == name)
     return str(context.meta[WRITTEN][name]) != str(default)
-
-
-def _refuse_with(option: str, why: str, options: dict[str, Any], others: Iterable[str]) -> None:
-    for name in others:
-        if options[name]:
-            raise UserError(f"{option} {why} and cannot be combined with --{name.replace('_', '-')}.")
 
 
 def _say(message: str) -> None:

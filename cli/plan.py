@@ -7,7 +7,9 @@ import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from cli.compare_engines import InMemory, in_memory
 from cli.machine import device_at_hand, directories_at_hand, training_of
+from cli.naming import naming
 from cli.report import RESOURCES
 from cli.settings import Settings
 from cli.train import quiet_transformers
@@ -82,10 +84,12 @@ def run_plan(settings: Settings, options: PlanOptions) -> int:
         quiet_transformers()
     machine = _machine(settings, options)
     wanted = _largest(settings, options, machine) if options.max_model else training_of(settings)
+    other: InMemory | None = None
     if wanted is not None and options.nodes is not None:
         share = Share(options.nodes, options.gpus_per_node or 1)
-        wanted = wanted.among(share)
-        machine = one_of_several(machine, share.nodes, share.ranks_per_node, _network(options.network, share.nodes))
+        wanted, network = wanted.among(share), _network(options.network, share.nodes)
+        other = in_memory(wanted, machine, network)
+        machine = one_of_several(machine, share.nodes, share.ranks_per_node, network)
     if wanted is None:
         lacking = f"No preset fits on {machine.device} with {format_bytes(machine.host_bytes)} of host memory."
         print(json.dumps({"model": None, "fits": False, "missing": [lacking]}) if options.json else lacking)
@@ -94,9 +98,13 @@ def run_plan(settings: Settings, options: PlanOptions) -> int:
     if settings.trace is not None:
         _write_trace(result, settings.trace)
     if options.json:
-        print(json.dumps(result.to_json(), indent=2))
+        content = result.to_json() | ({} if other is None else {"in_memory": other.to_json()})
+        print(json.dumps(content, indent=2))
     else:
-        print("\n".join(describe(result)))
+        lines = describe(result)
+        if other is not None:
+            lines += ["", *_row("in memory", other.verdict(result))]
+        print("\n".join(lines))
     return 0 if result.fits else DOES_NOT_FIT
 
 
@@ -126,9 +134,13 @@ def _machine(settings: Settings, options: PlanOptions) -> Machine:
                 f"--drive plans for hardware by name: name the GPU as well, --gpu {' | '.join(gpu_names())}."
             )
         host = settings.host_memory or memory_available_bytes() * 4 // 5
+        with naming("--gpu"):
+            gpu = gpu_preset(settings.gpu)
+        with naming("--drive"):
+            drive = drive_preset(options.drive)
         return preset_machine(
-            gpu_preset(settings.gpu),
-            drive_preset(options.drive),
+            gpu,
+            drive,
             options.ssds or 1,
             host,
             device_bytes=settings.device_memory,

@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 
 from cli.machine import sequence_length
+from cli.naming import naming
 from common.errors import UserError
 from common.models.presets import load_config
 from common.units import format_bytes, format_count, format_seconds
@@ -103,7 +104,8 @@ def levels_of(text: str, nodes: int | None, gpus_per_node: int | None) -> Levels
 
 
 def _workload(settings: ClusterSettings, cluster: Cluster) -> Workload:
-    config, _ = load_config(settings.model)
+    with naming("--model"):
+        config, _ = load_config(settings.model)
     micro_batch = settings.micro_batch or 1
     at_once = micro_batch * cluster.levels.world_size
     batch = settings.batch_size or at_once

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from cli.adapters import ADAPTER_CONFIG, peft_config_of, trainable_parameters
 from cli.machine import sequence_length, training_of
+from cli.naming import naming
 from cli.schedule import LearningRate
 from cli.settings import Settings
 from cli.trackers import check_trackers
@@ -174,23 +175,25 @@ def check(settings: Settings) -> Checked:
     Raises:
         UserError: something typed does not exist or does not go together.
     """
-    config, checkpoint = load_config(settings.model)
+    with naming("--model"):
+        config, checkpoint = load_config(settings.model)
     peft_config_of(settings)
     emulated = is_emulated(settings.gpu)
     if emulated and settings.save:
-        raise UserError("An emulated accelerator computes nothing, so there is no checkpoint to write: add --no-save.")
+        raise UserError(f"--gpu {settings.gpu} computes nothing, so there is no checkpoint to write: add --no-save.")
     if settings.sample is not None:
         if emulated:
-            raise UserError("An emulated accelerator computes nothing, and so no --sample: leave that out.")
+            raise UserError(f"--gpu {settings.gpu} computes nothing, and so no --sample: leave that out.")
         tokenizer_of(settings, checkpoint, "--sample")  # rather than when training has ended
     if emulated and settings.eval_data:
-        raise UserError("An emulated accelerator computes nothing, and so no loss on --eval-data: leave that out.")
+        raise UserError(f"--gpu {settings.gpu} computes nothing, and so no loss on --eval-data: leave that out.")
     check_trackers(settings.log_to)
     gpu = None if emulated else pick_gpu(settings.gpu)
     seq_len = sequence_length(settings.seq_len, config)
-    for files in (settings.data, settings.eval_data):
+    for option, files in (("--data", settings.data), ("--eval-data", settings.eval_data)):
         if files:
-            find_files(files)
+            with naming(option):
+                find_files(files)
     ssd, output, run_name = _directories(settings, checkpoint)
     return Checked(config, checkpoint, gpu, seq_len, ssd, output, run_name)
 
@@ -286,7 +289,8 @@ def _open_batches(
     if tokenizer is None or not settings.data:
         return RandomBatches(vocab_size, seq_len, settings.batch_size, settings.seed), RANDOM_TOKENS
     config = DataConfig(settings.data, seq_len, settings.batch_size, settings.seed)
-    batches = open_data(config, tokenizer, output / "data")
+    with naming("--data"):
+        batches = open_data(config, tokenizer, output / "data")
     return batches, cache_key(find_files(settings.data), seq_len, tokenizer)
 
 
@@ -297,7 +301,8 @@ def _open_held_out(
     if tokenizer is None or not settings.eval_data:
         return None
     config = DataConfig(settings.eval_data, seq_len, settings.batch_size, shuffle=False)
-    return open_data(config, tokenizer, output / "data")
+    with naming("--eval-data"):
+        return open_data(config, tokenizer, output / "data")
 
 
 def _total_steps(settings: Settings, batches: Batches) -> int:

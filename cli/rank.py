@@ -5,10 +5,12 @@ never complete, two others keep watch: one for the launcher's order to end and f
 by way of a store that rank 0 holds, for an ending that another rank has announced and for ranks that fall silent.
 """
 
+import contextlib
 import json
 import os
 import signal
 import socket
+import stat
 import sys
 import threading
 import time
@@ -54,6 +56,7 @@ class Rank:
     def watch(self) -> None:
         """Begin to watch. Signals are dealt with from here on."""
         signal.signal(signal.SIGINT, self._stop)
+        signal.signal(signal.SIGHUP, self._hang_up)
         # The launcher's SIGTERM must be heard while the main thread is inside a collective.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
@@ -149,8 +152,17 @@ class Rank:
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self.stopping = True
 
+    def _hang_up(self, number: int, frame: FrameType | None) -> None:
+        """The terminal is gone: what is written there from now on would be an error, and is for nobody."""
+        self.stopping = True
+        nobody = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        for descriptor in (1, 2):
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                os.dup2(nobody, descriptor)
+
     def _say(self, what: str) -> None:
-        print(f"finetune: rank {self.rank} of {self.world}: {what}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            print(f"finetune: rank {self.rank} of {self.world}: {what}", file=sys.stderr, flush=True)
 
 
 def main(arguments: list[str]) -> NoReturn:
@@ -219,8 +231,9 @@ def _one_line(error: BaseException) -> str:
 
 def _leave(status: int) -> NoReturn:
     """End the process without the destructors of libraries, which may wait for, or trip over, what is broken."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(status)
 
 

@@ -34,7 +34,7 @@ _ONLY_NODES = (
 _ONLY_MEMORY = ("strategy", "device_cache_threshold")
 _ONLY_SAMPLE = ("sample_tokens", "temperature")
 _ONLY_LORA = ("lora_alpha", "lora_dropout", "lora_targets")
-_ONLY_ALONE = ("sample", "frozen_dtype", "leave_ssd")
+_ONLY_ALONE = ("sample", "frozen_dtype")
 _ONLY_ENGINE = ("host_memory", "device_memory", "optimizer_dtype", "io", "single_slot", "trace", "clip_by")
 
 
@@ -149,12 +149,15 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.epochs is not None:
-            raise UserError("--steps and --epochs exclude each other: give one of them.")
+            raise UserError(f"--steps {self.steps} and --epochs {self.epochs:g} exclude each other: give one of them.")
         if self.epochs is not None and not self.data:
-            raise UserError("--epochs counts passes over data, and there is none: give --data, or --steps instead.")
+            raise UserError(
+                f"--epochs {self.epochs:g} counts passes over data, and there is none: give --data, or --steps instead."
+            )
         if self.eval_every is not None and not self.eval_data:
             raise UserError(
-                "--eval-every counts steps between evaluations, and there is no data for them: add --eval-data."
+                f"--eval-every {self.eval_every} counts steps between evaluations, and there is no data for them: add "
+                "--eval-data."
             )
         if self.resume and self.overwrite:
             raise UserError("--resume continues the run that is there and --overwrite replaces it: give one of them.")
@@ -167,7 +170,10 @@ class Settings:
         if self.sample is None:
             self._refuse(_ONLY_SAMPLE, "is about a sample: add --sample PROMPT")
         if self.frozen_dtype is not None and not self.trains_adapters:
-            raise UserError("--frozen-dtype is about weights that are frozen: add --lora-rank or --peft-config.")
+            raise UserError(
+                f"--frozen-dtype {self.frozen_dtype} is about weights that are frozen: add --lora-rank or "
+                "--peft-config."
+            )
         if self.merge and not self.trains_adapters:
             raise UserError("--merge merges adapters into the weights: add --lora-rank or --peft-config.")
         if self.nodes is None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from transformers.utils import logging as transformers_logging
 
 from cli.adapters import peft_config_of
-from cli.evaluation import evaluate, is_due
+from cli.evaluation import is_due, look
 from cli.interrupts import Interrupts, Stopped
 from cli.machine import training_of
 from cli.prepare import Job, prepare, tokenizer_of
@@ -228,10 +228,9 @@ def _evaluate(job: Job, engine: Engine, said: Said, measured: Measurements) -> N
     if job.held_out is None:
         return
     before, planned = engine.io_bytes(), engine.planned_io_bytes()
-    result = evaluate(job.held_out, job.settings.batch_size, lambda batch: engine.eval_loss(**batch))
+    look(job, lambda batch: engine.eval_loss(**batch), engine.step_count, said)
     after = engine.planned_io_bytes()
     measured.leave_out(_since(engine, before), (after[0] - planned[0], after[1] - planned[1]))
-    said.evaluation(engine.step_count, result)
 
 
 def _sample(job: Job, engine: Engine, prompt: str) -> None:

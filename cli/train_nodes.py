@@ -19,7 +19,7 @@ import torch.distributed as dist
 import common
 from cli.adapters import peft_config_of, trainable_parameters
 from cli.choose_strategy import DEFAULT, choose_strategy
-from cli.evaluation import evaluate, is_due
+from cli.evaluation import is_due, look
 from cli.interrupts import Stopped
 from cli.launch import LAUNCH
 from cli.prepare import Job, prepare
@@ -44,12 +44,13 @@ from fcdp.strategy_names import AUTO
 from fcdp.topology import Topology
 from fcdp.trainer import Trainer, TrainerConfig
 from fuyou import Engine
+from fuyou.records import DTYPES
 
 _STUCK = timedelta(minutes=30)
 """How long a collective may wait for a rank that is alive: one may read its weights from slower drives than others."""
 _MAY_DIFFER = {
     "debug", "report", "trace", "arguments", "resume", "overwrite", "gpus_per_node", "rdzv_endpoint", "node_timeout",
-    "log_to",
+    "log_to", "leave_ssd",
 }  # fmt: skip
 """Settings that nodes need not agree about, or that others check with better words."""
 
@@ -252,6 +253,7 @@ def _choose(job: Job, topology: Topology) -> str:
         micro_batch=micro_batch,
         micro_batches=math.ceil(rows / micro_batch),
         trainable_ratio=min(1.0, trained / whole),
+        dtype_bytes=DTYPES[settings.dtype].itemsize,
     )
     choice = choose_strategy(settings, workload, topology.levels)
     seconds, sent = format_seconds(choice.step_seconds), format_bytes(choice.inter_node_bytes)
@@ -352,6 +354,4 @@ def _evaluate(job: Job, trainer: Trainer, rank: Rank, said: Said | None) -> None
     if job.held_out is None:
         return
     rank.where = f"evaluating after step {trainer.step_count}"
-    result = evaluate(job.held_out, job.settings.batch_size, trainer.eval_loss)
-    if said is not None:
-        said.evaluation(trainer.step_count, result)
+    look(job, trainer.eval_loss, trainer.step_count, said)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cli.evaluation import evaluate, is_due
+from cli.evaluation import is_due, look
 from cli.interrupts import Stopped
 from cli.prepare import Job, rank_folder
 from cli.progress import StepLine
@@ -47,16 +47,19 @@ def train_ranks(job: Job, topology: Topology, rank: Rank, launches: set[str]) ->
 def _open_engine(job: Job, topology: Topology, launches: set[str]) -> Engine:
     settings = job.settings
     folders = [path / job.run_name for path in job.ssd]
+    leaving = [Path(word).expanduser() / job.run_name for word in settings.leave_ssd]
     name = rank_folder(topology.local_rank)
     continued = settings.resume or _again(folders[0] / name, launches)
     for folder in folders:
         folder.mkdir(exist_ok=True)
-        if topology.local_rank == 0 and not continued:  # what more ranks than now have left there
+        if topology.local_rank == 0 and not continued:  # what more ranks than now have left there, or a single one
+            remove([folder])
             here = {rank_folder(number) for number in range(topology.ranks_per_node)}
             _remove(path for path in folder.glob(rank_folder("*")) if path.name not in here)
     return Engine(
         **engine_options(job),
         ssd=folders,
+        leave_ssd=[path for path in leaving if continued and path.is_dir()],
         device=topology.device,
         run_name=name,
         resume=continued,
@@ -175,11 +178,7 @@ def _evaluate(job: Job, engine: Engine, topology: Topology, rank: Rank, said: Sa
     if job.held_out is None:
         return
     rank.where = f"evaluating after step {engine.step_count}"
-    result = evaluate(
-        job.held_out, job.settings.batch_size, lambda batch: engine.eval_loss(**_part(batch, topology))
-    )  # fmt: skip
-    if said is not None:
-        said.evaluation(engine.step_count, result)
+    look(job, lambda batch: engine.eval_loss(**_part(batch, topology)), engine.step_count, said)
 
 
 def _any(stop: bool) -> bool:

@@ -13,13 +13,14 @@ with its current parameters at each hit: the rank cannot go and gather alone, so
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from common.errors import FinetuneError
 from fcdp.grouping import ParameterGroup
@@ -48,7 +49,8 @@ class Watch:
         self._groups = groups
         self._before_step = before_step
         self._after_step = after_step
-        self._known: dict[int, ParameterGroup] = {}
+        #: By object, not by value, and no longer than the object is there: a new one may come to lie at its address.
+        self._known: MutableMapping[nn.Parameter, ParameterGroup] = WeakIdKeyDictionary()
         self._learn()
         # Hooks for all optimizers are kept by PyTorch for ever: they must not keep the model alive.
         this = weakref.ref(self)
@@ -77,10 +79,10 @@ class Watch:
 
     def _learn(self) -> None:
         """Whose parameters are which. Asked again at every step, because objects change: ``to_empty()`` and loading
-        may put new ones in place. Not forgotten, because a group that is unsharded now shows others."""
+        may put new ones in place. Not forgotten while they are there: a group that is unsharded now shows others."""
         for group in self._groups:
             for parameter in group.registered():
-                self._known[id(parameter)] = group
+                self._known[parameter] = group
 
     def _touched(self, optimizer: Optimizer) -> list[ParameterGroup]:
         """Groups with a parameter that a step of ``optimizer`` may change. Too many does no harm, too few does."""
@@ -88,7 +90,7 @@ class Watch:
         touched = {}
         for options in optimizer.param_groups:
             for parameter in options["params"]:
-                owner = self._known.get(id(parameter))
+                owner = self._known.get(parameter)
                 if owner is not None and (parameter.requires_grad or parameter.grad is not None):
                     touched[id(owner)] = owner
         return list(touched.values())

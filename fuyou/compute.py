@@ -138,6 +138,7 @@ class StepComputation:
             self._finish_gradient(task)
         self._plane.device.end_compute(task)
         self._plane.executor.finish(task)
+        self._plane.heap.tidy()
 
     # -- visits ---------------------------------------------------------------------------------------------------
 

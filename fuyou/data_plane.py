@@ -14,13 +14,14 @@ import numpy as np
 import torch
 
 from common.buffers import HostBuffer
+from common.heap import Heap
 from common.store import Extent, Layout, Pace, Store, remove
 from common.store.checksums import Sums
 from fuyou.adam import Update
 from fuyou.checksums import RecordSums, sealed_name
 from fuyou.devices import Device, optimizer_threads
 from fuyou.executor import ELSEWHERE, Executor
-from fuyou.memory_plan import MemoryPlan
+from fuyou.memory_plan import HEAP_SLACK_BYTES, MemoryPlan
 from fuyou.nodes.handlers import RankHandlers
 from fuyou.nodes.topology import Topology
 from fuyou.optimizer_link import OptimizerLink
@@ -140,6 +141,7 @@ class DataPlane:
             for buffer in self._host_activations.values():
                 buffer.page_lock()
         self._scratch, self._activation_extents, self._gradient_extents = self._make_scratch(spill_gradients)
+        self.heap = Heap(HEAP_SLACK_BYTES + plan.workspace_bytes * device.shares_host_memory)
         self._lock = threading.Lock()
         self._updating: dict[int, Task] = {}
         self._writing: dict[int, Task] = {}

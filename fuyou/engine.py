@@ -200,8 +200,8 @@ class Engine:
         try:
             self._ssd, leaving = [Path(path) for path in ssd], [Path(path) for path in leave_ssd]
             usable([*self._ssd, *leaving])
-            if leaving and (topology is not None or not resume):
-                raise UserError("leave_ssd is for a run of one rank that goes on: leave it out.")
+            if leaving and not resume:
+                raise UserError("leave_ssd is for a run that goes on: leave it out.")
             self.config, self._checkpoint = load_config(model)
             self._device = open_device(device)
             self.emulated = isinstance(self._device, EmulatedDevice)
@@ -284,12 +284,24 @@ class Engine:
         self._link = None  # it is the runtime's now
         context = getattr(self.config.get_text_config(), "max_position_embeddings", None) or 2048
         runtime.plan(*(batch_shape or (self._options.micro_batch or 1, min(context, 2048))))
-        available = memory_available_bytes()
-        if self.memory_plan.host_bytes > available:
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        """Compare what all ranks of this machine are going to take with what there is, before any of them takes it.
+
+        Raises:
+            UserError: it is not there.
+        """
+        ranks, available = share_of(self._topology).ranks_per_node, memory_available_bytes()
+        if self._agreement is not None:
+            available = min(self._agreement.tell(available))  # when all have looked: they stop together, or none does
+        needed = self.memory_plan.host_bytes * ranks
+        if needed > available:
+            among = f" ({ranks} ranks with {format_bytes(self.memory_plan.host_bytes)} each)" if ranks > 1 else ""
             raise UserError(
-                f"This run would take {format_bytes(self.memory_plan.host_bytes)} of host memory, and "
-                f"{format_bytes(available)} are available (other programs and control groups counted): the system "
-                "would end it on the way. Lower --host-memory, or end what takes the memory."
+                f"This run would take {format_bytes(needed)} of host memory{among}, and {format_bytes(available)} are "
+                "available (other programs and control groups counted): the system would end it on the way. Lower "
+                "--host-memory, or end what takes the memory."
             )
 
     def _open_run(self, drives: Drives, resume: bool, overwrite: bool) -> None:

@@ -90,15 +90,12 @@ def model_records(stack: StreamedModel, precision: Precision, frozen: FrozenDtyp
             sides = {stack.runs_before_blocks(name) for name in names}
             group = both if len(sides) == 2 else before if True in sides else after
         group.add(entry, parameter.requires_grad)
-    step = _step_shape(blocks, before, after, both, _Records(precision, frozen), precision)
-    outer = (
-        stack.model.get_submodule(name)
-        for name, module in stack.model.named_modules()
-        if isinstance(module, BaseTunerLayer) and not name.startswith(prefix)
-    )
+    made = _step_shape(blocks, before, after, both, _Records(precision, frozen), precision)
+    adapted = [name for name, module in stack.model.named_modules() if isinstance(module, BaseTunerLayer)]
+    outside = (stack.model.get_submodule(name) for name in adapted if not name.startswith(prefix))
     return replace(
-        step, block_adapting=AdapterMemory.most(adapter_memory(block) for block in stack.blocks),
-        outer_adapting=AdapterMemory.most(adapter_memory(layer) for layer in outer),
+        made, block_adapting=AdapterMemory.most(adapter_memory(block) for block in stack.blocks),
+        outer_adapting=AdapterMemory.most(adapter_memory(module) for module in outside),
     )  # fmt: skip
 
 

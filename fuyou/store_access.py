@@ -54,6 +54,7 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
             # An emulated device never writes a gradient. Halves read as one are full of denormal numbers, which make
             # Adam five times slower than it is.
             low.zero_()
+        plane.heap.tidy()
 
 
 def _room_for(plane: DataPlane, record: Record) -> torch.Tensor:

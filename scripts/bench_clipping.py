@@ -2,7 +2,7 @@
 
 On an emulated accelerator (its computing is a timed wait, the norm of its gradients is what it is told) with paced
 drives, and everything else real. By speculation once where clipping never strikes and once where it strikes in every
-step. Each way is planned first; they take turns.
+step. Each way is planned first, with the rates that the emulated hardware has; they take turns.
 
     python scripts/bench_clipping.py --ssd DIR
 """
@@ -20,13 +20,19 @@ import click
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from bench_plan import NAME, Configuration, emulated, machine_of, run
+from bench_overlap import LINK, MEMORY
+from bench_plan import NAME, Configuration, emulated, run
 
+from common.units import parse_bytes
 from fuyou.clipping import ClipBy
-from fuyou.planner import Plan, plan, training
+from fuyou.planner import Machine, Plan, plan, training
 from fuyou.planner.evaluate import NOTHING
+from fuyou.simulator import Rates
 
-DEVICE, LIMIT = emulated(10, "1GB/s"), 1.0
+TFLOPS, DRIVE, HOST = 10, 1e9, "900MiB"
+ADAM = 2.2e8
+"""Parameters per second, as bench_overlap.py has found it beside all else: no bound here."""
+LIMIT = 1.0
 
 
 @dataclass
@@ -52,14 +58,19 @@ class Row:
 
 def configuration(batch: int) -> Configuration:
     """The balanced one of bench_plan.py, with another batch."""
-    return Configuration(f"batch {batch}", "gpu and ssd", batch, DEVICE, "900MiB", micro_batch=8)
+    return Configuration(f"batch {batch}", "gpu and ssd", batch, emulated(TFLOPS, "1GB/s"), HOST, micro_batch=8)
 
 
-def plans(batch: int, ssd: Sequence[Path]) -> list[tuple[Row, Plan]]:
+def machine_of(drives: int) -> Machine:
+    """The emulated one."""
+    rates = Rates(TFLOPS * 1e12, LINK, LINK, DRIVE * drives, DRIVE * drives, ADAM)
+    return Machine("an emulated device", "paced drives", rates, MEMORY, parse_bytes(HOST), drives, all_flops=False)
+
+
+def plans(batch: int, machine: Machine) -> list[tuple[Row, Plan]]:
     """Every way, planned."""
     one = configuration(batch)
     job = replace(training(one.config, batch, one.seq_len, micro_batch=one.micro_batch), keeping=NOTHING)
-    machine = machine_of(one, job, ssd)
     choice = plan(replace(job, clips=True), machine)
     assert choice.clip_by is not None
     click.echo(
@@ -101,10 +112,10 @@ def main(
     ssd: tuple[Path, ...], batch: tuple[int, ...], rounds: int, steps: int, dry_run: bool, json_file: Path | None
 ) -> None:
     """Predicted and measured step time of every way, and what it is of a step without clipping."""
-    rows = []
+    rows, machine = [], machine_of(len(ssd))
     try:
         for size in batch:
-            planned = plans(size, ssd)
+            planned = plans(size, machine)
             for _ in range(0 if dry_run else rounds):
                 for row, found in planned:
                     measure(row, found, ssd, steps)

@@ -14,7 +14,9 @@ from typing import Any
 import click
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(1, str(ROOT))  # not installed: run from a checkout
+sys.path[1:1] = [str(ROOT), str(ROOT / "scripts")]  # not installed: run from a checkout
+
+from drawing import open_pyplot, save  # noqa: E402
 
 from common.errors import FinetuneError, UserError  # noqa: E402
 
@@ -92,25 +94,14 @@ def draw(rows: Sequence[Mapping[str, float]], picture: Path, title: str) -> None
     Raises:
         UserError: matplotlib is missing, or the file cannot be written.
     """
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise UserError("Drawing needs matplotlib: pip install 'fuyou[plots]', or pip install matplotlib.") from None
+    pyplot = open_pyplot()
     figure, grid = pyplot.subplots(3, 2, figsize=(11, 9), sharex=True, layout="constrained")
     for axes, panel in zip(grid.flat, PANELS, strict=True):
         _draw_panel(axes, panel, rows)
     for axes in grid[-1]:
         axes.set_xlabel("step")
     figure.suptitle(title)
-    try:
-        figure.savefig(picture, dpi=110)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{picture} cannot be written: {error}.") from None
-    finally:
-        pyplot.close(figure)
+    save(pyplot, figure, picture, dpi=110)
 
 
 def _draw_panel(axes: Any, panel: Panel, rows: Sequence[Mapping[str, float]]) -> None:

@@ -13,7 +13,9 @@ from typing import Any
 import click
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(1, str(ROOT))  # not installed: run from a checkout
+sys.path[1:1] = [str(ROOT), str(ROOT / "scripts")]  # not installed: run from a checkout
+
+from drawing import open_pyplot, save  # noqa: E402
 
 from common.errors import FinetuneError, UserError  # noqa: E402
 
@@ -61,13 +63,7 @@ def draw(lanes: list[Lane], path: Path, title: str) -> None:
     Raises:
         UserError: matplotlib is missing, or the file cannot be written.
     """
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise UserError("Drawing needs matplotlib: pip install 'fuyou[plots]', or pip install matplotlib.") from None
+    pyplot = open_pyplot()
     figure, axes = pyplot.subplots(figsize=(12, 0.8 + 0.32 * len(lanes)), layout="constrained")
     for line, lane in enumerate(lanes):
         spans = [(begin, length) for begin, length, _ in lane.bars]
@@ -79,12 +75,7 @@ def draw(lanes: list[Lane], path: Path, title: str) -> None:
     axes.set_xlabel("milliseconds since the end of the step before")
     axes.set_title(title)
     axes.spines[["top", "right"]].set_visible(False)
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be written: {error}.") from None
-    finally:
-        pyplot.close(figure)
+    save(pyplot, figure, path, dpi=150)
 
 
 @click.command()

@@ -1,6 +1,5 @@
 """Batches for training: ``open_data`` for data files, ``RandomBatches`` where there are none."""
 
-import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from common.data.packing import TRAINED, Packer, cut, unpack
 from common.data.shapes import examples_of_records, examples_of_text_file
 from common.data.token_file import Header, TokenFile, cache_key, write_token_file
 from common.errors import UserError
+from common.heap import return_free_memory
 from common.units import format_count
 
 
@@ -190,9 +190,7 @@ def _return_free_memory() -> None:
     import pyarrow
 
     pyarrow.default_memory_pool().release_unused()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
-    if trim is not None:
-        trim(0)
+    return_free_memory()
 
 
 def _encode_files(files: list[Path], encoder: Encoder, scratch: Path) -> Iterator[Encoded]:

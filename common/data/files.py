@@ -72,6 +72,8 @@ def reading(directory: Path) -> Iterator[Path]:
     import datasets
 
     bars, verbosity = datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
+    counts = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # or a file on disk is reported to the hub, now and then
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
@@ -79,6 +81,7 @@ def reading(directory: Path) -> Iterator[Path]:
             yield Path(scratch)
     finally:
         datasets.logging.set_verbosity(verbosity)
+        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = counts
         if not bars:
             datasets.enable_progress_bars()
 
@@ -105,26 +108,40 @@ def read_records(path: Path, scratch: Path) -> Iterator[dict[str, Any]]:
 def _read(reader: str, path: Path, scratch: Path) -> Iterator[dict[str, Any]]:
     if path.stat().st_size == 0:  # which some of the readers take for an error
         return
+    count = 0
     try:
         for batch in _open_stream(reader, path, scratch).iter(batch_size=RECORDS_PER_READ):
             columns = list(batch)
             for values in zip(*batch.values(), strict=True):
                 yield dict(zip(columns, values, strict=True))
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}{_line_not_text(path)} is not UTF-8 text: {error}.") from error
+                count += 1
     except (ValueError, OSError) as error:  # pyarrow's and pandas' errors are ValueErrors
-        raise UserError(f"{path} cannot be read: {error}") from error
+        raise UserError(_what_is_wrong(reader, path, count, error)) from error
 
 
-def _line_not_text(path: Path) -> str:
-    """``, line 7``: the first that is not UTF-8."""
+def _what_is_wrong(reader: str, path: Path, count: int, error: Exception) -> str:
+    """Where a file is broken, as well as can be found out, after ``count`` good records."""
+    if reader != "parquet" and (number := _line_not_text(path)) is not None:
+        return f"{path}, line {number}, is not UTF-8 text: {error}."
+    if reader == "json":
+        try:
+            json.loads(path.read_bytes())
+        except json.JSONDecodeError as broken:
+            return f"{path}, line {broken.lineno} is not JSON ({broken.msg} at column {broken.colno})."
+        except (ValueError, RecursionError):
+            pass  # the reader's own words will do
+    return f"{path} cannot be read{f' after record {count:,}' if count else ''}: {error}"
+
+
+def _line_not_text(path: Path) -> int | None:
+    """The first line that is not UTF-8."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
                 line.decode()
             except UnicodeDecodeError:
-                return f", line {number},"
-    return ""
+                return number
+    return None
 
 
 def _open_stream(reader: str, path: Path, scratch: Path) -> Any:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from peft.tuners.ia3.layer import IA3Layer
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -56,9 +57,8 @@ def adapter_memory(module: nn.Module) -> AdapterMemory:
 
 def _width(layer: BaseTunerLayer) -> int:
     """Elements per token at both ends of a layer, and between its factors; of an embedding, only its output's."""
-    rank = max(getattr(layer, "r", {}).values(), default=0)
     *_, outputs, inputs = _shape(layer)
-    return 2 * rank + (inputs if isinstance(layer.get_base_layer(), nn.Embedding) else inputs + outputs)
+    return 2 * _rank(layer) + (inputs if isinstance(layer.get_base_layer(), nn.Embedding) else inputs + outputs)
 
 
 def _weights(layer: BaseTunerLayer) -> tuple[int, int]:
@@ -67,8 +67,8 @@ def _weights(layer: BaseTunerLayer) -> tuple[int, int]:
     elements = math.prod(shape)
     if isinstance(layer, ParamWrapper) or not isinstance(layer, LoraLayer | IA3Layer):
         return SAVED_WEIGHT * elements, PASSING_WEIGHT * elements
-    if isinstance(layer, LoraLayer) and isinstance(layer.get_base_layer(), nn.Embedding):
-        return 0, 8 * shape[0] * max(layer.r.values())  # a factor's transpose, and its gradient
+    if isinstance(layer.get_base_layer(), nn.Embedding):
+        return 0, 8 * shape[0] * _rank(layer)  # a factor's transpose, and its gradient
     if isinstance(layer, LoraLayer) and any(layer.use_dora.values()):
         return 0, PASSING_WEIGHT * elements + UNIT_MATRIX * max(shape) ** 2
     return 0, 0
@@ -78,4 +78,9 @@ def _shape(layer: BaseTunerLayer) -> tuple[int, ...]:
     """Of the adapted weight: ``[outputs, inputs]`` (some families have it the other way round), or experts before."""
     if isinstance(layer, ParamWrapper):
         return tuple(layer.get_param().shape)
-    return tuple(layer.get_base_layer().get_parameter("weight").shape)
+    weight: torch.Tensor = layer.get_base_layer().get_parameter("weight")
+    return tuple(weight.shape)
+
+
+def _rank(layer: BaseTunerLayer) -> int:
+    return max(getattr(layer, "r", {}).values(), default=0)

@@ -110,7 +110,10 @@ def load_peft_config(path: str | os.PathLike[str]) -> PeftConfig:
     except Exception as error:  # bad JSON, an unknown method, a field that the method does not have, bad values
         raise UserError(f"--peft-config {file} is not a configuration that peft can read: {error}") from error
     config.inference_mode = False
-    check_supported(config)
+    try:
+        check_supported(config)
+    except UserError as error:
+        raise UserError(f"--peft-config {file}: {error}") from error
     return config
 
 
@@ -301,7 +304,7 @@ class Adapters:
         }
         unknown = sorted(set(targets) - linear)
         hint = did_you_mean(unknown[0], linear) if unknown else ""
-        return f"{hint} Its linear layers are called {', '.join(sorted(linear))}."
+        return f"{hint} Its linear layers are called {', '.join(sorted(linear))}: name them with --lora-targets."
 
 
 class AdaptedSource:

@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 
+from torch import nn
 from transformers import PreTrainedConfig
 
 from common.errors import UserError
 from common.models.flops import active_parameters, model_flops_per_token
 from common.models.meta import build_meta_model
 from common.models.structure import find_blocks
+from fcdp.grouping import find_units, whole_units
 
 
 @dataclass(frozen=True)
@@ -21,11 +23,11 @@ class Workload:
     blocks: int
     """Transformer blocks: what is gathered, reduced and checkpointed one by one."""
     block_activation_bytes: float = 0.0
-    """Saved for the backward pass per token and block, in bf16."""
+    """Saved for the backward pass per token and block."""
     hidden_bytes: float = 0.0
-    """Of a block's input per token, in bf16: what checkpointing keeps."""
+    """Of a block's input per token: what checkpointing keeps."""
     logits_bytes: float = 0.0
-    """Of the loss per token: logits in bf16, in fp32, and their gradient."""
+    """Of the loss per token: logits as they come, in fp32, and their gradient."""
     forward_flops_per_token: float = 0.0
     """Of the forward pass."""
     weight_flops_per_token: float = 0.0
@@ -85,11 +87,13 @@ class Workload:
         micro_batch: int = 1,
         micro_batches: int = 1,
         trainable_ratio: float = 1.0,
+        dtype_bytes: int = 2,
     ) -> "Workload":
         """The workload of a Hugging Face model.
 
         Args:
             trainable_ratio: trainable parameters over all parameters.
+            dtype_bytes: of one number in the dtype that blocks compute in, and that gradients are reduced in.
         """
         model = build_meta_model(config)
         _, blocks = find_blocks(model)
@@ -101,16 +105,26 @@ class Workload:
             parameters=parameters,
             trainable=parameters * trainable_ratio,
             blocks=len(list(blocks.children())),
-            block_activation_bytes=_block_activation_bytes(text, _is_gated(model)),
-            hidden_bytes=2.0 * text.hidden_size,
-            logits_bytes=(2.0 + 4.0 + 4.0) * text.vocab_size,
+            block_activation_bytes=dtype_bytes / 2 * _block_activation_bytes(text, _is_gated(model)),
+            hidden_bytes=float(dtype_bytes * text.hidden_size),
+            logits_bytes=(dtype_bytes + 4.0 + 4.0) * text.vocab_size,
             forward_flops_per_token=2.0 * active + attention,
             # Scores and weighted values have two inputs: their backward is two forwards, whatever is trainable.
             weight_flops_per_token=2.0 * active * trainable_ratio + attention,
             seq_len=seq_len,
             micro_batch=micro_batch,
+            kept=_kept(model),
+            compute_bytes=float(dtype_bytes),
+            gradient_bytes=float(dtype_bytes),
             micro_batches=micro_batches,
         )
+
+
+def _kept(model: nn.Module) -> float:
+    """Parameters of the units that :func:`fcdp.fully_shard` does not reshard after the forward pass."""
+    units = find_units(model, None)
+    kept = [group for group in whole_units(units) if units[group.unit].keep_after_forward]
+    return float(sum(parameter.numel() for group in kept for parameter in group.registered()))
 
 
 def _is_gated(model: object) -> bool:

@@ -162,15 +162,15 @@ def sets_of(everyone: Sequence[Seen]) -> list[RunSet]:
 
 
 def choose(sets: Sequence[RunSet], share: Share, everyone: Sequence[Seen]) -> RunSet | None:
-    """The set to go on with: whole, the newest, of equal ones that of ``share``'s ranks. None: the ranks are those that
-    it was made by, and something is missing, or there is nothing at all: opening it will say what.
+    """The set to go on with: whole; that of ``share``'s ranks, if it is where it is to be; else the newest. None: the
+    ranks are those that it was made by, and something is missing, or there is nothing at all: opening it says what.
 
     Raises:
         UserError: it was made by other ranks, and of some of these there is nothing.
     """
     whole = [one for one in sets if not one.missing]
     if whole:
-        return max(whole, key=lambda one: (one.newest, one.made_by(share)))
+        return max(whole, key=lambda one: (one.made_by(share) and one.at_home, one.newest, one.made_by(share)))
     if not sets or any(one.made_by(share) for one in sets):
         return None
     lacking = min(sets, key=lambda one: len(one.missing))

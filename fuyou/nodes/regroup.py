@@ -223,6 +223,9 @@ class _Regrouping:
             return
         for turn in range(self._share.world_size):  # several ranks may see the same
             if turn == self._rank:
+                for path in filter(Path.is_dir, lost):  # before anything else of it: without its manifest it is nothing
+                    (path / MANIFEST_FILE).unlink(missing_ok=True)
+                    sync_directory(path)
                 for path in lost:
                     _remove(path)
             self._tell(None)

@@ -70,14 +70,20 @@ class PaperScheme:
     machine: Machine
     overlaps: bool = True
     """Whether updates run beside the backward pass (section 4.3); without it, gradients wait on SSD for them."""
-    update_groups: int = 1
-    """Groups (blocks) that the optimizer has in hand at once. The paper says that updates overlap with I/O, which takes
-    two; its figures say that reading, updating and writing a group come one after the other, which is one."""
+    update_groups: int | None = None
+    """Groups (blocks) that the optimizer has in hand at once: with two, updates overlap with I/O; with one, reading,
+    updating and writing a group come one after the other. None: two without overlap, as section 4.4 has it of that
+    ("during the optimizer stage, Fuyou overlaps CPU computation and SSD accesses as well"); one with overlap. Section
+    4.3 says otherwise, but its throughputs say so: with two, 175B on an RTX 4090 would reach 99 TFLOP/s, not 86."""
 
     @property
     def shape(self) -> StepShape:
         precision = self.training.shape.precision
         return self.training.shape.with_precision(PaperPrecision(precision.dtype, precision.optimizer_dtype))
+
+    @property
+    def _groups(self) -> int:
+        return self.update_groups or (1 if self.overlaps else 2)
 
     @cached_property
     def rates(self) -> Rates:
@@ -151,7 +157,11 @@ class PaperScheme:
         return best
 
     def iteration_seconds(self, swapped: float, saved_flops: float) -> float:
-        """Equation 1, with equations 2 to 8; ``swapped`` is D_f without the block inputs."""
+        """Equation 1, with equations 2 to 8; ``swapped`` is D_f without the block inputs.
+
+        Without overlap the optimizer's stage comes by itself, for which the paper gives no equation: its terms of
+        equations 5 and 7 are taken out of the backward pass.
+        """
         rates, p = self.rates, float(self.elements)
         link = min(rates.upload_bytes_per_second, rates.download_bytes_per_second)
         moved = swapped + self.layers * self.activation_bytes
@@ -162,13 +172,16 @@ class PaperScheme:
             2 * p / rates.read_bytes_per_second + moved / rates.write_bytes_per_second,  # (4)
         )
         recompute = (self.forward_flops - saved_flops) / rates.flops_per_second  # RC(D_f)
-        backward = max(
-            2 * compute + recompute,  # (8)
-            p / rates.adam_parameters_per_second,
-            (2 * p + moved) / link,  # (6)
-            (14 * p + moved) / rates.read_bytes_per_second + 14 * p / rates.write_bytes_per_second,  # (7)
-        )
-        return forward + backward
+        adam = p / rates.adam_parameters_per_second
+        states = 14 * p / rates.write_bytes_per_second
+        backward = max(2 * compute + recompute, (2 * p + moved) / link)  # (8), (6)
+        if self.overlaps:
+            read = (14 * p + moved) / rates.read_bytes_per_second
+            return forward + max(backward, adam, read + states)  # (7)
+        # The same bytes and gradients that wait on SSD (section 4.3), each in its own stage.
+        read = (2 * p + moved) / rates.read_bytes_per_second
+        backward = max(backward, read + 2 * p / rates.write_bytes_per_second)
+        return forward + backward + max(adam, 14 * p / rates.read_bytes_per_second + states)
 
     @property
     def forward_flops(self) -> float:
@@ -201,7 +214,7 @@ class PaperScheme:
         if self.activations_on_host:
             host += inputs * self.activation_bytes + self.swap().nbytes
         return MemoryPlan(
-            counts, Batch(training.rows, training.seq_len, training.rows), _CHUNKS_PER_GROUP * self.update_groups,
+            counts, Batch(training.rows, training.seq_len, training.rows), _CHUNKS_PER_GROUP * self._groups,
             largest,
             self.activation_bytes, 0, training.seq_len, False, False,
             SAVED_BYTES * training.tokens * self.hidden, self.device_bytes, host,

@@ -39,6 +39,7 @@ class Case:
     dtype: str = "bf16"
     micro_batch: int = 1
     clip: float | None = None
+    clip_by: str = "deferral"
     packed: bool = True
     """Two documents a row."""
     counts: dict[str, int] = field(default_factory=dict)
@@ -71,6 +72,14 @@ def cases(quick: bool) -> list[Case]:
         Case("deep prefetch", "llama-tied", counts={**SCARCE, "device_blocks": 3, "host_activations": 5}),
         Case("resumed", "gpt2", micro_batch=3, break_after=3),
         Case("clipped, resumed", "llama", micro_batch=3, clip=0.5, break_after=3),
+        Case("speculation, resumed", "llama", micro_batch=3, clip=1.2, clip_by="speculation", break_after=3),
+        Case(
+            "speculation, one buffer of each kind",
+            "llama-tied",
+            counts={**SCARCE, **ONE_OF_EACH},
+            clip=0.5,
+            clip_by="speculation",
+        ),
         Case("hidden 512, resumed", "llama-512", micro_batch=3, break_after=3, **larger),
     ]
     families = [
@@ -186,8 +195,8 @@ def _engine(case: Case, device: str, model: Path, root: Path, feed: list[dict[st
             with fuyou.Engine(
                 model, ssd=[ssd], device=device, dtype=case.dtype, host_memory="1GiB", host_cache=0,
                 device_memory="3GiB" if device.startswith("cuda") else None, micro_batch=case.micro_batch,
-                max_grad_norm=case.clip, batch_shape=(case.rows, case.tokens), resume=number > 0, io="posix",
-                lr=OPTIONS["lr"], weight_decay=OPTIONS["weight_decay"],
+                max_grad_norm=case.clip, clip_by=case.clip_by, batch_shape=(case.rows, case.tokens),
+                resume=number > 0, io="posix", lr=OPTIONS["lr"], weight_decay=OPTIONS["weight_decay"],
             ) as engine:  # fmt: skip
                 for batch in part:
                     out = engine(**batch)

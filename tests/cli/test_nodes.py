@@ -3,6 +3,7 @@
 Two launchers on loopback stand for two nodes. Starting ranks takes seconds, so a start serves several checks.
 """
 
+import fcntl
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +28,7 @@ from cli.main import main
 from cli.rendezvous import expand_node_list, find_meeting
 from cli.settings import Settings
 from common.errors import UserError
+from fcdp.commits import Commits
 from tests.cli.conftest import Finetune
 from tests.cli.test_train import history
 
@@ -209,6 +212,58 @@ def test_a_killed_rank_a_restart_from_the_last_commit_and_ctrl_c(
     sent = re.search(r"([\d.]+) KiB across nodes", said)
     assert sent is not None and float(sent[1]) > 100  # each node sends half of 51 K parameters and of as many gradients
     assert [path.name for path in (output / "commits").iterdir()] == [f"step-{after[0][1]}"]
+
+
+def still_there(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that have not ended within some seconds."""
+    _, alive = psutil.wait_procs(processes, timeout=5)
+    return alive
+
+
+def test_a_terminal_that_goes_away_and_a_step_that_takes_too_long_after_sigterm(
+    checkpoint: Path, data: Path, tmp_path: Path
+) -> None:
+    """Nothing is left: no rank, no folder of the launcher; and what was committed is whole."""
+    output, temporary, master, terminal = tmp_path / "out", tmp_path / "tmp", *os.openpty()
+    temporary.mkdir()
+    words = ["--model", checkpoint, "--data", data, *COMMON, "--output", output, "--nodes", 1, "--gpus-per-node", 2,
+             "--steps", 100_000]  # fmt: skip
+    begin = "import sys, cli.interrupts; cli.interrupts.STOP_SECONDS = 2; from cli.main import main; sys.exit(main())"
+    command = [sys.executable, "-c", begin, *map(str, words)]
+    shared: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}}
+    launcher = subprocess.Popen(
+        command, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True, **shared,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # this process has no threads then
+    )  # fmt: skip
+    os.close(terminal)
+    said = b""
+    while b"step 4/" not in said:
+        said += os.read(master, 1 << 16)
+    family = psutil.Process(launcher.pid).children(recursive=True)
+    os.close(master)
+    assert launcher.wait(20) == 129
+    assert not still_there(family) and not list(temporary.iterdir())
+    (commit,) = (output / "commits").iterdir()
+    step = Commits(output / "commits").newest()
+    assert commit.name == f"step-{step}" and step is not None and len(history(output)) == step
+
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        launcher = subprocess.Popen([*command, "--resume"], stdout=file, stderr=file, start_new_session=True, **shared)
+    try:
+        while f"step {step + 3}/" not in log.read_text():
+            time.sleep(0.02)
+            assert launcher.poll() is None, log.read_text()
+        family = psutil.Process(launcher.pid).children(recursive=True)
+        next(process for process in family if process.environ().get("RANK") == "1").suspend()
+        launcher.terminate()
+        assert launcher.wait(15) == 0
+    finally:
+        launcher.kill()
+    assert not still_there(family) and not list(temporary.iterdir())
+    assert re.search(r"^stopped at once, after 2 s. To continue: finetune .* --resume$", log.read_text(), re.MULTILINE)
+    checked = Commits(output / "commits").verify()
+    assert not checked.damage and checked.step > step
 
 
 def refusal(

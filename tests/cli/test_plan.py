@@ -57,7 +57,7 @@ def test_the_papers_scheme_and_its_largest_model(finetune: Finetune) -> None:
         (("--plan", "--gpu", "4090", "--model", "gpt3-13b"), "--drive NAME --ssds N"),
         (("--plan", "--model", "gpt3-13b", "--data", "x.jsonl"), "cannot be combined with --data"),
         (("--plan", *SERVER, "--model", "llama-10m", "--overwrite"), "cannot be combined with --overwrite"),
-        (("--json", "--model", "gpt3-13b"), "--json belongs to --plan"),
+        (("--json", "--model", "gpt3-13b"), "Only --plan reads --json"),
         (("--plan", *SERVER, "--model", "gpt3-13b", "--network", "25Gbit/s"), "--network connects several nodes"),
         (("--plan", "--cluster", "a800-hdr", "--nodes", 4, "--model", "llama-7b", "--lora-rank", 8), "--trainable"),
     ],

@@ -100,7 +100,7 @@ def tiny_config() -> LlamaConfig:
 
 def _context() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.crash.runs", "tests.crash.cluster"])
+    context.set_forkserver_preload(["tests.crash.runs", "tests.crash.cluster", "tests.crash.ranks"])
     return context
 
 

@@ -25,6 +25,7 @@ from common.store.verify import Sealed
 from fcdp.planner.cluster import load_cluster
 from fuyou.training_state import FORMAT as STATE_FORMAT
 from fuyou.training_state import TrainingState
+from tests.common.data.conftest import write_records
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -153,6 +154,27 @@ def test_data_files_of_any_content_are_read_or_refused_by_name(place: Path, cont
     assert str(file) in said and all(isinstance(record, dict) for record in records)
 
 
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), kind=st.sampled_from([".jsonl", ".json", ".csv", ".txt", ".parquet"]))
+def test_damaged_data_files_are_read_or_refused_by_name(place: Path, data: st.DataObject, kind: str) -> None:
+    """Good files, in which some bytes are others, missing, or too many."""
+    file = place / f"good{kind}"
+    if kind == ".txt":
+        file.write_text("One é.\n\nTwo.\n" * 5)
+    else:
+        write_records(file, [{"text": f'Text {i}, "é"\n', "more": str(i)} for i in range(8)])
+    content = file.read_bytes()
+    start = data.draw(st.integers(0, len(content) - 1))
+    length = data.draw(st.sampled_from([0, 1, 1, 8, len(content)]))
+    file.write_bytes(content[:start] + data.draw(st.binary(max_size=4)) + content[start + length :])
+    with reading(place) as scratch:
+        try:
+            records, said = list(read_records(file, scratch)), str(file)
+        except UserError as error:
+            records, said = [], str(error)
+    assert str(file) in said and all(isinstance(record, dict) for record in records)
+
+
 def _is_decided(read: Callable[[], object]) -> None:
     """Taken, or refused with a message for users: anything else is raised."""
     with contextlib.suppress(FinetuneError, click.UsageError):
@@ -219,14 +241,15 @@ def test_options_in_a_file_of_any_value_are_taken_or_refused(place: Path, key: s
         _is_decided(lambda: context("finetune", ["--config", str(place / "options.toml"), "--model", "llama-10m"]))
 
 
-def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
-    file = tmp_path / "data.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["word " * 50] * 2000}), file)
+def test_a_damaged_parquet_file_is_named_with_the_last_record_that_is_good(tmp_path: Path) -> None:
+    file, records = tmp_path / "data.parquet", [{"text": f"record {i}"} for i in range(9)]
+    write_records(file, records)  # three in each group of rows, which is checked as a whole
     content = bytearray(file.read_bytes())
-    content[200:400] = bytes(200)
+    place = content.rfind(b"record 4")
+    content[place - 40 : place - 1] = bytes(39)
     file.write_bytes(content)
-    with reading(tmp_path) as scratch, pytest.raises(UserError, match="cannot be read"):
-        list(read_records(file, scratch))
+    seen: list[dict] = []
+    with reading(tmp_path) as scratch, pytest.raises(UserError, match=r"data\.parquet cannot be read") as caught:
+        seen.extend(read_records(file, scratch))
+    assert seen == records[: len(seen)] and len(seen) < 4
+    assert (f"after record {len(seen)}:" in str(caught.value)) == bool(seen)

@@ -1,5 +1,6 @@
 """What ranks do in the tests of the out-of-core engine over a process group."""
 
+import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,9 @@ import torch
 
 import fcdp
 import fuyou
+from common.errors import FinetuneError
 from common.store import commit_manifest, load_manifest
+from fuyou.nodes import handlers
 
 VOCABULARY = 67
 OPTIONS = {"lr": 1e-3, "weight_decay": 0.1, "host_memory": "4GiB"}
@@ -94,6 +97,25 @@ def train(topology: fcdp.Topology | None, run: Run) -> Outcome:
         if run.save is not None:
             engine.save_pretrained(run.save)
     return outcome
+
+
+def train_until_a_bit_flips(topology: fcdp.Topology, run: Run, call: int) -> str:
+    """The second node receives one wrong bit, in its ``call``-th gather across nodes. Returns what is said then."""
+    gather, calls = handlers.gather, itertools.count(1)
+
+    def faulty(cells: torch.Tensor, *others: Any) -> None:
+        gather(cells, *others)
+        if next(calls) == call and topology.node == 1:
+            cells.view(torch.uint8)[0, 5] ^= 1
+
+    handlers.gather = faulty
+    try:
+        train(topology, run)
+    except FinetuneError as error:
+        return str(error)
+    finally:
+        handlers.gather = gather
+    return "nothing"
 
 
 def set_back(folder: Path, rank: int) -> None:

@@ -110,6 +110,16 @@ def test_four_ranks_come_back_to_the_step_that_all_have(model: str, pool: Pool, 
         assert torch.equal(ended[0].masters[name], saved[name]), name
 
 
+def test_a_bit_that_flips_on_its_way_to_a_node(model: str, pool: Pool, tmp_path: Path) -> None:
+    """Noticed before the step counts; the run goes on from the step before."""
+    run = Run(model, tmp_path / "ranks", 4, options={"host_cache": 0})
+    call = 2 * 5 + 3  # five records are spread in each step
+    for said in pool.run((2, 1), cases.train_until_a_bit_flips, run, call):
+        assert "After step 3, node 1 (" in said and "hold different parameters" in said, said
+    ended = pool.run((2, 1), cases.train, replace(run, options={**run.options, "resume": True}))
+    assert {rank.first for rank in ended} == {2}
+
+
 NODES = Share(2, 1)
 
 
@@ -143,7 +153,7 @@ def test_nodes_that_hold_different_parameters() -> None:
         ([found(0, 7, 6), Found("host1", "/ssd holds no run.")], r"node 1 \(host1\): /ssd holds no run"),
         ([Found("host0", "/ssd holds no run."), Found("host1", "no.")], "nothing to continue. node 0"),
         ([found(0, 7, 6), found(1, 7, 6, run="xyz")], "different runs: run abc on node 0 .*; run xyz on node 1"),
-        ([found(0, 7, nodes=4), found(1, 7, nodes=4)], "made by 4 nodes with 1 ranks"),
+        ([found(0, 7, nodes=4), found(1, 7, nodes=4)], "what 4 nodes with 1 ranks each have made"),
         ([found(1, 7), found(0, 7)], r"node 0 \(host0?1?\) holds what rank 1"),
     ],
 )

@@ -9,6 +9,7 @@ from common.errors import UserError
 from common.models.presets import load_config
 from fcdp.mesh import Levels, Mesh
 from fcdp.planner import Cluster, Workload, admissible, cluster_names, estimate, load_cluster, plan
+from fcdp.planner.collectives import step_collectives
 from fcdp.planner.memory import RUNTIME_BYTES, memory_of
 from fcdp.planner.node_order import groups_across_leaves, node_order
 from fcdp.planner.search import SAME, refusal, scopes_of
@@ -66,6 +67,25 @@ def test_activations_of_llama_7b() -> None:
     assert workload.activation_bytes(True) == tokens * (32 * 2 * 4096 + block + 10 * 32000)
     ungated = Workload.of_model(load_config("gpt2-125m")[0], seq_len=8)
     assert ungated.block_activation_bytes == 32 * 768, "Korthikanti's 34 without two bytes of dropout masks"
+
+
+def test_what_the_backward_begins_with_is_not_gathered_again() -> None:
+    """Head and last norm; GPT-2's head is its embedding, which therefore stays, beside that of the positions."""
+    assert Workload.of_model(load_config("llama-7b")[0], seq_len=8).kept == 32000 * 4096 + 4096
+    assert Workload.of_model(load_config("gpt2-125m")[0], seq_len=8).kept == (50257 + 1024 + 2) * 768
+    workload = Workload.of_model(load_config("llama-7b")[0], seq_len=8)
+    layout, psi = PRESETS["zero3"].on(Levels((8, 4))), workload.parameters
+    gathers = [c for c in step_collectives(layout, workload) if c.operation == "all_gather"]
+    assert sum(c.nbytes * c.times for c in gathers) == 2 * psi + 2 * (psi - workload.kept)
+
+
+def test_in_fp32_everything_that_blocks_compute_in_takes_twice_the_bytes() -> None:
+    config = load_config("llama-7b")[0]
+    bf16, fp32 = (Workload.of_model(config, seq_len=8, dtype_bytes=nbytes) for nbytes in (2, 4))
+    assert (bf16.compute_bytes, bf16.gradient_bytes) == (2, 2)
+    assert (fp32.compute_bytes, fp32.gradient_bytes) == (4, 4)
+    assert fp32.block_activation_bytes == 2 * bf16.block_activation_bytes
+    assert (fp32.hidden_bytes, fp32.logits_bytes) == (4 * 4096, 12 * 32000)
 
 
 def test_flops_of_frozen_weights() -> None:

@@ -49,6 +49,15 @@ def test_equation_1_by_hand(model: Training) -> None:
     assert scheme.iteration_seconds(0, 0.0) == pytest.approx(forward + backward)
 
 
+def test_equation_1_without_overlap_by_hand(model: Training) -> None:
+    scheme = PaperScheme(model.with_batch(32), server(replace(RATES, flops_per_second=1e18)), overlaps=False)
+    p = sum(record.numel for record in model.shape.records)
+    inputs = 40 * 2 * 32 * 1024 * 5120
+    forward, optimizer = (2 * p + inputs) / 25e9, 28 * p / 25e9
+    backward = (2 * p + inputs + 2 * p) / 25e9  # gradients go to the drives
+    assert scheme.iteration_seconds(0, 0.0) == pytest.approx(forward + backward + optimizer)
+
+
 def test_swapping_everything_leaves_nothing_to_recompute(model: Training) -> None:
     scheme = PaperScheme(model.with_batch(64), server(replace(RATES, flops_per_second=1e12)))
     swap = scheme.swap()

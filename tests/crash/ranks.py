@@ -1,0 +1,195 @@
+"""Ranks that train out of core together, each on drives of its own, cut short at one call and continued.
+
+The other ranks are forked from the first one, so that all are in one process group and a run takes about a second.
+"""
+
+import hashlib
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import fuyou
+from common.data import RandomBatches
+from common.errors import FinetuneError
+from fcdp.topology import Topology
+from tests.crash.drives import Fault, count
+from tests.crash.points import NOTHING_THERE, Reference, _clean, _files, check
+from tests.crash.power import cut_power
+from tests.crash.runs import ROWS, SEQ_LEN, VOCABULARY, Outcome, Run, digests, execute, tiny_config
+
+#: What happens at a call: action, and whether the power goes as well.
+ENDINGS = (("kill all", False), ("kill self", False), ("tear", True), ("kill all", True))
+#: What is said where no rank, or not every one, has got so far as to hold the first weights.
+NO_START = (*NOTHING_THERE, "nothing to continue")
+
+
+@dataclass(frozen=True)
+class RanksRun(Run):
+    """Of one rank on each node."""
+
+    nodes: int = 2
+    before: int = 0
+    """Nodes of the run that goes on: what those had that are gone is looked for by the first one."""
+    kept: tuple[int, ...] = field(default=())
+    """Folders, by node, that hold its drives; empty: as they are numbered."""
+
+    def train(self, say: Callable[..., None]) -> None:
+        """As the first rank; the others are its children, and tell errors only."""
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        children = []
+        for node in range(1, self.nodes):
+            child = os.fork()
+            if child:
+                children.append(child)
+                continue
+            try:
+                _train(self, node, lambda **entry: None)
+            except FinetuneError as error:  # all ranks have it alike, or the first one hears nothing of it
+                say(error=str(error), expected=True)
+                os._exit(1)
+            except BaseException:  # the first one is gone
+                os._exit(1)
+            os._exit(0)
+        _train(self, 0, say)
+        assert not any(os.waitpid(child, 0)[1] for child in children)
+
+    def drives_of(self, node: int) -> Path:
+        """Directory on the drive of a node."""
+        return self.root / f"node{self.kept[node] if self.kept else node}"
+
+
+def _train(run: RanksRun, node: int, say: Callable[..., None]) -> None:
+    warnings.simplefilter("ignore")
+    if run.nodes > 1:
+        dist.init_process_group(
+            "gloo", f"file://{run.notes}/meeting", rank=node, world_size=run.nodes, timeout=timedelta(seconds=20)
+        )  # fmt: skip
+    topology = Topology(run.nodes, 1, device="cpu") if run.nodes > 1 else None
+    own = run.drives_of(node)
+    own.mkdir(parents=True, exist_ok=True)
+    gone = [run.root / f"node{other}" for other in range(run.nodes, run.before)] if node == 0 else []
+    rows = ROWS // run.nodes
+    options = {"lr": 1e-2, "host_memory": "2GiB", "micro_batch": 1, "batch_shape": (rows, SEQ_LEN), **run.options}
+    batches = RandomBatches(VOCABULARY, SEQ_LEN, ROWS, seed=5)
+    # Not closed where it fails: its threads may wait for a rank that is no more, and the process ends anyway.
+    engine = fuyou.Engine(
+        tiny_config(), ssd=[own], leave_ssd=[path for path in gone if path.is_dir()], topology=topology, **options
+    )
+    while engine.step_count < run.steps:
+        batch = batches.batch(engine.step_count)
+        part = {name: value[rows * node : rows * (node + 1)] for name, value in batch.items()}
+        loss = engine(**part).loss
+        loss.backward()
+        report = engine.step()
+        digest = hashlib.sha256(batch["input_ids"].numpy().tobytes()).hexdigest()[:12]
+        say(step=report.step, took=f"{loss.item().hex()} {report.grad_norm.hex()} {digest}")
+    engine.flush()
+    told: list[Any] = [digests(engine)]
+    masters = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in engine.named_parameters()}
+    if topology is not None:
+        everyone: list[Any] = [None] * run.nodes
+        dist.all_gather_object(everyone, told[0])
+        told = everyone
+    final = {f"node {number}: {what}": value for number, one in enumerate(told) for what, value in one.items()}
+    engine.close()
+    say(final={**final, **masters})
+    if topology is not None:
+        topology.close()
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Story:
+    """Runs that follow one another; the last one is cut short and continued."""
+
+    earlier: tuple[RanksRun, ...]
+    last: RanksRun
+    may_be_lost: bool = False
+    """Whether a first run may have to begin again: it has got nowhere yet."""
+
+    def under(self, root: Path) -> "Story":
+        """The same in a directory."""
+        moved = tuple(_under(run, root) for run in self.earlier)
+        return Story(moved, _under(self.last, root), self.may_be_lost)
+
+
+def _under(run: RanksRun, root: Path, **others: Any) -> RanksRun:
+    fields = {name: getattr(run, name) for name in ("options", "fault", "journal", "steps", "nodes", "before", "kept")}
+    return RanksRun(root, **{**fields, **others})
+
+
+#: By name: a commit of two nodes, and a run that goes on with fewer or more.
+STORIES = {
+    "two nodes": Story((), RanksRun(Path(), {}), may_be_lost=True),
+    "two nodes, everything streamed": Story((), RanksRun(Path(), {"host_cache": 0}), may_be_lost=True),
+    "two nodes, then one": Story(
+        (RanksRun(Path(), steps=1),), RanksRun(Path(), {"resume": True}, nodes=1, before=2, steps=2)
+    ),
+    "one node, then two": Story(
+        (RanksRun(Path(), nodes=1, steps=1),), RanksRun(Path(), {"resume": True}, steps=2)
+    ),
+}  # fmt: skip
+
+
+def begin(story: Story) -> None:
+    """All but the last run."""
+    for run in story.earlier:
+        outcome = execute(run)
+        assert outcome.status == 0, outcome.error
+
+
+def reference(root: Path, story: Story) -> Reference:
+    """Without faults."""
+    story = story.under(root)
+    begin(story)
+    outcome = execute(story.last)
+    assert outcome.status == 0, outcome.error
+    found = Reference(outcome, _files(root), count(story.last.notes))
+    _clean(root)
+    return found
+
+
+def crash(root: Path, story: Story, fault: Fault, expected: Reference, power: int | None = None) -> bool:
+    """One crash of the last run and all that must hold after it. Returns whether the fault came before its end.
+
+    Args:
+        root: a directory to be made, and removed if all is well.
+        power: seed of what a power cut takes with it; None: only processes die.
+
+    Raises:
+        AssertionError: something does not hold.
+    """
+    story = story.under(root)
+    begin(story)
+    first = execute(_under(story.last, root, fault=fault, journal=power is not None))
+    if first.status == 0:
+        assert first.final == expected.outcome.final
+        _clean(root)
+        return False
+    if power is not None:
+        cut_power(root, root.with_name(root.name + ".notes"), power)
+    again = _under(story.last, root, options={**story.last.options, "resume": True})
+    second = execute(again)
+    if story.may_be_lost and second.status == 1 and any(text in second.error for text in NO_START):
+        assert not first.losses, f"steps {sorted(first.losses)} are lost: {second.error}"
+        second = execute(_under(again, root, options={**story.last.options, "overwrite": True}))
+    _check(story, first, second, expected)
+    assert _files(root) == expected.files
+    _clean(root)
+    return True
+
+
+def _check(story: Story, first: Outcome, second: Outcome, expected: Reference) -> None:
+    if story.may_be_lost:
+        check(first, second, expected, story.last.options)
+        return
+    assert second.status == 0, f"the run could not be continued: {second.error}"
+    assert second.final == expected.outcome.final
+    for step, taken in (*first.losses.items(), *second.losses.items()):
+        assert set(taken) == set(expected.outcome.losses[step]), f"step {step} differs"

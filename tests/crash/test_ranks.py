@@ -1,0 +1,44 @@
+"""Nodes that train out of core, killed at calls drawn from a run; scripts/crash_points_nodes.py tries every one."""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.crash.drives import Fault
+from tests.crash.ranks import ENDINGS, STORIES, RanksRun, crash, reference
+from tests.crash.runs import execute
+
+
+@pytest.mark.parametrize(("story", "crashes"), [("two nodes", 4), ("two nodes, then one", 3)])
+def test_a_crash_at_any_call(story: str, crashes: int, tmp_path: Path) -> None:
+    """A rank, its optimizer process, or everything: the step that all have is found, and the rest is the same."""
+    expected = reference(tmp_path / "undisturbed", STORIES[story])
+    draw = random.Random(4)
+    points = [(draw.randrange(1, expected.calls + 1), *ENDINGS[turn]) for turn in range(crashes)]
+
+    def attempt(point: tuple[int, str, bool]) -> bool:
+        number, action, power = point
+        fault = Fault(number, action)
+        return crash(tmp_path / str(number), STORIES[story], fault, expected, number if power else None)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(attempt, points))
+
+
+def test_a_node_whose_drive_was_replaced_by_an_empty_one(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    assert execute(RanksRun(root, steps=1)).status == 0
+    again = RanksRun(root, {"resume": True}, steps=2)
+    (root / "node1").rename(root / "lost")
+    without = execute(again)
+    assert without.status == 1 and without.expected_error
+    assert "Not all nodes can continue" in without.error and "node 1 (" in without.error, without.error
+    alone = execute(RanksRun(root, {"resume": True}, nodes=1, steps=2))
+    assert alone.status == 1 and "what node 1 had of its optimizer states is not here" in alone.error, alone.error
+    for path in (root / "node1").iterdir():
+        path.rmdir()
+    (root / "node1").rmdir()
+    (root / "lost").rename(root / "node1")
+    assert execute(again).status == 0

@@ -1,0 +1,65 @@
+"""Which steps mark which groups, while parameters come and go."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fcdp.grouping import ParameterGroup
+from fcdp.staleness import Watch
+
+
+class Owner:
+    """Hears of optimizer steps, as :class:`fcdp.sharding.Sharding` does."""
+
+    def __init__(self) -> None:
+        self.heard = 0
+
+    def hear(self) -> None:
+        self.heard += 1
+
+
+@pytest.fixture
+def watched() -> Iterator[tuple[nn.Linear, ParameterGroup, Watch]]:
+    module, owner = nn.Linear(2, 2, bias=False), Owner()
+    group = ParameterGroup("", [module], [(module, "weight")], 0)
+    watch = Watch([group], weakref.WeakMethod(owner.hear), weakref.WeakMethod(owner.hear))
+    yield module, group, watch
+    watch.close()
+
+
+def step(parameter: nn.Parameter) -> None:
+    parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD([parameter], lr=1.0).step()
+
+
+def test_a_parameter_that_was_replaced_is_known_as_long_as_somebody_has_it(watched: Any) -> None:
+    """An optimizer may hold what a group has swapped for its unsharded one."""
+    module, group, watch = watched
+    old, module.weight = module.weight, nn.Parameter(torch.zeros(2, 2))
+    for parameter in (old, module.weight):
+        group.dirty = False
+        step(parameter)
+        assert group.dirty
+    before = len(watch._known)
+    del old, parameter
+    gc.collect()
+    assert len(watch._known) == before - 1
+
+
+def test_a_stranger_at_the_address_of_one_that_is_gone_marks_nothing(watched: Any) -> None:
+    module, group, _ = watched
+    addresses, group.dirty = set(), False
+    for _ in range(50):  # each is known once, then gone
+        module.weight = nn.Parameter(torch.zeros(2, 2))
+        step(module.weight)
+        addresses.add(id(module.weight))
+    group.dirty, strangers = False, [nn.Parameter(torch.zeros(2, 2)) for _ in range(200)]
+    assert any(id(stranger) in addresses for stranger in strangers), "no address has come again: the test shows nothing"
+    for stranger in strangers:
+        step(stranger)
+    assert not group.dirty
