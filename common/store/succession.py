@@ -11,7 +11,7 @@ no more room than the larger of the two stores, but for files of which there is 
 
 import contextlib
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from common.errors import FinetuneError, UserError
@@ -30,12 +30,14 @@ from common.store.layout import Layout
 from common.store.lock import LOCK_FILE, DirectoryLock
 from common.store.manifest import MANIFEST_FILE, load_manifest
 from common.store.pacing import CLOCK_FILE
-from common.store.sealed import sync_directory
+from common.store.sealed import read_sealed, sync_directory, write_sealed
 from common.store.store import Store
 
 SCRATCH = "scratch"
 """Folder inside a store's for what does not outlive a run; a store of its own."""
 _SUFFIX = ".new"
+_MOVED_FILE = "moved.json"
+"""In a directory of an old store that no longer counts, until it is removed: where the new one is."""
 
 
 def beside(folder: Path) -> Path:
@@ -75,6 +77,10 @@ def settle(folders: Sequence[Path]) -> list[Path]:
     named = [folder for folder in folders if _holds_store(folder)]
     new = [beside(folder) for folder in folders if beside(folder).is_dir()]
     if not new:
+        whole = [directory for members in _stores(named) if _whole(members) for directory in members]
+        _forget_move(whole)
+        if not whole:
+            _refuse_remains(folders)
         return _find(named, [folder for folder in folders if folder.is_dir() and folder not in named], folders)
     for members in _stores(named):
         if _whole(members):
@@ -82,11 +88,13 @@ def settle(folders: Sequence[Path]) -> list[Path]:
             remove(new)  # and only then, there is space to reserve
             reserve(ordered, identity.layout)
             discard(folders)
+            _forget_move(ordered)
             return ordered
     candidates = _stores([*named, *new])
     for members in candidates:
         if _whole(members):
             return take_over(find(members)[0], folders)
+    _refuse_remains(folders)
     # What was committed comes first: it is what the user has to complete.
     best = min(candidates, key=lambda members: not any(map(load_manifest, members)), default=folders)
     return find(best)[0]
@@ -164,6 +172,7 @@ def take_over(new: Sequence[Path], folders: Sequence[Path]) -> list[Path]:
             raise UserError(f"{directory} holds another run than {new[0]}. Give --ssd the directories of one run.")
     try:
         for directory in old:  # before anything else of it: without its manifest it does not count
+            write_sealed(directory / _MOVED_FILE, {"to": [str(unmoved(path)) for path in new]})
             (directory / MANIFEST_FILE).unlink(missing_ok=True)
             sync_directory(directory)
         remove_scratch(old)
@@ -196,6 +205,23 @@ def make_way(folders: Sequence[Path], overwrite: bool) -> None:
                     f"{members[0]} holds a run already: add --resume to continue it or --overwrite to replace it."
                 )
     discard(folders)
+    _forget_move(folder for folder in folders if overwrite or not _holds_store(folder))
+
+
+def _forget_move(directories: Iterable[Path]) -> None:
+    for directory in directories:
+        (directory / _MOVED_FILE).unlink(missing_ok=True)
+
+
+def _refuse_remains(folders: Sequence[Path]) -> None:
+    """What is left of a run that has moved is not to be taken for a run, nor to be overwritten in good faith."""
+    for folder in folders:
+        moved = read_sealed(folder / _MOVED_FILE)
+        if moved is not None:
+            raise UserError(
+                f"The run in {folder} was moving when it was interrupted, and goes on in {', '.join(moved['to'])}. "
+                f"Give --ssd the drives that it was moving to; what is left in {folder} can go."
+            )
 
 
 def _find(named: Sequence[Path], empty: Sequence[Path], folders: Sequence[Path]) -> list[Path]:
@@ -249,7 +275,7 @@ def _remove(directory: Path) -> None:
     """A store's directory with all that we put there."""
     remove([directory])
     try:
-        for name in (IDENTITY_FILE + ".tmp", LOCK_FILE):
+        for name in (IDENTITY_FILE + ".tmp", LOCK_FILE, _MOVED_FILE + ".tmp", _MOVED_FILE):
             (directory / name).unlink(missing_ok=True)
         directory.rmdir()
     except OSError as error:
@@ -259,7 +285,7 @@ def _remove(directory: Path) -> None:
 
 def _refuse_foreign_files(folders: Sequence[Path], layout: Layout) -> None:
     """A folder that could not be removed in the end would be in the way of its successor."""
-    ours = {IDENTITY_FILE, MANIFEST_FILE, *layout.file_bytes()}
+    ours = {IDENTITY_FILE, MANIFEST_FILE, _MOVED_FILE, *layout.file_bytes()}
     ours |= {name + ".tmp" for name in ours} | {CLOCK_FILE, LOCK_FILE, SCRATCH}
     for folder in folders:
         for path in sorted(folder.iterdir()) if folder.is_dir() else []:

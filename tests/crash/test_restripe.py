@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from common.errors import FinetuneError, UserError
-from common.store import Layout, Store, StoreError, commit_manifest, load_manifest, remove
+from common.store import Layout, Store, StoreError, commit_manifest, load_manifest, remove, succession
 from common.store.verify import verify
 from fuyou.commits import sealed_records
 from fuyou.restripe import Drives, open_run, read_record, write_record
@@ -111,6 +111,18 @@ def test_a_drive_that_is_not_there_is_told_and_nothing_is_guessed(ssd: list[Path
         with pytest.raises(UserError, match=r"over 3 directories, and number 3 is not among .* with --leave-ssd. If"):
             open_run(drives, load)
     assert contents_of(on(ssd[:3])) == expected
+
+
+def test_remains_of_a_run_that_has_moved_say_where_it_is(ssd: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = make_run(ssd[:2])
+    with monkeypatch.context() as killed:
+        killed.setattr(succession, "remove_scratch", lambda directories: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            open_run(on(ssd[2:3], ssd[:2]), load)
+    with pytest.raises(UserError, match=rf"was moving .* and goes on in {ssd[2]}/run\."):
+        open_run(on(ssd[:2]), load)
+    assert contents_of(on(ssd[2:3], ssd[:2])) == expected
+    assert not any(any(path.iterdir()) for path in ssd[:2])
 
 
 def test_a_run_that_was_being_overwritten_is_not_taken_for_one_that_lacks_a_drive(ssd: list[Path]) -> None:
