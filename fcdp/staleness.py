@@ -13,14 +13,14 @@ with its current parameters at each hit: the rank cannot go and gather alone, so
 """
 
 import weakref
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from common.errors import FinetuneError
 from fcdp.grouping import ParameterGroup
@@ -49,8 +49,8 @@ class Watch:
         self._groups = groups
         self._before_step = before_step
         self._after_step = after_step
-        #: By object, not by value, and no longer than the object is there: a new one may come to lie at its address.
-        self._known: MutableMapping[nn.Parameter, ParameterGroup] = WeakIdKeyDictionary()
+        #: By place, and whether it was sharded. Not weak: PyTorch refuses to swap tensors that have weak references.
+        self._shown: dict[tuple[int, str, bool], tuple[nn.Parameter, ParameterGroup]] = {}
         self._learn()
         # Hooks for all optimizers are kept by PyTorch for ever: they must not keep the model alive.
         this = weakref.ref(self)
@@ -79,18 +79,22 @@ class Watch:
 
     def _learn(self) -> None:
         """Whose parameters are which. Asked again at every step, because objects change: ``to_empty()`` and loading
-        may put new ones in place. Not forgotten while they are there: a group that is unsharded now shows others."""
+        may put new ones in place. The newest of each kind are kept: a group that is unsharded now shows others than
+        those that the optimizer has."""
         for group in self._groups:
-            for parameter in group.registered():
-                self._known[parameter] = group
+            for owner, name in group.places:
+                parameter = owner._parameters.get(name)
+                if parameter is not None:
+                    self._shown[id(owner), name, isinstance(parameter, DTensor)] = parameter, group
 
     def _touched(self, optimizer: Optimizer) -> list[ParameterGroup]:
         """Groups with a parameter that a step of ``optimizer`` may change. Too many does no harm, too few does."""
         self._learn()
+        known = {id(parameter): group for parameter, group in self._shown.values()}
         touched = {}
         for options in optimizer.param_groups:
             for parameter in options["params"]:
-                owner = self._known.get(parameter)
+                owner = known.get(id(parameter))
                 if owner is not None and (parameter.requires_grad or parameter.grad is not None):
                     touched[id(owner)] = owner
         return list(touched.values())

@@ -37,18 +37,16 @@ def step(parameter: nn.Parameter) -> None:
     torch.optim.SGD([parameter], lr=1.0).step()
 
 
-def test_a_parameter_that_was_replaced_is_known_as_long_as_somebody_has_it(watched: Any) -> None:
-    """An optimizer may hold what a group has swapped for its unsharded one."""
-    module, group, watch = watched
-    old, module.weight = module.weight, nn.Parameter(torch.zeros(2, 2))
-    for parameter in (old, module.weight):
-        group.dirty = False
-        step(parameter)
-        assert group.dirty
-    before = len(watch._known)
-    del old, parameter
+def test_a_parameter_that_was_replaced_is_let_go(watched: Any) -> None:
+    module, group, _ = watched
+    step(module.weight)
+    assert group.dirty
+    old = weakref.ref(module.weight)
+    module.weight, group.dirty = nn.Parameter(torch.zeros(2, 2)), False
+    step(module.weight)
+    assert group.dirty
     gc.collect()
-    assert len(watch._known) == before - 1
+    assert old() is None
 
 
 def test_a_stranger_at_the_address_of_one_that_is_gone_marks_nothing(watched: Any) -> None:
