@@ -70,7 +70,7 @@ def _try(name: str, folder: Path, workers: int, every: int, first: int, end: flo
 
 def _attempt(name: str, folder: Path, expected: Reference, number: int, action: str, power: bool) -> str | None:
     """One crash; None if all held, else what did not."""
-    root = folder / f"{number}-{action.replace(' ', '-')}-{power}"
+    root = folder / f"{list(STORIES).index(name)}-{number}-{action.replace(' ', '-')}-{power}"
     try:
         crash(root, STORIES[name], Fault(number, action), expected, power=number if power else None)
     except AssertionError as error:

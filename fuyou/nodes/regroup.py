@@ -63,7 +63,9 @@ class _Regrouping:
         seen = look(self._drives)
         everyone = [Seen.from_dict(told) for told in self._tell(seen.to_dict())]
         sets = sets_of(everyone)
-        if self._share.world_size == 1 and all(one.share.world_size == 1 for one in sets):
+        # What has taken the place of several ranks' stores may have more to settle, even if their manifests are gone.
+        dealt = any(len(one.replaces) > 1 for one in seen.directories)
+        if self._share.world_size == 1 and not dealt and all(one.share.world_size == 1 for one in sets):
             return  # a single rank's run, whose number of drives is another matter
         chosen = choose(sets, self._share, everyone)
         if chosen is None:
