@@ -220,6 +220,7 @@ class _Regrouping:
             unfinished = one.store not in stores and stores & {*one.replaces}
             if unfinished or (one.store in replaced and one.store not in committed):
                 lost.append(one.path)
+        lost += [path for path in self._drives.leaving if path.is_dir() and not any(path.iterdir())]  # removed, almost
         own = next(one for one in seen.holdings if one.at_home and one.store in stores)
         if not any(self._tell(bool(lost) or not own.named)):
             return
