@@ -277,6 +277,7 @@ def _remove(directory: Path) -> None:
     try:
         for name in (IDENTITY_FILE + ".tmp", LOCK_FILE, _MOVED_FILE + ".tmp", _MOVED_FILE):
             (directory / name).unlink(missing_ok=True)
+        sync_directory(directory)  # its successor gets its name: nothing of it may come back under that
         directory.rmdir()
     except OSError as error:
         raise describe_os_error("removal", directory, error) from error
