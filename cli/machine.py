@@ -72,7 +72,7 @@ def training_of(settings: Settings) -> Training:
         host_cache=settings.host_cache, adapters=peft_config_of(settings),
         frozen=FrozenDtype(settings.frozen_dtype or "plain"),
         commit_every=settings.commit_interval, clip_by=clip_by_named(settings.clip_by),
-        clipped_share=_strikes(settings).share,
+        clipped_share=_strikes(settings).share if settings.max_grad_norm > 0 else 0.0,
     )  # fmt: skip
 
 

@@ -331,15 +331,16 @@ def _limits(result: Plan) -> list[str]:
 def _clipping(result: Plan) -> str:
     """How gradients are clipped, and what that costs."""
     job, cost = result.training, clipping_cost(result)
-    text = "clipping by deferral, all updates in the next forward pass, when the gradient's norm is known"
+    what = "clipping" if job.clipped_share else "leaving out what is not finite"
     if result.clip_by is ClipBy.SPECULATION:
-        text = (
-            "clipping by speculation, updates before the gradient's norm is known, done again where it is too large "
-            f"(expected in {job.clipped_share:.0%} of the steps)"
-        )
-    elif job.speculation_obstacle is not None:
-        text += f" (speculation: {job.speculation_obstacle})"
-    return text if cost is None else f"{text}: a step {cost:.2f} times as long as without --max-grad-norm"
+        text = f"{what} by speculation, updates before the gradient's norm is known, done again where it is too large"
+        if job.clipped_share:
+            text += f" (expected in {job.clipped_share:.0%} of the steps)"
+    else:
+        text = f"{what} by deferral, all updates in the next forward pass, when the gradient's norm is known"
+        if job.speculation_obstacle is not None:
+            text += f" (speculation: {job.speculation_obstacle})"
+    return text if cost is None else f"{text}: a step {cost:.2f} times as long as with {job.asks_for_norm}"
 
 
 def _commits(result: Plan) -> list[str]:

@@ -1,5 +1,6 @@
 """The engine's options, validated, and what the planner chooses of those that were left open."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -110,7 +111,8 @@ class EngineConfig:
             clips=self.max_grad_norm is not None, single_slot=self.single_slot, micro_batch=self.micro_batch,
             deferred_fraction=self.deferred_fraction or None, host_cache=self.host_cache,
             keeping=self.kept_activations if isinstance(self.kept_activations, Keeping) else None,
-            commit_every=self.commit_every, clip_by=self.clip_by, clipped_share=strikes.share,
+            commit_every=self.commit_every, clip_by=self.clip_by,
+            clipped_share=0.0 if self.max_grad_norm == math.inf else strikes.share,
         )  # fmt: skip
         choice = choose(training, device, limits, ssd)
         if choice is None:

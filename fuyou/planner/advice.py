@@ -164,7 +164,7 @@ def _changes(base: Plan) -> Iterator[tuple[str, Training, Machine]]:
         if 0 < rows < job.rows:
             yield f"a batch of {rows * job.shape.share.world_size}", job.with_batch(rows), machine
     if job.clips:
-        yield "no clipping (--max-grad-norm 0)", replace(job, clips=False), machine
+        yield f"no update that waits for the norm ({job.asks_for_norm})", replace(job, clips=False), machine
     precision = job.shape.precision
     if precision.optimizer_dtype != torch.bfloat16:
         halved = job.shape.with_precision(Precision(precision.dtype, torch.bfloat16))

@@ -36,7 +36,8 @@ class Training:
     hardware_flops_per_token: float
     """Every block's forward pass counted twice."""
     clips: bool = False
-    """Whether gradients are clipped by their global norm."""
+    """Whether no update counts before the gradient's global norm is known: to clip it, or to leave out what is not
+    finite."""
     single_slot: bool = False
     micro_batch: int | None = None
     """Sequences that are computed at once; None leaves it to the planner."""
@@ -50,7 +51,12 @@ class Training:
     clip_by: ClipBy | None = None
     """How gradients are clipped, if they are; None leaves it to the planner."""
     clipped_share: float = Strikes().share
-    """Of the steps, in which clipping is expected to strike."""
+    """Of the steps, in which clipping is expected to strike; 0 where the norm only tells what is not finite."""
+
+    @property
+    def asks_for_norm(self) -> str:
+        """The option because of which updates wait for the norm, with the value that they would not wait with."""
+        return "--max-grad-norm 0" if self.clipped_share else "--on-nonfinite stop"
 
     @property
     def speculation_obstacle(self) -> str | None:
