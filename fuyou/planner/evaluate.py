@@ -22,8 +22,9 @@ from fuyou.tasks import Resource, StepList
 
 #: Visits times micro-batches in a step that is only simulated to compare.
 _MOST_TASKS = 640
-#: Steps until one is like the next: two, and with deferred updates one more.
-_STEPS = 3
+#: Steps until one is like the next: two, with deferred updates one more, and another one where what is written from
+#: host memory, when a step has been committed, is what the step after the next waits for.
+_STEPS, _STEPS_WRITING_LATE = 3, 4
 NOTHING = Keeping((), 0)
 
 
@@ -232,9 +233,13 @@ class Evaluator:
         kept_bytes = self.keeping(candidate).keep(memory.batch.micro_rows, training.seq_len).nbytes
         rates = replace(self.rates, keep_seconds=self._keep_seconds(kept_bytes, memory.batch.micro_tokens))
 
+        deferred = self.deferred(candidate)
+        late = (bool(deferred) or training.clips) and bool(plan.resident) and commit
+        steps = _STEPS_WRITING_LATE if late else _STEPS
+
         def run(clipped: bool | None) -> tuple[Simulation, StepList]:
             return simulate(
-                training.shape, plan, rates, self.deferred(candidate), _STEPS, training.clips,
+                training.shape, plan, rates, deferred, steps, training.clips,
                 self.recomputation(candidate, memory.batch.micro_rows), commit, clipped,
             )  # fmt: skip
 

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -181,6 +182,15 @@ def test_clipping_by_speculation_costs_by_how_often_it_strikes(job: Training) ->
     fixed = replace(seldom, clip_by=ClipBy.SPECULATION, deferred_fraction=chosen.deferred_fraction, clipped_share=share)
     assert plan(fixed, BALANCED).step_seconds == pytest.approx(deferral.step_seconds, rel=0.01)
     assert math.isinf(most_clipped(evaluator, evaluator.evaluate(Candidate(None, 1.0))))
+
+
+@pytest.mark.parametrize("more", [{}, {"clips": True}, {"deferred_fraction": 0.5}])
+def test_no_step_is_shorter_than_what_it_has_the_drives_do(job: Training, more: dict[str, Any]) -> None:
+    """Where all states live in host memory, a step's writes are behind it, deferred ones by two steps."""
+    slow = replace(FAST, read_bytes_per_second=1e8, write_bytes_per_second=1e8)
+    result = plan(replace(job, **more), machine(slow, host=1 << 30))
+    assert result.memory is not None and len(result.memory.resident) == len(job.shape.records)
+    assert result.step_seconds > 0.99 * result.written_bytes / 1e8 > 0
 
 
 def test_gradients_that_are_kept_are_written_where_they_find_no_room(job: Training) -> None:
