@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import socket
@@ -227,7 +228,7 @@ def test_a_terminal_that_goes_away_and_a_step_that_takes_too_long_after_sigterm(
     output, temporary, master, terminal = tmp_path / "out", tmp_path / "tmp", *os.openpty()
     temporary.mkdir()
     words = ["--model", checkpoint, "--data", data, *COMMON, "--output", output, "--nodes", 1, "--gpus-per-node", 2,
-             "--steps", 100_000]  # fmt: skip
+             "--steps", 100_000, "--commit-every", 1]  # fmt: skip
     begin = "import sys, cli.interrupts; cli.interrupts.STOP_SECONDS = 2; from cli.main import main; sys.exit(main())"
     command = [sys.executable, "-c", begin, *map(str, words)]
     shared: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}}
@@ -238,6 +239,7 @@ def test_a_terminal_that_goes_away_and_a_step_that_takes_too_long_after_sigterm(
     os.close(terminal)
     said = b""
     while not re.search(rb"step ([4-9]|\d{2,})/", said):  # the bar is not drawn at every step
+        assert select.select([master], [], [], 60)[0], said.decode()
         said += os.read(master, 1 << 16)
     family = psutil.Process(launcher.pid).children(recursive=True)
     os.close(master)
