@@ -227,6 +227,7 @@ def test_a_terminal_that_goes_away_and_a_step_that_takes_too_long_after_sigterm(
     """Nothing is left: no rank, no folder of the launcher; and what was committed is whole."""
     output, temporary, master, terminal = tmp_path / "out", tmp_path / "tmp", *os.openpty()
     temporary.mkdir()
+    termios.tcsetwinsize(terminal, (24, 120))  # in none, no bar is drawn
     words = ["--model", checkpoint, "--data", data, *COMMON, "--output", output, "--nodes", 1, "--gpus-per-node", 2,
              "--steps", 100_000, "--commit-every", 1]  # fmt: skip
     begin = "import sys, cli.interrupts; cli.interrupts.STOP_SECONDS = 2; from cli.main import main; sys.exit(main())"
@@ -237,13 +238,16 @@ def test_a_terminal_that_goes_away_and_a_step_that_takes_too_long_after_sigterm(
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # this process has no threads then
     )  # fmt: skip
     os.close(terminal)
-    said = b""
-    while not re.search(rb"step ([4-9]|\d{2,})/", said):  # the bar is not drawn at every step
-        assert select.select([master], [], [], 60)[0], said.decode()
-        said += os.read(master, 1 << 16)
-    family = psutil.Process(launcher.pid).children(recursive=True)
-    os.close(master)
-    assert launcher.wait(20) == 129
+    try:
+        said = b""
+        while not re.search(rb"step ([4-9]|\d{2,})/", said):  # the bar is not drawn at every step
+            assert select.select([master], [], [], 60)[0], said.decode()
+            said += os.read(master, 1 << 16)
+        family = psutil.Process(launcher.pid).children(recursive=True)
+        os.close(master)
+        assert launcher.wait(20) == 129
+    finally:
+        launcher.kill()  # and with it, its ranks
     assert not still_there(family) and not list(temporary.iterdir())
     (commit,) = (output / "commits").iterdir()
     step = Commits(output / "commits").newest()
