@@ -14,8 +14,7 @@ import cli.interrupts
 from cli.interrupts import Interrupts
 cli.interrupts.STOP_SECONDS = 0.3
 number, hangs = int(sys.argv[1]), sys.argv[2] == "hangs"
-if sys.argv[2] == "nohup":
-    signal.signal(number, signal.SIG_IGN)
+signal.signal(number, signal.SIG_IGN if sys.argv[2] == "nohup" else signal.SIG_DFL)  # whatever we were started with
 with Interrupts() as interrupts:
     interrupts.how_to_continue = "To continue: this"
     try:

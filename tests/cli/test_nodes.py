@@ -221,6 +221,12 @@ def still_there(processes: list[psutil.Process]) -> list[psutil.Process]:
     return alive
 
 
+def _own_terminal() -> None:
+    """Standard input becomes the terminal of this process, whose end it hears of even if the tests run under nohup."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def test_a_terminal_that_goes_away_and_a_step_that_takes_too_long_after_sigterm(
     checkpoint: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -235,7 +241,7 @@ def test_a_terminal_that_goes_away_and_a_step_that_takes_too_long_after_sigterm(
     shared: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}}
     launcher = subprocess.Popen(
         command, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True, **shared,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # this process has no threads then
+        preexec_fn=_own_terminal,
     )  # fmt: skip
     os.close(terminal)
     try:
