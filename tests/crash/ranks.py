@@ -30,6 +30,8 @@ from tests.crash.runs import ROWS, SEQ_LEN, VOCABULARY, Outcome, Run, digests, e
 ENDINGS = (("kill all", False), ("kill self", False), ("tear", True), ("kill all", True))
 #: What is said where no rank, or not every one, has got so far as to hold the first weights.
 NO_START = (*NOTHING_THERE, "nothing to continue")
+COLLECTIVE_SECONDS = 20
+"""A rank waits so long for another one."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,11 @@ class RanksRun(Run):
     """Nodes of the run that goes on: what those had that are gone is looked for by the first one."""
     kept: tuple[int, ...] = field(default=())
     """Folders, by node, that hold its drives; empty: as they are numbered."""
+
+    @property
+    def patience(self) -> float:
+        """The first rank plays the launcher, too: if it dies, the others end when their collectives time out."""
+        return COLLECTIVE_SECONDS + 10.0
 
     def train(self, say: Callable[..., None]) -> None:
         """As the first rank; the others are its children, and tell errors only."""
@@ -86,7 +93,8 @@ def _train(run: RanksRun, node: int, say: Callable[..., None]) -> None:
     warnings.simplefilter("ignore")
     if run.nodes > 1:
         dist.init_process_group(
-            "gloo", f"file://{run.notes}/meeting", rank=node, world_size=run.nodes, timeout=timedelta(seconds=20)
+            "gloo", f"file://{run.notes}/meeting", rank=node, world_size=run.nodes,
+            timeout=timedelta(seconds=COLLECTIVE_SECONDS),
         )  # fmt: skip
     topology = Topology(run.nodes, 1, device="cpu") if run.nodes > 1 else None
     own = run.drives_of(node)

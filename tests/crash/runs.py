@@ -57,6 +57,11 @@ class Run:
     steps: int = STEPS
 
     @property
+    def patience(self) -> float:
+        """Seconds for which something of it may outlive its first process."""
+        return 10.0
+
+    @property
     def notes(self) -> Path:
         """Where counters and journal of the drives are."""
         return self.root.with_name(self.root.name + ".notes")
@@ -135,14 +140,14 @@ def execute(run: Run, timeout: float = 60.0, disturb: Callable[[int], None] | No
         process.join()
         status = process.exitcode
     assert not hung, f"{run} hung: {results.read_text() if results.exists() else 'nothing said'}"
-    _assert_gone(process.pid)
+    _assert_gone(process.pid, run.patience)
     assert status is not None
     return _outcome(status, results)
 
 
-def _assert_gone(group: int) -> None:
+def _assert_gone(group: int, patience: float) -> None:
     """Nobody of the process group lives on."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + patience
     while True:
         try:
             os.killpg(group, 0)
@@ -150,7 +155,7 @@ def _assert_gone(group: int) -> None:
             return
         if time.monotonic() > deadline:
             os.killpg(group, signal.SIGKILL)
-            raise AssertionError(f"a process of the run (group {group}) outlived it by 10 s")
+            raise AssertionError(f"a process of the run (group {group}) outlived it by {patience:.0f} s")
         time.sleep(0.005)
 
 
