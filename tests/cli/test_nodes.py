@@ -3,7 +3,6 @@
 Two launchers on loopback stand for two nodes. Starting ranks takes seconds, so a start serves several checks.
 """
 
-import fcntl
 import json
 import os
 import re
@@ -30,6 +29,7 @@ from cli.rendezvous import expand_node_list, find_meeting
 from cli.settings import Settings
 from common.errors import UserError
 from fcdp.commits import Commits
+from tests import forked
 from tests.cli.conftest import Finetune
 from tests.cli.test_train import history
 
@@ -123,12 +123,13 @@ def test_adapters_are_trained_written_and_merged(
 
 
 class Node:
-    """A launcher in a process of its own, with what it says."""
+    """A launcher in a process of its own, with what it says; forked, unless its code is to be another than ours."""
 
     def __init__(self, name: str, folder: Path, *words: object, code: Path = ROOT):
         self.log = folder / f"{name}.log"
+        start: Any = forked.Popen if code == ROOT else subprocess.Popen
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(
+            self.process = start(
                 [sys.executable, "-m", "cli.main", *map(str, words)], cwd=code, stdout=log, stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
             )  # fmt: skip
@@ -140,7 +141,7 @@ class Node:
     def ranks(self) -> dict[int, psutil.Process]:
         """By number in the whole run."""
         children = psutil.Process(self.process.pid).children()
-        return {int(child.environ()["RANK"]): child for child in children if "cli.rank" in child.cmdline()}
+        return {int(child.name().removeprefix("rank ")): child for child in children if child.name().startswith("rank")}
 
     def end(self) -> None:
         if self.process.poll() is None:
@@ -221,12 +222,6 @@ def still_there(processes: list[psutil.Process]) -> list[psutil.Process]:
     return alive
 
 
-def _own_terminal() -> None:
-    """Standard input becomes the terminal of this process, whose end it hears of even if the tests run under nohup."""
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
 def test_a_terminal_that_goes_away_and_a_step_that_takes_too_long_after_sigterm(
     checkpoint: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -239,10 +234,9 @@ def test_a_terminal_that_goes_away_and_a_step_that_takes_too_long_after_sigterm(
     begin = "import sys, cli.interrupts; cli.interrupts.STOP_SECONDS = 2; from cli.main import main; sys.exit(main())"
     command = [sys.executable, "-c", begin, *map(str, words)]
     shared: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}}
-    launcher = subprocess.Popen(
-        command, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True, **shared,
-        preexec_fn=_own_terminal,
-    )  # fmt: skip
+    launcher = forked.Popen(
+        command, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True, own_terminal=True, **shared
+    )
     os.close(terminal)
     try:
         said = b""
@@ -261,13 +255,13 @@ def test_a_terminal_that_goes_away_and_a_step_that_takes_too_long_after_sigterm(
 
     log = tmp_path / "log"
     with log.open("w") as file:
-        launcher = subprocess.Popen([*command, "--resume"], stdout=file, stderr=file, start_new_session=True, **shared)
+        launcher = forked.Popen([*command, "--resume"], stdout=file, stderr=file, start_new_session=True, **shared)
     try:
         while f"step {step + 3}/" not in log.read_text():
             time.sleep(0.02)
             assert launcher.poll() is None, log.read_text()
         family = psutil.Process(launcher.pid).children(recursive=True)
-        next(process for process in family if process.environ().get("RANK") == "1").suspend()
+        next(process for process in family if process.name() == "rank 1").suspend()
         launcher.terminate()
         assert launcher.wait(15) == 0
     finally:
