@@ -15,12 +15,10 @@ from typing import Any
 
 from common.errors import FinetuneError, UserError
 from common.store import DirectoryLock, Store, StoreError, commit_manifest, load_manifest
-from common.store.directories import IDENTITY_FILE, Identity, check_space, freed_by, hollow, remove, reserve
-from common.store.lock import LOCK_FILE
+from common.store.directories import check_space, freed_by, hollow, reserve
 from common.store.manifest import MANIFEST_FILE
-from common.store.pacing import CLOCK_FILE
 from common.store.sealed import sync_directory
-from common.store.succession import SCRATCH, beside
+from common.store.succession import beside, refuse_foreign_files, remove_folder
 from common.store.verify import verify
 from fuyou.commits import CLUSTER, check_records, check_state
 from fuyou.nodes.agreement import Agreement, host, rank_name
@@ -162,8 +160,8 @@ class _Regrouping:
         ):
             check_space(self._drives.folders, sum(new[name] for name in kept), freed_by(gone), what)
         for folder, its in zip(folders, self._drives.folders, strict=True):
-            _refuse_others(its)
-            _remove(folder)
+            refuse_foreign_files([its], shared=True)
+            remove_folder(folder)
             folder.mkdir()
             sync_directory(its.parent)
         for path in old:
@@ -230,12 +228,12 @@ class _Regrouping:
                     (path / MANIFEST_FILE).unlink(missing_ok=True)
                     sync_directory(path)
                 for path in lost:
-                    _remove(path)
+                    remove_folder(path, shared=True)
             self._tell(None)
         for path in own.directories:
             folder = next(folder for folder in self._drives.folders if path in (folder, beside(folder)))
             if path != folder:
-                _remove(folder)
+                remove_folder(folder)
                 path.rename(folder)
                 sync_directory(folder.parent)
         with Store.open(self._drives.folders, io="posix") as store:
@@ -246,25 +244,3 @@ class _Regrouping:
 
 def _by_rank(old: RunSet) -> list[tuple[int, Found]]:
     return sorted(old.members.items())
-
-
-def _remove(directory: Path) -> None:
-    """A store's directory, if it is there; it stays if something else is in it."""
-    for path in (directory / SCRATCH, directory):
-        if path.is_dir():
-            remove([path])
-            for name in (IDENTITY_FILE + ".tmp", LOCK_FILE):
-                (path / name).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                path.rmdir()
-    sync_directory(directory.parent)
-
-
-def _refuse_others(folder: Path) -> None:
-    """What belongs to no run would be in the way when the folder is made anew."""
-    identity = Identity.read(folder) if folder.is_dir() else None
-    ours = {IDENTITY_FILE, MANIFEST_FILE, *(identity.layout.file_bytes() if identity is not None else ())}
-    ours |= {name + ".tmp" for name in ours} | {CLOCK_FILE, LOCK_FILE, SCRATCH}
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if path.name not in ours and Identity.read(path) is None:
-            raise UserError(f"{path} belongs to no run. Move it elsewhere: the run's folder will be made anew.")
