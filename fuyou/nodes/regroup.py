@@ -15,12 +15,10 @@ from typing import Any
 
 from common.errors import FinetuneError, UserError
 from common.store import DirectoryLock, Store, StoreError, commit_manifest, load_manifest
-from common.store.directories import IDENTITY_FILE, Identity, check_space, freed_by, hollow, remove, reserve
-from common.store.lock import LOCK_FILE
+from common.store.directories import Identity, check_space, freed_by, hollow, reserve
 from common.store.manifest import MANIFEST_FILE
-from common.store.pacing import CLOCK_FILE
 from common.store.sealed import sync_directory
-from common.store.succession import SCRATCH, beside, unmoved
+from common.store.succession import beside, refuse_foreign_files, remove_folder, unmoved
 from common.store.verify import verify
 from fuyou.commits import CLUSTER, check_records, check_state
 from fuyou.nodes.agreement import Agreement, host, rank_name
@@ -168,7 +166,7 @@ class _Regrouping:
         for its in self._drives.folders:
             _refuse_others(its, replaces.split())
         for folder, its in zip(folders, self._drives.folders, strict=True):
-            _remove(folder)
+            remove_folder(folder)
             folder.mkdir()
             sync_directory(its.parent)
         for path in old:
@@ -239,13 +237,13 @@ class _Regrouping:
                     (path / MANIFEST_FILE).unlink(missing_ok=True)
                     sync_directory(path)
                 for path in lost:
-                    _remove(path)
+                    remove_folder(path, shared=True)
             self._tell(None)
         for directories in unnamed:
             for path in directories:
                 if path != unmoved(path):
                     _refuse_others(unmoved(path), list(replaced))
-                    _remove(unmoved(path))
+                    remove_folder(unmoved(path))
                     path.rename(unmoved(path))
                     sync_directory(path.parent)
         for directories in found:
@@ -260,28 +258,12 @@ def _by_rank(old: RunSet) -> list[tuple[int, Found]]:
     return sorted(old.members.items())
 
 
-def _remove(directory: Path) -> None:
-    """A store's directory, if it is there; it stays if something else is in it."""
-    for path in (directory / SCRATCH, directory):
-        if path.is_dir():
-            remove([path])
-            for name in (IDENTITY_FILE + ".tmp", LOCK_FILE):
-                (path / name).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                path.rmdir()
-    sync_directory(directory.parent)
-
-
 def _refuse_others(folder: Path, ours: Collection[str]) -> None:
     """What is not of the stores ``ours`` would be in the way when the folder is made anew, or be lost with it."""
-    identity = Identity.read(folder) if folder.is_dir() else None
+    refuse_foreign_files([folder], shared=True)
+    identity = Identity.read(folder)
     if identity is not None and identity.store not in ours and load_manifest(folder) is not None:
         raise UserError(
             f"{folder} holds another run than the one that goes on here. Move it elsewhere, or give other directories "
             "with --ssd."
         )
-    names = {IDENTITY_FILE, MANIFEST_FILE, *(identity.layout.file_bytes() if identity is not None else ())}
-    names |= {name + ".tmp" for name in names} | {CLOCK_FILE, LOCK_FILE, SCRATCH}
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if path.name not in names and Identity.read(path) is None:
-            raise UserError(f"{path} belongs to no run. Move it elsewhere: the run's folder will be made anew.")

@@ -116,7 +116,7 @@ def test_a_drive_that_is_not_there_is_told_and_nothing_is_guessed(ssd: list[Path
 def test_remains_of_a_run_that_has_moved_say_where_it_is(ssd: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = make_run(ssd[:2])
     with monkeypatch.context() as killed:
-        killed.setattr(succession, "remove_scratch", lambda directories: 1 / 0)
+        killed.setattr(succession, "remove_folder", lambda folder: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             open_run(on(ssd[2:3], ssd[:2]), load)
     with pytest.raises(UserError, match=rf"was moving .* and goes on in {ssd[2]}/run\."):
