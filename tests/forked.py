@@ -125,12 +125,16 @@ class Child(Popen):
         return self.returncode
 
 
+def as_subprocess() -> SimpleNamespace:
+    """What a module may find under the name of ``subprocess``."""
+    return SimpleNamespace(**{**vars(subprocess), "Popen": Popen})
+
+
 def stand_in(replace: Callable[[Any, str, Any], None], ranks: type[Popen] = Popen) -> None:
     """Have optimizer processes and ranks that this process starts forked; ``replace`` is called as ``setattr`` is."""
     import fuyou.optimizer_link
 
-    names = {"Popen": Popen, "TimeoutExpired": subprocess.TimeoutExpired, "DEVNULL": subprocess.DEVNULL}
-    replace(fuyou.optimizer_link, "subprocess", SimpleNamespace(**names))
+    replace(fuyou.optimizer_link, "subprocess", as_subprocess())
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     replace(subprocess_handler, "Popen", ranks)
@@ -306,7 +310,8 @@ def _execute(words: list[str]) -> None:
     options = []
     while words[0] in ("-P", "-u"):
         options.append(words.pop(0))
-    here = [] if "-P" in options else [os.getcwd()]
+    given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+    here = given if "-P" in options else [os.getcwd(), *given]
     if words[0] == "-m":
         sys.argv, sys.path[:0] = words[1:], here
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
@@ -314,7 +319,7 @@ def _execute(words: list[str]) -> None:
         sys.argv, sys.path[:0] = ["-c", *words[2:]], here
         exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
     else:
-        sys.argv, sys.path[:0] = words, [os.path.dirname(os.path.abspath(words[0]))]
+        sys.argv, sys.path[:0] = words, [os.path.dirname(os.path.abspath(words[0])), *given]
         runpy.run_path(words[0], run_name="__main__")
 
 

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,9 +24,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
     monkeypatch.syspath_prepend(SCRIPTS)
     import gpu_check
 
-    monkeypatch.setattr(
-        gpu_check, "subprocess", SimpleNamespace(Popen=forked.Popen, TimeoutExpired=subprocess.TimeoutExpired)
-    )
+    monkeypatch.setattr(gpu_check, "subprocess", forked.as_subprocess())
     ssd, output = tmp_path / "ssd", tmp_path / "out"
     ssd.mkdir()
 
