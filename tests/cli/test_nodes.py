@@ -165,7 +165,7 @@ class Pair:
     def start(self, *words: object, names: tuple[str, ...] = ("first", "second"), code: Path = ROOT) -> None:
         self.nodes += [Node(name, self._folder, *words, *self.meet, code=code) for name in names]
 
-    def wait_for(self, pattern: str, seconds: float = 60) -> None:
+    def wait_for(self, pattern: str, seconds: float = 240) -> None:
         deadline = time.monotonic() + seconds
         while not any(re.search(pattern, node.said, re.MULTILINE) for node in self.nodes):
             alive = any(node.process.poll() is None for node in self.nodes)
@@ -200,7 +200,7 @@ def test_a_killed_rank_a_restart_from_the_last_commit_and_ctrl_c(
     steps = r"^resume .*\n(step .*\n){9}"
     pair.wait_for(steps)
     pair.nodes[1].process.send_signal(signal.SIGINT)
-    assert pair.statuses(20) == [130, 130]
+    assert pair.statuses(120) == [130, 130]
     said = "".join(node.said for node in pair.nodes)
     assert "finetune: rank 0 of 2: " in said  # the survivor, when the other was killed
     for noise in ("terminate called", "Traceback", "torch/distributed"):
@@ -218,7 +218,7 @@ def test_a_killed_rank_a_restart_from_the_last_commit_and_ctrl_c(
 
 def still_there(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Those that have not ended within some seconds."""
-    _, alive = psutil.wait_procs(processes, timeout=5)
+    _, alive = psutil.wait_procs(processes, timeout=60)
     return alive
 
 
@@ -241,11 +241,11 @@ def test_a_terminal_that_goes_away_and_a_step_that_takes_too_long_after_sigterm(
     try:
         said = b""
         while not re.search(rb"step ([4-9]|\d{2,})/", said):  # the bar is not drawn at every step
-            assert select.select([master], [], [], 60)[0], said.decode()
+            assert select.select([master], [], [], 240)[0], said.decode()
             said += os.read(master, 1 << 16)
         family = psutil.Process(launcher.pid).children(recursive=True)
         os.close(master)
-        assert launcher.wait(20) == 129
+        assert launcher.wait(120) == 129
     finally:
         launcher.kill()  # and with it, its ranks
     assert not still_there(family) and not list(temporary.iterdir())
@@ -263,7 +263,7 @@ def test_a_terminal_that_goes_away_and_a_step_that_takes_too_long_after_sigterm(
         family = psutil.Process(launcher.pid).children(recursive=True)
         next(process for process in family if process.name() == "rank 1").suspend()
         launcher.terminate()
-        assert launcher.wait(15) == 0
+        assert launcher.wait(120) == 0
     finally:
         launcher.kill()
     assert not still_there(family) and not list(temporary.iterdir())
@@ -279,7 +279,7 @@ def refusal(
     ``more`` words."""
     pair.start(*words, names=("first",), code=code)
     assert main([str(word) for word in (*words, *pair.meet, *more)]) == 2
-    assert pair.statuses(60) == [2]
+    assert pair.statuses(240) == [2]
     waiting = f"nodes    waiting for 2 of them at {pair.endpoint}"
     errors = []
     for said in ("".join(capfd.readouterr()), pair.nodes[0].said):
@@ -326,7 +326,7 @@ def test_a_node_that_never_comes(finetune: Finetune, checkpoint: Path, pair: Pai
     assert outcome.status == 1
     assert outcome.err.startswith(f"finetune: error: Not all 2 nodes have come to {pair.endpoint} within 1.0 s")
     assert outcome.err.count("\n") == 1 and "To continue" not in outcome.err
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 120
 
 
 def slurm(**more: str) -> dict[str, str]:

@@ -29,7 +29,7 @@ def test_a_killed_rank_and_an_exported_model(
     ranks = {number: process for node in pair.nodes for number, process in node.ranks().items()}
     ranks[1].send_signal(signal.SIGKILL)
     pair.wait_for(r"^resume   after step \d+ of 30 \(start 2: a rank was lost\)")
-    assert pair.statuses(60) == [0, 0]
+    assert pair.statuses(240) == [0, 0]
     assert main([str(word) for word in (*command, "--output", alone, "--micro-batch", 2)]) == 0
     said = "".join(node.said for node in pair.nodes)
     assert "Traceback" not in said and re.search(r"network  [\d.]+ KiB sent by each node per step", said)
