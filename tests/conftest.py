@@ -1,4 +1,4 @@
-"""What every test runs under: two threads, no network, and a plain word where a GPU is missing."""
+"""What every test runs under: one thread, no network, and a plain word where a GPU is missing."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before torch and its libraries are loaded, and inherited by the processes that tests start.
-os.environ["OMP_NUM_THREADS"] = "2"
+os.environ["OMP_NUM_THREADS"] = "1"
 # Threads that wait for each other sleep: on a busy machine, spinning makes small tensors several times slower.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -21,8 +21,9 @@ import torch
 
 from tests import forked
 
-# Bit-for-bit comparisons hold for a given number of threads only, and two is what every machine has.
-torch.set_num_threads(2)
+# Bit-for-bit comparisons hold for a given number of threads only. Tests run side by side: more than one thread each would
+# wait for one another's cores. (tests/fuyou/test_exact.py has two as well.)
+torch.set_num_threads(1)
 
 # A loaded machine is not a failure, and a test run should say the same thing twice.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
