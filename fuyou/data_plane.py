@@ -322,8 +322,7 @@ class DataPlane:
     def _parameter_upload(self, task: Task) -> None:
         record = self.shape.records[task.record]
         source = torch.from_numpy(self.host_parameters(record.kind, task.source, task.nbytes))
-        start = record.share.stored_start(record.numel) * record.precision.parameter_bytes
-        target = self.parameters[record.kind].bytes(task.target, start + task.nbytes)[start:]
+        target = self.parameters[record.kind].bytes(task.target, record.first_byte + task.nbytes)[record.first_byte :]
         self.device.copy(task, target, source)
 
     def _gradient_download(self, task: Task) -> None:

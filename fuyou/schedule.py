@@ -236,7 +236,7 @@ class Scheduler:
         ready = upload
         if record.share.ranks_per_node > 1:
             filled = record.filled_slices[record.share.local_rank]
-            nbytes = (record.share.ranks_per_node - 1) * filled * record.precision.parameter_bytes
+            nbytes = (record.share.ranks_per_node - 1) * filled * record.unit_bytes
             ready = self._emit(Op.PARAMETER_GATHER, [upload], record=record.index, target=index, nbytes=nbytes)
         pool.fill(index, record.index, ready)
         return index, ready
