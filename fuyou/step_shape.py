@@ -62,6 +62,30 @@ class BufferCounts:
 
 
 @dataclass(frozen=True)
+class _Largest:
+    """The largest of each size among records of one kind; 0 if there is none."""
+
+    device_nbytes: int
+    device_gradient_nbytes: int
+    parameter_nbytes: int
+    gradient_nbytes: int
+    trained_elements: int
+    trained_parameter_elements: int
+
+    @staticmethod
+    def of(records: list[Record]) -> "_Largest":
+        trained = [record for record in records if record.trainable]
+        return _Largest(
+            device_nbytes=max((record.device_nbytes for record in records), default=0),
+            device_gradient_nbytes=max((r.numel * r.precision.gradient_bytes for r in trained), default=0),
+            parameter_nbytes=max((record.parameter_nbytes for record in records), default=0),
+            gradient_nbytes=max((record.gradient_nbytes for record in records), default=0),
+            trained_elements=max((record.numel for record in trained), default=0),
+            trained_parameter_elements=max((slot.numel for r in trained for slot in r.parameters), default=0),
+        )
+
+
+@dataclass(frozen=True)
 class StepShape:
     """What a step of this model looks like: which records it uses, and which of them are trained."""
 
@@ -99,29 +123,37 @@ class StepShape:
 
     def device_nbytes(self, kind: Kind) -> int:
         """Bytes on the device of the largest record of this kind; 0 if there is none."""
-        return max((record.device_nbytes for record in self.of_kind(kind)), default=0)
+        return self._largest[kind].device_nbytes
 
     def device_gradient_nbytes(self, kind: Kind) -> int:
         """Bytes on the device of the largest gradient of this kind; 0 if there is none."""
-        trained = (record for record in self.of_kind(kind) if record.trainable)
-        return max((record.numel * record.precision.gradient_bytes for record in trained), default=0)
+        return self._largest[kind].device_gradient_nbytes
 
     def parameter_nbytes(self, kind: Kind) -> int:
         """Bytes in host memory of the largest record of this kind; 0 if there is none."""
-        return max((record.parameter_nbytes for record in self.of_kind(kind)), default=0)
+        return self._largest[kind].parameter_nbytes
 
-    @property
+    @cached_property
     def decoded_nbytes(self) -> int:
         """Bytes of the largest record that is brought back into the compute dtype on the device; 0 if there is none."""
         return max(record.decoded_nbytes for record in self.records)
 
     def gradient_nbytes(self, kind: Kind) -> int:
         """Bytes in host memory of the largest gradient of this kind; 0 if there is none."""
-        return max((record.gradient_nbytes for record in self.of_kind(kind)), default=0)
+        return self._largest[kind].gradient_nbytes
 
     def trained_elements(self, kind: Kind) -> int:
         """Elements of the largest record of this kind that is trained; 0 if there is none."""
-        return max((record.numel for record in self.of_kind(kind) if record.trainable), default=0)
+        return self._largest[kind].trained_elements
+
+    def trained_parameter_elements(self, kind: Kind) -> int:
+        """Elements of the largest single parameter of this kind that is trained; 0 if there is none."""
+        return self._largest[kind].trained_parameter_elements
+
+    @cached_property
+    def _largest(self) -> dict[Kind, "_Largest"]:
+        """Found once: whoever plans asks for them thousands of times."""
+        return {kind: _Largest.of(self.of_kind(kind)) for kind in Kind}
 
     @cached_property
     def trainable(self) -> tuple[int, ...]:

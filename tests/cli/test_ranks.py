@@ -25,12 +25,12 @@ def test_a_killed_rank_and_an_exported_model(
     for drive, name in zip(drives, ("first", "second"), strict=True):
         drive.mkdir()
         pair.start(*command, "--output", output, "--ssd", drive, names=(name,))
-    assert main([str(word) for word in (*command, "--output", alone, "--micro-batch", 2)]) == 0
     pair.wait_for(r"^step 5/")
     ranks = {number: process for node in pair.nodes for number, process in node.ranks().items()}
     ranks[1].send_signal(signal.SIGKILL)
     pair.wait_for(r"^resume   after step \d+ of 30 \(start 2: a rank was lost\)")
-    assert pair.statuses(60) == [0, 0]
+    assert pair.statuses(240) == [0, 0]
+    assert main([str(word) for word in (*command, "--output", alone, "--micro-batch", 2)]) == 0
     said = "".join(node.said for node in pair.nodes)
     assert "Traceback" not in said and re.search(r"network  [\d.]+ KiB sent by each node per step", said)
     same(history(output), history(alone))

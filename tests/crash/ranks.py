@@ -30,7 +30,7 @@ from tests.crash.runs import ROWS, SEQ_LEN, VOCABULARY, Outcome, Run, digests, e
 ENDINGS = (("kill all", False), ("kill self", False), ("tear", True), ("kill all", True))
 #: What is said where no rank, or not every one, has got so far as to hold the first weights.
 NO_START = (*NOTHING_THERE, "nothing to continue")
-COLLECTIVE_SECONDS = 20
+COLLECTIVE_SECONDS = 60
 """A rank waits so long for another one."""
 
 
@@ -47,7 +47,7 @@ class RanksRun(Run):
     @property
     def patience(self) -> float:
         """The first rank plays the launcher, too: if it dies, the others end when their collectives time out."""
-        return COLLECTIVE_SECONDS + 10.0
+        return COLLECTIVE_SECONDS + 60.0
 
     def train(self, say: Callable[..., None]) -> None:
         """As the first rank; the others are its children, and tell errors only."""
