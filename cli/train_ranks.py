@@ -15,13 +15,14 @@ from cli.prepare import Job, rank_folder
 from cli.rank import Rank
 from cli.report import Measurements
 from cli.said import Said
-from cli.train import engine_options, since, step_line
+from cli.train import engine_options, profile_once, since, step_line
 from common.errors import UserError
 from common.store import load_manifest, remove
 from common.store.succession import remove_folder
-from common.telling import tell
+from common.telling import first_alone, tell
 from fcdp.topology import Topology
 from fuyou import Engine
+from fuyou.nodes.topology import share_of
 
 
 def train_ranks(job: Job, topology: Topology, rank: Rank, launches: set[str]) -> Engine:
@@ -33,6 +34,7 @@ def train_ranks(job: Job, topology: Topology, rank: Rank, launches: set[str]) ->
         Stopped, UserError, FinetuneError: as in :func:`cli.train.finetune`; some on one rank only.
     """
     settings = job.settings
+    first_alone(lambda: profile_once(job, share_of(topology)))
     engine = _open_engine(job, topology, launches)
     try:
         _train_and_save(job, engine, topology, rank, launches)
@@ -67,6 +69,7 @@ def _open_engine(job: Job, topology: Topology, launches: set[str]) -> Engine:
         resume=continued,
         overwrite=True,  # the launcher would not have come so far if something were there that is to be kept
         batch_shape=(-(-settings.batch_size // topology.world_size), job.seq_len),
+        automatic=True,
         topology=topology,
     )
 
