@@ -64,9 +64,8 @@ def main(ssd: str, layers: int, steps: int, rounds: int) -> None:
                 switch[0] = on
                 blocks[on].append(Block(engine, steps))
             print(f"with {blocks[True][-1]}; without {blocks[False][-1]}", flush=True)
-    seconds, cpu = (
-        {on: [getattr(block, name) for block in blocks[on]] for on in blocks} for name in ("seconds", "cpu")
-    )
+    seconds = {on: [block.seconds for block in blocks[on]] for on in blocks}
+    cpu = {on: statistics.median(block.cpu for block in blocks[on]) for on in blocks}
     ratios = sorted(on / off - 1 for on, off in zip(seconds[True], seconds[False], strict=True))
     print(
         f"step: {statistics.median(seconds[True]):.3f} s with, {statistics.median(seconds[False]):.3f} s without; "
@@ -129,8 +128,9 @@ class Block:
             engine(**batch).loss.backward()
             engine.step()
         engine.flush()
-        self.seconds, self.cpu = (time.monotonic() - began) / steps, (_cpu_seconds() - cpu) / steps
-        self.nbytes = (sum(engine.io_bytes()) - before) // steps
+        self.seconds: float = (time.monotonic() - began) / steps
+        self.cpu: float = (_cpu_seconds() - cpu) / steps
+        self.nbytes: int = (sum(engine.io_bytes()) - before) // steps
 
     def __str__(self) -> str:
         return f"{self.seconds:.3f} s per step, {format_bytes(int(self.nbytes / self.seconds))}/s"
@@ -139,7 +139,7 @@ class Block:
 def _cpu_seconds() -> float:
     process = psutil.Process()
     times = [one.cpu_times() for one in (process, *process.children())]
-    return sum(one.user + one.system for one in times)
+    return sum((one.user + one.system for one in times), 0.0)
 
 
 if __name__ == "__main__":
