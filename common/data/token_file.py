@@ -17,6 +17,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from common.errors import FinetuneError
+from common.store.errors import described
 
 FORMAT_VERSION = 2
 """Counts changes to anything that decides what is in the file: shapes, templates, packing, layout."""
@@ -151,7 +152,7 @@ def write_token_file(path: Path, header: Header) -> Iterator[TokenFileWriter]:
     """
     unfinished = path.with_name(path.name + _UNFINISHED)
     try:
-        with unfinished.open("wb") as file:
+        with described("writing", unfinished), unfinished.open("wb") as file:
             writer = TokenFileWriter(file)
             yield writer
             writer.finish(header)

@@ -1,15 +1,19 @@
 """Files of checkpoints and adapters: the user's umask, older files, and what a killed process has left."""
 
+import errno
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from common.models.saving import INCOMPLETE, begin, discard, move_into_place, save_tensors
+from common.store.errors import StoreError
 
 
 @pytest.fixture
@@ -24,6 +28,18 @@ def test_the_umask_decides_who_may_read(tmp_path: Path, umask: int) -> None:
     (tmp_path / "other").touch()
     assert stat.S_IMODE((tmp_path / "weights").stat().st_mode) == stat.S_IMODE((tmp_path / "other").stat().st_mode)
     assert load_file(tmp_path / "weights")["a"].tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+
+
+def test_what_the_system_refuses_is_told_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("common.models.saving.save_file", full)
+    with pytest.raises(
+        StoreError, match=rf"writing of weights in {re.escape(str(tmp_path))} failed: No space left"
+    ) as told:
+        save_tensors(tmp_path / "weights", {})
+    assert told.value.error_number == errno.ENOSPC and "continue with --resume" in str(told.value)
 
 
 def test_files_come_in_order_after_older_ones_have_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
