@@ -24,6 +24,7 @@ from common.store import DirectoryLock
 from fuyou import Engine, NonFiniteLoss, StepReport
 from fuyou.devices import memory_limits, open_device
 from fuyou.planner import profile_of
+from fuyou.share import Share
 
 PROFILED_PARAMETERS, PROFILED_STEPS = 100_000_000, 20
 """Runs of smaller models, or of fewer steps, are not worth measuring the machine for."""
@@ -53,7 +54,7 @@ def finetune(settings: Settings, interrupts: Interrupts) -> Result:
         quiet_transformers()
     job = prepare(settings)
     print(job.header(), flush=True)
-    _profile(job)
+    profile_once(job)
     interrupts.how_to_continue = settings.how_to_continue
     _announce_move(job)
     with DirectoryLock([job.output]), _open_engine(job) as engine:
@@ -82,18 +83,21 @@ def quiet_transformers() -> None:
     transformers_logging.disable_progress_bar()
 
 
-def _profile(job: Job) -> None:
+def profile_once(job: Job, ranks: Share | None = None) -> None:
     """Measure this machine with this model, so that the engine can plan; where the run is worth the dozen seconds.
 
     The result is kept: it takes them once.
+
+    Args:
+        ranks: all that will run, of which this is one; None: it is alone.
     """
     if job.parameters < PROFILED_PARAMETERS or job.steps < PROFILED_STEPS:
         return
-    settings, device = job.settings, open_device(job.device)
-    limits = memory_limits(device, settings.host_memory, settings.device_memory)
+    settings, device, share = job.settings, open_device(job.device), ranks or Share()
+    limits = memory_limits(device, settings.host_memory, settings.device_memory, share.ranks_per_node)
     if limits[0] < PROFILED_HOST_BYTES:
         return
-    run = training_of(settings)
+    run = training_of(settings).among(share)
     with contextlib.suppress(UserError):  # what does not fit, the engine says with more to go by
         if profile_of(run, device, limits, job.ssd, measure=False) is None:
             print("profile  measuring this machine with this model, once", flush=True)

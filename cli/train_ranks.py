@@ -16,12 +16,13 @@ from cli.progress import StepLine
 from cli.rank import Rank
 from cli.report import Measurements
 from cli.said import Said, where, writing
-from cli.train import check_ids, check_same_run, engine_options
+from cli.train import check_ids, check_same_run, engine_options, profile_once
 from common.errors import UserError
 from common.store import load_manifest, remove
-from common.telling import tell
+from common.telling import first_alone, tell
 from fcdp.topology import Topology
 from fuyou import Engine, StepReport
+from fuyou.nodes.topology import share_of
 
 
 def train_ranks(job: Job, topology: Topology, rank: Rank, launches: set[str]) -> Engine:
@@ -33,6 +34,7 @@ def train_ranks(job: Job, topology: Topology, rank: Rank, launches: set[str]) ->
         Stopped, UserError, FinetuneError: as in :func:`cli.train.finetune`; some on one rank only.
     """
     settings = job.settings
+    first_alone(lambda: profile_once(job, share_of(topology)))
     engine = _open_engine(job, topology, launches)
     try:
         _train_and_save(job, engine, topology, rank, launches)
@@ -65,6 +67,7 @@ def _open_engine(job: Job, topology: Topology, launches: set[str]) -> Engine:
         resume=continued,
         overwrite=True,  # the launcher would not have come so far if something were there that is to be kept
         batch_shape=(-(-settings.batch_size // topology.world_size), job.seq_len),
+        automatic=True,
         topology=topology,
     )
 

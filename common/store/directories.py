@@ -275,17 +275,7 @@ def reserve(directories: Iterable[Path], layout: Layout) -> None:
     """
     for directory in directories:
         for name, nbytes in layout.file_bytes().items():
-            path = directory / name
-            try:
-                if path.stat().st_blocks * 512 < nbytes:
-                    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-                    try:
-                        _allocate(descriptor, nbytes)
-                        os.fsync(descriptor)
-                    finally:
-                        os.close(descriptor)
-            except OSError as error:
-                raise describe_os_error(f"preallocating {format_bytes(nbytes)}", path, error) from error
+            _give_space(directory / name, nbytes)
 
 
 def hollow(path: Path) -> None:
@@ -303,12 +293,17 @@ def hollow(path: Path) -> None:
 
 def _make_file(path: Path, nbytes: int, sparse: bool = False) -> None:
     """Make ``path``; unless it is ``sparse``, its bytes are really its own: no later write finds the drive full."""
+    _give_space(path, nbytes, os.O_CREAT | os.O_EXCL, sparse)
+
+
+def _give_space(path: Path, nbytes: int, flags: int = 0, sparse: bool = False) -> None:
+    """Let ``path`` have its bytes, or only its size if it is ``sparse``; durably."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o666)
         try:
             if sparse:
                 os.ftruncate(descriptor, nbytes)
-            else:
+            elif os.fstat(descriptor).st_blocks * 512 < nbytes:
                 _allocate(descriptor, nbytes)
             os.fsync(descriptor)
         finally:

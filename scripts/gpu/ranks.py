@@ -89,10 +89,9 @@ def _rank(rank: int, port: int, device_name: str, quick: bool, deadline: float, 
     for case in cases(quick):
         told = [time.time() < deadline - 15]
         dist.broadcast_object_list(told)
-        if told[0]:
-            row = compare(case, topology)
-            if rank == 0:
-                rows.put(("case", row))
+        row = compare(case, topology) if told[0] else {**_named(case), "verdict": "not run", "why": "out of time"}
+        if rank == 0:
+            rows.put(("case", row))
     load = measure_load(topology, 64 if quick else 4096)
     if rank == 0:
         rows.put(("load", load))
@@ -112,9 +111,13 @@ def compare(case: Case, topology: fcdp.Topology) -> dict[str, Any]:
     dist.all_reduce(told)
     equal = not told.any()
     return {
-        "name": case.name, "dtype": str(case.dtype).removeprefix("torch."), "verdict": "equal" if equal else "wrong",
-        "losses": len(got), "losses_differing": int(told[0]), "tensors_differing": int(told[1]), "hits": hits,
+        **_named(case), "verdict": "equal" if equal else "wrong", "losses": len(got), "losses_differing": int(told[0]),
+        "tensors_differing": int(told[1]), "hits": hits,
     }  # fmt: skip
+
+
+def _named(case: Case) -> dict[str, Any]:
+    return {"name": case.name, "dtype": str(case.dtype).removeprefix("torch.")}
 
 
 def _model(case: Case, device: torch.device) -> nn.Module:

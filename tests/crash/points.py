@@ -1,7 +1,7 @@
 """Crash a run at one point, continue it, and compare all of it with the run that was never interrupted."""
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,9 @@ from tests.crash.power import cut_power
 from tests.crash.runs import STEPS, Outcome, Run, execute
 
 #: What a run says that was cut short before its first weights were written.
-NOTHING_THERE = ("holds no run to continue", "was never finished", "before its weights were written", "no directory")
+NOTHING_THERE = (
+    "holds no run to continue", "was never finished", "before its weights were written", "no directory", "no commit in",
+)  # fmt: skip
 
 
 #: The step after which runs are moved.
@@ -28,41 +30,55 @@ class Reference:
     """How many calls it makes to its drives."""
 
 
-def reference(root: Path, options: dict[str, Any]) -> Reference:
-    """Run without faults."""
-    outcome = execute(Run(root, options))
+def reference(run: Run) -> Reference:
+    """What comes of ``run`` without faults."""
+    outcome = execute(run)
     assert outcome.status == 0, outcome.error
-    found = Reference(outcome, _files(root), count(Run(root).notes))
-    _clean(root)
+    found = Reference(outcome, _files(run.root), count(run.notes))
+    _clean(run.root)
     return found
 
 
-def crash(root: Path, options: dict[str, Any], fault: Fault, expected: Reference, power: int | None = None) -> bool:
+def crash(run: Run, expected: Reference, power: int | None = None) -> bool:
     """One crash and all that must hold after it. Returns whether the fault came before the run's end.
 
     Args:
-        root: a directory to be made, and removed if all is well.
+        run: with a fault; its root is made, and removed if all is well.
         power: seed of what a power cut takes with it; None: only processes die.
 
     Raises:
         AssertionError: something does not hold.
     """
-    first = execute(Run(root, options, fault=fault, journal=power is not None))
-    if first.status == 0:
-        assert first.final == expected.outcome.final
-        _clean(root)
+    first = interrupt(run, expected, power)
+    if first is None:
         return False
     assert first.status < 0 or first.expected_error, f"the run failed in an unforeseen way: {first.error}"
+    check(first, carry_on(run, first), expected, run.options)
+    assert _files(run.root) == expected.files
+    _clean(run.root)
+    return True
+
+
+def interrupt(run: Run, expected: Reference, power: int | None) -> Outcome | None:
+    """The life of ``run`` that its fault cuts short, and the power; None if it came to its end, and right, before."""
+    first = execute(replace(run, journal=power is not None))
+    if first.status == 0:
+        assert first.final == expected.outcome.final
+        _clean(run.root)
+        return None
     if power is not None:
-        cut_power(root, root.with_name(root.name + ".notes"), power)
-    second = execute(Run(root, {**options, "resume": True}))
+        cut_power(run.root, run.notes, power)
+    return first
+
+
+def carry_on(run: Run, first: Outcome) -> Outcome:
+    """The life after that: the run is continued; or begun again, where nothing is lost by it."""
+    run = replace(run, fault=None, options={**run.options, "resume": True})
+    second = execute(run)
     if second.status == 1 and any(text in second.error for text in NOTHING_THERE):
         assert not first.losses, f"steps {sorted(first.losses)} are lost: {second.error}"
-        second = execute(Run(root, {**options, "overwrite": True}))
-    check(first, second, expected, options)
-    assert _files(root) == expected.files
-    _clean(root)
-    return True
+        second = execute(replace(run, options={**run.options, "resume": False, "overwrite": True}))
+    return second
 
 
 def check(first: Outcome, second: Outcome, expected: Reference, options: dict[str, Any]) -> None:

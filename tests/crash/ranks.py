@@ -10,7 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -137,11 +137,13 @@ class Story:
     last: RanksRun
     may_be_lost: bool = False
     """Whether a first run may have to begin again: it has got nowhere yet."""
+    then: RanksRun | None = None
+    """What goes on after the crash, if it is not the same again."""
 
     def under(self, root: Path) -> "Story":
         """The same in a directory."""
         moved = tuple(_under(run, root) for run in self.earlier)
-        return Story(moved, _under(self.last, root), self.may_be_lost)
+        return Story(moved, _under(self.last, root), self.may_be_lost, _under(self.then, root) if self.then else None)
 
 
 def _under(run: RanksRun, root: Path, **others: Any) -> RanksRun:
@@ -149,7 +151,7 @@ def _under(run: RanksRun, root: Path, **others: Any) -> RanksRun:
     return RanksRun(root, **{**fields, **others})
 
 
-#: By name: a commit of two nodes, and a run that goes on with fewer or more.
+#: By name: a commit of two nodes, and a run that goes on with fewer or more; after the crash, with yet another number.
 STORIES = {
     "two nodes": Story((), RanksRun(Path(), {}), may_be_lost=True),
     "two nodes, everything streamed": Story((), RanksRun(Path(), {"host_cache": 0}), may_be_lost=True),
@@ -158,6 +160,14 @@ STORIES = {
     ),
     "one node, then two": Story(
         (RanksRun(Path(), nodes=1, steps=1),), RanksRun(Path(), {"resume": True}, steps=2)
+    ),
+    "one node, then two, then one": Story(
+        (RanksRun(Path(), nodes=1, steps=1),), RanksRun(Path(), {"resume": True}, steps=2),
+        then=RanksRun(Path(), {"resume": True}, nodes=1, before=2, steps=2),
+    ),
+    "two nodes, then one, then two": Story(
+        (RanksRun(Path(), steps=1),), RanksRun(Path(), {"resume": True}, nodes=1, before=2, steps=2),
+        then=RanksRun(Path(), {"resume": True}, steps=2),
     ),
 }  # fmt: skip
 
@@ -175,7 +185,12 @@ def reference(root: Path, story: Story) -> Reference:
     begin(story)
     outcome = execute(story.last)
     assert outcome.status == 0, outcome.error
-    found = Reference(outcome, _files(root), count(story.last.notes))
+    calls = count(story.last.notes)
+    if story.then is not None:
+        after = execute(story.then)
+        assert after.status == 0, after.error
+        outcome = replace(outcome, final=after.final)
+    found = Reference(outcome, _files(root), calls)
     _clean(root)
     return found
 
@@ -194,12 +209,12 @@ def crash(root: Path, story: Story, fault: Fault, expected: Reference, power: in
     begin(story)
     first = execute(_under(story.last, root, fault=fault, journal=power is not None))
     if first.status == 0:
-        assert first.final == expected.outcome.final
+        assert story.then is not None or first.final == expected.outcome.final
         _clean(root)
         return False
     if power is not None:
         cut_power(root, root.with_name(root.name + ".notes"), power)
-    again = _under(story.last, root, options={**story.last.options, "resume": True})
+    again = story.then or _under(story.last, root, options={**story.last.options, "resume": True})
     second = execute(again)
     if story.may_be_lost and second.status == 1 and any(text in second.error for text in NO_START):
         assert not first.losses, f"steps {sorted(first.losses)} are lost: {second.error}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 from common.errors import FinetuneError, UserError
 from common.models.adapters import ALL_LINEAR, AdapterOptions
@@ -18,19 +18,6 @@ from fuyou.tasks import Op, Task
 from tests.fcdp import engine_cases as cases
 from tests.fcdp.engine_cases import Run
 from tests.fcdp.pool import Pool
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Sizes that divide by nothing: every record needs padding, and slices cut parameters."""
-    config = LlamaConfig(
-        vocab_size=cases.VOCABULARY, hidden_size=36, intermediate_size=52, num_hidden_layers=3, num_attention_heads=3,
-        num_key_value_heads=1, max_position_embeddings=64,
-    )  # fmt: skip
-    torch.manual_seed(1)
-    path = tmp_path_factory.mktemp("model")
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    return str(path)
 
 
 def test_ranks_skip_a_step_together(model: str, pool: Pool, tmp_path: Path) -> None:

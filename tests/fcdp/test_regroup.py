@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common.models.adapters import ALL_LINEAR, AdapterOptions
 from tests.fcdp import engine_cases as cases
@@ -16,19 +15,6 @@ from tests.fcdp.pool import Pool
 CHANGES: list[tuple[tuple[int, int] | None, tuple[tuple[int, int], ...]]] = [
     ((2, 1), ()), (None, ((0, 1),)), ((1, 2), ()), ((2, 2), ()), ((2, 1), ((0, 2), (1, 3))),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Sizes that divide by nothing."""
-    config = LlamaConfig(
-        vocab_size=cases.VOCABULARY, hidden_size=36, intermediate_size=52, num_hidden_layers=3, num_attention_heads=3,
-        num_key_value_heads=1, max_position_embeddings=64,
-    )  # fmt: skip
-    torch.manual_seed(1)
-    path = tmp_path_factory.mktemp("model")
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    return str(path)
 
 
 def go_on(pool: Pool, layout: tuple[int, int] | None, run: Run) -> list[Outcome]:
