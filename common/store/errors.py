@@ -2,6 +2,8 @@
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from common.errors import FinetuneError
@@ -27,6 +29,19 @@ def describe_os_error(doing: str, path: Path, error: OSError) -> StoreError:
     elif error.errno == errno.EROFS:
         what += ". The file system has become read-only, often after a drive error: look at the kernel log (dmesg)."
     return StoreError(what, error.errno)
+
+
+@contextmanager
+def described(doing: str, path: Path) -> Iterator[None]:
+    """An ``OSError`` met in here names ``path``, which those of files that are open do not; see above.
+
+    Raises:
+        StoreError: there was one.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise describe_os_error(doing, path, error) from error
 
 
 def _free_space(directory: Path) -> str:

@@ -44,7 +44,6 @@ def test_a_killed_rank_and_an_exported_model(
 @pytest.mark.parametrize(("words", "message"), [
     (["--strategy", "zero3"], "--strategy is for training in memory, without --ssd"),
     (["--sample", "Once"], "--sample does not go with --nodes yet"),
-    (["--lora-rank", "2", "--frozen-dtype", "nf4"], "--frozen-dtype does not go with --nodes yet"),
     (["--gpu", "4090"], "every rank has a GPU of its own"),
 ])  # fmt: skip
 def test_options_that_do_not_go_together(
