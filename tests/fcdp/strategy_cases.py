@@ -53,9 +53,9 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Run:
-    """Ten steps. AdamW updates the blocks and SGD the rest, so one run shows both."""
+    """Five steps. AdamW updates the blocks and SGD the rest, so one run shows both."""
 
-    micro_batches: tuple[int, ...] = (1, 4, 1, 1, 1, 4, 1, 1, 1, 1)
+    micro_batches: tuple[int, ...] = (1, 3, 1, 2, 1)
     """Of each step."""
     adapters: bool = False
     """Whether only adapters are trained."""

@@ -1,4 +1,4 @@
-"""Losses and weights after five steps equal those of plain FSDP2, bit for bit.
+"""Losses and weights after some steps equal those of plain FSDP2, bit for bit.
 
 Three references, because sums of floating-point numbers depend on their order:
 
@@ -16,11 +16,12 @@ import pytest
 from tests.fcdp.cases import Case, Outcome, train
 from tests.fcdp.pool import Pool
 
+# Three steps: nothing is new after the second. Events below happen up to the fifth.
 CASES = [
-    Case(bf16=bf16, lora=lora, micro_batches=micro_batches, checkpointing=checkpointing)
+    Case(bf16=bf16, lora=lora, micro_batches=micro_batches, checkpointing=checkpointing, steps=3)
     for bf16 in (False, True)
     for lora in (False, True)
-    for micro_batches in (1, 4)
+    for micro_batches in (1, 3)
     for checkpointing in (False, True)
 ]
 PLACEMENTS = [("all", 0.0), ("some", 0.5), ("all", 1.0)]
@@ -84,7 +85,7 @@ def _runs() -> list[Any]:
     chosen = []
     for layout in ((2, 2), (3, 1)):
         for case in CASES:
-            settings = case.bf16 + case.lora + (case.micro_batches == 4) + case.checkpointing
+            settings = case.bf16 + case.lora + (case.micro_batches == 3) + case.checkpointing
             if layout == (2, 2) or settings % 2 == 0:
                 chosen.append((layout, case, PLACEMENTS[(settings + layout[1]) % 3]))
         events = EVENTS if layout == (2, 2) else EVENTS[::4]
