@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 
 from common.store.errors import described
 
@@ -45,9 +44,7 @@ class History:
     def __enter__(self) -> "History":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         with described("writing", self._path):
             self._file.close()
 

@@ -7,7 +7,6 @@ before it ends in an orderly way.
 import json
 import os
 from dataclasses import asdict, dataclass
-from types import TracebackType
 
 _VARIABLE = "FINETUNE_OUTCOMES"
 """Environment variable: the paths of the files, in the order of the node's ranks."""
@@ -47,9 +46,7 @@ class Outcomes:
     def __enter__(self) -> "Outcomes":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         for descriptor in self._descriptors:
             os.close(descriptor)
 

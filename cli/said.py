@@ -1,7 +1,6 @@
 """What a run says and writes down while it trains; of several ranks, the first speaks."""
 
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 from cli.evaluation import Evaluation
@@ -40,8 +39,6 @@ class Said:
     def __enter__(self) -> "Said":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._progress.__exit__(kind, error, traceback)
-        self._metrics.__exit__(kind, error, traceback)
+    def __exit__(self, *exception: object) -> None:
+        self._progress.__exit__(*exception)
+        self._metrics.__exit__(*exception)

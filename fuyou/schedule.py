@@ -224,9 +224,7 @@ class Scheduler:
         pool = self._device[record.kind]
         index = pool.find(record.index)
         if index is not None:
-            ready = pool.slots[index].ready
-            assert ready is not None
-            return index, ready
+            return index, pool.slots[index].filled
         source, loaded = self._on_host(record)
         index, _ = pool.take(record.index)
         upload = self._emit(
@@ -247,9 +245,7 @@ class Scheduler:
         pool = self._host[record.kind]
         index = pool.find(record.index)
         if index is not None:
-            ready = pool.slots[index].ready
-            assert ready is not None
-            return index, ready
+            return index, pool.slots[index].filled
         index, _ = pool.take(record.index)
         after = [*pool.slots[index].busy(), *self._written[record.index]]
         read = self._emit(

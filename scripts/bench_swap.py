@@ -6,6 +6,7 @@ such a sweep), and what the planner chose; then the same tokens as single micro-
 the paper's scheme runs a step, and as the planner runs them.
 
     python scripts/bench_swap.py --ssd DIR
+    python scripts/bench_swap.py --ssd DIR --claim amounts --outputs 0 --outputs 11    some rows of the sweep only
 """
 
 import json
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -46,15 +48,19 @@ class Try:
         return statistics.median(self.steps)
 
 
-def amounts(evaluator: Evaluator) -> Iterator[tuple[str, Keeping]]:
-    """Nothing, then more and more outputs, those that save most per byte first: in half of the blocks, in all."""
+def amounts(evaluator: Evaluator, only: Sequence[int]) -> Iterator[tuple[str, Keeping]]:
+    """Nothing, then more and more outputs, those that save most per byte first: in half of the blocks, in all.
+
+    ``only``: so many outputs; empty: all numbers of them.
+    """
     layers = len(evaluator.training.shape.blocks)
-    yield "nothing", Keeping((), 0)
+    if not only or 0 in only:
+        yield "nothing", Keeping((), 0)
     assert evaluator.trace is not None
     operators: tuple[tuple[str, int], ...] = ()
     for output in keepable(evaluator.trace, cost=evaluator.cost).outputs:
         operators = (*operators, (output.operator, output.ordinal))
-        if output.saved_flops > 0:
+        if output.saved_flops > 0 and (not only or len(operators) in only):
             for count in (layers // 2, layers):
                 yield f"{len(operators)} outputs in {count} of {layers} blocks", Keeping(operators, count)
 
@@ -72,20 +78,21 @@ def show(row: Try, best: float) -> None:
     )
 
 
-def sweep(one: Configuration, ssd: Sequence[Path], steps: int) -> list[Try]:
-    """Every amount with the planner's other choices, and the planner's choice last."""
+def sweep(one: Configuration, ssd: Sequence[Path], steps: int, only: Sequence[int]) -> list[Try]:
+    """Every amount (``only``: see :func:`amounts`) with the planner's other choices, and the planner's choice last."""
     job = training(one.config, one.batch, one.seq_len, micro_batch=one.micro_batch)
     machine = machine_of(one, job, ssd)
     chosen = plan(job, machine)
     evaluator = Evaluator(job, machine)
     rows = []
-    for name, keeping in amounts(evaluator):
+    for name, keeping in amounts(evaluator, only):
         fixed = plan(replace(job, keeping=keeping, deferred_fraction=chosen.deferred_fraction), machine)
         if fixed.fits:
             rows.append(attempt(name, one, ssd, fixed, steps))
     rows.append(attempt("the planner's choice", one, ssd, chosen, steps))
     best = min(row.seconds for row in rows)
     click.echo(f"{one.name}: {one.batch} sequences in micro-batches of {one.micro_batch} on {one.device}")
+    click.echo(f"    {'kept':36}{'per step':>11}{'predicted':>11}{'measured':>10}{'/best':>8}  (min - max)")
     for row in rows:
         show(row, best)
     return rows
@@ -116,18 +123,21 @@ def vertical(one: Configuration, ssd: Sequence[Path], steps: int) -> tuple[float
 @click.command()
 @click.option("--ssd", type=click.Path(path_type=Path, exists=True, file_okay=False), multiple=True, required=True)
 @click.option("--steps", default=4, show_default=True, help="Measured, after two that fill the pipeline.")
+@click.option("--claim", type=click.Choice(["amounts", "vertical", "both"]), default="both", show_default=True)
+@click.option("--outputs", type=int, multiple=True, help="Try so many kept outputs. Default: all numbers of them.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False))
-def main(ssd: tuple[Path, ...], steps: int, json_file: Path | None) -> None:
+def main(ssd: tuple[Path, ...], steps: int, claim: str, outputs: tuple[int, ...], json_file: Path | None) -> None:
     """Step time by amount of activations kept, and the gain of vertical micro-batches and deferral."""
-    click.echo(f"    {'kept':36}{'per step':>11}{'predicted':>11}{'measured':>10}{'/best':>8}  (min - max)")
+    found: dict[str, Any] = {}
     try:
-        rows = sweep(SWAP, ssd, steps)
-        promised, measured = vertical(VERTICAL, ssd, steps)
+        if claim != "vertical":
+            found["amounts"] = [asdict(row) for row in sweep(SWAP, ssd, steps, outputs)]
+        if claim != "amounts":
+            found["promised"], found["measured"] = vertical(VERTICAL, ssd, steps)
     finally:
         for path in ssd:
             shutil.rmtree(path / NAME, ignore_errors=True)
     if json_file is not None:
-        found = {"amounts": [asdict(row) for row in rows], "promised": promised, "measured": measured}
         json_file.write_text(json.dumps(found, indent=1))
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from common.store.errors import described
+from common.store.errors import described, opened
 
 INCOMPLETE = ".export-incomplete"
 """Folder, inside the directory that files are for, of what is not finished."""
@@ -80,8 +80,5 @@ def _os_error(error: SafetensorError) -> Exception:
 
 def _sync(path: Path) -> None:
     """Wait until a file or a directory is on the drive."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
+    with opened(path, "syncing", os.O_RDONLY) as descriptor:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

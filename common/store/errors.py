@@ -50,3 +50,18 @@ def _free_space(directory: Path) -> str:
     except OSError:
         return ""
     return f"{format_bytes(status.f_bavail * status.f_frsize)} are free in {directory}. "
+
+
+@contextmanager
+def opened(path: Path, doing: str, flags: int) -> Iterator[int]:
+    """A descriptor of ``path`` while it is used for ``doing``.
+
+    Raises:
+        StoreError: the system has refused something meanwhile.
+    """
+    with described(doing, path):
+        descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)

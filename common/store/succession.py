@@ -25,7 +25,7 @@ from common.store.directories import (
     remove,
     reserve,
 )
-from common.store.errors import StoreError, describe_os_error
+from common.store.errors import StoreError, describe_os_error, described
 from common.store.layout import Layout
 from common.store.lock import LOCK_FILE, DirectoryLock
 from common.store.manifest import MANIFEST_FILE, load_manifest
@@ -111,14 +111,12 @@ def remove_folder(folder: Path, shared: bool = False) -> None:
     """
     for path in filter(Path.is_dir, (folder / SCRATCH, folder)):
         remove([path])
-        try:
+        with described("removal", path):
             for name in (IDENTITY_FILE + ".tmp", LOCK_FILE, _MOVED_FILE + ".tmp", _MOVED_FILE):
                 (path / name).unlink(missing_ok=True)
             sync_directory(path)  # its successor gets its name: nothing of it may come back under that
             if not (shared and any(path.iterdir())):
                 path.rmdir()
-        except OSError as error:
-            raise describe_os_error("removal", path, error) from error
         sync_directory(path.parent)
 
 

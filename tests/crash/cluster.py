@@ -23,7 +23,7 @@ from common.errors import FinetuneError
 from fcdp.commits import Commits
 from fcdp.topology import Topology
 from fcdp.trainer import Trainer, TrainerConfig
-from tests.crash.points import Reference, _clean, _files, carry_on, check, interrupt
+from tests.crash.points import Reference, carry_on, check, clean, files_in, interrupt
 from tests.crash.runs import SEQ_LEN, STEPS, VOCABULARY, Run, tiny_config
 
 #: What happens at a call: action, and whether the power goes as well.
@@ -105,8 +105,8 @@ def crash(run: ClusterRun, expected: Reference, power: int | None = None) -> boo
     if first is None:
         return False
     check(first, carry_on(run, first), expected, {"commit_every": 0})  # a step is told once it is committed
-    assert _files(run.root) == expected.files
+    assert files_in(run.root) == expected.files
     found = Commits(run.root / "commits").verify()
     assert found.step == STEPS and not found.damage
-    _clean(run.root)
+    clean(run.root)
     return True

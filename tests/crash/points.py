@@ -35,8 +35,8 @@ def reference(run: Run) -> Reference:
     """What comes of ``run`` without faults."""
     outcome = execute(run)
     assert outcome.status == 0, outcome.error
-    found = Reference(outcome, _files(run.root), count(run.notes))
-    _clean(run.root)
+    found = Reference(outcome, files_in(run.root), count(run.notes))
+    clean(run.root)
     return found
 
 
@@ -55,8 +55,8 @@ def crash(run: Run, expected: Reference, power: int | None = None) -> bool:
         return False
     assert first.status < 0 or first.expected_error, f"the run failed in an unforeseen way: {first.error}"
     check(first, carry_on(run, first), expected, run.options)
-    assert _files(run.root) == expected.files
-    _clean(run.root)
+    assert files_in(run.root) == expected.files
+    clean(run.root)
     return True
 
 
@@ -66,7 +66,7 @@ def interrupt(run: Run, expected: Reference | None, power: int | None) -> Outcom
     first = execute(replace(run, journal=power is not None))
     if first.status == 0:
         assert expected is None or first.final == expected.outcome.final
-        _clean(run.root)
+        clean(run.root)
         return None
     if power is not None:
         cut_power(run.root, run.notes, power)
@@ -136,8 +136,8 @@ def move_reference(root: Path, move: Move) -> MoveReference:
     run = move.run(root / "moved")
     moved = execute(run)
     assert moved.status == 0 and moved.final == started.final, moved.error
-    found = MoveReference(root / "start", whole, _files(root / "moved"), count(run.notes))
-    _clean(root / "moved")
+    found = MoveReference(root / "start", whole, files_in(root / "moved"), count(run.notes))
+    clean(root / "moved")
     return found
 
 
@@ -153,7 +153,7 @@ def crash_move(root: Path, move: Move, fault: Fault, expected: MoveReference, po
     shutil.copytree(expected.start, root)
     first = execute(move.run(root, fault, journal=power is not None))
     if first.status == 0:
-        _clean(root)
+        clean(root)
         return False
     assert first.status < 0 or first.expected_error, f"the run failed in an unforeseen way: {first.error}"
     if power is not None:
@@ -169,16 +169,16 @@ def crash_move(root: Path, move: Move, fault: Fault, expected: MoveReference, po
     assert list(last.losses) == list(range(MOVED_AT + 1, STEPS + 1)), "a committed step was lost"
     assert all(taken == expected.outcome.losses[step] for step, taken in last.losses.items())
     assert last.final == expected.outcome.final
-    assert _files(root) == expected.files
-    _clean(root)
+    assert files_in(root) == expected.files
+    clean(root)
     return True
 
 
-def _files(root: Path) -> list[str]:
+def files_in(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
 
 
-def _clean(root: Path) -> None:
+def clean(root: Path) -> None:
     for path in (root, root.with_name(root.name + ".notes")):
         shutil.rmtree(path, ignore_errors=True)
     root.with_name(root.name + ".results").unlink(missing_ok=True)

@@ -22,7 +22,7 @@ from common.errors import FinetuneError
 from common.telling import tell
 from fcdp.topology import Topology
 from tests.crash.drives import Fault, count
-from tests.crash.points import Reference, _clean, _files, carry_on, check, interrupt
+from tests.crash.points import Reference, carry_on, check, clean, files_in, interrupt
 from tests.crash.runs import ROWS, SEQ_LEN, VOCABULARY, Outcome, Run, digests, execute, tiny_config
 
 #: What happens at a call: action, and whether the power goes as well.
@@ -179,8 +179,8 @@ def reference(root: Path, story: Story) -> Reference:
         after = execute(story.then)
         assert after.status == 0, after.error
         outcome = replace(outcome, final=after.final)
-    found = Reference(outcome, _files(root), calls)
-    _clean(root)
+    found = Reference(outcome, files_in(root), calls)
+    clean(root)
     return found
 
 
@@ -202,9 +202,9 @@ def crash(root: Path, story: Story, fault: Fault, expected: Reference, power: in
     # Where a run was there before, beginning again would lose it.
     second = carry_on(story.last, first) if story.may_be_lost else execute(story.then or story.last)
     _check(story, first, second, expected)
-    left = set(_files(root)) ^ set(expected.files)
+    left = set(files_in(root)) ^ set(expected.files)
     assert not left, f"files differ: {sorted(left)}"
-    _clean(root)
+    clean(root)
     return True
 
 
