@@ -4,7 +4,8 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
+
+from common.store.errors import described
 
 HISTORY_FILE = "losses.jsonl"
 """In the output directory: what was learnt, the same whenever the run is repeated."""
@@ -16,27 +17,36 @@ class History:
     Args:
         path: the file.
         committed: steps that the run has behind it; 0 begins a new file.
+
+    Raises:
+        StoreError: the system refused.
     """
 
     def __init__(self, path: Path, committed: int) -> None:
         kept = [line for line in _lines(path) if _step(line) <= committed] if committed else []
         beside = path.with_suffix(".tmp")
-        beside.write_text("".join(f"{line}\n" for line in kept))
-        beside.replace(path)
-        self._file = path.open("a", buffering=1)
+        self._path = path
+        with described("writing", path):
+            beside.write_text("".join(f"{line}\n" for line in kept))
+            beside.replace(path)
+            self._file = path.open("a", buffering=1)
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
-        """Add a step's; they are with the system when this returns. Null: not finite, which JSON has no number for."""
+        """Add a step's; they are with the system when this returns. Null: not finite, which JSON has no number for.
+
+        Raises:
+            StoreError: the system refused.
+        """
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._file.write(json.dumps({"step": step, **finite}) + "\n")
+        with described("writing", self._path):
+            self._file.write(json.dumps({"step": step, **finite}) + "\n")
 
     def __enter__(self) -> "History":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._file.close()
+    def __exit__(self, *exception: object) -> None:
+        with described("writing", self._path):
+            self._file.close()
 
 
 def _lines(path: Path) -> list[str]:

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 STOP_SECONDS = 25.0
@@ -61,9 +61,7 @@ class Interrupts:
                 self._before[number] = signal.signal(number, self._hear)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._deadline is not None:

@@ -1,26 +1,21 @@
 """``finetune --nodes``: this node's launcher. It starts ranks through torchrun's elastic agent, and has the last word.
 
-A rank that ends in an orderly way, with success, an error worth a message or Ctrl-C, exits with status 0 and leaves
-its :class:`Outcome` in a file: the agent need not start it again. A rank that is killed, or loses contact with others,
+A rank that ends in an orderly way, with success, an error worth a message or Ctrl-C, exits with status 0 and tells its
+outcome (:mod:`cli.outcomes`): the agent need not start it again. A rank that is killed, or loses contact with others,
 exits with another status; then all ranks of all nodes are started again from the last commit, as often as
 ``--max-restarts`` says.
 """
 
 import contextlib
-import json
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -28,36 +23,19 @@ import psutil
 
 from cli import interrupts
 from cli.interrupts import STATUS, Stopped
+from cli.outcomes import Outcome, Outcomes
 from cli.rendezvous import Meeting, find_meeting, wait_for_host
 from cli.settings import COMMITS, Settings
 from common.errors import FinetuneError, UserError
 from common.hardware import cpu_count, list_gpus
 from common.units import format_seconds
 
-OUTCOMES = "FINETUNE_OUTCOMES"
-"""Environment variable: the folder in which this node's ranks leave their outcomes."""
 LAUNCH = "FINETUNE_LAUNCH"
 """Environment variable: tells launches apart. Ranks that are started again find it in the commits of their run."""
 STOP = "FINETUNE_STOP"
 """Environment variable: set once the user has stopped the run, for ranks that are started after that."""
 
 INTERRUPTED = 130
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a rank ended."""
-
-    status: int
-    """That the command should end with."""
-    message: str = ""
-    """For the user, if not 0."""
-
-    def leave(self, file: Path) -> None:
-        """Write it where the launcher looks."""
-        beside = file.with_suffix(".tmp")
-        beside.write_text(json.dumps(asdict(self)))
-        beside.replace(file)
 
 
 class LaunchError(FinetuneError):
@@ -91,11 +69,10 @@ def launch(settings: Settings, *, trains: bool = True) -> None:
     if meeting.nodes > 1:
         print(f"nodes    waiting for {meeting.nodes} of them at {meeting.endpoint}", flush=True)
     wait_for_host(meeting, settings.node_timeout)
-    with tempfile.TemporaryDirectory(prefix="finetune-") as folder, _environment(_variables(settings, meeting, folder)):
-        with _Signals(settings, Path(folder)) as signals:
+    with Outcomes(ranks) as outcomes:
+        with _environment(_variables(settings, meeting) | outcomes.variables), _Signals(settings) as signals:
             failure = _run_agent(settings, meeting, ranks)
-        outcomes = [Outcome(**json.loads(file.read_text())) for file in sorted(Path(folder).glob("*.json"))]
-    ended = next((outcome for outcome in outcomes if outcome.status), None)
+        ended = next((outcome for outcome in outcomes.read() if outcome.status), None)
     if ended is not None and ended.status == INTERRUPTED:
         raise Stopped(ended.message, signals.number)
     if ended is not None:
@@ -153,8 +130,9 @@ def _check(settings: Settings) -> None:
 def has_commit(settings: Settings) -> bool:
     """Whether there is something to continue."""
     if settings.ssd:
-        from cli.prepare import check, rank_folder
+        from cli.prepare import check
         from common.store.manifest import MANIFEST_FILE
+        from fuyou.run_files import rank_folder
 
         found = check(settings)
         folders = [path / found.run_name for path in found.ssd]
@@ -165,10 +143,9 @@ def has_commit(settings: Settings) -> bool:
     return Commits(settings.output_directory / COMMITS).newest() is not None
 
 
-def _variables(settings: Settings, meeting: Meeting, folder: str) -> dict[str, str]:
+def _variables(settings: Settings, meeting: Meeting) -> dict[str, str]:
     """What the ranks find in their environment."""
     variables = {
-        OUTCOMES: folder,
         LAUNCH: uuid.uuid4().hex,
         # The user's own directory must not shadow our packages: same search path as ours, no "" in front.
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -294,13 +271,12 @@ class _Signals:
 
     Args:
         settings: of the run.
-        folder: of the launcher's own, to be removed whatever happens.
     """
 
-    def __init__(self, settings: Settings, folder: Path) -> None:
+    def __init__(self, settings: Settings) -> None:
         self.heard = False
         self.number: int | None = None
-        self._settings, self._folder = settings, folder
+        self._settings = settings
         self._before: dict[signal.Signals, Any] = {}
         self._deadline: threading.Timer | None = None
 
@@ -345,7 +321,6 @@ class _Signals:
             text += f" {self._settings.how_to_continue}"
         with contextlib.suppress(OSError):
             print(f"\n{text}", file=sys.stderr, flush=True)
-        shutil.rmtree(self._folder, ignore_errors=True)
         os._exit(STATUS[signal.Signals(self.number)])
 
 

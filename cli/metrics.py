@@ -6,7 +6,6 @@ device, and memory is in GiB. What it has no name for follows its pattern: ``ssd
 """
 
 from collections.abc import Mapping
-from types import TracebackType
 
 from cli.config import plain_options
 from cli.evaluation import Evaluation
@@ -94,9 +93,7 @@ class Metrics:
     def __enter__(self) -> "Metrics":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._trackers.finish()
-        self._all.__exit__(kind, error, traceback)
-        self._losses.__exit__(kind, error, traceback)
+        self._all.__exit__(*exception)
+        self._losses.__exit__(*exception)

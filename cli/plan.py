@@ -21,6 +21,7 @@ from fuyou.clipping import ClipBy
 from fuyou.devices import Device, memory_limits
 from fuyou.emulated import is_emulated
 from fuyou.planner import (
+    Links,
     Machine,
     PaperScheme,
     Plan,
@@ -89,7 +90,7 @@ def run_plan(settings: Settings, options: PlanOptions) -> int:
         share = Share(options.nodes, options.gpus_per_node or 1)
         wanted, network = wanted.among(share), _network(options.network, share.nodes)
         other = in_memory(wanted, machine, network)
-        machine = one_of_several(machine, share.nodes, share.ranks_per_node, network)
+        machine = one_of_several(machine, share.ranks_per_node, Links.assumed(machine, share.ranks_per_node, network))
     if wanted is None:
         lacking = f"No preset fits on {machine.device} with {format_bytes(machine.host_bytes)} of host memory."
         print(json.dumps({"model": None, "fits": False, "missing": [lacking]}) if options.json else lacking)

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
 
 from tqdm import tqdm
 
@@ -112,8 +111,6 @@ class Progress:
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._bar is not None:
             self._bar.close()

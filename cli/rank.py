@@ -15,13 +15,13 @@ import sys
 import threading
 import time
 import traceback
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from cli.interrupts import Stopped
-from cli.launch import INTERRUPTED, OUTCOMES, STOP, Outcome
+from cli.launch import INTERRUPTED, STOP
 from cli.options import build_command
+from cli.outcomes import Outcome, OwnOutcome
 from common.errors import FinetuneError
 
 _LOOK_EVERY_S = 0.3
@@ -36,13 +36,9 @@ class Rank:
     def __init__(self) -> None:
         self.rank = int(os.environ["RANK"])
         self.world = int(os.environ["WORLD_SIZE"])
-        folder, place = Path(os.environ[OUTCOMES]), os.environ["LOCAL_RANK"]
-        self._outcome = folder / f"{place}.json"
-        self._outcome.unlink(missing_ok=True)  # of an earlier start
-        starts = folder / f"{place}.starts"
-        self.restarts = len(starts.read_bytes()) if starts.exists() else 0
-        """How often this launcher has started the rank before. (The agent does not count what others caused.)"""
-        starts.write_bytes(b"." * (self.restarts + 1))
+        self._outcome = OwnOutcome()
+        self.restarts = self._outcome.restarts
+        """How often this launcher has started the rank before."""
         self.stopping = STOP in os.environ
         """The user wants this run to stop."""
         self.where = "before the first step"
@@ -85,7 +81,7 @@ class Rank:
                 self._acknowledge()
             except Exception:  # the store is gone, and with it rank 0: nobody is left to tell
                 pass
-        outcome.leave(self._outcome)
+        self._outcome.leave(outcome)
         _leave(0)
 
     def lose(self, reason: str) -> NoReturn:
@@ -121,7 +117,7 @@ class Rank:
                     if self._news.check([_ENDING]):
                         outcome = Outcome(*json.loads(self._news.get(_ENDING)))
                         self._acknowledge()
-                        outcome.leave(self._outcome)
+                        self._outcome.leave(outcome)
                         _leave(0)
                 except Exception as error:  # closed: rank 0 is gone
                     time.sleep(2 * _GRACE_S)  # the main thread may know more

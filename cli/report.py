@@ -6,6 +6,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from common.store.errors import described
 from common.units import format_bytes, format_count, format_seconds
 from fuyou.clipping import ClipBy
 
@@ -59,8 +60,9 @@ class Report:
         """As JSON, complete or not at all."""
         beside = path.with_name(path.name + ".tmp")
         losses = [loss if math.isfinite(loss) else None for loss in self.losses]
-        beside.write_text(json.dumps({**asdict(self), "losses": losses}, indent=2) + "\n")
-        os.replace(beside, path)
+        with described("writing", path):
+            beside.write_text(json.dumps({**asdict(self), "losses": losses}, indent=2) + "\n")
+            os.replace(beside, path)
 
     def summary(self, total_written: int) -> str:
         """A few lines to read.

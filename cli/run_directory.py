@@ -19,6 +19,7 @@ from cli.prepare import Job
 from cli.settings import DESCRIPTION, RUN
 from cli.versions import versions
 from common.hardware import describe_machine
+from common.store.errors import described
 
 CONFIG, METRICS = "config.toml", "metrics.jsonl"
 OF_ONE_CALL = ("resume", "overwrite", "leave_ssd", "report", "trace", "debug")
@@ -89,5 +90,6 @@ def _describe(job: Job, done: int) -> dict[str, Any]:
 def _replace(file: Path, text: str) -> None:
     """Complete or not at all."""
     beside = file.with_name(file.name + ".tmp")
-    beside.write_text(text)
-    os.replace(beside, file)
+    with described("writing", file):
+        beside.write_text(text)
+        os.replace(beside, file)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from common.errors import FinetuneError, UserError
 from common.store import DirectoryLock
-from common.store.errors import describe_os_error
+from common.store.errors import described
 from common.store.sealed import sync_directory, write_sealed
 from common.telling import first_alone, together
 from fcdp.manifest import MANIFEST, Manifest, Piece, SavedFile, SavedTensor, is_commit
@@ -161,10 +161,8 @@ class Commits:
         write_sealed(beside / MANIFEST, manifest.to_dict())  # syncs the folder, and with it the names of all files
         older = self._steps()
         folder = self._folder(manifest.step)
-        try:
+        with described("renaming", beside):
             beside.rename(folder)
-        except OSError as error:
-            raise describe_os_error("renaming", beside, error) from error
         sync_directory(self.directory)
         for step in older:
             self._remove(self._folder(step))
@@ -173,10 +171,8 @@ class Commits:
         """So that it stops being a commit before any of it is gone."""
         away = self.directory / _DISCARDED
         _empty(away)
-        try:
+        with described("renaming", folder):
             folder.rename(away)
-        except OSError as error:
-            raise describe_os_error("renaming", folder, error) from error
         sync_directory(self.directory)
         _empty(away)
 
@@ -246,21 +242,14 @@ def _make(directory: Path) -> None:
     if directory.is_dir():
         return
     _make(directory.parent)
-    try:
+    with described("making", directory):
         directory.mkdir()
-    except OSError as error:
-        raise describe_os_error("making", directory, error) from error
     sync_directory(directory.parent)
 
 
 def _empty(folder: Path) -> None:
     """Remove a folder of files, if it is there."""
-    with contextlib.suppress(FileNotFoundError):
-        try:
-            for file in list(folder.iterdir()):
-                file.unlink()
-            folder.rmdir()
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise describe_os_error("removing", folder, error) from error
+    with described("removing", folder), contextlib.suppress(FileNotFoundError):
+        for file in list(folder.iterdir()):
+            file.unlink()
+        folder.rmdir()

@@ -12,7 +12,7 @@ import torch
 
 from common.models.shards import DTYPES
 from common.store.checksums import checksum
-from common.store.errors import StoreError, describe_os_error
+from common.store.errors import StoreError, opened
 from fcdp.manifest import PIECE_BYTES, Manifest, Piece, SavedFile, SavedTensor
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -44,7 +44,7 @@ def write_rows(path: Path, named: Mapping[str, Rows]) -> tuple[SavedFile, dict[s
     """
     header = _header(named)
     pieces: dict[str, list[Piece]] = {}
-    with _opened(path, "writing", os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
+    with opened(path, "writing", os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
         _write(descriptor, np.frombuffer(header, np.uint8))
         at = len(header)
         for name, rows in named.items():
@@ -113,7 +113,7 @@ class Reader:
     def _open(self, name: str) -> Iterator[int]:
         """A file whose size and header are right."""
         path, expected = self._folder / name, self._manifest.files[name]
-        with _opened(path, "reading", os.O_RDONLY) as descriptor:
+        with opened(path, "reading", os.O_RDONLY) as descriptor:
             size = os.fstat(descriptor).st_size
             if size != expected.nbytes:
                 raise StoreError(f"{path} has {size:,} bytes instead of {expected.nbytes:,}.")
@@ -165,19 +165,6 @@ def _cut(data: torch.Tensor) -> Iterator[tuple[int, int]]:
 def _bytes_of(data: torch.Tensor) -> np.ndarray:
     flat: np.ndarray = data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return flat
-
-
-@contextmanager
-def _opened(path: Path, doing: str, flags: int) -> Iterator[int]:
-    """A descriptor of ``path``; what the system refuses meanwhile is told as a StoreError."""
-    try:
-        descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise describe_os_error(doing, path, error) from error
 
 
 def _write(descriptor: int, data: np.ndarray) -> None:

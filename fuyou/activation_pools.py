@@ -71,14 +71,11 @@ class ActivationPools:
         if index is None:
             source = self._on_host(key)
             index, after = self._room_on_device(key, pinned)
-            ready = self._host.slots[source].ready
-            assert ready is not None
-            upload = self._emit(Op.ACTIVATION_UPLOAD, [ready, *after], source=source, target=index, micro=key[2])
+            after = [self._host.slots[source].filled, *after]
+            upload = self._emit(Op.ACTIVATION_UPLOAD, after, source=source, target=index, micro=key[2])
             self._host.use(source, upload)
             self._device.fill(index, key, upload)
-        filled = self._device.slots[index].ready
-        assert filled is not None
-        task.after.append(filled)
+        task.after.append(self._device.slots[index].filled)
         self._device.use(index, task)
         return index
 
@@ -108,9 +105,7 @@ class ActivationPools:
         after = slot.busy()
         if leaving is not None and self._host.find(leaving) is None and leaving not in self._ssd:
             target, room = self._room_on_host(leaving, key)
-            produced = slot.ready
-            assert produced is not None
-            download = self._emit(Op.ACTIVATION_DOWNLOAD, [produced, *room], source=index, target=target)
+            download = self._emit(Op.ACTIVATION_DOWNLOAD, [slot.filled, *room], source=index, target=target)
             self._host.fill(target, leaving, download)
             after.append(download)
         return index, after
@@ -122,10 +117,8 @@ class ActivationPools:
         after = slot.busy()
         if leaving is not None and leaving not in self._ssd and self._device.find(leaving) is None:
             place = self._ssd_free.pop()
-            ready = slot.ready
-            assert ready is not None
             write = self._emit(
-                Op.ACTIVATION_WRITE, [ready, *self._ssd_users.pop(place, [])], source=index, target=place
+                Op.ACTIVATION_WRITE, [slot.filled, *self._ssd_users.pop(place, [])], source=index, target=place
             )
             self._ssd[leaving] = (place, write)
             after.append(write)

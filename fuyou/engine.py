@@ -37,6 +37,7 @@ from fuyou.frozen import FrozenDtype
 from fuyou.keeping import Keeping
 from fuyou.memory_plan import MemoryPlan
 from fuyou.nodes.agreement import Agreement
+from fuyou.nodes.choosing import choose_together
 from fuyou.nodes.commits import ClusterCommits
 from fuyou.nodes.reader import ClusterReader
 from fuyou.nodes.regroup import regroup
@@ -44,11 +45,12 @@ from fuyou.nodes.topology import Topology, share_of
 from fuyou.nonfinite import NonFinitePolicy
 from fuyou.open_model import OpenModel
 from fuyou.optimizer_link import OptimizerLink
+from fuyou.planner import Choice, choose
 from fuyou.records import Precision, allocate_extents
 from fuyou.restripe import Drives
 from fuyou.run_files import RunFiles, create_run, resume_run
 from fuyou.runtime import Runtime
-from fuyou.share import ALONE, Share
+from fuyou.share import Share
 from fuyou.store_access import StoreReader, fill_store
 from fuyou.streamed_loss import streamed_loss
 from fuyou.tasks import Op, StepList
@@ -126,7 +128,8 @@ class Engine:
         automatic: let the planner choose ``deferred_fraction``, ``kept_activations`` and ``clip_by`` where they are not
             given, by simulation of this run on this machine. Needs ``batch_shape`` and a profile of this machine with
             this model (``finetune --profile``); without one nothing is chosen. Costs 0.1 to 3 s at the start, and
-            changes no number. On one rank only.
+            changes no number. Of several ranks the first one chooses for all, by its own profile and the links between
+            them, which are measured (a second).
         topology: the other ranks, if there are any (an ``fcdp.Topology``). Every rank makes an engine, with directories
             of its own and otherwise alike, gives it its own part of every batch, and calls everything that the others
             call. Every node keeps one copy of the parameters, of which each of its M ranks stores 1/M; optimizer states
@@ -217,11 +220,9 @@ class Engine:
             self._meter.start()
             self._open_model()
             folders = [path / run_name for path in self._ssd]
-            if automatic and batch_shape is not None and topology is None:
+            if automatic and batch_shape is not None:
                 strikes = Strikes.of_run(folders) if resume else Strikes()
-                self._options = self._options.completed(
-                    self._model, self._device, self._limits, self._ssd, batch_shape, strikes
-                )
+                self._options = self._options.completed(self._choose(batch_shape, strikes))
             self._open_runtime(batch_shape)
             left = [path / run_name for path in leaving]
             self._open_run(Drives(folders, left), resume, overwrite)
@@ -266,13 +267,18 @@ class Engine:
             options.frozen_dtype, options.seed,
         )  # fmt: skip
         share = share_of(self._topology)
-        if options.frozen_dtype is not FrozenDtype.PLAIN and share != ALONE:
-            raise UserError("--frozen-dtype does not go with several ranks yet: leave it out.")
         self._source = self._model.weights(self._checkpoint)
         self._stack, self._shape = self._model.stack, self._model.shape.shared(share)
         if share.rank:
             torch.manual_seed(options.seed + share.rank)  # what drops out differs, as the sequences do
         self.parameters, self.trainable_parameters = self._model.parameters, self._model.trainable_parameters
+
+    def _choose(self, batch_shape: tuple[int, int], strikes: Strikes) -> Choice | None:
+        training = self._options.training(self._model, self._shape, batch_shape, strikes)
+        here = training, self._device, self._limits, self._ssd
+        if self._agreement is None or self._topology is None:
+            return choose(*here)
+        return choose_together(*here, self._topology, self._agreement)
 
     def _open_runtime(self, batch_shape: tuple[int, int] | None) -> None:
         """Plan memory, and see whether the machine has it."""

@@ -1,9 +1,7 @@
 """The engine's options, validated, and what the planner chooses of those that were left open."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from peft import PeftConfig
 
@@ -12,11 +10,10 @@ from common.models.flops import hardware_flops_per_token, model_flops_per_token
 from fuyou.adam import AdamConfig
 from fuyou.clipping import ClipBy, Strikes, speculation_obstacle
 from fuyou.deferral import interleaved
-from fuyou.devices import Device
 from fuyou.frozen import FrozenDtype
 from fuyou.keeping import Keeping
 from fuyou.open_model import OpenModel
-from fuyou.planner import Training, choose
+from fuyou.planner import Choice, Training
 from fuyou.records import Precision
 from fuyou.step_shape import StepShape
 
@@ -87,26 +84,17 @@ class EngineConfig:
         """Records whose gradients stay until the step has ended."""
         return frozenset(shape.trainable) if self.speculates else self.deferred(shape)
 
-    def completed(
-        self,
-        model: OpenModel,
-        device: Device,
-        limits: tuple[int, int],
-        ssd: Sequence[Path],
-        batch_shape: tuple[int, int],
-        strikes: Strikes,
-    ) -> "EngineConfig":
-        """With what was left open chosen by the planner, if this machine and model have been profiled.
+    def training(self, model: OpenModel, shape: StepShape, batch_shape: tuple[int, int], strikes: Strikes) -> Training:
+        """The run as the planner knows it, which may choose what was left open.
 
         Args:
-            limits: bytes of host and device memory that the run may take.
-            ssd: one directory per drive.
+            shape: the model's records, as this rank shares them.
             batch_shape: (sequences, tokens per sequence).
             strikes: how often gradients were clipped so far.
         """
         module, (rows, seq_len) = model.stack.model, batch_shape
-        training = Training(
-            type(module).__name__, model.config, model.stack, model.shape, rows, seq_len,
+        return Training(
+            type(module).__name__, model.config, model.stack, shape, rows, seq_len,
             model_flops_per_token(module, seq_len), hardware_flops_per_token(module, seq_len),
             clips=self.max_grad_norm is not None, single_slot=self.single_slot, micro_batch=self.micro_batch,
             deferred_fraction=self.deferred_fraction or None, host_cache=self.host_cache,
@@ -114,7 +102,9 @@ class EngineConfig:
             commit_every=self.commit_every, clip_by=self.clip_by,
             clipped_share=0.0 if self.max_grad_norm == math.inf else strikes.share,
         )  # fmt: skip
-        choice = choose(training, device, limits, ssd)
+
+    def completed(self, choice: Choice | None) -> "EngineConfig":
+        """With what was left open as it was chosen, if it was."""
         if choice is None:
             return self
         return replace(

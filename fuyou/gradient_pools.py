@@ -44,11 +44,10 @@ class GradientPools:
         index, leaving = pool.take(record.index)
         after = pool.slots[index].busy()
         if isinstance(leaving, int):
-            filled = pool.slots[index].ready
-            assert filled is not None
             write = self._spilled[leaving] = self._emit(
-                Op.GRADIENT_WRITE, [filled], record=leaving, source=index, nbytes=self._records[leaving].gradient_nbytes
-            )
+                Op.GRADIENT_WRITE, [pool.slots[index].filled], record=leaving, source=index,
+                nbytes=self._records[leaving].gradient_nbytes,
+            )  # fmt: skip
             after.append(write)
         return index, after
 
@@ -68,9 +67,7 @@ class GradientPools:
                 nbytes=record.gradient_nbytes,
             )  # fmt: skip
             pool.fill(index, record.index, ready)
-        filled = pool.slots[index].ready
-        assert filled is not None
-        return index, filled
+        return index, pool.slots[index].filled
 
     def updated(self, index: int, record: Record, update: Task, *, keep: bool) -> None:
         """``update`` uses the gradient in buffer ``index``, the last time unless it is to be kept."""

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from transformers import PreTrainedConfig
 
@@ -329,6 +330,13 @@ class MemoryPlanner:
         counts = replace(counts, host_kept=counts.host_kept + max(0, min(missing + 1 - counts.host_kept, room)))
         return counts if counts.host_kept > missing else replace(counts, ssd_kept=kept)
 
+    @cached_property
+    def _encoding_bytes(self) -> int:
+        """Host memory in which a record is put together, and encoded for all ranks of the node, when it is made."""
+        encoded = [record for record in self.shape.records if record.decoded_nbytes]
+        several = self.shape.share.ranks_per_node > 1
+        return max((one.decoded_nbytes + several * one.device_nbytes for one in encoded), default=0)
+
     def _block_workspace(self, batch: Batch) -> int:
         per_token = activation_elements_per_token(self.config) * self.shape.precision.parameter_bytes
         adapting = self.shape.block_adapting
@@ -380,7 +388,7 @@ class MemoryPlanner:
             + ring_chunks * chunk * shape.trained_state_bytes
             + counts.host_activations * activation
             + counts.host_kept * kept
-            + (0 if self.cpu else shape.decoded_nbytes)  # where a record is put together before it is encoded
+            + (0 if self.cpu else self._encoding_bytes)
             + HOST_OVERHEAD_BYTES
             + DESCRIPTION_BYTES * shape.parameter_tensors
             + ADAM_SCRATCH_BYTES

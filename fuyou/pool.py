@@ -26,6 +26,12 @@ class Slot:
     users: list[Task] = field(default_factory=list)
     touched: int = 0
 
+    @property
+    def filled(self) -> Task:
+        """The task that fills it, of which there is one."""
+        assert self.ready is not None
+        return self.ready
+
     def busy(self) -> list[Task]:
         """Everything that must be finished before the buffer may be overwritten."""
         return [*self.users, self.ready] if self.ready is not None else list(self.users)

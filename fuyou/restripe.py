@@ -151,25 +151,3 @@ def copy_record(sealed: Sealed, source: Store, place: Extent, target: Store) -> 
     for done, _ in writing:
         done.result()
     return Sealed(sealed.what, place, written.values)
-
-
-def read_record(store: Store, sealed: Sealed) -> Bytes:
-    """A part of a record, whole, compared with its checksum.
-
-    Raises:
-        StoreError: a drive refuses, or it is not what was written.
-    """
-    data = aligned_bytes(sealed.extent.nbytes)
-    store.read(sealed.extent, data, sums=Sums(sealed.extent, store.directories, sealed.what, sealed.sums)).result()
-    return data
-
-
-def write_record(store: Store, what: str, place: Extent, data: Bytes) -> Sealed:
-    """Write a part of a record; durable once the store is synced.
-
-    Raises:
-        StoreError: a drive refuses.
-    """
-    sums = Sums(place, store.directories, what)
-    store.write(place, data, sums=sums).result()
-    return Sealed(what, place, sums.values)

@@ -224,9 +224,7 @@ class Scheduler:
         pool = self._device[record.kind]
         index = pool.find(record.index)
         if index is not None:
-            ready = pool.slots[index].ready
-            assert ready is not None
-            return index, ready
+            return index, pool.slots[index].filled
         source, loaded = self._on_host(record)
         index, _ = pool.take(record.index)
         upload = self._emit(
@@ -237,7 +235,7 @@ class Scheduler:
         ready = upload
         if record.share.ranks_per_node > 1:
             filled = record.filled_slices[record.share.local_rank]
-            nbytes = (record.share.ranks_per_node - 1) * filled * record.precision.parameter_bytes
+            nbytes = (record.share.ranks_per_node - 1) * filled * record.unit_bytes
             ready = self._emit(Op.PARAMETER_GATHER, [upload], record=record.index, target=index, nbytes=nbytes)
         pool.fill(index, record.index, ready)
         return index, ready
@@ -247,9 +245,7 @@ class Scheduler:
         pool = self._host[record.kind]
         index = pool.find(record.index)
         if index is not None:
-            ready = pool.slots[index].ready
-            assert ready is not None
-            return index, ready
+            return index, pool.slots[index].filled
         index, _ = pool.take(record.index)
         after = [*pool.slots[index].busy(), *self._written[record.index]]
         read = self._emit(

@@ -124,8 +124,9 @@ class Loop:
                 reached = max(outcome.losses)
             deferred = numerics["max_grad_norm"] is not None or options["deferred_fraction"] > 0
             allowed = options["commit_every"] + deferred + 1  # that this life may have told of and not committed
-            ended = outcome.final is not None or bool(tally.mismatches)
-        if outcome.final is not None:
+            # One that is killed after its last step, while it clears up, leaves that to the next one.
+            ended = outcome.status == 0 or bool(tally.mismatches)
+        if outcome.status == 0:
             same = any_order or outcome.final == expected.final
             self._require(same, f"weights or moments differ {context}")
             self._look_at_drives(root, drives)

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.crash.drives import Fault
 from tests.crash.points import Move, crash, crash_move, move_reference, reference
+from tests.crash.runs import Run
 
 #: Ways of training, by the options of the engine.
 WAYS: dict[str, dict[str, Any]] = {
@@ -137,10 +138,10 @@ class Way:
 def _reference(name: str, folder: Path) -> Way:
     """Train, or move, without a crash."""
     if name in WAYS:
-        trained, options = reference(folder / "undisturbed", WAYS[name]), WAYS[name]
+        trained, options = reference(Run(folder / "undisturbed", WAYS[name])), WAYS[name]
 
         def crash_training(root: Path, number: int, action: str, power: bool) -> bool:
-            return crash(root, options, Fault(number, action), trained, power=number if power else None)
+            return crash(Run(root, options, fault=Fault(number, action)), trained, number if power else None)
 
         return Way(trained.calls, crash_training)
     moved, move = move_reference(folder / name, MOVES[name]), MOVES[name]

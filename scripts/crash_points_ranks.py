@@ -16,8 +16,9 @@ import click
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.crash.cluster import ENDINGS, crash, make_model, reference
+from tests.crash.cluster import ENDINGS, ClusterRun, crash, make_model
 from tests.crash.drives import Fault
+from tests.crash.points import reference
 
 #: States cut over both ranks; whole on each of them, which take turns in writing.
 STRATEGIES = ("fcdp", "N/N/N")
@@ -35,7 +36,7 @@ def main(workers: int, every: int, first: int, strategy: str, directory: Path | 
     with tempfile.TemporaryDirectory(prefix="crash-ranks-", dir=directory) as folder:
         root = Path(folder)
         options = {"model": make_model(root / "model"), "strategy": strategy}
-        expected = reference(root / "undisturbed", options)
+        expected = reference(ClusterRun(root / "undisturbed", options))
         points = range(first, expected.calls + 1, every)
         jobs = [(number, action, power) for number in points for action, power in ENDINGS]
 
@@ -43,7 +44,8 @@ def main(workers: int, every: int, first: int, strategy: str, directory: Path | 
             number, action, power = job
             place = root / f"{number}-{action.replace(' ', '-')}-{power}"
             try:
-                crash(place, options, Fault(number, action), expected, number if power else None)
+                run = ClusterRun(place, options, fault=Fault(number, action))
+                crash(run, expected, number if power else None)
             except AssertionError as error:
                 return f"call {number}, {action}{', power cut' if power else ''}: {error}"
             return None

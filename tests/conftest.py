@@ -1,14 +1,15 @@
-"""What every test runs under: two threads, no network, and a plain word where a GPU is missing."""
+"""What every test runs under: one thread, no network, and a plain word where a GPU is missing."""
 
 import os
 import signal
+from collections.abc import Iterator
 
 # A shell's background jobs ignore Ctrl-C, and so would the processes whose answer to it is tested.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before torch and its libraries are loaded, and inherited by the processes that tests start.
-os.environ["OMP_NUM_THREADS"] = "2"
+os.environ["OMP_NUM_THREADS"] = "1"
 # Threads that wait for each other sleep: on a busy machine, spinning makes small tensors several times slower.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -18,8 +19,11 @@ import hypothesis
 import pytest
 import torch
 
-# Bit-for-bit comparisons hold for a given number of threads only, and two is what every machine has.
-torch.set_num_threads(2)
+from tests import forked
+
+# Bit-for-bit comparisons hold for a given number of threads only. Tests run side by side, so that more than one thread
+# each would wait for one another's cores. (tests/fuyou/test_exact.py has two as well.)
+torch.set_num_threads(1)
 
 # A loaded machine is not a failure, and a test run should say the same thing twice.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
@@ -34,3 +38,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cuda"):
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _server() -> Iterator[None]:
+    """What processes are forked from ends with the tests."""
+    yield
+    forked.close()
+
+
+@pytest.fixture(autouse=True)
+def _forked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is started here comes without seconds of imports, but where a test asks for a real start."""
+    if request.node.get_closest_marker("real_start") is None:
+        forked.stand_in(monkeypatch.setattr)

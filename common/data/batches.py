@@ -1,5 +1,7 @@
 """Batches for training: ``open_data`` for data files, ``RandomBatches`` where there are none."""
 
+import contextlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,9 +16,10 @@ from common.data.files import find_files, read_records, reading
 from common.data.order import shuffled
 from common.data.packing import TRAINED, Packer, cut, unpack
 from common.data.shapes import examples_of_records, examples_of_text_file
-from common.data.token_file import Header, TokenFile, cache_key, write_token_file
+from common.data.token_file import Header, TokenFile, cache_key, remove_unfinished, write_token_file
 from common.errors import UserError
 from common.heap import return_free_memory
+from common.store.lock import DirectoryLock
 from common.units import format_count
 
 
@@ -154,12 +157,16 @@ def open_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir:
     files = find_files(config.files)
     cache_dir.mkdir(parents=True, exist_ok=True)
     path = cache_dir / f"data-{cache_key(files, config.seq_len, tokenizer)}.tokens"
-    try:
+    unusable = contextlib.suppress(OSError, ValueError)  # not there, or damaged
+    with unusable:
         return PackedBatches(TokenFile(path), config)
-    except (OSError, ValueError):  # not there, or damaged: (re)build
+    with DirectoryLock([cache_dir], patience=math.inf):  # of several ranks on a machine, the first one makes it for all
+        with unusable:
+            return PackedBatches(TokenFile(path), config)
+        remove_unfinished(cache_dir)
         _build(path, files, config.seq_len, tokenizer)
-        _return_free_memory()
-        return PackedBatches(TokenFile(path), config)
+    _return_free_memory()
+    return PackedBatches(TokenFile(path), config)
 
 
 def _build(path: Path, files: list[Path], seq_len: int, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -169,7 +176,7 @@ def _build(path: Path, files: list[Path], seq_len: int, tokenizer: PreTrainedTok
 
         def write(row: np.ndarray) -> None:
             header.rows += 1
-            out.write(row.data)
+            out.add(row)
 
         packer = Packer(seq_len, _padding(tokenizer), write)
         for piece in cut(_count_documents(_encode_files(files, encoder, scratch), header), seq_len):

@@ -6,6 +6,7 @@ disk, no network. What needs a whole file in memory: a ``.json`` file that is on
 
 import glob
 import json
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parque
 """Extension of a data file and the ``datasets`` module that reads it."""
 
 RECORDS_PER_READ = 256
+
+_SCRATCH = ".datasets-"
 
 KNOWN_EXTENSIONS = ", ".join(READERS)
 
@@ -67,9 +70,13 @@ def _files_below(directory: Path) -> list[Path]:
 def reading(directory: Path) -> Iterator[Path]:
     """While files are read: a scratch folder in ``directory`` for the lock files of ``datasets``, which keeps quiet.
 
-    Its errors reach the user as ``UserError``, not as log lines and progress bars as well.
+    Its errors reach the user as ``UserError``, not as log lines and progress bars as well. Only one process at a time
+    may do this in a directory: what a killed one has left there is removed.
     """
     import datasets
+
+    for left in directory.glob(f"{_SCRATCH}*"):
+        shutil.rmtree(left, ignore_errors=True)
 
     bars, verbosity = datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
     counts = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
@@ -77,7 +84,7 @@ def reading(directory: Path) -> Iterator[Path]:
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
-        with tempfile.TemporaryDirectory(prefix=".datasets-", dir=directory) as scratch:
+        with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=directory) as scratch:
             yield Path(scratch)
     finally:
         datasets.logging.set_verbosity(verbosity)

@@ -1,4 +1,4 @@
-"""The packed token file: a header and rows of words, written once, read with ``pread``.
+"""The packed token file: a header and rows of words, written once, read with ``pread``; each with a CRC-32 behind it.
 
 Not mapped into memory: touched pages of a mapping would count as memory of the process, and that is bounded.
 """
@@ -6,6 +6,7 @@ Not mapped into memory: touched pages of a mapping would count as memory of the 
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -15,10 +16,15 @@ from typing import BinaryIO
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 1
+from common.errors import FinetuneError
+from common.store.errors import described
+
+FORMAT_VERSION = 2
 """Counts changes to anything that decides what is in the file: shapes, templates, packing, layout."""
 
 _HEADER_BYTES = 4096
+_SUM_BYTES = 4
+_UNFINISHED = ".tmp"
 
 
 @dataclass
@@ -68,11 +74,15 @@ class TokenFile:
         """
         self._file = path.open("rb", buffering=0)
         try:
-            values = json.loads(os.pread(self._file.fileno(), _HEADER_BYTES, 0).decode())
+            block = os.pread(self._file.fileno(), _HEADER_BYTES, 0)
+            if block[-_SUM_BYTES:] != _sum(block[:-_SUM_BYTES]):
+                raise ValueError(f"{path} is damaged, or not a token file")
+            values = json.loads(block[:-_SUM_BYTES])
             if not isinstance(values, dict) or set(values) != {field.name for field in fields(Header)}:
                 raise ValueError(f"{path} is not a token file")
             self.header = Header(**values)
-            expected = _HEADER_BYTES + self.header.rows * self.header.seq_len * 4
+            self._row_bytes = self.header.seq_len * 4
+            expected = _HEADER_BYTES + self.header.rows * (self._row_bytes + _SUM_BYTES)
             if os.fstat(self._file.fileno()).st_size != expected:
                 raise ValueError(f"{path} has the wrong size, expected {expected} bytes")
         except BaseException:
@@ -80,37 +90,82 @@ class TokenFile:
             raise
 
     def read(self, rows: np.ndarray) -> np.ndarray:
-        """The words of the given rows, uint32 [len(rows), seq_len]."""
+        """The words of the given rows, uint32 [len(rows), seq_len].
+
+        Raises:
+            FinetuneError: a row is not what was written.
+            OSError: it cannot be read.
+        """
         words = np.empty((len(rows), self.header.seq_len), dtype=np.uint32)
         for out, row in zip(words, rows.tolist(), strict=True):
-            at, view = _HEADER_BYTES + row * out.nbytes, out.data.cast("B")
-            while len(view):
-                got = os.preadv(self._file.fileno(), [view], at)
-                if got == 0:
-                    raise OSError(f"{self._file.name} ends at byte {at}: it was cut short while in use")
-                at, view = at + got, view[got:]
+            at = _HEADER_BYTES + row * (self._row_bytes + _SUM_BYTES)
+            data = self._read(at, self._row_bytes + _SUM_BYTES)
+            if data[self._row_bytes :] != _sum(data[: self._row_bytes]):
+                raise FinetuneError(
+                    f"The packed data are damaged: bytes {at:,} to {at + len(data) - 1:,} of {self._file.name} are not "
+                    "what was written there. Delete the file: --resume makes it anew from the data, and goes on."
+                )
+            out[:] = np.frombuffer(data, np.uint32, self.header.seq_len)
         return words
+
+    def _read(self, at: int, nbytes: int) -> bytearray:
+        data = bytearray(nbytes)
+        view = memoryview(data)
+        while len(view):
+            got = os.preadv(self._file.fileno(), [view], at)
+            if got == 0:
+                raise OSError(f"{self._file.name} ends at byte {at}: it was cut short while in use")
+            at, view = at + got, view[got:]
+        return data
 
     def close(self) -> None:
         self._file.close()
 
 
-@contextmanager
-def write_token_file(path: Path, header: Header) -> Iterator[BinaryIO]:
-    """A file to append rows to, which takes its name ``path`` only when complete.
+class TokenFileWriter:
+    """Appends rows to a token file that is being made."""
 
-    ``header`` is written last, so the caller fills it in on the way. On any error nothing is left behind.
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        file.seek(_HEADER_BYTES)
+
+    def add(self, row: np.ndarray) -> None:
+        """``row``: words, uint32 [seq_len]."""
+        self._file.write(row.data)
+        self._file.write(_sum(row.data))
+
+    def finish(self, header: Header) -> None:
+        """Write the header; on return all is on the drive."""
+        block = json.dumps(asdict(header)).encode().ljust(_HEADER_BYTES - _SUM_BYTES)
+        self._file.seek(0)
+        self._file.write(block + _sum(block))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+@contextmanager
+def write_token_file(path: Path, header: Header) -> Iterator[TokenFileWriter]:
+    """A file to add rows to, which takes its name ``path`` only when complete.
+
+    ``header`` is written last, so the caller fills it in on the way. On any error nothing is left behind. Only one
+    process at a time may do this in a directory.
     """
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    unfinished = path.with_name(path.name + _UNFINISHED)
     try:
-        with unfinished.open("wb") as file:
-            file.seek(_HEADER_BYTES)
-            yield file
-            file.flush()
-            file.seek(0)
-            file.write(json.dumps(asdict(header)).encode().ljust(_HEADER_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
+        with described("writing", unfinished), unfinished.open("wb") as file:
+            writer = TokenFileWriter(file)
+            yield writer
+            writer.finish(header)
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Remove token files that a killed process was writing. Nobody may be writing one there."""
+    for unfinished in directory.glob(f"*{_UNFINISHED}"):
+        unfinished.unlink(missing_ok=True)
+
+
+def _sum(data: bytes | bytearray | memoryview) -> bytes:
+    return zlib.crc32(data).to_bytes(_SUM_BYTES, "little")

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
 from common.errors import UserError, did_you_mean
 from common.models.first_values import FirstValues
+from common.models.saving import begin, move_into_place, save_tensors
 from common.models.sources import WeightSource
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -244,15 +244,15 @@ class Adapters:
         state = get_peft_model_state_dict(
             self._wrapped, {f"{prefix}{name}": value for name, value in values.items()}, save_embedding_layers=False
         )
-        directory.mkdir(parents=True, exist_ok=True)
-        part = directory / f".{WEIGHTS}"
-        save_file({name: value.contiguous() for name, value in state.items()}, part, metadata={"format": "pt"})
+        folder = begin(directory)
+        save_tensors(folder / WEIGHTS, state)
         self.config.inference_mode = True
         try:
-            self.config.save_pretrained(str(directory))
+            self.config.save_pretrained(str(folder))
         finally:
             self.config.inference_mode = False
-        part.replace(directory / WEIGHTS)
+        # An older adapter's configuration may not fit the new weights.
+        move_into_place(directory, [directory / CONFIG], last=[WEIGHTS, CONFIG])
 
     def merge(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Weights with their adapters added, under the names of the model as it was.

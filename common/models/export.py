@@ -2,21 +2,17 @@
 
 import copy
 import json
-import os
 import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import FinetuneError
 from common.models.conversion import to_disk
+from common.models.saving import begin, discard, move_into_place, save_tensors
 from common.models.shards import INDEX, SINGLE
 from common.models.structure import fp32_parameters, stored_names
-
-INCOMPLETE = ".export-incomplete"
-"""Folder, inside the directory, of an export that is not finished."""
 
 _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
@@ -57,9 +53,7 @@ class CheckpointWriter:
         self._shard_of: dict[str, int] = {}
         self._shards = 0
         self._total_size = 0
-        self._folder = directory / INCOMPLETE
-        self.discard()
-        self._folder.mkdir(parents=True)
+        self._folder = begin(directory)
 
     def add(self, named: dict[str, torch.Tensor]) -> None:
         """Take some parameters, for instance a block's; they are copied.
@@ -99,7 +93,7 @@ class CheckpointWriter:
 
     def discard(self) -> None:
         """Remove what an unfinished export has left, this one or an earlier one."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        discard(self.directory)
 
     def _append(self, named: dict[str, torch.Tensor]) -> None:
         for name, value in to_disk(self.model, named).items():
@@ -112,9 +106,7 @@ class CheckpointWriter:
         if not self._shard:
             return
         self._shards += 1
-        file = self._folder / f"shard-{self._shards}"
-        save_file(self._shard, file, metadata={"format": "pt"})
-        _sync(file)
+        save_tensors(self._folder / f"shard-{self._shards}", self._shard)
         self._shard_of.update(dict.fromkeys(self._shard, self._shards))
         self._total_size += self._shard_size
         self._shard, self._shard_size = {}, 0
@@ -132,7 +124,6 @@ class CheckpointWriter:
             "weight_map": {name: names[number - 1] for name, number in sorted(self._shard_of.items())},
         }
         (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        _sync(self._folder / INDEX)
         return [*names, INDEX]
 
     def _write_configs(self) -> None:
@@ -146,13 +137,7 @@ class CheckpointWriter:
     def _move_into_place(self, weights: list[str]) -> None:
         # An older checkpoint's entry points go first, so that its index never points at new shards.
         old = [self.directory / SINGLE, self.directory / INDEX, *self.directory.glob("model-*-of-*.safetensors")]
-        for file in old:
-            file.unlink(missing_ok=True)
-        others = sorted(file.name for file in self._folder.iterdir() if file.name not in weights)
-        for name in [*others, *weights]:
-            (self._folder / name).replace(self.directory / name)
-        self._folder.rmdir()
-        _sync(self.directory)
+        move_into_place(self.directory, old, last=weights)
 
 
 def copy_tokenizer_files(source: Path, directory: Path) -> list[str]:
@@ -167,12 +152,3 @@ def copy_tokenizer_files(source: Path, directory: Path) -> list[str]:
         else:
             shutil.copyfile(path, directory / path.name)
     return [path.name for path in found]
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file or a directory is on the drive."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

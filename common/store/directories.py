@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import FinetuneError, UserError
-from common.store.errors import StoreError, describe_os_error
+from common.store.errors import StoreError, described, opened
 from common.store.layout import ALIGNMENT, Layout
 from common.store.manifest import MANIFEST_FILE
 from common.store.pacing import CLOCK_FILE
@@ -176,11 +176,9 @@ def remove(directories: Iterable[Path]) -> None:
         beside = [*(name + ".tmp" for name in files), MANIFEST_FILE + ".tmp", IDENTITY_FILE + ".tmp"]
         # Each group is gone for good before the next one goes, so that a power cut does not change their order.
         for names in ([MANIFEST_FILE], [*beside, CLOCK_FILE, *files], [IDENTITY_FILE]):
-            try:
-                for name in names:
+            for name in names:
+                with described("removal", directory / name):
                     (directory / name).unlink(missing_ok=True)
-            except OSError as error:
-                raise describe_os_error("removal", directory / name, error) from error
             sync_directory(directory)
 
 
@@ -275,46 +273,33 @@ def reserve(directories: Iterable[Path], layout: Layout) -> None:
     """
     for directory in directories:
         for name, nbytes in layout.file_bytes().items():
-            path = directory / name
-            try:
-                if path.stat().st_blocks * 512 < nbytes:
-                    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-                    try:
-                        _allocate(descriptor, nbytes)
-                        os.fsync(descriptor)
-                    finally:
-                        os.close(descriptor)
-            except OSError as error:
-                raise describe_os_error(f"preallocating {format_bytes(nbytes)}", path, error) from error
+            _give_space(directory / name, nbytes)
 
 
 def hollow(path: Path) -> None:
     """Give back the space of a file whose content nobody needs; atomically, it keeps its name and its size."""
     beside = path.with_name(path.name + ".tmp")
-    try:
+    with described("giving back the space", path):
         nbytes = path.stat().st_size
         beside.unlink(missing_ok=True)
         _make_file(beside, nbytes, sparse=True)
         os.replace(beside, path)
-    except OSError as error:
-        raise describe_os_error("giving back the space", path, error) from error
     sync_directory(path.parent)
 
 
 def _make_file(path: Path, nbytes: int, sparse: bool = False) -> None:
     """Make ``path``; unless it is ``sparse``, its bytes are really its own: no later write finds the drive full."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            if sparse:
-                os.ftruncate(descriptor, nbytes)
-            else:
-                _allocate(descriptor, nbytes)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise describe_os_error(f"preallocating {format_bytes(nbytes)}", path, error) from error
+    _give_space(path, nbytes, os.O_CREAT | os.O_EXCL, sparse)
+
+
+def _give_space(path: Path, nbytes: int, flags: int = 0, sparse: bool = False) -> None:
+    """Let ``path`` have its bytes, or only its size if it is ``sparse``; durably."""
+    with opened(path, f"preallocating {format_bytes(nbytes)}", os.O_RDWR | flags) as descriptor:
+        if sparse:
+            os.ftruncate(descriptor, nbytes)
+        elif os.fstat(descriptor).st_blocks * 512 < nbytes:
+            _allocate(descriptor, nbytes)
+        os.fsync(descriptor)
 
 
 def _allocate(descriptor: int, nbytes: int) -> None:
@@ -328,9 +313,7 @@ def _allocate(descriptor: int, nbytes: int) -> None:
 
 def _check_file(path: Path, nbytes: int) -> None:
     """Refuse a file of the store that is not there or too short."""
-    try:
+    with described("opening", path):
         size = path.stat().st_size
-    except OSError as error:
-        raise describe_os_error("opening", path, error) from error
     if size != nbytes or size % ALIGNMENT:
         raise StoreError(f"{path} has {size:,} bytes instead of {nbytes:,}: it was changed by something else.")

@@ -2,6 +2,8 @@
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from common.errors import FinetuneError
@@ -29,9 +31,37 @@ def describe_os_error(doing: str, path: Path, error: OSError) -> StoreError:
     return StoreError(what, error.errno)
 
 
+@contextmanager
+def described(doing: str, path: Path) -> Iterator[None]:
+    """An ``OSError`` met in here names ``path``, which those of files that are open do not; see above.
+
+    Raises:
+        StoreError: there was one.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise describe_os_error(doing, path, error) from error
+
+
 def _free_space(directory: Path) -> str:
     try:
         status = os.statvfs(directory)
     except OSError:
         return ""
     return f"{format_bytes(status.f_bavail * status.f_frsize)} are free in {directory}. "
+
+
+@contextmanager
+def opened(path: Path, doing: str, flags: int) -> Iterator[int]:
+    """A descriptor of ``path`` while it is used for ``doing``.
+
+    Raises:
+        StoreError: the system has refused something meanwhile.
+    """
+    with described(doing, path):
+        descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)

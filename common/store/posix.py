@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from common.store.errors import StoreError, describe_os_error
+from common.store.errors import StoreError, describe_os_error, described
 from common.store.layout import ALIGNMENT, whole_pages
 from common.units import format_bytes
 
@@ -39,10 +39,8 @@ class PosixFile:
             StoreError: it cannot be opened.
         """
         self.path = path
-        try:
+        with described("opening", path):
             self._descriptor, self.direct = _open_direct(path)
-        except OSError as error:
-            raise describe_os_error("opening", path, error) from error
 
     def read(self, offset: int, view: Bytes) -> None:
         """Fill ``view`` with the bytes from ``offset`` on; both may be odd."""
@@ -99,10 +97,8 @@ class PosixFile:
         Raises:
             StoreError: the drive refused; what was written since the last sync may be lost.
         """
-        try:
+        with described("syncing", self.path):
             os.fdatasync(self._descriptor)
-        except OSError as error:
-            raise describe_os_error("syncing", self.path, error) from error
 
     def close(self) -> None:
         """Close the file; once."""

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from common.store.errors import StoreError, describe_os_error
+from common.store.errors import StoreError, describe_os_error, opened
 
 
 def write_sealed(path: Path, content: dict[str, Any]) -> None:
@@ -70,14 +70,8 @@ def sync_directory(directory: Path) -> None:
     Raises:
         StoreError: the drive refused.
     """
-    try:
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise describe_os_error("syncing", directory, error) from error
+    with opened(directory, "syncing", os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+        os.fsync(descriptor)
 
 
 def _checksum(content: Any) -> str:

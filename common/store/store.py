@@ -13,7 +13,7 @@ from common.errors import UserError, did_you_mean
 from common.store import directories as placement
 from common.store import kvikio_backend
 from common.store.checksums import Sums
-from common.store.errors import StoreError, describe_os_error
+from common.store.errors import StoreError, described
 from common.store.kvikio_backend import KvikioFile
 from common.store.layout import ALIGNMENT, Extent, Layout, pieces, whole_pages
 from common.store.pacing import CLOCK_FILE, DriveClock, Pace
@@ -127,11 +127,6 @@ class Store:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def backend_name(self) -> str:
-        """``kvikio`` if device memory is reached directly in either direction, else ``posix``."""
-        return "kvikio" if self.device_reads or self.device_writes else "posix"
 
     @property
     def direct(self) -> bool:
@@ -310,10 +305,8 @@ def _sync_all(files: Iterable[PosixFile]) -> None:
 
 
 def _join_clock(directory: Path) -> DriveClock:
-    try:
+    with described("opening", directory / CLOCK_FILE):
         return DriveClock(directory)
-    except OSError as error:
-        raise describe_os_error("opening", directory / CLOCK_FILE, error) from error
 
 
 def _check_io(io: str) -> None:

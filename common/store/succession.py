@@ -25,7 +25,7 @@ from common.store.directories import (
     remove,
     reserve,
 )
-from common.store.errors import StoreError, describe_os_error
+from common.store.errors import StoreError, describe_os_error, described
 from common.store.layout import Layout
 from common.store.lock import LOCK_FILE, DirectoryLock
 from common.store.manifest import MANIFEST_FILE, load_manifest
@@ -100,18 +100,55 @@ def settle(folders: Sequence[Path]) -> list[Path]:
     return find(best)[0]
 
 
+def remove_folder(folder: Path, shared: bool = False) -> None:
+    """Remove a store's folder, if it is there, with all that we put into it.
+
+    Args:
+        shared: other things may be in it; then it stays, without the store.
+
+    Raises:
+        StoreError: a drive refused, or there are other things in it.
+    """
+    for path in filter(Path.is_dir, (folder / SCRATCH, folder)):
+        remove([path])
+        with described("removal", path):
+            for name in (IDENTITY_FILE + ".tmp", LOCK_FILE, _MOVED_FILE + ".tmp", _MOVED_FILE):
+                (path / name).unlink(missing_ok=True)
+            sync_directory(path)  # its successor gets its name: nothing of it may come back under that
+            if not (shared and any(path.iterdir())):
+                path.rmdir()
+        sync_directory(path.parent)
+
+
+def refuse_foreign_files(folders: Iterable[Path], shared: bool = False) -> None:
+    """A folder that could not be removed in the end would be in the way of its successor.
+
+    Args:
+        folders: of stores, of nothing yet, or not there.
+        shared: stores in them are no obstacle: they will have gone by then.
+
+    Raises:
+        UserError: there is something in one of them that we did not put there.
+    """
+    for folder in filter(Path.is_dir, folders):
+        identity = Identity.read(folder)
+        ours = {IDENTITY_FILE, MANIFEST_FILE, _MOVED_FILE, *(identity.layout.file_bytes() if identity else ())}
+        ours |= {name + ".tmp" for name in ours} | {CLOCK_FILE, LOCK_FILE, SCRATCH}
+        for path in sorted(folder.iterdir()):
+            if path.name not in ours and not (shared and _holds_store(path)):
+                raise UserError(f"{path} belongs to no run. Move it elsewhere: the run's folder will be made anew.")
+
+
 def remove_scratch(directories: Sequence[Path]) -> None:
     """Remove what a killed run may have left in a store's ``directories``."""
     for directory in directories:
-        if (directory / SCRATCH).is_dir():
-            _remove(directory / SCRATCH)
+        remove_folder(directory / SCRATCH)
 
 
 def discard(folders: Sequence[Path]) -> None:
     """Remove what lies beside ``folders``."""
     for directory in map(beside, folders):
-        if directory.is_dir():
-            _remove(directory)
+        remove_folder(directory)
 
 
 def make_successor(old: Store, folders: Sequence[Path], layout: Layout, spare: Collection[str]) -> Store:
@@ -128,7 +165,7 @@ def make_successor(old: Store, folders: Sequence[Path], layout: Layout, spare: C
         StoreError: a drive refused; what was made is removed again.
     """
     everywhere, new = list(dict.fromkeys([*old.directories, *folders])), [beside(folder) for folder in folders]
-    _refuse_foreign_files(everywhere, old.layout)
+    refuse_foreign_files(everywhere)
     _check_space(old, folders, layout, spare)
     try:
         for directory in new:
@@ -175,9 +212,8 @@ def take_over(new: Sequence[Path], folders: Sequence[Path]) -> list[Path]:
             write_sealed(directory / _MOVED_FILE, {"to": [str(unmoved(path)) for path in new]})
             (directory / MANIFEST_FILE).unlink(missing_ok=True)
             sync_directory(directory)
-        remove_scratch(old)
         for directory in old:
-            _remove(directory)
+            remove_folder(directory)
         reserve(new, identity.layout)
         named = []
         for directory in new:
@@ -269,29 +305,6 @@ def _whole(members: Sequence[Path]) -> bool:
         if any(map(load_manifest, members)):
             raise
         return False
-
-
-def _remove(directory: Path) -> None:
-    """A store's directory with all that we put there."""
-    remove([directory])
-    try:
-        for name in (IDENTITY_FILE + ".tmp", LOCK_FILE, _MOVED_FILE + ".tmp", _MOVED_FILE):
-            (directory / name).unlink(missing_ok=True)
-        sync_directory(directory)  # its successor gets its name: nothing of it may come back under that
-        directory.rmdir()
-    except OSError as error:
-        raise describe_os_error("removal", directory, error) from error
-    sync_directory(directory.parent)
-
-
-def _refuse_foreign_files(folders: Sequence[Path], layout: Layout) -> None:
-    """A folder that could not be removed in the end would be in the way of its successor."""
-    ours = {IDENTITY_FILE, MANIFEST_FILE, _MOVED_FILE, *layout.file_bytes()}
-    ours |= {name + ".tmp" for name in ours} | {CLOCK_FILE, LOCK_FILE, SCRATCH}
-    for folder in folders:
-        for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-            if path.name not in ours:
-                raise UserError(f"{path} belongs to no run. Move it elsewhere: the run's folder will be made anew.")
 
 
 def _check_space(old: Store, folders: Sequence[Path], layout: Layout, spare: Collection[str]) -> None:

@@ -55,8 +55,6 @@ class Holding:
     """That it could continue from, newest first; none: directories of it are missing."""
     at_home: bool
     """Whether it is, or is beside, the store that the finder is to have: not another rank's, nor on other drives."""
-    named: bool
-    """Whether it has its final name already."""
     near: bool
     """Whether it is surely of the run that is to go on, and not of another one that lies beside it."""
 
@@ -232,6 +230,6 @@ def _holding(members: list[Directory], drives: Drives) -> Holding | None:
     around = set(home) | {path.parent for path in drives.everywhere} | set(drives.leaving)
     return Holding(
         tuple(paths), members[0].store, run, share, tuple(steps) if len(paths) == members[0].count else (),
-        at_home={home.get(path) for path in paths} == own, named=set(paths) == own,
+        at_home={home.get(path) for path in paths} == own,
         near=any(path in around or path.parent in own for path in paths),
     )  # fmt: skip

@@ -8,19 +8,17 @@ new one; whoever opens the run next finds out which, and finishes or undoes the 
 
 import contextlib
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from common.errors import FinetuneError, UserError
 from common.store import DirectoryLock, Store, StoreError, commit_manifest, load_manifest
-from common.store.directories import IDENTITY_FILE, Identity, check_space, freed_by, hollow, remove, reserve
-from common.store.lock import LOCK_FILE
+from common.store.directories import Identity, check_space, freed_by, hollow, reserve
 from common.store.manifest import MANIFEST_FILE
-from common.store.pacing import CLOCK_FILE
 from common.store.sealed import sync_directory
-from common.store.succession import SCRATCH, beside
+from common.store.succession import beside, refuse_foreign_files, remove_folder, unmoved
 from common.store.verify import verify
 from fuyou.commits import CLUSTER, check_records, check_state
 from fuyou.nodes.agreement import Agreement, host, rank_name
@@ -60,20 +58,26 @@ class _Regrouping:
         self._rank = self._share.rank
 
     def run(self) -> None:
+        chosen, others, hosts = self._choose()
+        if chosen is None:
+            return
+        # What a crash has left half done comes first: the new stores will be where unnamed ones are.
+        if self._settle(chosen, others):
+            chosen, _, hosts = self._choose()
+        if chosen is not None and not (chosen.made_by(self._share) and chosen.at_home):
+            self._settle(self._deal(chosen, hosts), [chosen])
+
+    def _choose(self) -> tuple[RunSet | None, list[RunSet], list[str]]:
+        """The set to go on with, if this is not another module's matter; all others; and the hosts of the ranks."""
         seen = look(self._drives)
         everyone = [Seen.from_dict(told) for told in self._tell(seen.to_dict())]
-        sets = sets_of(everyone)
+        sets, hosts = sets_of(everyone), [one.host for one in everyone]
         # What has taken the place of several ranks' stores may have more to settle, even if their manifests are gone.
         dealt = any(len(one.replaces) > 1 for one in seen.directories)
         if self._share.world_size == 1 and not dealt and all(one.share.world_size == 1 for one in sets):
-            return  # a single rank's run, whose number of drives is another matter
+            return None, [], hosts  # a single rank's run, whose number of drives is another matter
         chosen = choose(sets, self._share, everyone)
-        if chosen is None:
-            return
-        if not (chosen.made_by(self._share) and chosen.at_home):
-            hosts = [one.host for one in everyone]
-            chosen = self._deal(chosen, hosts)
-        self._settle(chosen, [one for one in sets if one.run != chosen.run])
+        return chosen, [one for one in sets if chosen is None or one.run != chosen.run], hosts
 
     def _tell(self, value: Any) -> list[Any]:
         return self._agreement.tell(value) if self._agreement is not None else [value]
@@ -126,9 +130,7 @@ class _Regrouping:
             new = self._all_or_none(lambda: self._make(targets[self._rank], mine, spare, names))
             with new:
                 self._fill(new, sources, mine, targets, told, run)
-        made = Holding(
-            new.directories, new.id, run, self._share, (step,), at_home=True, named=False, near=True
-        )  # fmt: skip
+        made = Holding(new.directories, new.id, run, self._share, (step,), at_home=True, near=True)
         first = Share(self._share.nodes, self._share.ranks_per_node)
         everyone = map(Holding.from_dict, self._tell(made.to_dict()))
         return RunSet(run, first, {rank: Found(rank, one) for rank, one in enumerate(everyone)})
@@ -161,9 +163,10 @@ class _Regrouping:
             ([file for path in old for file in path.iterdir() if file.is_file()], list(new)),
         ):
             check_space(self._drives.folders, sum(new[name] for name in kept), freed_by(gone), what)
+        for its in self._drives.folders:
+            _refuse_others(its, replaces.split())
         for folder, its in zip(folders, self._drives.folders, strict=True):
-            _refuse_others(its)
-            _remove(folder)
+            remove_folder(folder)
             folder.mkdir()
             sync_directory(its.parent)
         for path in old:
@@ -207,8 +210,11 @@ class _Regrouping:
 
     # -- the set that counts --------------------------------------------------------------------------------------
 
-    def _settle(self, chosen: RunSet, others: Sequence[RunSet]) -> None:
-        """Remove the stores that the set has replaced, and those that were to replace it; give its own their names."""
+    def _settle(self, chosen: RunSet, others: Sequence[RunSet]) -> bool:
+        """Remove the stores that the set has replaced, and those that were to replace it; give its own their names.
+
+        Every rank does it for what it has found. Returns whether there was anything to do, on any of them.
+        """
         seen = look(self._drives)
         stores = {found.holding.store for found in chosen.members.values()}
         names = self._tell([one.replaces for one in seen.directories if one.store in stores])
@@ -221,50 +227,43 @@ class _Regrouping:
             if unfinished or (one.store in replaced and one.store not in committed):
                 lost.append(one.path)
         lost += [path for path in self._drives.leaving if path.is_dir() and not any(path.iterdir())]  # removed, almost
-        own = next(one for one in seen.holdings if one.at_home and one.store in stores)
-        if not any(self._tell(bool(lost) or not own.named)):
-            return
+        found = [one.holding.directories for one in chosen.members.values() if one.finder == self._rank]
+        unnamed = [directories for directories in found if any(path != unmoved(path) for path in directories)]
+        if not any(self._tell(bool(lost or unnamed))):
+            return False
         for turn in range(self._share.world_size):  # several ranks may see the same
             if turn == self._rank:
                 for path in filter(Path.is_dir, lost):  # before anything else of it: without its manifest it is nothing
                     (path / MANIFEST_FILE).unlink(missing_ok=True)
                     sync_directory(path)
                 for path in lost:
-                    _remove(path)
+                    remove_folder(path, shared=True)
             self._tell(None)
-        for path in own.directories:
-            folder = next(folder for folder in self._drives.folders if path in (folder, beside(folder)))
-            if path != folder:
-                _remove(folder)
-                path.rename(folder)
-                sync_directory(folder.parent)
-        with Store.open(self._drives.folders, io="posix") as store:
-            layout = store.layout
-        reserve(self._drives.folders, layout)
+        for directories in unnamed:
+            for path in directories:
+                if path != unmoved(path):
+                    _refuse_others(unmoved(path), list(replaced))
+                    remove_folder(unmoved(path))
+                    path.rename(unmoved(path))
+                    sync_directory(path.parent)
+        for directories in found:
+            with Store.open(list(map(unmoved, directories)), io="posix") as store:
+                layout = store.layout
+            reserve(store.directories, layout)
         self._tell(None)
+        return True
 
 
 def _by_rank(old: RunSet) -> list[tuple[int, Found]]:
     return sorted(old.members.items())
 
 
-def _remove(directory: Path) -> None:
-    """A store's directory, if it is there; it stays if something else is in it."""
-    for path in (directory / SCRATCH, directory):
-        if path.is_dir():
-            remove([path])
-            for name in (IDENTITY_FILE + ".tmp", LOCK_FILE):
-                (path / name).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                path.rmdir()
-    sync_directory(directory.parent)
-
-
-def _refuse_others(folder: Path) -> None:
-    """What belongs to no run would be in the way when the folder is made anew."""
-    identity = Identity.read(folder) if folder.is_dir() else None
-    ours = {IDENTITY_FILE, MANIFEST_FILE, *(identity.layout.file_bytes() if identity is not None else ())}
-    ours |= {name + ".tmp" for name in ours} | {CLOCK_FILE, LOCK_FILE, SCRATCH}
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if path.name not in ours and Identity.read(path) is None:
-            raise UserError(f"{path} belongs to no run. Move it elsewhere: the run's folder will be made anew.")
+def _refuse_others(folder: Path, ours: Collection[str]) -> None:
+    """What is not of the stores ``ours`` would be in the way when the folder is made anew, or be lost with it."""
+    refuse_foreign_files([folder], shared=True)
+    identity = Identity.read(folder)
+    if identity is not None and identity.store not in ours and load_manifest(folder) is not None:
+        raise UserError(
+            f"{folder} holds another run than the one that goes on here. Move it elsewhere, or give other directories "
+            "with --ssd."
+        )

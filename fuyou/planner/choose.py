@@ -1,9 +1,11 @@
 """What the engine asks the planner at the start of a run."""
 
+import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from common.errors import UserError
 from fuyou.clipping import ClipBy
@@ -11,7 +13,7 @@ from fuyou.devices import Device
 from fuyou.keeping import Keeping
 from fuyou.memory_plan import MemoryPlan, MemoryPlanner
 from fuyou.planner.evaluate import Evaluator
-from fuyou.planner.machine import profiled_machine
+from fuyou.planner.machine import Links, one_of_several, profiled_machine
 from fuyou.planner.plan import most_clipped, search
 from fuyou.planner.training import Training
 from fuyou.planner.trial import as_the_engine_runs_it
@@ -30,6 +32,17 @@ class Choice:
     clip_by: ClipBy
     most_clipped: float
     """Share of the steps up to which speculation takes less time than deferral, where there was a choice."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON, for other ranks."""
+        return {**asdict(self), "clip_by": self.clip_by.value}
+
+    @classmethod
+    def from_dict(cls, told: dict[str, Any]) -> "Choice":
+        """Undo :meth:`to_dict`."""
+        operators = tuple((name, ordinal) for name, ordinal in told["keeping"]["operators"])
+        keeping = Keeping(operators, told["keeping"]["layers"])
+        return cls(**{**told, "keeping": keeping, "clip_by": ClipBy(told["clip_by"])})
 
 
 def workload_of(training: Training, device: Device, limits: tuple[int, int], directories: Sequence[Path]) -> Workload:
@@ -71,7 +84,9 @@ def measured(workload: Workload, device: Device, limits: tuple[int, int]) -> Pro
     return as_the_engine_runs_it(measure_parts(workload, device), workload, device, limits)
 
 
-def choose(training: Training, device: Device, limits: tuple[int, int], directories: Sequence[Path]) -> Choice | None:
+def choose(
+    training: Training, device: Device, limits: tuple[int, int], directories: Sequence[Path], links: Links | None = None
+) -> Choice | None:
     """The fastest way to run ``training`` here, by the profile that is kept of this machine and model.
 
     Only what leaves every number as it is: the micro-batch is the one that the memory plan would take anyway. Nothing
@@ -83,19 +98,30 @@ def choose(training: Training, device: Device, limits: tuple[int, int], director
         device: what computes.
         limits: bytes of host and of device memory.
         directories: one per drive.
+        links: to the other ranks, of which each does what ``training`` says, if there are any.
     """
     try:
         profile = profile_of(training, device, limits, directories, measure=False)
         if profile is None:
             return None
         rows = _memory(training, device, limits).batch.micro_rows
-        machine = profiled_machine(profile, device.shares_host_memory, limits[1], limits[0], len(directories), None)
+        ranks, (host, memory) = training.shape.share.ranks_per_node, limits
+        machine = profiled_machine(profile, device.shares_host_memory, memory, host * ranks, len(directories), None)
+        if links is not None:
+            machine = one_of_several(machine, ranks, links)
         evaluator = Evaluator(replace(training, micro_batch=rows), machine)
         best = search(evaluator)
         most = most_clipped(evaluator, best)
     except UserError:
         return None  # the engine will say what does not fit
     return Choice(rows, best.candidate.deferred_fraction, best.candidate.keeping, best.candidate.clip_by, most)
+
+
+def is_profiled(training: Training, device: Device, limits: tuple[int, int], directories: Sequence[Path]) -> bool:
+    """Whether :func:`choose`, with the same arguments, has a profile to choose by."""
+    with contextlib.suppress(UserError):
+        return profile_of(training, device, limits, directories, measure=False) is not None
+    return False
 
 
 def _memory(training: Training, device: Device, limits: tuple[int, int]) -> MemoryPlan:

@@ -70,13 +70,39 @@ class Machine:
         )  # fmt: skip
 
 
-def one_of_several(machine: Machine, nodes: int, ranks_per_node: int, network_bytes_per_second: float) -> Machine:
+@dataclass(frozen=True)
+class Links:
+    """What connects a rank to the others, while all of them use theirs."""
+
+    inside_bytes_per_second: float
+    """To the ranks of its node, each way."""
+    across_bytes_per_second: float
+    """To other nodes, each way."""
+    message_seconds: float
+    """That an exchange takes beside its bytes."""
+    assumptions: tuple[str, ...] = ()
+    """What was assumed for want of a measurement, for people."""
+
+    @staticmethod
+    def assumed(machine: Machine, ranks_per_node: int, network_bytes_per_second: float) -> "Links":
+        """Those of a cluster of such machines.
+
+        Args:
+            network_bytes_per_second: of a node, each way.
+        """
+        assumptions = [f"an exchange between ranks takes {EXCHANGE_SECONDS * 1e6:.0f} microseconds beside its bytes"]
+        if ranks_per_node > 1:
+            assumptions.append("the GPUs of a node exchange data as fast as they do with the host")
+        return Links(
+            min(machine.rates.upload_bytes_per_second, machine.rates.download_bytes_per_second),
+            network_bytes_per_second / ranks_per_node, EXCHANGE_SECONDS, tuple(assumptions),
+        )  # fmt: skip
+
+
+def one_of_several(machine: Machine, ranks_per_node: int, links: Links) -> Machine:
     """What one rank has of its node in a cluster of such machines, each with ``ranks_per_node`` devices.
 
-    Drives, host memory, optimizer and network are shared by the ranks of a node, which use them alike.
-
-    Args:
-        network_bytes_per_second: of a node, each way.
+    Drives, host memory and optimizer are shared by the ranks of a node, which use them alike.
     """
     share, rates = 1 / ranks_per_node, machine.rates
     shared = replace(
@@ -84,19 +110,16 @@ def one_of_several(machine: Machine, nodes: int, ranks_per_node: int, network_by
         read_bytes_per_second=rates.read_bytes_per_second * share,
         write_bytes_per_second=rates.write_bytes_per_second * share,
         adam_parameters_per_second=rates.adam_parameters_per_second * share,
-        inside_bytes_per_second=min(rates.upload_bytes_per_second, rates.download_bytes_per_second),
-        across_bytes_per_second=network_bytes_per_second * share,
-        message_seconds=EXCHANGE_SECONDS,
+        inside_bytes_per_second=links.inside_bytes_per_second,
+        across_bytes_per_second=links.across_bytes_per_second,
+        message_seconds=links.message_seconds,
     )
-    assumptions = [f"an exchange between ranks takes {EXCHANGE_SECONDS * 1e6:.0f} microseconds beside its bytes"]
-    if ranks_per_node > 1:
-        assumptions.append("the GPUs of a node exchange data as fast as they do with the host")
     return replace(
         machine, rates=shared, host_bytes=machine.host_bytes // ranks_per_node,
         store_bytes=None if machine.store_bytes is None else machine.store_bytes // ranks_per_node,
         endurance_bytes=None if machine.endurance_bytes is None else machine.endurance_bytes // ranks_per_node,
         drives_limit=None if machine.drives_limit is None else machine.drives_limit * share,
-        assumptions=(*machine.assumptions, *assumptions),
+        assumptions=(*machine.assumptions, *links.assumptions),
     )  # fmt: skip
 
 

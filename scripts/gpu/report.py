@@ -151,8 +151,9 @@ def _exactness(data: Data) -> list[str]:
 
 
 def _ranks(data: Data) -> list[str]:
-    rows = [[case["name"], case["dtype"], case["verdict"], case["losses_differing"], case["tensors_differing"],
-             case["hits"]] for case in data.get("cases", [])]  # fmt: skip
+    rows = [[case["name"], case["dtype"], f"{case['verdict']}{': ' + case['why'] if 'why' in case else ''}",
+             *(case.get(name, "-") for name in ("losses_differing", "tensors_differing", "hits"))]
+            for case in data.get("cases", [])]  # fmt: skip
     lines = _table(["two ranks", "dtype", "verdict", "losses differing", "tensors differing", "hits"], rows)
     if load := data.get("load"):
         lines += ["", f"A load of {format_bytes(int(load['bytes']))} from the host cache, both ranks at once: "

@@ -7,6 +7,7 @@ import pytest
 
 from cli.history import History
 from cli.report import Measurements
+from common.store.errors import StoreError
 from fuyou.clipping import ClipBy
 
 FIELDS = {
@@ -37,6 +38,14 @@ def test_report(tmp_path: Path) -> None:
     assert "bound by the SSDs (80% of the time)" in report.summary(10**12)
     assert "1 TB written in all" in report.summary(10**12)
     assert "by speculation: 1 of 2 steps clipped, 1 of them updated again" in report.summary(0)
+
+
+def test_a_full_file_system_is_told_with_the_file(tmp_path: Path) -> None:
+    with History(tmp_path / "losses.jsonl", 0) as history:
+        before, history._file = history._file, Path("/dev/full").open("a", buffering=1)  # noqa: SIM115
+        with pytest.raises(StoreError, match=f"writing of losses.jsonl in {tmp_path} failed: No space left on device"):
+            history.append(1, {"loss": 0.5})
+        history._file = before
 
 
 def test_skipped_steps_are_counted_and_have_no_number(tmp_path: Path) -> None:

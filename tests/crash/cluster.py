@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,8 @@ from common.errors import FinetuneError
 from fcdp.commits import Commits
 from fcdp.topology import Topology
 from fcdp.trainer import Trainer, TrainerConfig
-from tests.crash.drives import Fault, count
-from tests.crash.points import Reference, _clean, _files
-from tests.crash.power import cut_power
-from tests.crash.runs import SEQ_LEN, STEPS, VOCABULARY, Run, execute, tiny_config
+from tests.crash.points import Reference, carry_on, check, clean, files_in, interrupt
+from tests.crash.runs import SEQ_LEN, STEPS, VOCABULARY, Run, tiny_config
 
 #: What happens at a call: action, and whether the power goes as well.
 ENDINGS = (("kill all", False), ("kill self", False), ("tear", True), ("kill all", True))
@@ -37,7 +35,7 @@ ROWS = 3
 
 @dataclass(frozen=True)
 class ClusterRun(Run):
-    """Options: ``model``, ``strategy``, ``resume``."""
+    """Options: ``model``, ``strategy``, ``resume``, ``overwrite`` (which it does, unless it resumes)."""
 
     def train(self, say: Callable[..., None]) -> None:
         """As the first rank; the second one is its child, and tells errors only."""
@@ -64,7 +62,7 @@ def _train(run: ClusterRun, rank: int, say: Callable[..., None]) -> None:
     options = run.options
     warnings.simplefilter("ignore")
     dist.init_process_group(
-        "gloo", f"file://{run.notes}/meeting", rank=rank, world_size=2, timeout=timedelta(seconds=20)
+        "gloo", f"file://{run.notes}/meeting", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )  # fmt: skip
     topology = Topology(2, 1, device="cpu")
     config = TrainerConfig(options.get("strategy", "fcdp"), "fp32", max_grad_norm=0.5)
@@ -101,46 +99,14 @@ def make_model(directory: Path) -> str:
     return str(directory)
 
 
-def reference(root: Path, options: dict[str, Any]) -> Reference:
-    """Run without faults."""
-    outcome = execute(ClusterRun(root, options))
-    assert outcome.status == 0, outcome.error
-    found = Reference(outcome, _files(root), count(ClusterRun(root).notes))
-    _clean(root)
-    return found
-
-
-def crash(root: Path, options: dict[str, Any], fault: Fault, expected: Reference, power: int | None = None) -> bool:
-    """One crash and all that must hold after it. Returns whether the fault came before the run's end.
-
-    Args:
-        root: a directory to be made, and removed if all is well.
-        power: seed of what a power cut takes with it; None: only processes die.
-
-    Raises:
-        AssertionError: something does not hold.
-    """
-    first = execute(ClusterRun(root, options, fault=fault, journal=power is not None))
-    if first.status == 0:
-        assert first.final == expected.outcome.final
-        _clean(root)
+def crash(run: ClusterRun, expected: Reference, power: int | None = None) -> bool:
+    """As :func:`tests.crash.points.crash`, of two ranks; one whose other rank is gone may say that in any words."""
+    first = interrupt(run, expected, power)
+    if first is None:
         return False
-    if power is not None:
-        cut_power(root, root.with_name(root.name + ".notes"), power)
-    second = execute(ClusterRun(root, {**options, "resume": True}))
-    if second.status == 1 and "no commit in" in second.error:
-        assert not first.losses, f"steps {sorted(first.losses)} are lost: {second.error}"
-        second = execute(ClusterRun(root, options))
-    assert second.status == 0, f"the run could not be continued: {second.error}"
-    assert second.final == expected.outcome.final
-    for outcome in (first, second):
-        for step, taken in outcome.losses.items():
-            assert taken == expected.outcome.losses[step], f"step {step} differs"
-    resumed = min(second.losses, default=STEPS + 1)
-    assert list(second.losses) == list(range(resumed, STEPS + 1))
-    assert resumed > max(first.losses, default=0), f"step {max(first.losses)} had been committed, and was lost"
-    assert _files(root) == expected.files
-    found = Commits(root / "commits").verify()
+    check(first, carry_on(run, first), expected, {"commit_every": 0})  # a step is told once it is committed
+    assert files_in(run.root) == expected.files
+    found = Commits(run.root / "commits").verify()
     assert found.step == STEPS and not found.damage
-    _clean(root)
+    clean(run.root)
     return True

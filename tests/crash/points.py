@@ -1,7 +1,7 @@
 """Crash a run at one point, continue it, and compare all of it with the run that was never interrupted."""
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,10 @@ from tests.crash.power import cut_power
 from tests.crash.runs import STEPS, Outcome, Run, execute
 
 #: What a run says that was cut short before its first weights were written.
-NOTHING_THERE = ("holds no run to continue", "was never finished", "before its weights were written", "no directory")
+NOTHING_THERE = (
+    "holds no run to continue", "was never finished", "before its weights were written", "no directory",
+    "nothing to continue",
+)  # fmt: skip
 
 
 #: The step after which runs are moved.
@@ -28,41 +31,56 @@ class Reference:
     """How many calls it makes to its drives."""
 
 
-def reference(root: Path, options: dict[str, Any]) -> Reference:
-    """Run without faults."""
-    outcome = execute(Run(root, options))
+def reference(run: Run) -> Reference:
+    """What comes of ``run`` without faults."""
+    outcome = execute(run)
     assert outcome.status == 0, outcome.error
-    found = Reference(outcome, _files(root), count(Run(root).notes))
-    _clean(root)
+    found = Reference(outcome, files_in(run.root), count(run.notes))
+    clean(run.root)
     return found
 
 
-def crash(root: Path, options: dict[str, Any], fault: Fault, expected: Reference, power: int | None = None) -> bool:
+def crash(run: Run, expected: Reference, power: int | None = None) -> bool:
     """One crash and all that must hold after it. Returns whether the fault came before the run's end.
 
     Args:
-        root: a directory to be made, and removed if all is well.
+        run: with a fault; its root is made, and removed if all is well.
         power: seed of what a power cut takes with it; None: only processes die.
 
     Raises:
         AssertionError: something does not hold.
     """
-    first = execute(Run(root, options, fault=fault, journal=power is not None))
-    if first.status == 0:
-        assert first.final == expected.outcome.final
-        _clean(root)
+    first = interrupt(run, expected, power)
+    if first is None:
         return False
     assert first.status < 0 or first.expected_error, f"the run failed in an unforeseen way: {first.error}"
+    check(first, carry_on(run, first), expected, run.options)
+    assert files_in(run.root) == expected.files
+    clean(run.root)
+    return True
+
+
+def interrupt(run: Run, expected: Reference | None, power: int | None) -> Outcome | None:
+    """The life of ``run`` that its fault cuts short, and the power; None if it came to its end before, as ``expected``
+    (if that is known)."""
+    first = execute(replace(run, journal=power is not None))
+    if first.status == 0:
+        assert expected is None or first.final == expected.outcome.final
+        clean(run.root)
+        return None
     if power is not None:
-        cut_power(root, root.with_name(root.name + ".notes"), power)
-    second = execute(Run(root, {**options, "resume": True}))
+        cut_power(run.root, run.notes, power)
+    return first
+
+
+def carry_on(run: Run, first: Outcome) -> Outcome:
+    """The life after that: the run is continued; or begun again, where nothing is lost by it."""
+    run = replace(run, fault=None, options={**run.options, "resume": True})
+    second = execute(run)
     if second.status == 1 and any(text in second.error for text in NOTHING_THERE):
         assert not first.losses, f"steps {sorted(first.losses)} are lost: {second.error}"
-        second = execute(Run(root, {**options, "overwrite": True}))
-    check(first, second, expected, options)
-    assert _files(root) == expected.files
-    _clean(root)
-    return True
+        second = execute(replace(run, options={**run.options, "resume": False, "overwrite": True}))
+    return second
 
 
 def check(first: Outcome, second: Outcome, expected: Reference, options: dict[str, Any]) -> None:
@@ -118,8 +136,8 @@ def move_reference(root: Path, move: Move) -> MoveReference:
     run = move.run(root / "moved")
     moved = execute(run)
     assert moved.status == 0 and moved.final == started.final, moved.error
-    found = MoveReference(root / "start", whole, _files(root / "moved"), count(run.notes))
-    _clean(root / "moved")
+    found = MoveReference(root / "start", whole, files_in(root / "moved"), count(run.notes))
+    clean(root / "moved")
     return found
 
 
@@ -135,7 +153,7 @@ def crash_move(root: Path, move: Move, fault: Fault, expected: MoveReference, po
     shutil.copytree(expected.start, root)
     first = execute(move.run(root, fault, journal=power is not None))
     if first.status == 0:
-        _clean(root)
+        clean(root)
         return False
     assert first.status < 0 or first.expected_error, f"the run failed in an unforeseen way: {first.error}"
     if power is not None:
@@ -151,16 +169,16 @@ def crash_move(root: Path, move: Move, fault: Fault, expected: MoveReference, po
     assert list(last.losses) == list(range(MOVED_AT + 1, STEPS + 1)), "a committed step was lost"
     assert all(taken == expected.outcome.losses[step] for step, taken in last.losses.items())
     assert last.final == expected.outcome.final
-    assert _files(root) == expected.files
-    _clean(root)
+    assert files_in(root) == expected.files
+    clean(root)
     return True
 
 
-def _files(root: Path) -> list[str]:
+def files_in(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
 
 
-def _clean(root: Path) -> None:
+def clean(root: Path) -> None:
     for path in (root, root.with_name(root.name + ".notes")):
         shutil.rmtree(path, ignore_errors=True)
     root.with_name(root.name + ".results").unlink(missing_ok=True)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.crash.cluster import ENDINGS, ClusterRun, crash, make_model, reference
+from tests.crash.cluster import ENDINGS, ClusterRun, crash, make_model
 from tests.crash.drives import Fault
-from tests.crash.points import Reference
+from tests.crash.points import Reference, reference
 from tests.crash.runs import execute
 
 Begun = tuple[dict[str, Any], Reference]
@@ -20,7 +20,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Begun:
     """Options, and the run that nothing happens to."""
     folder = tmp_path_factory.mktemp("ranks")
     options = {"model": make_model(folder / "model")}
-    return options, reference(folder / "undisturbed", options)
+    return options, reference(ClusterRun(folder / "undisturbed", options))
 
 
 def test_a_crash_at_any_call_loses_no_commit(begun: Begun, tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_a_crash_at_any_call_loses_no_commit(begun: Begun, tmp_path: Path) -> No
 
     def attempt(number: int) -> bool:
         fault, power = faults[number]
-        return crash(tmp_path / str(number), options, fault, expected, number if power else None)
+        return crash(ClusterRun(tmp_path / str(number), options, fault=fault), expected, number if power else None)
 
     with ThreadPoolExecutor(2) as pool:
         assert all(pool.map(attempt, range(len(faults))))

@@ -76,7 +76,7 @@ def test_each_record_has_its_turn_and_no_write_is_done_before_its_checksum_is_kn
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return reference(tmp_path_factory.mktemp("undisturbed") / "run", {"host_cache": 0})
+    return reference(Run(tmp_path_factory.mktemp("undisturbed") / "run", {"host_cache": 0}))
 
 
 @pytest.mark.parametrize("kind", ["write", "read", "sync", "rename", "allocate"])

@@ -7,6 +7,7 @@ import pytest
 
 from tests.crash.drives import Fault
 from tests.crash.points import Reference, crash, reference
+from tests.crash.runs import Run
 
 CLIPPED = {"max_grad_norm": 0.5, "host_cache": 0}
 ENDINGS = [("kill all", False), ("kill self", False), ("tear", True)]
@@ -14,7 +15,7 @@ ENDINGS = [("kill all", False), ("kill self", False), ("tear", True)]
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return reference(tmp_path_factory.mktemp("undisturbed") / "run", CLIPPED)
+    return reference(Run(tmp_path_factory.mktemp("undisturbed") / "run", CLIPPED))
 
 
 @pytest.mark.parametrize(("action", "power"), ENDINGS)
@@ -26,7 +27,8 @@ def test_a_crash_at_any_call_loses_at_most_the_step_in_flight(
     assert len(points) >= 4
 
     def attempt(number: int) -> bool:
-        return crash(tmp_path / str(number), CLIPPED, Fault(number, action), expected, number if power else None)
+        run = Run(tmp_path / str(number), CLIPPED, fault=Fault(number, action))
+        return crash(run, expected, number if power else None)
 
     with ThreadPoolExecutor(2) as pool:
         assert all(pool.map(attempt, points))
@@ -37,7 +39,7 @@ def test_power_that_goes_right_after_a_commit(expected: Reference, tmp_path: Pat
 
     def attempt(number: int) -> bool:
         fault = Fault(number, "kill all", kind="rename")
-        return crash(tmp_path / str(number), CLIPPED, fault, expected, number)
+        return crash(Run(tmp_path / str(number), CLIPPED, fault=fault), expected, number)
 
     with ThreadPoolExecutor(2) as pool:
         came = list(pool.map(attempt, range(6, 14)))
@@ -47,7 +49,7 @@ def test_power_that_goes_right_after_a_commit(expected: Reference, tmp_path: Pat
 def test_a_crash_while_a_clipped_step_is_updated_again(expected: Reference, tmp_path: Path) -> None:
     """Every step is clipped, so all is written twice before it counts; it ends as if it had been deferred."""
     options = {**CLIPPED, "clip_by": "speculation"}
-    again = reference(tmp_path / "run", options)
+    again = reference(Run(tmp_path / "run", options))
     assert again.outcome.final == expected.outcome.final
     assert again.calls > expected.calls
     points = [(number, ENDINGS[number % 3]) for number in range(50, again.calls, 60)]
@@ -55,7 +57,8 @@ def test_a_crash_while_a_clipped_step_is_updated_again(expected: Reference, tmp_
 
     def attempt(point: tuple[int, tuple[str, bool]]) -> bool:
         number, (action, power) = point
-        return crash(tmp_path / str(number), options, Fault(number, action), again, number if power else None)
+        run = Run(tmp_path / str(number), options, fault=Fault(number, action))
+        return crash(run, again, number if power else None)
 
     with ThreadPoolExecutor(2) as pool:
         assert all(pool.map(attempt, points))

@@ -11,9 +11,10 @@ import pytest
 
 from common.errors import FinetuneError, UserError
 from common.store import Layout, Store, StoreError, commit_manifest, load_manifest, remove, succession
-from common.store.verify import verify
+from common.store.checksums import Sums
+from common.store.verify import Sealed, verify
 from fuyou.commits import sealed_records
-from fuyou.restripe import Drives, open_run, read_record, write_record
+from fuyou.restripe import Drives, open_run
 from fuyou.training_state import TrainingState
 from tests.crash.drives import Fault
 from tests.crash.points import Move, MoveReference, crash_move, move_reference
@@ -54,9 +55,11 @@ def make_run(ssd: list[Path]) -> dict[str, bytes]:
     contents, sealed = {}, []
     with Store.create([path / "run" for path in ssd], layout, io="posix") as store:
         for index, place in enumerate(places[len(SIZES) :]):
-            data = np.random.default_rng(index).integers(0, 256, place.nbytes, dtype=np.uint8)
-            contents[f"record {index}"] = data.tobytes()
-            sealed.append(write_record(store, f"record {index}", place, data))
+            what, data = f"record {index}", np.random.default_rng(index).integers(0, 256, place.nbytes, dtype=np.uint8)
+            contents[what] = data.tobytes()
+            sums = Sums(place, store.directories, what)
+            store.write(place, data, sums=sums).result()
+            sealed.append(Sealed(what, place, sums.values))
         store.sync(layout.file_bytes())
         state = {**STATE.to_dict(), "store": store.id, "checksums": [one.to_dict() for one in sealed]}
         commit_manifest(store.directories[0], state)
@@ -73,11 +76,15 @@ def on(ssd: list[Path], leaving: Sequence[Path] = ()) -> Drives:
     return Drives([path / "run" for path in ssd], [path / "run" for path in leaving])
 
 
-def contents_of(drives: Drives) -> dict[str, bytes]:
+def contents_of(drives: Drives) -> dict[str, bytearray]:
     lock, store, state = open_run(drives, load, io="posix")
     with lock, store:
         assert store.layout == store.layout.spread(len(drives.folders)) and state.step == 7
-        return {one.what: read_record(store, one).tobytes() for one in sealed_records(store, state)}
+        contents = {}
+        for one in sealed_records(store, state):
+            contents[one.what] = bytearray(one.extent.nbytes)
+            store.read_now(one.extent, contents[one.what])
+        return contents
 
 
 @pytest.fixture
@@ -116,7 +123,7 @@ def test_a_drive_that_is_not_there_is_told_and_nothing_is_guessed(ssd: list[Path
 def test_remains_of_a_run_that_has_moved_say_where_it_is(ssd: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = make_run(ssd[:2])
     with monkeypatch.context() as killed:
-        killed.setattr(succession, "remove_scratch", lambda directories: 1 / 0)
+        killed.setattr(succession, "remove_folder", lambda folder: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             open_run(on(ssd[2:3], ssd[:2]), load)
     with pytest.raises(UserError, match=rf"was moving .* and goes on in {ssd[2]}/run\."):

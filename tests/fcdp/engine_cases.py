@@ -49,6 +49,8 @@ class Outcome:
     """Of all steps: bytes that the stores have counted, read and written."""
     scheduled: tuple[int, int] = (0, 0)
     """What the schedule says that these come to."""
+    kept: int = 0
+    """Bytes of operator outputs that there is room for."""
 
 
 def batch(step: int, rows: int) -> dict[str, torch.Tensor]:
@@ -77,7 +79,7 @@ def train(topology: fcdp.Topology | None, run: Run) -> Outcome:
     leave = [path for by, whose in run.leave if by == rank for path in directories(run.folder, whose, run.ssds)]
     options = {**OPTIONS, **run.options}
     with fuyou.Engine(run.model, ssd=ssd, leave_ssd=leave, topology=topology, **options) as engine:
-        outcome = Outcome(engine.step_count)
+        outcome = Outcome(engine.step_count, kept=engine.memory_plan.kept_bytes)
         for step in range(engine.step_count + 1, run.steps + 1):
             whole = batch(step, run.rows)
             whole["input_ids"][-1, 2] *= step not in run.bad

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common.models.adapters import ALL_LINEAR, AdapterOptions
 from tests.fcdp import engine_cases as cases
@@ -18,19 +17,6 @@ CHANGES: list[tuple[tuple[int, int] | None, tuple[tuple[int, int], ...]]] = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Sizes that divide by nothing."""
-    config = LlamaConfig(
-        vocab_size=cases.VOCABULARY, hidden_size=36, intermediate_size=52, num_hidden_layers=3, num_attention_heads=3,
-        num_key_value_heads=1, max_position_embeddings=64,
-    )  # fmt: skip
-    torch.manual_seed(1)
-    path = tmp_path_factory.mktemp("model")
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    return str(path)
-
-
 def go_on(pool: Pool, layout: tuple[int, int] | None, run: Run) -> list[Outcome]:
     """Train as so many ranks, or as one alone."""
     return [cases.train(None, run)] if layout is None else pool.run(layout, cases.train, run)
@@ -40,7 +26,7 @@ def go_on(pool: Pool, layout: tuple[int, int] | None, run: Run) -> list[Outcome]
     ("dtype", "ssds", "options", "changes"),
     [
         ("bf16", 2, {"host_cache": 0}, CHANGES[:3]),
-        ("fp32", 1, {"adapters": AdapterOptions(4, 8.0, 0.0, (ALL_LINEAR,))}, CHANGES),
+        ("fp32", 1, {"adapters": AdapterOptions(4, 8.0, 0.0, (ALL_LINEAR,)), "frozen_dtype": "int8"}, CHANGES),
     ],
 )
 def test_other_ranks_go_on_as_if_nothing_had_changed(

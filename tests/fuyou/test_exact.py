@@ -107,6 +107,15 @@ def test_drives_micro_batches_and_clipping(
     check(checkpoints / family, directories(tmp_path, drives), dtype=dtype, micro_batch=micro_batch, clip=clip)
 
 
+def test_two_threads(checkpoints: Path, tmp_path: Path) -> None:
+    """What is summed by several threads is summed in another order, by both alike."""
+    torch.set_num_threads(2)
+    try:
+        check(checkpoints / "gpt2", directories(tmp_path, 1), dtype="bf16", micro_batch=3, clip=0.5)
+    finally:
+        torch.set_num_threads(1)
+
+
 @pytest.mark.parametrize(("fraction", "commit_every"), [(0.67, 1), (1.0, 2)])
 def test_updates_deferred_into_the_next_forward_pass(
     fraction: float, commit_every: int, checkpoints: Path, tmp_path: Path

@@ -2,8 +2,11 @@
 
 import json
 import os
+import re
+import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+import common.data.batches
 from common.data import Batches, DataConfig, RandomBatches, open_data
-from common.errors import UserError
+from common.errors import FinetuneError, UserError
 from tests.common.data.conftest import MARKED_TEMPLATE, make_tokenizer, write_records
 
 
@@ -168,6 +172,8 @@ def test_cache_is_used_again_and_noticed_when_stale(
     assert equal(open_data(config, tokenizer, cache).batch(3), before)
     (cache / name).write_bytes(b"")
     assert equal(open_data(config, tokenizer, cache).batch(3), before)
+    flip(cache / name, 13)  # in the header
+    assert equal(open_data(config, tokenizer, cache).batch(3), before)
 
     open_data(DataConfig((corpus,), 65, 2), tokenizer, cache)
     open_data(config, make_tokenizer(bos=False), cache)
@@ -175,6 +181,48 @@ def test_cache_is_used_again_and_noticed_when_stale(
     os.utime(corpus, (0, 0))
     open_data(config, tokenizer, cache)
     assert len(token_files()) == 5
+
+
+def flip(file: Path, at: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 4
+    file.write_bytes(data)
+
+
+def test_a_flipped_bit_is_never_trained_on(corpus: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    config = DataConfig((corpus,), 64, 1, shuffle=False)
+    batches = open_data(config, tokenizer, tmp_path)
+    (file,) = tmp_path.glob("*.tokens")
+    second = 4096 + 64 * 4 + 4
+    for at in (second, second + 17, second + 64 * 4 + 3):  # a row is followed by its checksum
+        flip(file, at)
+        assert batches.batch(0) and batches.batch(2)
+        with pytest.raises(
+            FinetuneError, match=rf"damaged: bytes {second:,} to 4,615 of {re.escape(str(file))} are not"
+        ):
+            batches.batch(1)
+        flip(file, at)
+    assert batches.batch(1)
+
+
+def test_what_a_killed_process_left_is_removed_and_two_take_turns(
+    corpus: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    (cache / ".datasets-abc").mkdir(parents=True)
+    (cache / "data-0123456789abcdef.tokens.tmp").touch()
+    built: list[Path] = []
+    real = common.data.batches._build
+
+    def build(path: Path, *rest: Any) -> None:
+        built.append(path)
+        time.sleep(0.3)  # the other one looks for the file meanwhile
+        real(path, *rest)
+
+    monkeypatch.setattr("common.data.batches._build", build)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: open_data(DataConfig((corpus,), 64, 1), tokenizer, cache), range(2))
+    assert equal(first.batch(1), second.batch(1)) and built == list(cache.iterdir())
 
 
 def test_nothing_is_left_of_a_file_that_could_not_be_finished(

@@ -1,0 +1,84 @@
+"""Files of a checkpoint or an adapter: whole and on the drive before they get the names by which others load them."""
+
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from common.store.errors import described, opened
+
+INCOMPLETE = ".export-incomplete"
+"""Folder, inside the directory that files are for, of what is not finished."""
+
+
+def begin(directory: Path) -> Path:
+    """The empty folder in which files for ``directory`` are made; both are made if need be."""
+    discard(directory)
+    folder = directory / INCOMPLETE
+    folder.mkdir(parents=True)
+    return folder
+
+
+def discard(directory: Path) -> None:
+    """Remove what was not finished, now or by a process that was killed."""
+    shutil.rmtree(directory / INCOMPLETE, ignore_errors=True)
+
+
+def save_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a new safetensors file.
+
+    ``safetensors`` (0.8) makes files that only their owner may read, by way of a temporary file beside them, which it
+    leaves there if it is killed. So this is for the folder that :func:`begin` makes, and the user's umask decides.
+
+    Raises:
+        StoreError: the file system refused.
+    """
+    with described("writing", file):
+        file.touch()
+        mode = file.stat().st_mode & 0o777
+        try:
+            save_file({name: value.contiguous() for name, value in tensors.items()}, file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise _os_error(error) from error
+        file.chmod(mode)
+
+
+def move_into_place(directory: Path, replaced: Iterable[Path], last: Sequence[str]) -> None:
+    """Sync what the folder of ``directory`` holds, move it to ``directory``, and remove the folder.
+
+    Args:
+        directory: that was given to :func:`begin`.
+        replaced: older files, if they exist; removed before anything is moved.
+        last: names of the files that are moved after all others, in this order: nobody loads the rest without them.
+
+    Raises:
+        StoreError: the file system refused.
+    """
+    folder = directory / INCOMPLETE
+    with described("writing", folder):
+        names = [*sorted({file.name for file in folder.iterdir()} - set(last)), *last]
+        for name in names:
+            _sync(folder / name)
+        for file in replaced:
+            file.unlink(missing_ok=True)
+        for name in names:
+            (folder / name).replace(directory / name)
+        folder.rmdir()
+        _sync(directory)
+
+
+def _os_error(error: SafetensorError) -> Exception:
+    """What the system has refused, which is only in the text; else the error itself."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return OSError(int(found[1]), os.strerror(int(found[1]))) if found else error
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file or a directory is on the drive."""
+    with opened(path, "syncing", os.O_RDONLY) as descriptor:
+        os.fsync(descriptor)

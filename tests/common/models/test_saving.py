@@ -1,0 +1,71 @@
+"""Files of checkpoints and adapters: the user's umask, older files, and what a killed process has left."""
+
+import errno
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from common.models.saving import INCOMPLETE, begin, discard, move_into_place, save_tensors
+from common.store.errors import StoreError
+
+
+@pytest.fixture
+def umask() -> Iterator[int]:
+    before = os.umask(0o027)
+    yield 0o027
+    os.umask(before)
+
+
+def test_the_umask_decides_who_may_read(tmp_path: Path, umask: int) -> None:
+    save_tensors(tmp_path / "weights", {"a": torch.arange(6.0).view(2, 3).T})
+    (tmp_path / "other").touch()
+    assert stat.S_IMODE((tmp_path / "weights").stat().st_mode) == stat.S_IMODE((tmp_path / "other").stat().st_mode)
+    assert load_file(tmp_path / "weights")["a"].tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+
+
+def test_what_the_system_refuses_is_told_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("common.models.saving.save_file", full)
+    with pytest.raises(
+        StoreError, match=rf"writing of weights in {re.escape(str(tmp_path))} failed: No space left"
+    ) as told:
+        save_tensors(tmp_path / "weights", {})
+    assert told.value.error_number == errno.ENOSPC and "continue with --resume" in str(told.value)
+
+
+def test_files_come_in_order_after_older_ones_have_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / "out"
+    (begin(directory) / ".tmp5fH2xa").touch()  # of one that was killed
+    (directory / "config").write_text("old")
+    (directory / "mine").touch()
+    folder = begin(directory)
+    for name in ("weights", "config", "a"):
+        (folder / name).write_text("new")
+    moved: list[tuple[str, bool]] = []
+    real = Path.replace
+
+    def replace(self: Path, target: Path) -> Path:
+        moved.append((target.name, (directory / "config").exists()))
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    move_into_place(directory, [directory / "config", directory / "none"], last=["weights", "config"])
+    assert moved == [("a", False), ("weights", False), ("config", False)]
+    assert {path.name for path in directory.iterdir()} == {"a", "config", "mine", "weights"}
+
+
+def test_what_is_not_finished_is_discarded(tmp_path: Path) -> None:
+    (begin(tmp_path) / "weights").touch()
+    assert [path.name for path in tmp_path.iterdir()] == [INCOMPLETE]
+    discard(tmp_path)
+    discard(tmp_path)
+    assert not list(tmp_path.iterdir())
