@@ -130,8 +130,9 @@ def _check(settings: Settings) -> None:
 def has_commit(settings: Settings) -> bool:
     """Whether there is something to continue."""
     if settings.ssd:
-        from cli.prepare import check, rank_folder
+        from cli.prepare import check
         from common.store.manifest import MANIFEST_FILE
+        from fuyou.run_files import rank_folder
 
         found = check(settings)
         folders = [path / found.run_name for path in found.ssd]

@@ -246,11 +246,6 @@ def _directories(settings: Settings, checkpoint: Path | None) -> tuple[tuple[Pat
     return ssd or (output,), output, settings.store_name
 
 
-def rank_folder(local_rank: int | str) -> str:
-    """Name of a rank's part of a store, in the store's directory on every SSD of its node."""
-    return f"rank-{local_rank}"
-
-
 def _make_directory(option: str, path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)

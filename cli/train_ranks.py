@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from cli.evaluation import is_due, look
 from cli.interrupts import Stopped
-from cli.prepare import Job, rank_folder
+from cli.prepare import Job
 from cli.progress import StepLine
 from cli.rank import Rank
 from cli.report import Measurements
@@ -23,6 +23,7 @@ from common.telling import first_alone, tell
 from fcdp.topology import Topology
 from fuyou import Engine, StepReport
 from fuyou.nodes.topology import share_of
+from fuyou.run_files import rank_folder
 
 
 def train_ranks(job: Job, topology: Topology, rank: Rank, launches: set[str]) -> Engine:

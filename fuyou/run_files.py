@@ -17,6 +17,11 @@ from fuyou.restripe import Drives, open_run
 from fuyou.training_state import TrainingState
 
 
+def rank_folder(local_rank: int | str) -> str:
+    """Name of a rank's part of a store, in the store's directory on every SSD of its node."""
+    return f"rank-{local_rank}"
+
+
 @dataclass
 class RunFiles:
     """Open, and ours until :meth:`close`."""

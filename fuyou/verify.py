@@ -10,6 +10,7 @@ from common.store.directories import IDENTITY_FILE, Identity
 from common.store.succession import beside, unmoved
 from common.store.verify import verify
 from fuyou.commits import CLUSTER, sealed_records
+from fuyou.run_files import rank_folder
 from fuyou.training_state import TrainingState
 
 
@@ -27,7 +28,8 @@ class Verified:
 
 
 def find_runs(places: Iterable[Path], may_have_none: Container[Path] = ()) -> list[list[Path]]:
-    """The directories of runs among ``places`` and what lies directly in them, those of one run together.
+    """The directories of runs among ``places`` and what lies directly in them, those of one run together. (In a run's
+    folder, each rank of a node may have one of its own.)
 
     Args:
         places: where to look.
@@ -39,7 +41,7 @@ def find_runs(places: Iterable[Path], may_have_none: Container[Path] = ()) -> li
     runs: dict[str, list[Path]] = {}
     for place in places:
         found = 0
-        for directory in [place, *_inside(place)]:
+        for directory in _candidates(place):
             identity = Identity.read(directory) if directory.is_dir() else None
             if identity is not None:
                 found += 1
@@ -56,6 +58,11 @@ def find_runs(places: Iterable[Path], may_have_none: Container[Path] = ()) -> li
                 f"There is no run in {place}. Give --verify the directories that --ssd names, or --output.{hint}"
             )
     return [list(dict.fromkeys(directories)) for directories in runs.values()]
+
+
+def _candidates(place: Path) -> list[Path]:
+    inside = _inside(place)
+    return [place, *inside, *(rank for path in inside for rank in sorted(path.glob(rank_folder("*"))))]
 
 
 def _inside(place: Path) -> list[Path]:

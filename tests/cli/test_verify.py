@@ -30,6 +30,12 @@ def test_a_whole_run_and_a_damaged_one(finetune: Finetune, checkpoint: Path, tmp
     }.items():
         wrong = finetune("--verify", place)
         assert wrong.status == 2 and re.search(message, wrong.err), wrong.err
+    copies = [tmp_path / "copy" / drive.name for drive in drives]  # as they lie where several ranks share drives
+    for drive, copy in zip(drives, copies, strict=True):
+        (folder,) = drive.iterdir()
+        shutil.copytree(folder, copy / folder.name / "rank-1")
+    of_ranks = finetune("--verify", *copies)
+    assert of_ranks.status == 0 and f"{copies[1]}/{folder.name}/rank-1: step 2," in of_ranks.out
     (folder,) = drives[0].iterdir()
     moving = shutil.copytree(folder, beside(folder))
     wrong = finetune("--verify", *drives)
