@@ -85,8 +85,7 @@ PLAN_BY_NAME = Mode(
     {"network": "connects several nodes: add --nodes N.", **_CLUSTERS_ONLY},
 )
 PLAN_RANKS = Mode(
-    (_STEP | _BUDGETS | {"plan", "json", "trace", "drive", "ssds", "network", "nodes", "gpus_per_node"})
-    - {"frozen_dtype"},
+    _STEP | _BUDGETS | {"plan", "json", "trace", "drive", "ssds", "network", "nodes", "gpus_per_node"},
     "--plan with --drive and --nodes is for one model that this program trains and cannot be combined with {names}.",
 )
 PLAN_CLUSTER = Mode(

@@ -88,7 +88,8 @@ def build_command(run: Callable[..., int]) -> click.Command:
 
     def group(heading: str) -> Callable[..., None]:
         def add(*names: str, **kwargs: Any) -> None:
-            options.append(GroupedOption([*names], group=heading, **kwargs))
+            shown = "default" in kwargs and not kwargs.get("is_flag")
+            options.append(GroupedOption([*names], group=heading, show_default=shown, **kwargs))
 
         return add
 
@@ -114,7 +115,7 @@ def build_command(run: Callable[..., int]) -> click.Command:
         metavar="N",
         help="Tokens per sequence. Default: 1024, or the model's context if that is shorter.",
     )
-    add("--batch-size", type=positive, default=8, show_default=True, metavar="N", help="Sequences per step.")
+    add("--batch-size", type=positive, default=8, metavar="N", help="Sequences per step.")
 
     add(
         "--eval-data",
@@ -141,7 +142,6 @@ def build_command(run: Callable[..., int]) -> click.Command:
     add(
         "--gpu",
         default="auto",
-        show_default=True,
         metavar="auto|cpu|NAME|INDEX",
         shell_complete=_preset_names("gpus"),
         help="What computes. (emulated:tflops=165,memory=24GiB,link=25GB/s computes nothing and times the rest.)",
@@ -159,23 +159,15 @@ def build_command(run: Callable[..., int]) -> click.Command:
         "--dtype",
         type=click.Choice(["bf16", "fp32"]),
         default="bf16",
-        show_default=True,
         help="What blocks compute in. Master weights are fp32 either way.",
     )
     add(
         "--optimizer-dtype",
         type=click.Choice(["fp32", "bf16"]),
         default="fp32",
-        show_default=True,
         help="Of Adam's two moments; bf16 is rounded stochastically.",
     )
-    add(
-        "--io",
-        type=click.Choice(["auto", "kvikio", "posix"]),
-        default="auto",
-        show_default=True,
-        help="How SSDs are read and written.",
-    )
+    add("--io", type=click.Choice(["auto", "kvikio", "posix"]), default="auto", help="How SSDs are read and written.")
     add("--single-slot", is_flag=True, help="Half the space on SSD, but a crash loses the run.")
 
     add = group("Cluster")
@@ -196,7 +188,6 @@ def build_command(run: Callable[..., int]) -> click.Command:
         "--node-timeout",
         type=positive,
         default=300,
-        show_default=True,
         metavar="SECONDS",
         help="How long to wait for a node that does not come or no longer answers.",
     )
@@ -204,7 +195,6 @@ def build_command(run: Callable[..., int]) -> click.Command:
         "--max-restarts",
         type=click.IntRange(min=0),
         default=3,
-        show_default=True,
         metavar="N",
         help="How often to start again from the last commit after a rank is lost.",
     )
@@ -225,31 +215,23 @@ def build_command(run: Callable[..., int]) -> click.Command:
     add = group("Training")
     add("--steps", type=positive, metavar="N", help="Default: one epoch with --data, 10 steps without.")
     add("--epochs", type=click.FloatRange(min=0, min_open=True), metavar="N", help="Passes over the data.")
-    add("--lr", metavar="X", type=rate, default=1e-5, show_default=True, help="Highest learning rate.")
+    add("--lr", metavar="X", type=rate, default=1e-5, help="Highest learning rate.")
     add(
         "--warmup",
         type=Checked("warmup", Warmup.parse),
         default="0",
-        show_default=True,
         metavar="N|FRACTION",
         help="Steps, or part of all steps (0.03 or 3%), in which the learning rate rises.",
     )
-    add(
-        "--schedule",
-        type=click.Choice(SCHEDULES),
-        default="cosine",
-        show_default=True,
-        help="How the learning rate falls afterwards.",
-    )
-    add("--weight-decay", metavar="X", type=rate, default=0.01, show_default=True, help="Not for biases and norms.")
-    add("--beta1", metavar="X", type=decay, default=0.9, show_default=True, help="Decay of Adam's mean.")
-    add("--beta2", metavar="X", type=decay, default=0.999, show_default=True, help="Decay of Adam's variance.")
+    add("--schedule", type=click.Choice(SCHEDULES), default="cosine", help="How the learning rate falls afterwards.")
+    add("--weight-decay", metavar="X", type=rate, default=0.01, help="Not for biases and norms.")
+    add("--beta1", metavar="X", type=decay, default=0.9, help="Decay of Adam's mean.")
+    add("--beta2", metavar="X", type=decay, default=0.999, help="Decay of Adam's variance.")
     add(
         "--eps",
         metavar="X",
         type=click.FloatRange(min=0, min_open=True),
         default=1e-8,
-        show_default=True,
         help="Added to Adam's divisor.",
     )
     add(
@@ -257,14 +239,12 @@ def build_command(run: Callable[..., int]) -> click.Command:
         metavar="X",
         type=rate,
         default=0.0,
-        show_default=True,
         help="Scale gradients down to this global norm. 0: never.",
     )
     add(
         "--on-nonfinite",
         type=click.Choice(["stop", "skip"]),
         default="stop",
-        show_default=True,
         help="When loss or gradient of a step is NaN or infinite: stop, or skip the step (10 in a row at most). Where "
         "states are on SSD, skip costs as much as --max-grad-norm.",
     )
@@ -272,7 +252,6 @@ def build_command(run: Callable[..., int]) -> click.Command:
         "--clip-by",
         type=click.Choice(CLIP_BY),
         default="auto",
-        show_default=True,
         help="Update when the norm is known, in the next step, or before and again if need be. Same numbers.",
     )
     add(
@@ -280,7 +259,6 @@ def build_command(run: Callable[..., int]) -> click.Command:
         metavar="N",
         type=click.IntRange(min=0),
         default=0,
-        show_default=True,
         help="Of the data's order, and of random weights and tokens.",
     )
 
@@ -296,7 +274,6 @@ def build_command(run: Callable[..., int]) -> click.Command:
         "--lora-dropout",
         type=decay,
         default=0.0,
-        show_default=True,
         metavar="X",
         help="Part of the adapters' inputs to drop in training.",
     )
@@ -331,12 +308,11 @@ def build_command(run: Callable[..., int]) -> click.Command:
         help="Steps between commits: a crash loses at most so many. Default: 1; 100 with --nodes in memory.",
     )
     add("--sample", metavar="PROMPT", help="At the end, print how the tuned model goes on from there.")
-    add("--sample-tokens", type=positive, default=32, show_default=True, metavar="N", help="How far at most.")
+    add("--sample-tokens", type=positive, default=32, metavar="N", help="How far at most.")
     add(
         "--temperature",
         type=rate,
         default=0.0,
-        show_default=True,
         metavar="X",
         help="Of the --sample: 0 takes the likeliest word each time, 0.8 varies.",
     )
@@ -365,7 +341,6 @@ def build_command(run: Callable[..., int]) -> click.Command:
         "--scheme",
         type=click.Choice(["ours", "fuyou"]),
         default="ours",
-        show_default=True,
         help="Plan what this program does, or what the paper's Fuyou did.",
     )
     add("--max-model", is_flag=True, help="Plan the largest preset that fits.")

@@ -24,6 +24,7 @@ from common.models.presets import load_config
 from common.store.directories import usable
 from common.units import format_bytes, format_count
 from fuyou.emulated import is_emulated
+from fuyou.share import Share
 
 DEFAULT_STEPS = 10
 """Without data: enough to see a steady rate."""
@@ -217,11 +218,17 @@ def prepare(settings: Settings) -> Job:
         settings, type(model).__name__, text.vocab_size, parameters, checkpoint, found.gpu, output, found.ssd,
         found.run_name, seq_len, batches, data_key, rate, adapter_parameters,
         _open_held_out(settings, tokenizer, seq_len, output),
-        training_of(settings).record_bytes if settings.frozen_dtype is not None else None,
+        _quantised_bytes(settings) if settings.frozen_dtype is not None else None,
     )  # fmt: skip
     if settings.save:
         _check_space(job)
     return job
+
+
+def _quantised_bytes(settings: Settings) -> int:
+    """Of the store on one node."""
+    share = Share(settings.nodes or 1, settings.gpus_per_node or 1)
+    return training_of(settings).among(share).record_bytes * share.ranks_per_node
 
 
 def _directories(settings: Settings, checkpoint: Path | None) -> tuple[tuple[Path, ...], Path, str]:

@@ -1,4 +1,4 @@
-"""What a run says and writes down while it trains, and where it has left what; of several ranks, the first speaks."""
+"""What a run says and writes down while it trains; of several ranks, the first speaks."""
 
 from collections.abc import Mapping
 from types import TracebackType
@@ -9,8 +9,6 @@ from cli.metrics import Metrics, step_metrics
 from cli.prepare import Job
 from cli.progress import ClusterLine, Progress, StepLine
 from cli.run_directory import RunDirectory
-from cli.settings import RUN
-from common.models.adapters import MERGED
 
 
 class Said:
@@ -47,31 +45,3 @@ class Said:
     ) -> None:
         self._progress.__exit__(kind, error, traceback)
         self._metrics.__exit__(kind, error, traceback)
-
-
-def writing(job: Job) -> str:
-    """What is said before the result is written."""
-    return f"writing the {'adapters' if job.settings.trains_adapters else 'checkpoint'} to {job.output}"
-
-
-def where(job: Job, kept: str, place: str, steps: int) -> str:
-    """Lines that say where everything is.
-
-    Args:
-        job: the run.
-        kept, place: what it is continued from, and where that lies.
-        steps: taken by this call; without any there is no trace.
-    """
-    settings = job.settings
-    lines = {"run": f"{job.output / RUN} (configuration, versions, metrics)"}
-    lines[kept] = f"{place} (may be deleted when this run is not to be continued)"
-    if settings.save:
-        loads = "PeftModel" if settings.trains_adapters else "AutoModelForCausalLM"
-        lines["saved"] = f"{job.output}, for {loads}.from_pretrained"
-        if settings.merge:
-            lines["merged"] = f"{job.output / MERGED}, for AutoModelForCausalLM.from_pretrained"
-    if settings.report is not None:
-        lines["report"] = str(settings.report)
-    if settings.trace is not None and steps:
-        lines["trace"] = f"{settings.trace} (open it in ui.perfetto.dev)"
-    return "\n".join(f"{name:8} {text}" for name, text in lines.items())

@@ -34,8 +34,10 @@ _ONLY_NODES = (
 _ONLY_MEMORY = ("strategy", "device_cache_threshold")
 _ONLY_SAMPLE = ("sample_tokens", "temperature")
 _ONLY_LORA = ("lora_alpha", "lora_dropout", "lora_targets")
-_ONLY_ALONE = ("sample", "frozen_dtype")
-_ONLY_ENGINE = ("host_memory", "device_memory", "optimizer_dtype", "io", "single_slot", "trace", "clip_by")
+_ONLY_ALONE = ("sample",)
+_ONLY_ENGINE = (
+    "host_memory", "device_memory", "optimizer_dtype", "io", "single_slot", "trace", "clip_by", "frozen_dtype",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -5,18 +5,19 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
 from cli.adapters import peft_config_of
+from cli.any_run import check_ids, check_same_run, conclude, measurements, save, say_resumed
 from cli.evaluation import is_due, look
 from cli.interrupts import Interrupts, Stopped
 from cli.machine import training_of
 from cli.prepare import Job, prepare, tokenizer_of
 from cli.progress import StepLine
 from cli.report import Measurements, Report
-from cli.said import Said, where, writing
+from cli.said import Said
 from cli.sample import continuation, print_sample
 from cli.settings import Settings
 from common.errors import UserError
@@ -160,17 +161,15 @@ def _train_and_save(job: Job, engine: Engine, interrupts: Interrupts) -> Result:
     if settings.trace is not None:
         engine.keep_trace()
     if settings.resume:
-        print(f"resume   after step {engine.step_count:,} of {job.steps:,}", flush=True)
+        say_resumed(job, engine)
     io_before = engine.io_bytes()
     measured = _train(job, engine, interrupts)
     engine.flush()
     interrupts.check()
     if settings.trace is not None and measured.losses:
         engine.write_trace(settings.trace.expanduser())
-    read, written = _since(engine, io_before)
-    if settings.save:
-        print(writing(job), flush=True)
-        engine.save_pretrained(job.output, merge=settings.merge)
+    read, written = since(io_before, engine.io_bytes())
+    save(job, engine)
     if settings.sample is not None:
         _sample(job, engine, settings.sample)
     report = measured.report(
@@ -180,26 +179,19 @@ def _train_and_save(job: Job, engine: Engine, interrupts: Interrupts) -> Result:
         engine.planned_io_bytes(),
         clip_by=engine.clip_by,
     )
-    if settings.report is not None:
-        report.write(settings.report.expanduser())
     store = tuple(path / job.run_name for path in job.ssd)
     result = Result(report, written + engine.created_bytes, job.output, store)
-    print(report.summary(result.total_written))
-    print(where(job, "store", ", ".join(map(str, store)), report.steps), flush=True)
+    conclude(job, report, result.total_written, "store", ", ".join(map(str, store)))
     return result
 
 
 def _train(job: Job, engine: Engine, interrupts: Interrupts) -> Measurements:
     """All steps that are left."""
     done = engine.step_count
-    measured = Measurements(
-        job.settings.batch_size * job.seq_len,
-        engine.model_flops_per_token(job.seq_len),
-        engine.hardware_flops_per_token(job.seq_len),
-    )
+    measured = measurements(job, engine)
     memory, disk = _Occasionally(engine.host_memory_in_use), _Occasionally(lambda: _disk_usage(job))
     with Said(job, done, asdict(engine.memory_plan)) as said:
-        if not done:
+        if not done and is_due(job, 0):
             _evaluate(job, engine, said, measured)
         ended, io_before = time.perf_counter(), engine.io_bytes()
         for step in range(done + 1, job.steps + 1):
@@ -217,9 +209,9 @@ def _train(job: Job, engine: Engine, interrupts: Interrupts) -> Measurements:
             measured.add(
                 report.loss, ended - began, report.bound_seconds, report.clipped, report.skipped, report.updated_again
             )
-            io = _since(engine, io_before)
-            io_before = engine.io_bytes()
-            line = _line(report, ended - began, measured, io, engine.device_peak_bytes, memory(), job.emulated, disk())
+            now = engine.io_bytes()
+            io, io_before = since(io_before, now), now
+            line = step_line(engine, report, measured, ended - began, io, memory(), ssd_bytes=disk())
             said.step(line, engine.lr, ended - began)
             if is_due(job, step):
                 _evaluate(job, engine, said, measured)
@@ -228,13 +220,10 @@ def _train(job: Job, engine: Engine, interrupts: Interrupts) -> Measurements:
 
 
 def _evaluate(job: Job, engine: Engine, said: Said, measured: Measurements) -> None:
-    """Look at the held-out data, if there are any; their traffic is not the steps'."""
-    if job.held_out is None:
-        return
+    """Look at the held-out data; their traffic is not the steps'."""
     before, planned = engine.io_bytes(), engine.planned_io_bytes()
     look(job, lambda batch: engine.eval_loss(**batch), engine.step_count, said)
-    after = engine.planned_io_bytes()
-    measured.leave_out(_since(engine, before), (after[0] - planned[0], after[1] - planned[1]))
+    measured.leave_out(since(before, engine.io_bytes()), since(planned, engine.planned_io_bytes()))
 
 
 def _sample(job: Job, engine: Engine, prompt: str) -> None:
@@ -247,28 +236,31 @@ def _sample(job: Job, engine: Engine, prompt: str) -> None:
     print_sample(pieces, prompt)
 
 
-def _line(
+def step_line(
+    engine: Engine,
     report: StepReport,
-    seconds: float,
     measured: Measurements,
-    io: tuple[int, int],
-    device: int,
-    host: int,
-    emulated: bool,
-    disk: int,
+    seconds: float,
+    io: tuple[int, ...],
+    host_bytes: int,
+    **others: int,
 ) -> StepLine:
-    rate = measured.tokens_per_step / seconds
-    bounds = report.bound_seconds
+    """A step in figures, ``others`` among them that not every run has.
+
+    Args:
+        io: bytes read and written in the step's ``seconds``.
+    """
+    rate, bounds = measured.tokens_per_step / seconds, report.bound_seconds
     return StepLine(
         report.step, report.loss, report.grad_norm, rate, rate * measured.model_flops, io[0] / seconds,
-        io[1] / seconds, device, host, max(bounds, key=lambda name: bounds[name], default="nothing"), emulated, disk,
-        bounds, skipped=report.skipped,
+        io[1] / seconds, engine.device_peak_bytes, host_bytes,
+        max(bounds, key=lambda name: bounds[name], default="nothing"), engine.emulated, busy_seconds=bounds,
+        skipped=report.skipped, **others,
     )  # fmt: skip
 
 
-def _since(engine: Engine, before: tuple[int, int]) -> tuple[int, int]:
-    """Bytes read and written since ``before``."""
-    now = engine.io_bytes()
+def since(before: tuple[int, int], now: tuple[int, int]) -> tuple[int, int]:
+    """Bytes read and written between two counts."""
     return now[0] - before[0], now[1] - before[1]
 
 
@@ -291,52 +283,3 @@ class _Occasionally:
             self._value = self._read()
             self._next = time.monotonic() + 2
         return self._value
-
-
-class Resumable(Protocol):
-    """What is trained, as far as continuing it goes."""
-
-    step_count: int
-    user_state: dict[str, Any]
-
-
-def check_same_run(job: Job, engine: Resumable) -> None:
-    """Remember what must stay the same, or compare it with what the run began with.
-
-    Raises:
-        UserError: they differ.
-    """
-    fixed = job.fixed_settings
-    began: dict[str, Any] | None = engine.user_state.get("run")
-    if began is None:
-        engine.user_state["run"] = fixed
-        return
-    for option in {**began, **fixed}:
-        before, now = began.get(option), fixed.get(option)
-        if before == now:
-            continue
-        if option == "--data":
-            raise UserError(
-                "--resume: --data is not what this run began with: other or changed texts, or another tokenizer "
-                f"({before} then, {now} now). Give what it began with, or begin a new run in another --output."
-            )
-        raise UserError(
-            f"--resume: this run began with {option} {before}, and now it is {now}. Give {option} {before}, "
-            "or begin a new run in another --output."
-        )
-    if engine.step_count > job.steps:
-        raise UserError(f"--resume: this run has {engine.step_count} steps behind it, more than --steps {job.steps}.")
-
-
-def check_ids(job: Job, batch: dict[str, Any]) -> None:
-    """Refuse tokens that the model does not know.
-
-    Raises:
-        UserError: there is one.
-    """
-    largest = int(batch["input_ids"].max())
-    if largest >= job.vocab_size:
-        raise UserError(
-            f"The tokenizer gives token {largest}, and the model knows {job.vocab_size:,} tokens (0 to "
-            f"{job.vocab_size - 1}): {job.checkpoint} holds a tokenizer that does not belong to its model."
-        )

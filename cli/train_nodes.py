@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import common
 from cli.adapters import peft_config_of, trainable_parameters
+from cli.any_run import check_ids, check_same_run, conclude, measurements, save, say_resumed
 from cli.choose_strategy import DEFAULT, choose_strategy
 from cli.evaluation import is_due, look
 from cli.interrupts import Stopped
@@ -26,9 +27,9 @@ from cli.prepare import Job, prepare
 from cli.progress import ClusterLine
 from cli.rank import Rank
 from cli.report import Measurements
-from cli.said import Said, where, writing
+from cli.said import Said
 from cli.settings import COMMITS, Settings
-from cli.train import check_ids, check_same_run, quiet_transformers
+from cli.train import quiet_transformers
 from cli.train_ranks import train_ranks
 from common.errors import FinetuneError, UserError
 from common.hardware import list_gpus
@@ -220,8 +221,7 @@ def _open_trainer(job: Job, topology: Topology, launches: set[str]) -> Trainer:
         trainer.resume()
     else:
         trainer.begin()
-    check_same_run(job, trainer)
-    trainer.user_state["launches"] = sorted({*trainer.user_state.get("launches", ()), *launches})
+    check_same_run(job, trainer, launches)
     return trainer
 
 
@@ -276,15 +276,11 @@ def _is_continued(settings: Settings, commits: Commits, launches: set[str]) -> b
 def _train_and_save(job: Job, trainer: Trainer, rank: Rank) -> None:
     settings, speaks = job.settings, rank.rank == 0
     if speaks and (settings.resume or rank.restarts):
-        after = f" (start {rank.restarts + 1}: a rank was lost)" if rank.restarts else ""
-        print(f"resume   after step {trainer.step_count:,} of {job.steps:,}{after}", flush=True)
+        say_resumed(job, trainer, rank.restarts)
     measured, sent = _train(job, trainer, rank)
     rank.where = "after the last step"
     trainer.commit()
-    if settings.save:
-        if speaks:
-            print(writing(job), flush=True)
-        trainer.save_pretrained(job.output, merge=settings.merge)
+    save(job, trainer, speaks)
     if not speaks:
         return
     per_step = sent / len(measured.losses) if measured.losses else 0.0
@@ -296,23 +292,16 @@ def _train_and_save(job: Job, trainer: Trainer, rank: Rank) -> None:
         (0, 0),
         (per_step, planned),
     )
-    if settings.report is not None:
-        report.write(settings.report.expanduser())
-    print(report.summary(0))
-    print(where(job, "commits", str(job.output / COMMITS), report.steps), flush=True)
+    conclude(job, report, 0, "commits", str(job.output / COMMITS))
 
 
 def _train(job: Job, trainer: Trainer, rank: Rank) -> tuple[Measurements, int]:
     """All steps that are left. Returns measurements, and the bytes that a node has sent to others."""
     settings, done, sent = job.settings, trainer.step_count, 0
-    measured = Measurements(
-        settings.batch_size * job.seq_len,
-        trainer.model_flops_per_token(job.seq_len),
-        trainer.hardware_flops_per_token(job.seq_len),
-    )
+    measured = measurements(job, trainer)
     with contextlib.ExitStack() as stack:
         said = stack.enter_context(Said(job, done, _plan_of(job, trainer))) if rank.rank == 0 else None
-        if not done:
+        if not done and is_due(job, 0):
             _evaluate(job, trainer, rank, said)
         ended = time.perf_counter()
         for step in range(done + 1, job.steps + 1):
@@ -350,8 +339,6 @@ def _plan_of(job: Job, trainer: Trainer) -> dict[str, Any]:
 
 
 def _evaluate(job: Job, trainer: Trainer, rank: Rank, said: Said | None) -> None:
-    """Look at the held-out data, if there are any; on all ranks."""
-    if job.held_out is None:
-        return
+    """Look at the held-out data, on all ranks."""
     rank.where = f"evaluating after step {trainer.step_count}"
     look(job, trainer.eval_loss, trainer.step_count, said)

@@ -2,26 +2,26 @@
 
 import contextlib
 import time
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from cli.any_run import check_ids, check_same_run, conclude, measurements, save, say_resumed
 from cli.evaluation import is_due, look
 from cli.interrupts import Stopped
 from cli.prepare import Job
-from cli.progress import StepLine
 from cli.rank import Rank
 from cli.report import Measurements
-from cli.said import Said, where, writing
-from cli.train import check_ids, check_same_run, engine_options, profile_once
+from cli.said import Said
+from cli.train import engine_options, profile_once, since, step_line
 from common.errors import UserError
 from common.store import load_manifest, remove
+from common.store.succession import remove_folder
 from common.telling import first_alone, tell
 from fcdp.topology import Topology
-from fuyou import Engine, StepReport
+from fuyou import Engine
 from fuyou.nodes.topology import share_of
 from fuyou.run_files import rank_folder
 
@@ -58,7 +58,9 @@ def _open_engine(job: Job, topology: Topology, launches: set[str]) -> Engine:
         if topology.local_rank == 0 and not continued:  # what more ranks than now have left there, or a single one
             remove([folder])
             here = {rank_folder(number) for number in range(topology.ranks_per_node)}
-            _remove(path for path in folder.glob(rank_folder("*")) if path.name not in here)
+            for path in folder.glob(rank_folder("*")):
+                if path.name not in here:
+                    remove_folder(path, shared=True)
     return Engine(
         **engine_options(job),
         ssd=folders,
@@ -80,33 +82,21 @@ def _again(folder: Path, launches: set[str]) -> bool:
     return any(tell(mine))
 
 
-def _remove(folders: Iterable[Path]) -> None:
-    for folder in folders:
-        remove([folder])
-        with contextlib.suppress(OSError):  # a file that is not ours keeps it
-            folder.rmdir()
-
-
 def _train_and_save(job: Job, engine: Engine, topology: Topology, rank: Rank, launches: set[str]) -> None:
     settings, speaks = job.settings, rank.rank == 0
-    check_same_run(job, engine)
-    engine.user_state["launches"] = sorted({*engine.user_state.get("launches", ()), *launches})
+    check_same_run(job, engine, launches)
     if settings.trace is not None:
         engine.keep_trace()
     if speaks and engine.step_count:
-        after = f" (start {rank.restarts + 1}: a rank was lost)" if rank.restarts else ""
-        print(f"resume   after step {engine.step_count:,} of {job.steps:,}{after}", flush=True)
+        say_resumed(job, engine, rank.restarts)
     io_before = engine.io_bytes()
     measured, sent = _train(job, engine, topology, rank)
     rank.where = "after the last step"
     engine.flush()
     if settings.trace is not None and measured.losses and speaks:
         engine.write_trace(settings.trace.expanduser())
-    read, written = (now - before for now, before in zip(engine.io_bytes(), io_before, strict=True))
-    if settings.save:
-        if speaks:
-            print(writing(job), flush=True)
-        engine.save_pretrained(job.output, merge=settings.merge)
+    read, written = since(io_before, engine.io_bytes())
+    save(job, engine, speaks)
     mine = (*engine.planned_io_bytes(), read, written, engine.created_bytes, engine.host_peak_bytes,
             engine.host_baseline_bytes)  # fmt: skip
     everyone = tell(mine)
@@ -122,24 +112,17 @@ def _train_and_save(job: Job, engine: Engine, topology: Topology, rank: Rank, la
         (per_step, per_step),
         engine.clip_by,
     )
-    if settings.report is not None:
-        report.write(settings.report.expanduser())
-    print(report.summary(node[3] + node[4]))
     stores = ", ".join(str(path / job.run_name) for path in job.ssd)
-    print(where(job, "store", f"{stores} on every node", report.steps), flush=True)
+    conclude(job, report, node[3] + node[4], "store", f"{stores} on every node")
 
 
 def _train(job: Job, engine: Engine, topology: Topology, rank: Rank) -> tuple[Measurements, int]:
     """All steps that are left. Returns measurements, and the bytes that this rank has sent to other nodes."""
-    settings, done, sent = job.settings, engine.step_count, 0
-    measured = Measurements(
-        settings.batch_size * job.seq_len,
-        engine.model_flops_per_token(job.seq_len),
-        engine.hardware_flops_per_token(job.seq_len),
-    )
+    done, sent, ranks = engine.step_count, 0, topology.ranks_per_node
+    measured = measurements(job, engine)
     with contextlib.ExitStack() as stack:
         said = stack.enter_context(Said(job, done, asdict(engine.memory_plan))) if rank.rank == 0 else None
-        if not done:
+        if not done and is_due(job, 0):
             _evaluate(job, engine, topology, rank, said)
         ended, io_before = time.perf_counter(), engine.io_bytes()
         for step in range(done + 1, job.steps + 1):
@@ -155,15 +138,16 @@ def _train(job: Job, engine: Engine, topology: Topology, rank: Rank) -> tuple[Me
             sent += report.planned_sent_bytes
             if said is not None:
                 now = engine.io_bytes()
-                moved = tuple(
-                    (end - begin) * topology.ranks_per_node for end, begin in zip(now, io_before, strict=True)
-                )
+                moved = tuple(nbytes * ranks for nbytes in since(io_before, now))  # of a node: its ranks move alike
                 io_before = now
-                line = _line(report, ended - began, measured, moved, engine, topology.ranks_per_node)
+                line = step_line(
+                    engine, report, measured, ended - began, moved, engine.host_peak_bytes * ranks,
+                    sent_bytes=report.planned_sent_bytes * ranks,
+                )  # fmt: skip
                 said.step(line, engine.lr, ended - began, topology.world_size)
             if _any(rank.stopping) and step < job.steps:
                 engine.flush()
-                raise Stopped(f"stopped after step {step}, which is committed. {settings.how_to_continue}")
+                raise Stopped(f"stopped after step {step}, which is committed. {job.settings.how_to_continue}")
             if is_due(job, step):
                 _evaluate(job, engine, topology, rank, said)
                 ended, io_before = time.perf_counter(), engine.io_bytes()
@@ -178,9 +162,7 @@ def _part(batch: dict[str, torch.Tensor], topology: Topology) -> dict[str, torch
 
 
 def _evaluate(job: Job, engine: Engine, topology: Topology, rank: Rank, said: Said | None) -> None:
-    """Look at the held-out data, if there are any; on all ranks."""
-    if job.held_out is None:
-        return
+    """Look at the held-out data, on all ranks."""
     rank.where = f"evaluating after step {engine.step_count}"
     look(job, lambda batch: engine.eval_loss(**_part(batch, topology)), engine.step_count, said)
 
@@ -190,16 +172,3 @@ def _any(stop: bool) -> bool:
     told = torch.tensor([float(stop)])
     dist.all_reduce(told)
     return bool(told > 0)
-
-
-def _line(
-    report: StepReport, seconds: float, measured: Measurements, io: tuple[int, ...], engine: Engine, ranks: int
-) -> StepLine:
-    """Of a node: its ranks move alike."""
-    rate, bounds = measured.tokens_per_step / seconds, report.bound_seconds
-    return StepLine(
-        report.step, report.loss, report.grad_norm, rate, rate * measured.model_flops, io[0] / seconds,
-        io[1] / seconds, engine.device_peak_bytes, engine.host_peak_bytes * ranks,
-        max(bounds, key=lambda name: bounds[name], default="nothing"), engine.emulated,
-        busy_seconds=bounds, sent_bytes=report.planned_sent_bytes * ranks, skipped=report.skipped,
-    )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 
-from fuyou.pool import NEVER, Pool
+from fuyou.pool import NEVER, SortedPool
 from fuyou.tasks import Activation, Op, Phase, StepList, Task, Visit
 
 #: ("x", i, m): input of block i (output of block i - 1, or of the embedding if i is 0) for micro-batch m;
@@ -43,8 +43,8 @@ class ActivationPools:
         self, activation: Activation, device: int, host: int, ssd: int, arguments: Callable[[Visit, int], Arguments]
     ):
         self._activation, self._arguments = activation, arguments
-        self._device = Pool(f"device activations ({activation.value})", device, self._next_use, True)
-        self._host = Pool(f"host activations ({activation.value})", host, self._next_use, True)
+        self._device = SortedPool(f"device activations ({activation.value})", device, self._next_use, True)
+        self._host = SortedPool(f"host activations ({activation.value})", host, self._next_use, True)
         self._ssd_free = list(range(ssd))
         self._ssd: dict[Hashable, tuple[int, Task]] = {}
         self._uses: dict[Hashable, list[int]] = {}
@@ -94,7 +94,10 @@ class ActivationPools:
         for key in keys:
             uses = self._uses[key]
             uses.pop()
-            if not uses:
+            if uses:
+                self._device.used(key)
+                self._host.used(key)
+            else:
                 self._device.drop(key)
                 self._host.drop(key)
                 self._forget_ssd(key)

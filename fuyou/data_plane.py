@@ -20,7 +20,7 @@ from common.store.checksums import Sums
 from fuyou.adam import Update
 from fuyou.checksums import RecordSums, sealed_name
 from fuyou.devices import Device, optimizer_threads
-from fuyou.executor import ELSEWHERE, Executor
+from fuyou.executor import ELSEWHERE, Executor, Handler
 from fuyou.memory_plan import HEAP_SLACK_BYTES, MemoryPlan
 from fuyou.nodes.handlers import RankHandlers
 from fuyou.nodes.topology import Topology
@@ -151,50 +151,47 @@ class DataPlane:
         self._ssd_intervals: list[RecordInterval] = []
         self._adam_intervals: list[RecordInterval] = []
         self.ranks = RankHandlers(self, topology) if topology is not None else None
-        self.executor = Executor(
-            {
-                **(self.ranks.handlers() if self.ranks is not None else {}),
-                Op.PARAMETER_READ: self._parameter_read,
-                Op.PARAMETER_UPLOAD: self._parameter_upload,
-                Op.GRADIENT_DOWNLOAD: self._gradient_download,
-                Op.GRADIENT_WRITE: self._gradient_write,
-                Op.GRADIENT_READ: self._gradient_read,
-                Op.STATE_READ: self._state_read,
-                Op.UPDATE: self._update,
-                Op.STATE_WRITE: self._state_write,
-                Op.RESIDENT_WRITE: self._resident_write,
-                Op.PARAMETER_WRITE: self._parameter_write,
-                Op.ACTIVATION_DOWNLOAD: self._activation_download,
-                Op.ACTIVATION_WRITE: self._activation_write,
-                Op.ACTIVATION_READ: self._activation_read,
-                Op.ACTIVATION_UPLOAD: self._activation_upload,
-                Op.COMMIT: lambda task: commit(task),
-            },
-            device.wait_event,
+        self.executor = Executor(self._handlers(commit), device.wait_event)
+        setup = Setup(
+            directories=[str(path) for path in store.directories],
+            io="posix",
+            io_threads=4,
+            records=[record.to_dict() for record in shape.records],
+            slots=slots,
+            chunk_elements=plan.chunk_elements,
+            ring_chunks=plan.ring_chunks,
+            shared=self.shared,
+            share=shape.share,
+            resident=sorted(resident),
+            pace=pace,
+            threads=max(1, optimizer_threads(device) // shape.share.ranks_per_node),
         )
         try:
-            link.set_up(
-                Setup(
-                    directories=[str(path) for path in store.directories],
-                    io="posix",
-                    io_threads=4,
-                    records=[record.to_dict() for record in shape.records],
-                    slots=slots,
-                    chunk_elements=plan.chunk_elements,
-                    ring_chunks=plan.ring_chunks,
-                    shared=self.shared,
-                    share=shape.share,
-                    resident=sorted(resident),
-                    pace=pace,
-                    threads=max(1, optimizer_threads(device) // shape.share.ranks_per_node),
-                ),
-                self._heard,
-                self.executor.fail,
-                locks,
-            )
+            link.set_up(setup, self._heard, self.executor.fail, locks)
         except BaseException:
             self.close()  # nobody else has this object yet, and its files are on the drives
             raise
+
+    def _handlers(self, commit: Callable[[Task], None]) -> dict[Op, Handler]:
+        """Who does which tasks."""
+        return {
+            **(self.ranks.handlers() if self.ranks is not None else {}),
+            Op.PARAMETER_READ: self._parameter_read,
+            Op.PARAMETER_UPLOAD: self._parameter_upload,
+            Op.GRADIENT_DOWNLOAD: self._gradient_download,
+            Op.GRADIENT_WRITE: self._gradient_write,
+            Op.GRADIENT_READ: self._gradient_read,
+            Op.STATE_READ: self._state_read,
+            Op.UPDATE: self._update,
+            Op.STATE_WRITE: self._state_write,
+            Op.RESIDENT_WRITE: self._resident_write,
+            Op.PARAMETER_WRITE: self._parameter_write,
+            Op.ACTIVATION_DOWNLOAD: self._activation_download,
+            Op.ACTIVATION_WRITE: self._activation_write,
+            Op.ACTIVATION_READ: self._activation_read,
+            Op.ACTIVATION_UPLOAD: self._activation_upload,
+            Op.COMMIT: commit,
+        }
 
     # -- buffers --------------------------------------------------------------------------------------------------
 
@@ -322,8 +319,7 @@ class DataPlane:
     def _parameter_upload(self, task: Task) -> None:
         record = self.shape.records[task.record]
         source = torch.from_numpy(self.host_parameters(record.kind, task.source, task.nbytes))
-        start = record.share.stored_start(record.numel) * record.precision.parameter_bytes
-        target = self.parameters[record.kind].bytes(task.target, start + task.nbytes)[start:]
+        target = self.parameters[record.kind].bytes(task.target, record.first_byte + task.nbytes)[record.first_byte :]
         self.device.copy(task, target, source)
 
     def _gradient_download(self, task: Task) -> None:

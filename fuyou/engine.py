@@ -50,7 +50,7 @@ from fuyou.records import Precision, allocate_extents
 from fuyou.restripe import Drives
 from fuyou.run_files import RunFiles, create_run, resume_run
 from fuyou.runtime import Runtime
-from fuyou.share import ALONE, Share
+from fuyou.share import Share
 from fuyou.store_access import StoreReader, fill_store
 from fuyou.streamed_loss import streamed_loss
 from fuyou.tasks import Op, StepList
@@ -267,8 +267,6 @@ class Engine:
             options.frozen_dtype, options.seed,
         )  # fmt: skip
         share = share_of(self._topology)
-        if options.frozen_dtype is not FrozenDtype.PLAIN and share != ALONE:
-            raise UserError("--frozen-dtype does not go with several ranks yet: leave it out.")
         self._source = self._model.weights(self._checkpoint)
         self._stack, self._shape = self._model.stack, self._model.shape.shared(share)
         if share.rank:

@@ -9,7 +9,6 @@ from enum import Enum
 
 import torch
 
-from common.buffers import PAGE, round_up
 from common.errors import UserError
 from common.quantisation import dequantise, dequantise_nf4, nf4_nbytes, quantise, quantise_nf4, quantised_nbytes
 
@@ -41,9 +40,9 @@ class FrozenDtype(Enum):
             )
         return cls.PLAIN if name is None else cls(name)
 
-    def nbytes(self, matrices: int, rest: int, dtype: torch.dtype) -> int:
-        """Bytes, in whole pages, of a record with so many elements in matrices (in whole blocks) and elsewhere."""
-        return round_up(self._row_nbytes(matrices, dtype) + rest * dtype.itemsize, PAGE)
+    def used_nbytes(self, matrices: int, rest: int, dtype: torch.dtype) -> int:
+        """Bytes of a record with so many elements in matrices (in whole blocks) and elsewhere."""
+        return self._row_nbytes(matrices, dtype) + rest * dtype.itemsize
 
     def encode(self, flat: torch.Tensor, matrices: int, payload: torch.Tensor) -> None:
         """Write ``flat`` ``[n]``, whose first ``matrices`` elements are those of matrices, to ``uint8`` ``payload``."""

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from transformers import PreTrainedConfig
 
@@ -175,6 +176,7 @@ class MemoryPlanner:
         self.host_cache = host_cache
         self._kept_layers, self._kept_bytes = kept_layers, kept_bytes
         self.adapters = len(shape.of_kind(Kind.ADAPTER))
+        self._adapter_states = sum(record.state_nbytes for record in shape.of_kind(Kind.ADAPTER))
         self.chunk_elements = chunk_elements(shape)
         # Of the rank that has most: all must plan the same.
         ranks = [replace(_largest_trained(shape), share=share) for share in shape.share.everyone()]
@@ -205,11 +207,18 @@ class MemoryPlanner:
     def _fit(self, batch: Batch, device: BufferCounts) -> MemoryPlan | None:
         activations = (len(self.shape.blocks) + 2) * batch.micro_batches + 2
         kept = self._kept(batch)
-        rungs = itertools.product(self._adapter_ladder(), _host_ladder(_with_kept(device, kept)), _head_ladder(batch))
-        for (in_host, passing), (counts, ring), columns in rungs:
+        device = self._wanted(_with_kept(device, kept))
+        widths = [
+            columns
+            for columns in _head_ladder(batch)
+            if self._count(batch, device, 0.0, columns).device_bytes <= self.device_limit
+        ]
+        for (in_host, passing), (counts, ring), columns in itertools.product(
+            self._adapter_ladder(), _host_ladder(device), widths
+        ):
             counts = replace(self._wanted(counts), host_adapters=in_host, host_adapter_gradients=passing)
             plan = self._count(batch, counts, ring, columns)
-            if plan.device_bytes > self.device_limit or plan.host_bytes > self.host_limit:
+            if plan.host_bytes > self.host_limit:
                 continue
             spare = self.device_limit - plan.device_bytes
             if self.cpu:
@@ -321,6 +330,13 @@ class MemoryPlanner:
         counts = replace(counts, host_kept=counts.host_kept + max(0, min(missing + 1 - counts.host_kept, room)))
         return counts if counts.host_kept > missing else replace(counts, ssd_kept=kept)
 
+    @cached_property
+    def _encoding_bytes(self) -> int:
+        """Host memory in which a record is put together, and encoded for all ranks of the node, when it is made."""
+        encoded = [record for record in self.shape.records if record.decoded_nbytes]
+        several = self.shape.share.ranks_per_node > 1
+        return max((one.decoded_nbytes + several * one.device_nbytes for one in encoded), default=0)
+
     def _block_workspace(self, batch: Batch) -> int:
         per_token = activation_elements_per_token(self.config) * self.shape.precision.parameter_bytes
         adapting = self.shape.block_adapting
@@ -340,9 +356,9 @@ class MemoryPlanner:
         )
         # An outer gradient is made, transposed or summed on the way, and added to the flat buffer: measured on a CPU,
         # three times its size at once.
-        head = logits + 3 * _largest(shape, Kind.OUTER) * width
+        head = logits + 3 * shape.trained_parameter(Kind.OUTER) * width
         head += tokens * shape.outer_adapting.per_token + shape.outer_adapting.fixed
-        workspace = self._block_workspace(batch) + max(2 * _largest(shape, Kind.BLOCK) * width, head)
+        workspace = self._block_workspace(batch) + max(2 * shape.trained_parameter(Kind.BLOCK) * width, head)
 
         trained = {kind: shape.trained_elements(kind) for kind in (Kind.BLOCK, Kind.OUTER)}
         wide_blocks = precision.split and several and bool(trained[Kind.BLOCK])
@@ -368,13 +384,13 @@ class MemoryPlanner:
                 + counts.host_gradients(kind) * shape.gradient_nbytes(kind)
                 for kind in Kind
             )
-            + (sum(r.state_nbytes for r in shape.of_kind(Kind.ADAPTER)) if self._in_memory(counts) else 0)
-            + ring_chunks * chunk * max(shape.records[index].precision.state_bytes for index in shape.trainable)
+            + (self._adapter_states if self._in_memory(counts) else 0)
+            + ring_chunks * chunk * shape.trained_state_bytes
             + counts.host_activations * activation
             + counts.host_kept * kept
-            + (0 if self.cpu else shape.decoded_nbytes)  # where a record is put together before it is encoded
+            + (0 if self.cpu else self._encoding_bytes)
             + HOST_OVERHEAD_BYTES
-            + DESCRIPTION_BYTES * sum(len(record.parameters) for record in shape.records)
+            + DESCRIPTION_BYTES * shape.parameter_tensors
             + ADAM_SCRATCH_BYTES
             + (device if self.cpu else 0)
         )
@@ -413,12 +429,6 @@ class MemoryPlanner:
             f"One block of this model ({block:,} parameters; {outer:,} outside the blocks) with a "
             f"micro-batch of {batch.micro_rows} x {batch.seq_len} tokens needs {' and '.join(needs)}.{smaller}"
         )
-
-
-def _largest(shape: StepShape, kind: Kind) -> int:
-    """Elements of the largest parameter of this kind that has a gradient."""
-    records = [record for record in shape.of_kind(kind) if record.trainable]
-    return max((slot.numel for record in records for slot in record.parameters), default=0)
 
 
 def _gradient_bytes(buffers: int, width: int, wide: bool) -> int:

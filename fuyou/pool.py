@@ -7,7 +7,7 @@ what they wait for.
 """
 
 import heapq
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 
 from common.errors import FinetuneError
@@ -64,24 +64,35 @@ class Pool:
         empty = self._take_empty()
         if empty is not None:
             return empty, None
-        held = set(pinned)
+        found = self._needed_latest(set(pinned))
+        if found is None:
+            raise FinetuneError(f"All {len(self.slots)} buffers of the {self.name} pool are in use; {key} finds none.")
+        index, use = found
+        slot = self.slots[index]
+        leaving = slot.key
+        assert leaving is not None
+        del self._where[leaving]
+        slot.key = None
+        return index, leaving if use != NEVER else None
+
+    def _needed_latest(self, held: Collection[Hashable]) -> tuple[int, float] | None:
+        """Of the buffers that hold something not in ``held``: what is needed latest; among equals, idle the longest.
+
+        Returns its index and the position of its next use; None if there is none.
+        """
         best, best_rank = -1, (False, -1.0, 0.0)
         for index, slot in enumerate(self.slots):
             if slot.key is None or slot.key in held:
                 continue
             use = self._next_use(slot.key)
-            spared = self._spare_newest and index == self._newest and use != NEVER
-            rank = (not spared, use, -float(slot.touched))  # needed latest; among equals, idle the longest
+            rank = (not self._spared(index, use), use, -float(slot.touched))
             if best < 0 or rank > best_rank:
                 best, best_rank = index, rank
-        if best < 0:
-            raise FinetuneError(f"All {len(self.slots)} buffers of the {self.name} pool are in use; {key} finds none.")
-        slot = self.slots[best]
-        leaving = slot.key
-        assert leaving is not None
-        del self._where[leaving]
-        slot.key = None
-        return best, leaving if best_rank[1] != NEVER else None
+        return (best, best_rank[1]) if best >= 0 else None
+
+    def _spared(self, index: int, use: float) -> bool:
+        """Whether this one, which is used next at ``use``, stays if another can leave."""
+        return self._spare_newest and index == self._newest and use != NEVER
 
     def _take_empty(self) -> int | None:
         """Of the buffers that hold nothing the one idle longest, found without looking at all of them."""
@@ -118,3 +129,59 @@ class Pool:
     def touch(self, index: int) -> None:
         self._clock += 1
         self.slots[index].touched = self._clock
+
+
+class SortedPool(Pool):
+    """A pool of many buffers, which finds what is needed latest without looking at each.
+
+    For that it must be told, with :meth:`used`, when an object's next use has changed.
+    """
+
+    def __init__(self, name: str, count: int, next_use: Callable[[Hashable], float], spare_newest: bool = False):
+        super().__init__(name, count, next_use, spare_newest)
+        # A heap: next use (negative), when last touched, index. Entries that do not hold any more are passed over.
+        # None: made when it is needed, which it never is in a pool that holds everything.
+        self._sorted: list[tuple[float, int, int]] | None = None
+
+    def used(self, key: Hashable) -> None:
+        """One use of ``key`` is over, if it is here at all: its next use is another one now."""
+        index = self._where.get(key)
+        if index is not None:
+            self._sort(index)
+
+    def touch(self, index: int) -> None:
+        super().touch(index)
+        self._sort(index)
+
+    def _sort(self, index: int) -> None:
+        if self._sorted is None or self.slots[index].key is None:
+            return
+        heapq.heappush(self._sorted, self._entry(index))
+        if len(self._sorted) > 8 * len(self.slots) + 64:
+            self._sorted = None
+
+    def _entry(self, index: int) -> tuple[float, int, int]:
+        slot = self.slots[index]
+        return -self._next_use(slot.key), slot.touched, index
+
+    def _needed_latest(self, held: Collection[Hashable]) -> tuple[int, float] | None:
+        if self._sorted is None:
+            self._sorted = [self._entry(index) for index, slot in enumerate(self.slots) if slot.key is not None]
+            heapq.heapify(self._sorted)
+        found, spared, stay = None, None, []
+        while self._sorted and found is None:
+            entry = heapq.heappop(self._sorted)
+            index = entry[2]
+            key = self.slots[index].key
+            if key is None or entry != self._entry(index):
+                continue
+            if key in held:
+                stay.append(entry)
+            elif self._spared(index, -entry[0]):
+                stay.append(entry)
+                spared = index, -entry[0]
+            else:
+                found = index, -entry[0]
+        for entry in stay:
+            heapq.heappush(self._sorted, entry)
+        return found or spared

@@ -177,9 +177,27 @@ class Record:
         return replace(self, numel=share.padded(self.numel), share=share)
 
     @property
+    def unit_bytes(self) -> int:
+        """Bytes of the units in which what is kept of the parameters is cut up among ranks: an element's; one, if it is
+        encoded in fewer bits."""
+        return 1 if self.decoded_nbytes else self.precision.parameter_bytes
+
+    @property
+    def units(self) -> int:
+        """Of all parameters, padding included."""
+        return self.device_nbytes // self.unit_bytes
+
+    @property
+    def used_units(self) -> int:
+        """Up to the end of the last parameter: what follows is padding."""
+        if not self.decoded_nbytes:
+            return self.used
+        return self.frozen.used_nbytes(self.decayed, max(0, self.used - self.decayed), self.precision.dtype)
+
+    @property
     def stored(self) -> int:
-        """Elements whose parameters this rank keeps, on SSD and in host memory: all, where it is alone."""
-        return self.share.stored(self.numel)
+        """Units that this rank keeps, on SSD and in host memory: all, where it is alone."""
+        return self.share.stored(self.units)
 
     @property
     def owned(self) -> int:
@@ -193,8 +211,8 @@ class Record:
 
     @property
     def filled_slices(self) -> list[int]:
-        """Elements, without the padding at the end, that each rank of a node stores."""
-        return self.share.filled_slices(self.numel, self.used)
+        """Units, without the padding at the end, that each rank of a node stores."""
+        return self.share.filled_slices(self.units, self.used_units)
 
     @property
     def filled_parts(self) -> list[int]:
@@ -203,8 +221,9 @@ class Record:
 
     @property
     def device_nbytes(self) -> int:
-        """Bytes of all parameters, as they come to the device."""
-        return self.frozen.nbytes(self.decayed, self.numel - self.decayed, self.precision.dtype)
+        """Bytes of all parameters, as they come to the device: so many pages for each rank of a node."""
+        nbytes = self.frozen.used_nbytes(self.decayed, self.numel - self.decayed, self.precision.dtype)
+        return round_up(nbytes, PAGE * self.share.ranks_per_node)
 
     @property
     def decoded_nbytes(self) -> int:
@@ -214,7 +233,12 @@ class Record:
     @property
     def parameter_nbytes(self) -> int:
         """Bytes of the parameters that this rank keeps, on SSD and in host memory."""
-        return self.device_nbytes if self.decoded_nbytes else self.stored * self.precision.parameter_bytes
+        return self.stored * self.unit_bytes
+
+    @property
+    def first_byte(self) -> int:
+        """Of these among all parameters as they come to the device."""
+        return self.share.stored_start(self.units) * self.unit_bytes
 
     @property
     def gradient_nbytes(self) -> int:

@@ -190,12 +190,13 @@ class Scheduler:
         if trained is not None:
             gradient, continues, cleared = self._gradient_buffer(trained)
             ready += cleared
+        flops = self._flops(visit)
         compute: Task | None = None
         for micro in range(self._batch.micro_batches):
             inputs, output = hidden_arguments(visit, micro)
             kept_input, kept_output = self._kept_arguments(visit, micro) if train else ([], [])
             compute = Task(
-                Op.COMPUTE, list(ready), flops=self._flops(visit), tokens=self._batch.tokens,
+                Op.COMPUTE, list(ready), flops=flops, tokens=self._batch.tokens,
                 step=self._list.step, record=visit.record, visit=visit, micro=micro, source=places[0][0],
                 adapter=places[1][0] if len(places) > 1 else -1, gradient=gradient,
                 first=gradient >= 0 and micro == 0 and not continues, last=micro == self._batch.micro_batches - 1,
@@ -236,7 +237,7 @@ class Scheduler:
         ready = upload
         if record.share.ranks_per_node > 1:
             filled = record.filled_slices[record.share.local_rank]
-            nbytes = (record.share.ranks_per_node - 1) * filled * record.precision.parameter_bytes
+            nbytes = (record.share.ranks_per_node - 1) * filled * record.unit_bytes
             ready = self._emit(Op.PARAMETER_GATHER, [upload], record=record.index, target=index, nbytes=nbytes)
         pool.fill(index, record.index, ready)
         return index, ready

@@ -1,5 +1,6 @@
 """What a schedule is made for: which records a step uses and trains, in which order, with how many buffers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -62,6 +63,32 @@ class BufferCounts:
 
 
 @dataclass(frozen=True)
+class _KindSizes:
+    """The largest of each that records of one kind have: planning asks for them thousands of times."""
+
+    records: tuple[Record, ...]
+    device_nbytes: int
+    device_gradient_nbytes: int
+    parameter_nbytes: int
+    gradient_nbytes: int
+    trained_elements: int
+    trained_parameter: int
+
+    @staticmethod
+    def of(records: Sequence[Record]) -> "_KindSizes":
+        trained = [record for record in records if record.trainable]
+        return _KindSizes(
+            tuple(records),
+            max((record.device_nbytes for record in records), default=0),
+            max((record.numel * record.precision.gradient_bytes for record in trained), default=0),
+            max((record.parameter_nbytes for record in records), default=0),
+            max((record.gradient_nbytes for record in records), default=0),
+            max((record.numel for record in trained), default=0),
+            max((slot.numel for record in trained for slot in record.parameters), default=0),
+        )
+
+
+@dataclass(frozen=True)
 class StepShape:
     """What a step of this model looks like: which records it uses, and which of them are trained."""
 
@@ -93,35 +120,52 @@ class StepShape:
         """The same model as one rank of several sees it."""
         return replace(self, records=tuple(record.shared(share) for record in self.records))
 
-    def of_kind(self, kind: Kind) -> list[Record]:
+    def of_kind(self, kind: Kind) -> tuple[Record, ...]:
         """All records of one kind."""
-        return [record for record in self.records if record.kind is kind]
+        return self._kinds[kind].records
 
     def device_nbytes(self, kind: Kind) -> int:
         """Bytes on the device of the largest record of this kind; 0 if there is none."""
-        return max((record.device_nbytes for record in self.of_kind(kind)), default=0)
+        return self._kinds[kind].device_nbytes
 
     def device_gradient_nbytes(self, kind: Kind) -> int:
         """Bytes on the device of the largest gradient of this kind; 0 if there is none."""
-        trained = (record for record in self.of_kind(kind) if record.trainable)
-        return max((record.numel * record.precision.gradient_bytes for record in trained), default=0)
+        return self._kinds[kind].device_gradient_nbytes
 
     def parameter_nbytes(self, kind: Kind) -> int:
         """Bytes in host memory of the largest record of this kind; 0 if there is none."""
-        return max((record.parameter_nbytes for record in self.of_kind(kind)), default=0)
+        return self._kinds[kind].parameter_nbytes
 
-    @property
+    def gradient_nbytes(self, kind: Kind) -> int:
+        """Bytes in host memory of the largest gradient of this kind; 0 if there is none."""
+        return self._kinds[kind].gradient_nbytes
+
+    def trained_elements(self, kind: Kind) -> int:
+        """Elements of the largest record of this kind that is trained; 0 if there is none."""
+        return self._kinds[kind].trained_elements
+
+    def trained_parameter(self, kind: Kind) -> int:
+        """Elements of the largest single parameter in a trained record of this kind; 0 if there is none."""
+        return self._kinds[kind].trained_parameter
+
+    @cached_property
+    def _kinds(self) -> dict[Kind, "_KindSizes"]:
+        return {kind: _KindSizes.of([record for record in self.records if record.kind is kind]) for kind in Kind}
+
+    @cached_property
     def decoded_nbytes(self) -> int:
         """Bytes of the largest record that is brought back into the compute dtype on the device; 0 if there is none."""
         return max(record.decoded_nbytes for record in self.records)
 
-    def gradient_nbytes(self, kind: Kind) -> int:
-        """Bytes in host memory of the largest gradient of this kind; 0 if there is none."""
-        return max((record.gradient_nbytes for record in self.of_kind(kind)), default=0)
+    @cached_property
+    def parameter_tensors(self) -> int:
+        """How many parameters there are, as the model counts them: tensors."""
+        return sum(len(record.parameters) for record in self.records)
 
-    def trained_elements(self, kind: Kind) -> int:
-        """Elements of the largest record of this kind that is trained; 0 if there is none."""
-        return max((record.numel for record in self.of_kind(kind) if record.trainable), default=0)
+    @cached_property
+    def trained_state_bytes(self) -> int:
+        """Bytes of optimizer states per parameter, of the records that have most."""
+        return max(self.records[index].precision.state_bytes for index in self.trainable)
 
     @cached_property
     def trainable(self) -> tuple[int, ...]:

@@ -23,11 +23,12 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
     memory beyond the plan but one parameter.
     """
     for record in plane.shape.records:
-        stored = Window(record.share.stored_start(record.numel), record.stored)
+        encodes = bool(record.decoded_nbytes)  # as a whole, of which this rank then keeps its slice
+        stored = Window(record.share.stored_start(record.numel), record.share.stored(record.numel))
+        stored = Window(0, record.numel) if encodes else stored
         owned = Window(record.share.owned_start(record.numel), record.owned)
         parameters = plane.host_parameters(record.kind, 0, record.parameter_nbytes)
         payload = torch.from_numpy(parameters)
-        encodes = bool(record.decoded_nbytes)
         dtype = record.precision.dtype
         values = _room_for(plane, record) if encodes else payload.view(dtype).zero_()
         low = None
@@ -48,7 +49,10 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
                 stored.copy(values, part, start + first)  # rounded to nearest, as transformers does, if not split
             del tensor, flat
         if encodes:
-            record.frozen.encode(values, record.decayed, payload)
+            encoded = payload if record.share.ranks_per_node == 1 else _room_for_encoded(plane, record)
+            record.frozen.encode(values, record.decayed, encoded)
+            if encoded is not payload:
+                payload.copy_(encoded[record.first_byte : record.first_byte + record.parameter_nbytes])
         plane.create(record, target)
         if low is not None:
             # An emulated device never writes a gradient. Halves read as one are full of denormal numbers, which make
@@ -62,6 +66,13 @@ def _room_for(plane: DataPlane, record: Record) -> torch.Tensor:
     if plane.device.shares_host_memory:
         return plane.decoded.values(0, record.numel, record.precision.dtype).zero_()
     return torch.zeros(record.numel, dtype=record.precision.dtype)
+
+
+def _room_for_encoded(plane: DataPlane, record: Record) -> torch.Tensor:
+    """Zeros in host memory for all of an encoded record: where it comes to the device, if that is there."""
+    if plane.device.shares_host_memory:
+        return plane.parameters[record.kind].bytes(0, record.device_nbytes).zero_()
+    return torch.zeros(record.device_nbytes, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -106,13 +117,7 @@ class StoreReader:
 
     def compute_weights(self, record: Record) -> dict[str, torch.Tensor]:
         """All of a record's parameters by first name, in the record's dtype, as views of one buffer."""
-        buffer = torch.empty(record.parameter_nbytes, dtype=torch.uint8)
-        self._store.read_now(self._extents[record.index].parameters[self._slot(record)], buffer.numpy())
-        if not record.decoded_nbytes:
-            return record.views(buffer.view(record.precision.dtype))
-        values = torch.empty(record.numel, dtype=record.precision.dtype)
-        record.frozen.decode(buffer, record.decayed, values)
-        return record.views(values)
+        return record.views(self._parameters(record))
 
     def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter's name and fp32 master (or frozen value, in the dtype it is kept in), one at a time."""
@@ -122,6 +127,22 @@ class StoreReader:
                 continue
             for slot in record.parameters:
                 yield slot.name, self._master(record, slot)
+
+    def _parameters(self, record: Record) -> torch.Tensor:
+        """In the record's dtype, ``[numel]``."""
+        kept = self._kept(record)
+        if not record.decoded_nbytes:
+            return kept.view(record.precision.dtype)
+        values = torch.empty(record.numel, dtype=record.precision.dtype)
+        record.frozen.decode(kept, record.decayed, values)
+        return values
+
+    def _kept(self, record: Record) -> torch.Tensor:
+        """All of a record's parameters as they are kept, ``uint8``."""
+        kept = torch.empty(record.device_nbytes, dtype=torch.uint8)
+        own = kept[record.first_byte : record.first_byte + record.parameter_nbytes]
+        self._store.read_now(self._extents[record.index].parameters[self._slot(record)], own.numpy())
+        return kept
 
     def _slot(self, record: Record) -> int:
         return self._newest if record.trainable else 0

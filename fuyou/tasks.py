@@ -19,6 +19,8 @@ class Resource(Enum):
     """The network between nodes."""
     NONE = "none"
 
+    __hash__ = object.__hash__  # there is one object for each member; Enum's own hash runs in Python, millions of times
+
 
 class Op(Enum):
     """Kinds of task. Each kind runs first in, first out, in a lane of its own; several lanes share a resource."""
@@ -48,6 +50,8 @@ class Op(Enum):
     def __init__(self, label: str, resource: Resource):
         self.label = label
         self.resource = resource
+
+    __hash__ = object.__hash__
 
 
 #: Tasks that read from or write to the SSDs, for counting bytes.

@@ -25,7 +25,7 @@ import click
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from bench_peers import ended_by_signals, say, versions
+from bench_peers import say, told_how_it_ends, versions
 from capped import make_group, remove_group
 from peers.contender import Task
 from peers.contenders import zero_infinity
@@ -33,7 +33,7 @@ from peers.deepspeed_environment import DeepSpeedEnvironment, work_option
 from peers.runner import Contender, ContenderFailedError
 
 from common.cgroups import ControlGroup
-from common.errors import FinetuneError, UserError
+from common.errors import UserError
 from common.hardware import cpu_count, describe_machine
 from common.units import format_bytes, format_count, parse_bytes
 
@@ -274,22 +274,15 @@ def main(
     ssd: Path, work: Path, caps: str, systems: str, width: int | None, largest: str | None, threads: int,
     time_limit: float, leave: str, json_path: Path | None,
 ) -> None:  # fmt: skip
-    try:
-        with ended_by_signals():
-            if width and width % 64:
-                raise UserError(f"--width must be a multiple of 64 (heads are 64 wide), not {width}.")
-            ladder = [Rung(*shape) for shape in ([(depth, width) for depth in DEPTHS] if width else SHAPES)]
-            if largest:
-                ladder = [rung for rung in ladder if rung.parameters <= parse_bytes(largest)]
-            options = Options(ssd.resolve(), threads, time_limit, parse_bytes(leave))
-            limits = sorted(parse_bytes(cap) for cap in caps.split(","))
-            run(ladder, limits, systems.split(","), options, work.expanduser().resolve(), json_path)
-    except FinetuneError as error:
-        say(f"bench_max_model: {error}")
-        sys.exit(1)
-    except KeyboardInterrupt:
-        say("bench_max_model: interrupted; all files are removed.")
-        sys.exit(130)
+    with told_how_it_ends("bench_max_model"):
+        if width and width % 64:
+            raise UserError(f"--width must be a multiple of 64 (heads are 64 wide), not {width}.")
+        ladder = [Rung(*shape) for shape in ([(depth, width) for depth in DEPTHS] if width else SHAPES)]
+        if largest:
+            ladder = [rung for rung in ladder if rung.parameters <= parse_bytes(largest)]
+        options = Options(ssd.resolve(), threads, time_limit, parse_bytes(leave))
+        limits = sorted(parse_bytes(cap) for cap in caps.split(","))
+        run(ladder, limits, systems.split(","), options, work.expanduser().resolve(), json_path)
 
 
 def run(

@@ -254,8 +254,8 @@ def versions(deepspeed: DeepSpeedEnvironment | None) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP clean up as Ctrl-C does."""
+def told_how_it_ends(script: str) -> Iterator[None]:
+    """An error is one line. SIGTERM and SIGHUP clean up as Ctrl-C does."""
 
     def interrupt(number: int, _: object) -> None:
         raise KeyboardInterrupt
@@ -263,6 +263,12 @@ def ended_by_signals() -> Iterator[None]:
     previous = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
+    except FinetuneError as error:
+        say(f"{script}: {error}")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        say(f"{script}: interrupted; all files are removed.")
+        sys.exit(130)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -303,28 +309,21 @@ def main(
     ssd: Path, work: Path, models: str, contenders: str, rounds: int, warmup: int, steps: int, threads: int,
     malloc: str, host_memory: str | None, streamed_memory: str | None, overrides: str, json_path: Path | None,
 ) -> None:  # fmt: skip
-    try:
-        with ended_by_signals():
-            wanted, names = contenders.split(","), models.split(",")
-            for given, known in ((wanted, list(entries(1))), (names, list(MODELS))):
-                for name in given:
-                    if name not in known:
-                        raise UserError(f"There is no {name!r}. There are: {', '.join(known)}.")
-            environment = {"OMP_NUM_THREADS": str(threads), **(TUNED_MALLOC if malloc == "tuned" else {})}
-            options = Options(
-                ssd.resolve(), rounds, warmup, steps, threads, environment,
-                parse_bytes(host_memory) if host_memory else None,
-                parse_bytes(streamed_memory) if streamed_memory else None,
-                json.loads(overrides),
-            )  # fmt: skip
-            torch.set_num_threads(1)
-            run(names, wanted, options, work.expanduser().resolve(), json_path)
-    except FinetuneError as error:
-        say(f"bench_peers: {error}")
-        sys.exit(1)
-    except KeyboardInterrupt:
-        say("bench_peers: interrupted; all files are removed.")
-        sys.exit(130)
+    with told_how_it_ends("bench_peers"):
+        wanted, names = contenders.split(","), models.split(",")
+        for given, known in ((wanted, list(entries(1))), (names, list(MODELS))):
+            for name in given:
+                if name not in known:
+                    raise UserError(f"There is no {name!r}. There are: {', '.join(known)}.")
+        environment = {"OMP_NUM_THREADS": str(threads), **(TUNED_MALLOC if malloc == "tuned" else {})}
+        options = Options(
+            ssd.resolve(), rounds, warmup, steps, threads, environment,
+            parse_bytes(host_memory) if host_memory else None,
+            parse_bytes(streamed_memory) if streamed_memory else None,
+            json.loads(overrides),
+        )  # fmt: skip
+        torch.set_num_threads(1)
+        run(names, wanted, options, work.expanduser().resolve(), json_path)
 
 
 def run(names: list[str], wanted: list[str], options: Options, work: Path, json_path: Path | None) -> None:

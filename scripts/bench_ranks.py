@@ -26,6 +26,7 @@ from netcluster import network_bytes
 import fcdp
 import fuyou
 from common.models.adapters import AdapterOptions
+from common.telling import tell
 from fuyou.emulated import EmulatedSpec, is_emulated
 from fuyou.nodes.topology import share_of
 from fuyou.planner import training
@@ -62,8 +63,7 @@ def main(
     with engine:
         seconds, moved, listed, sent = train(engine, topology, batch, seq_len, steps)
         facts = report(engine, topology, model, device, adam, adapters)
-    everyone: list[Any] = [None] * topology.world_size
-    dist.all_gather_object(everyone, (*moved, *listed))
+    everyone = tell((*moved, *listed))
     if topology.rank == 0:
         read, written, listed_read, listed_written = map(sum, zip(*everyone[: topology.ranks_per_node], strict=True))
         print(json.dumps({

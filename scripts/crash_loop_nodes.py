@@ -23,11 +23,12 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.crash.ranks import NO_START, RanksRun
+from tests.crash.points import NOTHING_THERE
+from tests.crash.ranks import RanksRun
 from tests.crash.runs import Outcome, execute
 
 STEPS = 8
-NOTHING = (*NO_START, "is not here, and nobody else has it")
+NOTHING = (*NOTHING_THERE, "is not here, and nobody else has it")
 """What is said where not every node has got so far as to hold the first weights."""
 
 

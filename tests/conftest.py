@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Iterator
 
 # A shell's background jobs ignore Ctrl-C, and so would the processes whose answer to it is tested.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -17,6 +18,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import hypothesis
 import pytest
 import torch
+
+from tests import forked
 
 # Bit-for-bit comparisons hold for a given number of threads only, and two is what every machine has.
 torch.set_num_threads(2)
@@ -34,3 +37,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cuda"):
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _server() -> Iterator[None]:
+    """What processes are forked from ends with the tests."""
+    yield
+    forked.close()
+
+
+@pytest.fixture(autouse=True)
+def _forked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is started here comes without seconds of imports, but where a test asks for a real start."""
+    if request.node.get_closest_marker("real_start") is None:
+        forked.stand_in(monkeypatch.setattr)

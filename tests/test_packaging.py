@@ -43,7 +43,7 @@ def test_refuses_somebody_elses_common(tmp_path: Path, package: str, kind: str) 
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
@@ -59,7 +59,7 @@ def test_accepts_its_own_common_from_any_directory(tmp_path: Path, package: str)
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         cwd=tmp_path,
         check=True,
-        timeout=120,
+        timeout=400,
     )
 
 

@@ -5,6 +5,7 @@ import copy
 from typing import Any
 
 import torch
+from torch.nn import init
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
@@ -81,8 +82,11 @@ class _NoRandomValues(TorchFunctionMode):
     """Draws no random numbers for what has no memory: half of the time that a model of 96 layers takes to build."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.Tensor.normal_, torch.Tensor.uniform_) and args[0].is_meta:
-            return args[0]
+        # Those of torch.nn.init as well: what they call is out of sight here.
+        if func in (torch.Tensor.normal_, torch.Tensor.uniform_, init.normal_, init.uniform_):
+            tensor = args[0] if args else kwargs["tensor"]
+            if tensor.is_meta:
+                return tensor
         return func(*args, **(kwargs or {}))
 
 

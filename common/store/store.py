@@ -129,11 +129,6 @@ class Store:
             raise
 
     @property
-    def backend_name(self) -> str:
-        """``kvikio`` if device memory is reached directly in either direction, else ``posix``."""
-        return "kvikio" if self.device_reads or self.device_writes else "posix"
-
-    @property
     def direct(self) -> bool:
         """Whether every file is reached past the page cache. False on file systems without O_DIRECT."""
         return all(file.direct for files in self._files.values() for file in files)

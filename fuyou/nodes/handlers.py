@@ -59,7 +59,7 @@ class RankHandlers:
     def _gather(self, task: Task) -> None:
         record = self._plane.shape.records[task.record]
         flat = self._plane.parameters[record.kind].bytes(task.target, record.device_nbytes)
-        filled = [count * record.precision.parameter_bytes for count in record.filled_slices]
+        filled = [count * record.unit_bytes for count in record.filled_slices]
         self._run(
             task, self._gather_groups.inside, lambda group: gather(flat.view(group.size(), -1), group, filled)
         )  # fmt: skip

@@ -21,23 +21,16 @@ class ClusterReader(StoreReader):
         super().__init__(*arguments)  # type: ignore[arg-type]
         self._topology = topology
 
-    def compute_weights(self, record: Record) -> dict[str, torch.Tensor]:
-        """As there. Nodes do not need each other for this."""
-        return record.views(self._parameters(record))
-
     def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """As there, each record's when it is asked for: ask on every rank."""
         for record in self._shape.records:
             yield from record.views(self._record_masters(record)).items()
 
-    def _parameters(self, record: Record) -> torch.Tensor:
-        """In the record's dtype, ``[numel]``."""
-        flat = torch.empty(record.numel, dtype=record.precision.dtype)
-        start = record.share.stored_start(record.numel)
-        own = flat[start : start + record.stored].view(torch.uint8)
-        self._store.read_now(self._extents[record.index].parameters[self._slot(record)], own.numpy())
-        self._gather_inside(flat.view(torch.uint8))
-        return flat
+    def _kept(self, record: Record) -> torch.Tensor:
+        """As there. Nodes do not need each other for this."""
+        kept = super()._kept(record)
+        self._gather_inside(kept)
+        return kept
 
     def _record_masters(self, record: Record) -> torch.Tensor:
         """fp32 ``[numel]``; what is frozen as it is."""

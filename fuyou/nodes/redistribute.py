@@ -39,7 +39,7 @@ class Values:
 
 def values_of(record: Record) -> list[Values]:
     """All that is kept of a record."""
-    found = [Values("parameters", record.precision.parameter_bytes)]
+    found = [Values("parameters", record.unit_bytes)]
     if record.trainable:
         low, moment = 2 if record.precision.split else 0, record.precision.optimizer_dtype.itemsize
         found += [Values("states", 2)] if low else []
@@ -69,7 +69,7 @@ class Portion:
         """First element, and end, of what the rank keeps of a record."""
         record = self.records[index]
         if part == "parameters":
-            start = self.share.stored_start(record.numel)
+            start = self.share.stored_start(record.units)
             return start, start + record.stored
         start = self.share.owned_start(record.numel)
         return start, start + record.owned
@@ -136,7 +136,7 @@ def redistribute(
             part: Sums(targets[rank].extent(record.index, part), store.directories, sealed_name(record, part))
             for part in (PARTS if record.trainable else PARTS[:1])
         }
-        longest = max(target.records[record.index].numel for target in targets)
+        longest = max(target.records[record.index].units for target in targets)
         for values in values_of(record):
             for start in range(0, longest, PIECE_ELEMENTS):
                 stop = min(start + PIECE_ELEMENTS, longest)
@@ -194,7 +194,7 @@ def moves(
 ) -> Iterator[Move]:
     """How elements ``[start, stop)`` of a record come to all ranks. Of what several sources have, a rank takes its own,
     or one of the others' in turn. Padding comes from nowhere: it is zero."""
-    used = targets[0].records[index].used
+    used = targets[0].records[index].used_units
     for rank, target in enumerate(targets):
         begin, end = _overlap(target.window(index, values.part), (start, min(stop, used)))
         while begin < end:

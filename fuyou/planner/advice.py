@@ -52,11 +52,12 @@ def rarer_commits(base: Plan, every: int = 8) -> RarerCommits | None:
     evaluator = Evaluator(base.training, base.machine)
     candidate = Candidate(base.memory.batch.micro_rows, base.deferred_fraction, base.keeping)
     others = evaluator.uncommitted(candidate)
-    seconds, written = base.step_seconds, float(base.written_bytes)
+    seconds, written = base.compared_seconds, float(base.written_bytes)
     if base.clip_by is ClipBy.SPECULATION:  # for which every step must be committed
         committed = evaluator.evaluate(candidate)
         seconds, written = committed.step_seconds, committed.tasks.ssd_written_bytes()
     seconds = (seconds + (every - 1) * others.step_seconds) / every
+    seconds *= base.step_seconds / base.compared_seconds  # both were of merged micro-batches
     written = (written + (every - 1) * others.tasks.ssd_written_bytes()) / every
     per_day = written * 86400 / seconds
     endurance = base.machine.endurance_bytes
@@ -68,7 +69,8 @@ def clipping_cost(base: Plan) -> float | None:
     if not base.training.clips or base.memory is None:
         return None
     near = Candidate(base.memory.batch.micro_rows, 0.0, base.keeping)
-    return base.step_seconds / quick(Evaluator(replace(base.training, clips=False), base.machine), near).step_seconds
+    without = quick(Evaluator(replace(base.training, clips=False), base.machine), near)
+    return base.compared_seconds / without.step_seconds
 
 
 def largest_batch(training: Training, machine: Machine) -> int:
@@ -105,8 +107,10 @@ def best_changes(base: Plan, count: int = 2) -> list[Change]:
             continue
         if not base.fits:
             found.append((speed, Change(what, None)))
-        elif speed > LEAST_GAIN * base.tokens_per_second:
-            found.append((speed, Change(what, speed / base.tokens_per_second)))
+        else:
+            speedup = speed * base.compared_seconds / base.training.tokens
+            if speedup > LEAST_GAIN:
+                found.append((speed, Change(what, speedup)))
     return [change for _, change in sorted(found, key=lambda pair: -pair[0])[:count]]
 
 

@@ -86,6 +86,8 @@ class Evaluator:
         Raises:
             UserError: it does not fit into memory; says how much would.
         """
+        if candidate.micro_rows is None:
+            candidate = replace(candidate, micro_rows=self.memory(candidate).batch.micro_rows)
         key = (candidate, merged)
         if key not in self._known:
             try:

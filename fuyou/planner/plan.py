@@ -46,6 +46,8 @@ class Plan:
     """Of one step, beyond the blocks' inputs."""
     step_seconds: float = 0.0
     """On average over steps that are clipped and steps that are not; what follows is of one that is not."""
+    compared_seconds: float = 0.0
+    """The same with micro-batches merged, as candidates are compared: other plans are only comparable to this."""
     busy: dict[Resource, float] = field(default_factory=dict)
     """Seconds of work in one step, by resource."""
     tasks: StepList | None = None
@@ -192,6 +194,7 @@ def plan(training: Training, machine: Machine) -> Plan:
         best = search(evaluator)
     except UserError as error:
         return Plan(training, machine, missing=(str(error),), ssd_bytes=training.record_bytes)
+    compared_seconds = best.step_seconds
     if best.memory.batch.micro_batches > 1:
         best = evaluator.evaluate(best.candidate, merged=False)
     needed = ssd_bytes(evaluator, best)
@@ -200,9 +203,10 @@ def plan(training: Training, machine: Machine) -> Plan:
         training, machine, missing=missing, memory=best.memory, keeping=best.candidate.keeping,
         deferred_fraction=1.0 if training.clips and not speculates else best.candidate.deferred_fraction,
         clip_by=best.candidate.clip_by if training.clips else None, clipped_seconds=best.clipped_seconds,
-        kept_activation_bytes=best.tasks.kept_bytes(best.kept_bytes), step_seconds=best.step_seconds, busy=best.busy,
-        tasks=best.tasks, simulation=best.simulation, saved_flops=best.saved_flops, ssd_bytes=needed,
-        device_peak_bytes=best.memory.device_bytes, host_peak_bytes=best.memory.host_bytes,
+        kept_activation_bytes=best.tasks.kept_bytes(best.kept_bytes), step_seconds=best.step_seconds,
+        compared_seconds=compared_seconds, busy=best.busy, tasks=best.tasks, simulation=best.simulation,
+        saved_flops=best.saved_flops, ssd_bytes=needed, device_peak_bytes=best.memory.device_bytes,
+        host_peak_bytes=best.memory.host_bytes,
     )  # fmt: skip
 
 

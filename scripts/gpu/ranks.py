@@ -22,6 +22,7 @@ from torch.multiprocessing import start_processes
 from transformers import LlamaConfig, LlamaForCausalLM, logging
 
 import fcdp
+from common.telling import tell
 from fcdp import host_cache
 from gpu.journal import Check
 from gpu.limits import synchronize
@@ -64,7 +65,8 @@ def run(check: Check) -> None:
     rows: Any = multiprocessing.get_context("spawn").SimpleQueue()
     settings = check.settings
     words = (port, settings.device, settings.quick, settings.deadline, rows)
-    ranks: Any = start_processes(_rank, words, WORLD, join=False)
+    method = "spawn" if check.cuda else "fork"  # CUDA does not survive a fork; without it, that is seconds faster
+    ranks: Any = start_processes(_rank, words, WORLD, join=False, start_method=method)
     ended = False
     while not ended:
         ended = ranks.join(timeout=0.2)  # raises what a rank has raised
@@ -87,9 +89,8 @@ def _rank(rank: int, port: int, device_name: str, quick: bool, deadline: float, 
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
     topology = fcdp.Topology(WORLD, 1, device=device)
     for case in cases(quick):
-        told = [time.time() < deadline - 15]
-        dist.broadcast_object_list(told)
-        row = compare(case, topology) if told[0] else {**_named(case), "verdict": "not run", "why": "out of time"}
+        in_time = all(tell(time.time() < deadline - 15))
+        row = compare(case, topology) if in_time else {**_named(case), "verdict": "not run", "why": "out of time"}
         if rank == 0:
             rows.put(("case", row))
     load = measure_load(topology, 64 if quick else 4096)
@@ -194,8 +195,9 @@ def _sharded(case: Case, topology: fcdp.Topology, batches: torch.Tensor) -> tupl
 
 def _whole(shard: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """All ranks' rows, by way of the host: gloo has not every collective for CUDA tensors."""
-    everyone: list[Any] = [None] * WORLD
-    dist.all_gather_object(everyone, shard.cpu())
+    own = shard.cpu()
+    everyone = [torch.empty_like(own) for _ in range(WORLD)]
+    dist.all_gather(everyone, own)
     return torch.cat(everyone).view(shape).to(shard.device)
 
 

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cli.main import main
 from common.data.demo_text import train_demo_tokenizer
+from tests import forked
 
 VOCAB = 384
 
@@ -101,6 +102,7 @@ def leftovers() -> set[str]:
     """Child processes that are there, and our shared memory that is."""
     children = [child for child in psutil.Process().children(recursive=True) if child.is_running()]
     children = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+    children = [child for child in children if child.pid != forked.server_pid()]
     names = {f"{child.pid}: {' '.join(child.cmdline())}" for child in children}
     # Python's own tracker of shared memory stays for the life of the process.
     processes = {name for name in names if "resource_tracker" not in name}

@@ -47,7 +47,7 @@ def test_a_short_cut_is_waited_out_and_a_long_one_ends_both_nodes_with_a_message
         for node, log in enumerate(logs):
             with log.open("w") as file:
                 launchers.append(cluster.start(node, command, environment, stdout=file, stderr=subprocess.STDOUT))
-        until(lambda: steps() >= 2, 60)
+        until(lambda: steps() >= 2, 240)
 
         cluster.set_link(1, False)
         time.sleep(SHORT_S / 2)
@@ -55,13 +55,13 @@ def test_a_short_cut_is_waited_out_and_a_long_one_ends_both_nodes_with_a_message
         time.sleep(SHORT_S / 2)
         assert steps() == stuck_at < STEPS
         cluster.set_link(1, True)
-        until(lambda: steps() > STEPS, PATIENCE_S + STEPS)
+        until(lambda: steps() > STEPS, PATIENCE_S + 120)
 
         cluster.set_link(1, False)
         cut = time.monotonic()
         # Ranks wait for PATIENCE_S. The launcher that is cut off may still hear how the run ended, so it waits for half
         # as long again and 5 s; it looks every quarter of PATIENCE_S, and as long for an answer.
-        assert [launcher.wait(2 * PATIENCE_S + 5 + 3) for launcher in launchers] == [1, 1]
+        assert [launcher.wait(2 * PATIENCE_S + 5 + 120) for launcher in launchers] == [1, 1]
         assert time.monotonic() - cut > PATIENCE_S
     for log, lost in zip(logs, ("lost contact with rank 1", "lost contact with rank 0"), strict=True):
         said = log.read_text()

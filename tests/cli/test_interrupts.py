@@ -24,7 +24,7 @@ with Interrupts() as interrupts:
     except KeyboardInterrupt:
         os.kill(os.getpid(), number)  # a second one does not cut short what follows
         if hangs:
-            time.sleep(20)
+            time.sleep(600)
         print("put in order")
 sys.exit(interrupts.status())
 """
@@ -48,4 +48,4 @@ def test_a_signal_ends_a_run_in_order_or_in_time(number: signal.Signals, how: st
         cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == status and said in done.stdout + done.stderr, done.stderr
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 300

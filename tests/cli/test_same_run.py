@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from cli.any_run import check_same_run
 from cli.prepare import Job
 from cli.schedule import LearningRate
 from cli.settings import Settings
-from cli.train import check_same_run
 from common.data import RandomBatches
 from common.errors import UserError
 

@@ -107,7 +107,7 @@ def test_ctrl_c_at_a_terminal(finetune: Finetune, checkpoint: Path, tmp_path: Pa
         if line.startswith("step 3/"):
             break
     os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to every process of the group
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=240)
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
     assert process.returncode == 130, err

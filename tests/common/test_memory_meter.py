@@ -127,12 +127,14 @@ def test_remembers_a_peak_that_is_over(child: Child) -> None:
 
 
 def test_sees_a_spike_that_no_sample_fell_into(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_meter, "_SHORTEST_PAUSE_S", 0.5)
+    monkeypatch.setattr(memory_meter, "_SHORTEST_PAUSE_S", 1.5)
     with PeakMeter(lambda: [child.pid]) as meter:
         time.sleep(0.1)
         child.tell("spike", 70 * MIB)
         assert meter.peak_bytes - meter.baseline_bytes < SLACK, "nobody has looked yet"
-        time.sleep(1.0)
+        deadline = time.monotonic() + 60
+        while meter.peak_bytes - meter.baseline_bytes < SLACK and time.monotonic() < deadline:
+            time.sleep(0.05)
         assert meter.peak_bytes - meter.baseline_bytes == pytest.approx(70 * MIB, abs=SLACK)
 
 
@@ -156,12 +158,14 @@ def test_a_process_that_comes_and_goes_counts_while_it_is_there() -> None:
 def test_costs_little() -> None:
     held = bytes(range(256)) * (2 * MIB)  # 512 MiB in small pages, most likely
     with PeakMeter(lambda: [os.getpid()]) as meter:
-        time.sleep(0.1)
-        cpu, wall = time.process_time(), time.perf_counter()
-        time.sleep(1.5)
-        share = (time.process_time() - cpu) / (time.perf_counter() - wall)
+        shares = []
+        for _ in range(3):  # the least of them: other work on the machine makes each look costlier
+            time.sleep(0.1)
+            cpu, wall = time.process_time(), time.perf_counter()
+            time.sleep(0.5)
+            shares.append((time.process_time() - cpu) / (time.perf_counter() - wall))
     assert meter.baseline_bytes > len(held)
-    assert share < 0.06, "meant to be under 0.03; the rest is for a busy machine"
+    assert min(shares) < 0.06, "meant to be under 0.03; the rest is for a busy machine"
 
 
 def test_starts_afresh_and_stops_twice() -> None:

@@ -62,7 +62,7 @@ def _train(run: ClusterRun, rank: int, say: Callable[..., None]) -> None:
     options = run.options
     warnings.simplefilter("ignore")
     dist.init_process_group(
-        "gloo", f"file://{run.notes}/meeting", rank=rank, world_size=2, timeout=timedelta(seconds=20)
+        "gloo", f"file://{run.notes}/meeting", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )  # fmt: skip
     topology = Topology(2, 1, device="cpu")
     config = TrainerConfig(options.get("strategy", "fcdp"), "fp32", max_grad_norm=0.5)

@@ -13,24 +13,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 import fuyou
 from common.data import RandomBatches
 from common.errors import FinetuneError
+from common.telling import tell
 from fcdp.topology import Topology
 from tests.crash.drives import Fault, count
-from tests.crash.points import NOTHING_THERE, Reference, _clean, _files, check
-from tests.crash.power import cut_power
+from tests.crash.points import Reference, _clean, _files, carry_on, check, interrupt
 from tests.crash.runs import ROWS, SEQ_LEN, VOCABULARY, Outcome, Run, digests, execute, tiny_config
 
 #: What happens at a call: action, and whether the power goes as well.
 ENDINGS = (("kill all", False), ("kill self", False), ("tear", True), ("kill all", True))
-#: What is said where no rank, or not every one, has got so far as to hold the first weights.
-NO_START = (*NOTHING_THERE, "nothing to continue")
-COLLECTIVE_SECONDS = 20
+COLLECTIVE_SECONDS = 60
 """A rank waits so long for another one."""
 
 
@@ -47,7 +44,7 @@ class RanksRun(Run):
     @property
     def patience(self) -> float:
         """The first rank plays the launcher, too: if it dies, the others end when their collectives time out."""
-        return COLLECTIVE_SECONDS + 10.0
+        return COLLECTIVE_SECONDS + 60.0
 
     def train(self, say: Callable[..., None]) -> None:
         """As the first rank; the others are its children, and tell errors only."""
@@ -115,12 +112,8 @@ def _train(run: RanksRun, node: int, say: Callable[..., None]) -> None:
         digest = hashlib.sha256(batch["input_ids"].numpy().tobytes()).hexdigest()[:12]
         say(step=report.step, took=f"{float(loss).hex()} {report.grad_norm.hex()} {digest}")
     engine.flush()
-    told: list[Any] = [digests(engine)]
     masters = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in engine.named_parameters()}
-    if topology is not None:
-        everyone: list[Any] = [None] * run.nodes
-        dist.all_gather_object(everyone, told[0])
-        told = everyone
+    told = [digests(engine)] if topology is None else tell(digests(engine))
     final = {f"node {number}: {what}": value for number, one in enumerate(told) for what, value in one.items()}
     engine.close()
     say(final={**final, **masters})
@@ -142,13 +135,9 @@ class Story:
 
     def under(self, root: Path) -> "Story":
         """The same in a directory."""
-        moved = tuple(_under(run, root) for run in self.earlier)
-        return Story(moved, _under(self.last, root), self.may_be_lost, _under(self.then, root) if self.then else None)
-
-
-def _under(run: RanksRun, root: Path, **others: Any) -> RanksRun:
-    fields = {name: getattr(run, name) for name in ("options", "fault", "journal", "steps", "nodes", "before", "kept")}
-    return RanksRun(root, **{**fields, **others})
+        earlier = tuple(replace(run, root=root) for run in self.earlier)
+        then = replace(self.then, root=root) if self.then else None
+        return replace(self, earlier=earlier, last=replace(self.last, root=root), then=then)
 
 
 #: By name: a commit of two nodes, and a run that goes on with fewer or more; after the crash, with yet another number.
@@ -207,18 +196,11 @@ def crash(root: Path, story: Story, fault: Fault, expected: Reference, power: in
     """
     story = story.under(root)
     begin(story)
-    first = execute(_under(story.last, root, fault=fault, journal=power is not None))
-    if first.status == 0:
-        assert story.then is not None or first.final == expected.outcome.final
-        _clean(root)
+    first = interrupt(replace(story.last, fault=fault), expected if story.then is None else None, power)
+    if first is None:
         return False
-    if power is not None:
-        cut_power(root, root.with_name(root.name + ".notes"), power)
-    again = story.then or _under(story.last, root, options={**story.last.options, "resume": True})
-    second = execute(again)
-    if story.may_be_lost and second.status == 1 and any(text in second.error for text in NO_START):
-        assert not first.losses, f"steps {sorted(first.losses)} are lost: {second.error}"
-        second = execute(_under(again, root, options={**story.last.options, "overwrite": True}))
+    # Where a run was there before, beginning again would lose it.
+    second = carry_on(story.last, first) if story.may_be_lost else execute(story.then or story.last)
     _check(story, first, second, expected)
     left = set(_files(root)) ^ set(expected.files)
     assert not left, f"files differ: {sorted(left)}"

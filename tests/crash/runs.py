@@ -59,7 +59,7 @@ class Run:
     @property
     def patience(self) -> float:
         """Seconds for which something of it may outlive its first process."""
-        return 10.0
+        return 60.0
 
     @property
     def notes(self) -> Path:
@@ -115,7 +115,7 @@ def start_server() -> None:
     multiprocessing.forkserver.ensure_running()
 
 
-def execute(run: Run, timeout: float = 60.0, disturb: Callable[[int], None] | None = None) -> Outcome:
+def execute(run: Run, timeout: float = 300.0, disturb: Callable[[int], None] | None = None) -> Outcome:
     """Run it to its end, whatever that is, and make sure that nothing of it is left running.
 
     Args:

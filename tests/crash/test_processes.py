@@ -41,7 +41,7 @@ def test_what_a_killed_run_left_beside_its_store_is_removed_by_the_next(tmp_path
 def test_a_lock_lasts_as_long_as_any_of_its_owners(tmp_path: Path) -> None:
     """As when the engine is killed while the optimizer process has a write under way."""
     lock = DirectoryLock([tmp_path])
-    other = subprocess.Popen(["sleep", "60"], pass_fds=lock.descriptors)
+    other = subprocess.Popen(["sleep", "600"], pass_fds=lock.descriptors)
     try:
         lock.close()
         with pytest.raises(UserError, match="in use"):
@@ -88,7 +88,7 @@ def test_a_hung_optimizer_process_is_noticed_and_killed(tmp_path: Path, monkeypa
     with pytest.raises(FinetuneError, match="has not answered for 2 s and was killed"):
         train(engine, 3)
     engine.close()
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 50  # the usual patience is a minute
     assert not os.path.exists(f"/proc/{child}")
     with small_engine(tmp_path, lr=1e-3, resume=True) as engine:
         assert engine.step_count == 1

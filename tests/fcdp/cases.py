@@ -1,7 +1,6 @@
 """What ranks do in the tests: train small models and tell what came out."""
 
 import hashlib
-import os
 import shutil
 import tempfile
 import warnings
@@ -18,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import fcdp
+from common.telling import first_alone
 from fcdp.placement import DeviceMemory
 from tests.fcdp.twin import InOrder, Plain, Ring
 
@@ -217,6 +217,5 @@ def _other(module: nn.Module) -> dict[str, Any]:
 
 def _shared_directory() -> str:
     """A new directory that all ranks know."""
-    told: list[Any] = [tempfile.mkdtemp(prefix="fcdp-") if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(told)
-    return os.fspath(told[0])
+    directory: str = first_alone(lambda: tempfile.mkdtemp(prefix="fcdp-"))
+    return directory

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-DEADLINE_S = 40
+DEADLINE_S = 240
 
 
 class RankError(AssertionError):

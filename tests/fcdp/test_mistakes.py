@@ -141,6 +141,6 @@ def test_processes_end_cleanly(tidy: bool, tmp_path: Path) -> None:
         for rank in range(2)
     ]
     for process in processes:
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=240)
         assert process.returncode == 0, said
         assert "terminate" not in said

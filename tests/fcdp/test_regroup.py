@@ -26,7 +26,7 @@ def go_on(pool: Pool, layout: tuple[int, int] | None, run: Run) -> list[Outcome]
     ("dtype", "ssds", "options", "changes"),
     [
         ("bf16", 2, {"host_cache": 0}, CHANGES[:3]),
-        ("fp32", 1, {"adapters": AdapterOptions(4, 8.0, 0.0, (ALL_LINEAR,))}, CHANGES),
+        ("fp32", 1, {"adapters": AdapterOptions(4, 8.0, 0.0, (ALL_LINEAR,)), "frozen_dtype": "int8"}, CHANGES),
     ],
 )
 def test_other_ranks_go_on_as_if_nothing_had_changed(

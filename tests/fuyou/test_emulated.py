@@ -45,24 +45,24 @@ def test_streams_run_side_by_side_and_wait_for_events() -> None:
     device = EmulatedDevice(EmulatedSpec(1e12, 1 << 30, 1e9))
     memory, host = device.allocate(1 << 20), torch.empty(1 << 20, dtype=torch.uint8)
     upload = Task(Op.PARAMETER_UPLOAD, [])
-    first, second = Task(Op.COMPUTE, [], flops=20e9), Task(Op.COMPUTE, [], flops=10e9)
+    first, second = Task(Op.COMPUTE, [], flops=100e9), Task(Op.COMPUTE, [], flops=100e9)
     began = time.monotonic()
     device.copy(upload, memory, host)
     device.begin_compute(first)
     assert upload.event is not None and second.event is None
-    device.wait_event(second, EmulatedEvent(began, began + 0.05))
+    device.wait_event(second, EmulatedEvent(began, began + 0.4))
     device.begin_compute(second)
-    assert time.monotonic() - began < 0.01, "launching does not block"
+    assert time.monotonic() - began < 0.3, "launching does not block"
     assert device.interval(upload)[1] - device.interval(upload)[0] == pytest.approx(0.001049, rel=0.01)
-    assert device.interval(first)[0] - began < 0.01  # beside the copy
-    assert device.interval(second) == pytest.approx((began + 0.05, began + 0.06), abs=1e-6)
+    assert device.interval(first)[0] - began < 0.3  # beside the copy
+    assert device.interval(second) == pytest.approx((began + 0.4, began + 0.5), abs=1e-6)
     assert not device.ended(second)
     device.synchronize()
     assert device.ended(second)
-    assert began + 0.06 <= time.monotonic() < began + 0.1
+    assert began + 0.5 <= time.monotonic()
     reader = Task(Op.PARAMETER_READ, [])
-    device.wait_event(reader, EmulatedEvent(began, began + 0.15))  # the SSD writes to host memory: a thread waits
-    assert time.monotonic() >= began + 0.15
+    device.wait_event(reader, EmulatedEvent(began, began + 0.55))  # the SSD writes to host memory: a thread waits
+    assert time.monotonic() >= began + 0.55
 
 
 @pytest.mark.parametrize("deferred", [0.0, 0.5])

@@ -60,7 +60,7 @@ def test_death_of_the_optimizer_process_is_noticed_and_survived(
     with pytest.raises(FinetuneError, match="optimizer process was killed"):
         train(engine, 2)
     engine.close()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 50  # one that says nothing would be waited for for a minute
     assert not psutil.pid_exists(child)
     with small_engine(tmp_path, lr=1e-3, resume=True) as engine:
         assert engine.step_count == 2
@@ -84,7 +84,7 @@ def test_death_of_the_engine_ends_the_optimizer_process(tmp_path: Path) -> None:
     process.kill()
     process.wait()
     process.stdout.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while psutil.pid_exists(child) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not psutil.pid_exists(child)

@@ -28,7 +28,7 @@ def test_there_and_back(kept: FrozenDtype) -> None:
     flat = torch.randn(matrices + rest, generator=torch.Generator().manual_seed(0)).bfloat16()
     flat[100:400] = 0
     per_element, error = COSTS[kept]
-    payload = torch.empty(kept.nbytes(matrices, rest, flat.dtype), dtype=torch.uint8)
+    payload = torch.empty(kept.used_nbytes(matrices, rest, flat.dtype), dtype=torch.uint8)
     assert 0 <= payload.numel() - (matrices * per_element + 2 * rest) < PAGE
     kept.encode(flat, matrices, payload)
     back = torch.full_like(flat, torch.nan)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import FinetuneError
-from fuyou.pool import NEVER, Pool
+from fuyou.pool import NEVER, Pool, SortedPool
 from fuyou.tasks import Op, Task
 
 
@@ -146,3 +146,40 @@ def test_what_came_last_stays_if_another_can_leave() -> None:
     only = Pool("test", 1, lambda key: uses[str(key)], True)
     only.fill(only.take("a")[0], "a", task())
     assert only.take("b")[1] == "a"
+
+
+class Uses:
+    """Objects with the uses that are left of them, and a pool that holds some."""
+
+    def __init__(self, kind: type[Pool], left: list[list[int]], count: int):
+        self.left = [sorted(uses, reverse=True) for uses in left]
+        self.pool = kind("test", count, lambda key: self.left[key][-1] if self.left[key] else NEVER, True)
+
+    def act(self, action: str, key: int, pinned: int) -> object:
+        """What the schedule does with an object; returns whom it drove out."""
+        pool, index, left = self.pool, self.pool.find(key), None
+        if index is None:
+            index, left = pool.take(key, [pinned])
+            pool.fill(index, key, task())
+        if action == "drop":
+            pool.drop(key)
+        pool.use(index, task())
+        if action == "use" and self.left[key]:
+            self.left[key].pop()
+            if isinstance(pool, SortedPool):
+                pool.used(key)
+        return index, left
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(st.lists(st.integers(0, 99), max_size=4), min_size=6, max_size=6),
+    st.lists(st.tuples(st.sampled_from(["use", "use", "touch", "drop"]), st.integers(0, 5), st.integers(0, 5))),
+    st.integers(2, 5),
+)
+def test_the_sorted_pool_gives_up_what_the_plain_one_does(
+    left: list[list[int]], actions: list[tuple[str, int, int]], count: int
+) -> None:
+    plain, fast = Uses(Pool, left, count), Uses(SortedPool, left, count)
+    for action in actions * 3:  # long enough for its heap to be made anew
+        assert fast.act(*action) == plain.act(*action)

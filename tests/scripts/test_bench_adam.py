@@ -8,12 +8,14 @@ import sys
 import time
 from pathlib import Path
 
+from tests import forked
+
 ROOT = Path(__file__).parents[2]
 
 
-def start(ssd: Path, *options: str) -> subprocess.Popen[str]:
+def start(ssd: Path, *options: str) -> forked.Popen:
     sizes = ["--parameters", "300K", "--record", "100K", "--chunk", "20000", "--ring", "3"]
-    return subprocess.Popen(
+    return forked.Popen(
         [sys.executable, ROOT / "scripts" / "bench_adam.py", "--ssd", str(ssd), *sizes, *options],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
@@ -26,7 +28,7 @@ def test_measures_every_contender_and_cleans_up(tmp_path: Path) -> None:
     ssd, result = tmp_path / "ssd", tmp_path / "result.json"
     ssd.mkdir()
     process = start(ssd, "--rounds", "2", "--steps", "2", "--threads", "1", "--threads", "2", "--json", str(result))
-    printed, errors = process.communicate(timeout=120)
+    printed, errors = process.communicate(timeout=400)
     assert process.returncode == 0, errors
     assert printed.count("AdamW on halves") == printed.count("optimizer process") == 2
     content = json.loads(result.read_text())
@@ -38,11 +40,11 @@ def test_measures_every_contender_and_cleans_up(tmp_path: Path) -> None:
 
 def test_cleans_up_when_it_is_interrupted(tmp_path: Path) -> None:
     process = start(tmp_path, "--no-in-memory", "--rounds", "100000")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not list(tmp_path.glob("*/store.json")) and time.monotonic() < deadline:
         time.sleep(0.05)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     assert process.returncode != 0
     assert not list(tmp_path.iterdir())

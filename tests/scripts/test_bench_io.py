@@ -14,6 +14,8 @@ from types import ModuleType
 import pytest
 from click.testing import CliRunner
 
+from tests import forked
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_io.py"
 needs_fio = pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
 
@@ -44,9 +46,7 @@ def test_ratios_are_taken_round_by_round() -> None:
 
 def run(*arguments: str | Path, path: str | None = None) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **({"PATH": path} if path is not None else {})}
-    return subprocess.run(
-        [sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=120, env=environment
-    )
+    return forked.run([sys.executable, SCRIPT, *arguments], timeout=240, env=environment)
 
 
 def test_without_fio_it_says_how_to_get_it(tmp_path: Path) -> None:
@@ -82,17 +82,17 @@ def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_fio
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
-    process = subprocess.Popen(
+    process = forked.Popen(
         [sys.executable, SCRIPT, "--ssd", tmp_path, "--size", "100MB", "--rounds", "50"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not list(tmp_path.glob("bench-io-*/*/*/records")) and time.monotonic() < deadline:
         time.sleep(0.05)
     time.sleep(1)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
+    process.communicate(timeout=240)
     assert process.returncode != 0
     assert list(tmp_path.iterdir()) == []

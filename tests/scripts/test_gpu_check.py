@@ -4,33 +4,55 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import forked
+
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
-def check(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
-    """Exit status, results.json and results.md of one call.
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, dict[str, Any], str]]:
+    """Exit status, results.json and results.md of one call, whose sections are forked.
 
     It may take ever so long on a slow machine: the time allowed only ends one that hangs.
     """
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import gpu_check
+
+    monkeypatch.setattr(gpu_check, "subprocess", forked.as_subprocess())
     ssd, output = tmp_path / "ssd", tmp_path / "out"
-    ssd.mkdir(exist_ok=True)
-    command = [sys.executable, SCRIPTS / "gpu_check.py", "--device", "cpu", "--quick", "--minutes", "15", "--ssd", ssd]
+    ssd.mkdir()
+
+    def run(*words: str) -> tuple[int, dict[str, Any], str]:
+        given = ["--device", "cpu", "--quick", "--minutes", "15", "--ssd", str(ssd), "--output", str(output)]
+        with pytest.raises(SystemExit) as ended:
+            gpu_check.main([*given, *words], standalone_mode=False)
+        assert list(ssd.iterdir()) == []
+        results = json.loads((output / "results.json").read_text())
+        return int(str(ended.value)), results["sections"], (output / "results.md").read_text()
+
+    return run
+
+
+def test_the_script_starts_on_its_own(tmp_path: Path) -> None:
+    """From any directory, and without our packages on Python's path."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, SCRIPTS / "gpu_check.py", "--device", "cpu", "--quick", "--ssd", tmp_path]
     done = subprocess.run(
-        [*command, "--output", output, *arguments], capture_output=True, text=True, timeout=1000, env=environment
-    )
-    assert list(ssd.iterdir()) == [], done.stdout + done.stderr
-    results = json.loads((output / "results.json").read_text())
-    return done.returncode, results["sections"], (output / "results.md").read_text()
+        [*command, "--output", tmp_path / "out", "--sections", "machine"], capture_output=True, text=True, cwd="/",
+        env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["sections"]["machine"]["status"] == "done"
 
 
-def test_everything_runs_without_a_gpu(tmp_path: Path) -> None:
-    status, sections, report = check(tmp_path)
+def test_everything_runs_without_a_gpu(check: Callable[..., tuple[int, dict[str, Any], str]]) -> None:
+    status, sections, report = check()
     assert status == 0, sections
     assert {name: entry["status"] for name, entry in sections.items()} == {
         "machine": "done", "limits": "done", "exactness": "done", "ranks": "done", "engine:tiny": "done",
@@ -54,12 +76,12 @@ def test_everything_runs_without_a_gpu(tmp_path: Path) -> None:
     assert "could not be drawn" not in report
 
 
-def test_a_section_that_fails_says_why(tmp_path: Path) -> None:
+def test_a_section_that_fails_says_why(check: Callable[..., tuple[int, dict[str, Any], str]], tmp_path: Path) -> None:
     """And the next one runs; a later call with chosen sections joins their results to what is there."""
     (tmp_path / "out").mkdir()
     earlier = {"sections": {"machine": {"status": "done", "data": {}}, "timeline:tiny": {"status": "done"}}}
     (tmp_path / "out" / "results.json").write_text(json.dumps(earlier))
-    status, sections, report = check(tmp_path, "--sections", "engine,timeline", "--host-memory", "1MiB")
+    status, sections, report = check("--sections", "engine,timeline", "--host-memory", "1MiB")
     assert status == 1
     assert sections["engine:tiny"]["status"] == "failed"
     assert "--host-memory of at least" in sections["engine:tiny"]["why"]

@@ -164,5 +164,5 @@ with reading(Path({str(data)!r})) as scratch:
     assert len(list(read_records(Path({str(data / "a.jsonl")!r}), scratch))) == 10
 """
     keep = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "XDG_", "TRANSFORMERS_"))}
-    subprocess.run([sys.executable, "-c", code], check=True, env={**keep, "HOME": str(home)}, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, env={**keep, "HOME": str(home)}, timeout=400)
     assert [path for path in home.rglob("*") if path.is_file()] == []

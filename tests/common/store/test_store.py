@@ -322,10 +322,9 @@ def test_close_waits_for_what_is_under_way_and_may_be_repeated(make_directories)
             call()
 
 
-def test_backend_name_and_direct(make_directories):
+def test_whether_files_are_reached_past_the_page_cache(make_directories):
     store, _ = make_store(make_directories(1), [1], io="posix")
     with store:
-        assert store.backend_name == "posix"
         assert store.direct == all(file.direct for file in store._files["weights.0"])
 
 

@@ -225,6 +225,18 @@ def test_merged_micro_batches_predict_what_all_of_them_do(job: Training) -> None
     assert merged.busy[Resource.GPU] == pytest.approx(exact.busy[Resource.GPU])
 
 
+def test_more_of_what_is_there_in_plenty_is_no_change(job: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a plan of merged micro-batches, as changes are compared, may be far from the plan itself."""
+    monkeypatch.setattr("fuyou.planner.evaluate._MOST_TASKS", 2 * LAYERS)
+    rates = replace(FAST, flops_per_second=1e12, upload_bytes_per_second=5e8, download_bytes_per_second=5e8)
+    base = plan(replace(job, rows=32, micro_batch=1), machine(rates, host=1 << 30, device=10 << 20))
+    assert abs(base.step_seconds / base.compared_seconds - 1) > 0.1
+    found = {change.what: change.speedup for change in best_changes(base)}
+    assert "2 GiB of host memory" not in found, found
+    cost = clipping_cost(replace(base, training=replace(base.training, clips=True)))
+    assert cost == pytest.approx(1, abs=0.01)
+
+
 def test_the_best_change_relieves_the_bound(job: Training) -> None:
     slow = replace(FAST, read_bytes_per_second=1e8, write_bytes_per_second=1e8, flops_per_second=1e13)
     changes = best_changes(plan(job, machine(slow)))

