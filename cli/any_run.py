@@ -49,7 +49,7 @@ def check_same_run(job: Job, trained: Trained, launches: Collection[str] = ()) -
             continue
         if option == "--data":
             raise UserError(
-                "--resume: --data is not what this run began with: other files, changed since, or another tokenizer "
+                "--resume: --data is not what this run began with: other or changed texts, or another tokenizer "
                 f"({before} then, {now} now). Give what it began with, or begin a new run in another --output."
             )
         raise UserError(

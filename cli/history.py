@@ -50,12 +50,12 @@ class History:
 
 
 def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
+    return path.read_text(errors="replace").splitlines() if path.exists() else []
 
 
 def _step(line: str) -> float:
-    """The step of a line; infinity for one that a crash has cut off."""
+    """The step of a line; infinity for one that a crash has cut off, or that is damaged."""
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return float("inf")

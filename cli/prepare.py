@@ -17,7 +17,6 @@ from cli.settings import Settings
 from cli.trackers import check_trackers
 from common.data import Batches, DataConfig, RandomBatches, open_data
 from common.data.files import find_files
-from common.data.token_file import cache_key
 from common.errors import UserError
 from common.hardware import Gpu, describe_machine, pick_gpu, torch_name
 from common.models.meta import build_meta_model
@@ -54,7 +53,7 @@ class Job:
     seq_len: int
     batches: Batches
     data_key: str
-    """Changes with the data and how they are tokenized."""
+    """Changes with the tokens that are trained on."""
     learning_rate: LearningRate
     adapter_parameters: int = 0
     """What is trained, if not the weights."""
@@ -293,7 +292,7 @@ def _open_batches(
     config = DataConfig(settings.data, seq_len, settings.batch_size, settings.seed)
     with naming("--data"):
         batches = open_data(config, tokenizer, output / "data")
-    return batches, cache_key(find_files(settings.data), seq_len, tokenizer)
+    return batches, batches.digest
 
 
 def _open_held_out(

@@ -40,7 +40,8 @@ class RunDirectory:
         before = self._load() if done else {}
         self.id: str = before.get("id") or uuid.uuid4().hex
         """Stays the same when a run is continued."""
-        self._before: list[dict[str, Any]] = before.get("calls", [])
+        calls = before.get("calls")
+        self._before: list[dict[str, Any]] = calls if isinstance(calls, list) else []
         self._call = _describe(job, done)
 
     @property
@@ -64,7 +65,7 @@ class RunDirectory:
         """What is there; of a run whose description is lost, nothing."""
         try:
             return dict(json.loads((self.path / DESCRIPTION).read_text()))
-        except (OSError, ValueError):
+        except (OSError, ValueError, TypeError, RecursionError):
             return {}
 
 

@@ -222,7 +222,7 @@ class Settings:
         # The same drives serve many runs: a run is named after its output directory, as that was called when it began.
         output = self.output_directory
         if self.resume:
-            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
                 name = json.loads((output / RUN / DESCRIPTION).read_text())["store"]
                 if isinstance(name, str) and name.startswith(STORE_PREFIX) and Path(name).name == name:
                     return name

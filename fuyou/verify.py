@@ -41,11 +41,7 @@ def find_runs(places: Iterable[Path], may_have_none: Container[Path] = ()) -> li
     runs: dict[str, list[Path]] = {}
     for place in places:
         found = 0
-        for directory in [
-            place,
-            *_inside(place),
-            *(rank for path in _inside(place) for rank in path.glob(rank_folder("*"))),
-        ]:
+        for directory in _candidates(place):
             identity = Identity.read(directory) if directory.is_dir() else None
             if identity is not None:
                 found += 1

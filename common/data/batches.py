@@ -89,6 +89,7 @@ class PackedBatches(Batches):
         self.tokens = header.tokens
         self.trainable_tokens = header.trainable_tokens
         self.steps_per_epoch = -(-header.rows // config.batch_size)
+        self.digest = header.digest
         self.description = _describe(header)
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
@@ -146,7 +147,7 @@ class RandomBatches(Batches):
         }
 
 
-def open_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir: Path) -> Batches:
+def open_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir: Path) -> PackedBatches:
     """Batches of the data in ``config.files``: tokenized and packed into a file in ``cache_dir``, or found there.
 
     The file is used again as long as data files, tokenizer and ``seq_len`` are the same; it takes 4 bytes per token.

@@ -40,6 +40,8 @@ class Header:
     trainable_tokens: int = 0
     skipped_tokens: int = 0
     """In pieces without any trainable token, which are left out: computing them would change nothing."""
+    digest: str = ""
+    """Of all rows in order: the same data, wherever they lie."""
 
 
 def cache_key(files: list[Path], seq_len: int, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -126,16 +128,18 @@ class TokenFileWriter:
     """Appends rows to a token file that is being made."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+        self._file, self._digest = file, hashlib.blake2b(digest_size=8)
         file.seek(_HEADER_BYTES)
 
     def add(self, row: np.ndarray) -> None:
         """``row``: words, uint32 [seq_len]."""
         self._file.write(row.data)
         self._file.write(_sum(row.data))
+        self._digest.update(row.data)
 
     def finish(self, header: Header) -> None:
-        """Write the header; on return all is on the drive."""
+        """Complete the header and write it; on return all is on the drive."""
+        header.digest = self._digest.hexdigest()
         block = json.dumps(asdict(header)).encode().ljust(_HEADER_BYTES - _SUM_BYTES)
         self._file.seek(0)
         self._file.write(block + _sum(block))

@@ -26,7 +26,7 @@ def test_a_run_goes_on_wherever_its_directories_are(
             (tmp_path / name).mkdir(exist_ok=True)
         return [tmp_path / name for name in names]
 
-    def train(*words: object) -> None:
+    def train(*words: object, data: Path = data) -> None:
         outcome = finetune("--model", checkpoint, "--data", data, *SMALL, *words)
         assert outcome.status == 0, outcome.err
 
@@ -34,8 +34,8 @@ def test_a_run_goes_on_wherever_its_directories_are(
     train("--steps", 5, "--ssd", *drives("w0", "w1"), "--output", whole)
     train("--steps", 2, "--ssd", *drives("a", "b"), "--output", tmp_path / "out")
 
-    # Other mount points, another output directory, another machine, whose file system wants blocks of 64 KiB for
-    # direct I/O; and one drive more.
+    # Other mount points, another output directory, another machine, with a copy of the data and a file system that
+    # wants blocks of 64 KiB for direct I/O; and one drive more.
     (tmp_path / "a").rename(tmp_path / "x")
     shutil.copytree(tmp_path / "b", tmp_path / "y")
     shutil.rmtree(tmp_path / "b")
@@ -51,7 +51,8 @@ def test_a_run_goes_on_wherever_its_directories_are(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "preadv", large_blocks)
-        train("--steps", 4, "--ssd", *drives("y", "z", "x"), "--output", out, "--resume")
+        copied = Path(shutil.copyfile(data, out.parent / "copied.jsonl"))
+        train("--steps", 4, "--ssd", *drives("y", "z", "x"), "--output", out, "--resume", data=copied)
     assert all(len(list(drive.iterdir())) == 1 for drive in drives("x", "y", "z"))
 
     # Two drives fewer, without which it goes on.

@@ -63,6 +63,14 @@ def test_skipped_steps_are_counted_and_have_no_number(tmp_path: Path) -> None:
     assert line == {"step": 2, "loss": None, "grad_norm": None, "lr": 1e-3}
 
 
+def test_a_damaged_line_goes_and_the_others_stay(tmp_path: Path) -> None:
+    file = tmp_path / "losses.jsonl"
+    good = b'{"step": 1, "loss": 2.0}\n'
+    file.write_bytes(good + b'{"step": \xff}\n' + b"[" * 100_000 + b'\n{"step": 9}\n{"st')
+    History(file, 3).__exit__(None, None, None)
+    assert file.read_bytes() == good
+
+
 def test_a_report_of_no_steps() -> None:
     report = Measurements(100, 1, 1).report((10, 10), (0, 0, 0), (0, 0), (0, 0))
     assert (report.steps, report.overlap_efficiency, report.tokens_per_second) == (0, 0, 0)

@@ -160,7 +160,8 @@ def test_cache_is_used_again_and_noticed_when_stale(
     def token_files() -> dict[str, int]:
         return {path.name: path.stat().st_ino for path in cache.iterdir()}
 
-    before = open_data(config, tokenizer, cache).batch(3)
+    batches = open_data(config, tokenizer, cache)
+    before, first = batches.batch(3), batches.digest
     [name] = token_files()
     made = token_files()
     assert equal(open_data(DataConfig((corpus,), 64, 2), make_tokenizer(), cache).batch(3), before)
@@ -179,8 +180,9 @@ def test_cache_is_used_again_and_noticed_when_stale(
     open_data(config, make_tokenizer(bos=False), cache)
     open_data(config, make_tokenizer(MARKED_TEMPLATE), cache)
     os.utime(corpus, (0, 0))
-    open_data(config, tokenizer, cache)
+    again = open_data(config, tokenizer, cache)
     assert len(token_files()) == 5
+    assert again.digest == first and open_data(config, make_tokenizer(bos=False), cache).digest != first
 
 
 def flip(file: Path, at: int) -> None:
