@@ -9,7 +9,7 @@ from typing import Any
 
 from common.store import DirectoryLock, Layout, Store
 from common.store.sealed import sync_directory
-from common.store.succession import lock_all, make_way, remove_scratch
+from common.store.succession import lock_all, make_way, remove_leftovers
 from fuyou.commits import load_state
 from fuyou.nodes.agreement import Agreement
 from fuyou.nodes.commits import find_common_state
@@ -38,7 +38,7 @@ class RunFiles:
         """Without what a killed process has left beside the store. Raises StoreError if a drive refuses that."""
         files = cls(lock, store, state, run)
         try:
-            remove_scratch(store.directories)
+            remove_leftovers(store)
         except BaseException:
             files.close()
             raise

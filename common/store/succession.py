@@ -139,10 +139,13 @@ def refuse_foreign_files(folders: Iterable[Path], shared: bool = False) -> None:
                 raise UserError(f"{path} belongs to no run. Move it elsewhere: the run's folder will be made anew.")
 
 
-def remove_scratch(directories: Sequence[Path]) -> None:
-    """Remove what a killed run may have left in a store's ``directories``."""
-    for directory in directories:
+def remove_leftovers(store: Store) -> None:
+    """Remove what a killed run may have left in a store: scratch, and files that were to replace others."""
+    for directory in store.directories:
         remove_folder(directory / SCRATCH)
+        for name in store.layout.file_bytes():
+            with described("removing", directory / f"{name}.tmp"):
+                (directory / f"{name}.tmp").unlink(missing_ok=True)
 
 
 def discard(folders: Sequence[Path]) -> None:

@@ -227,6 +227,8 @@ class _Regrouping:
             if unfinished or (one.store in replaced and one.store not in committed):
                 lost.append(one.path)
         lost += [path for path in self._drives.leaving if path.is_dir() and not any(path.iterdir())]  # removed, almost
+        places = map(beside, self._drives.everywhere)
+        lost += [path for path in places if path.is_dir() and Identity.read(path) is None]  # just begun
         found = [one.holding.directories for one in chosen.members.values() if one.finder == self._rank]
         unnamed = [directories for directories in found if any(path != unmoved(path) for path in directories)]
         if not any(self._tell(bool(lost or unnamed))):
