@@ -103,6 +103,7 @@ def test_two_ranks_train_as_the_engine_does_and_three_go_on(
     assert files == {path.name for path in reference[1].iterdir()} - {"store"}
 
 
+@pytest.mark.real_start  # of ranks: elsewhere here they are forked
 @pytest.mark.filterwarnings("ignore")
 def test_adapters_are_trained_written_and_merged(
     finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path
@@ -318,7 +319,7 @@ def test_nodes_with_different_code_are_told_so(
     pair: Pair, checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for package in ("cli", "common", "fcdp", "fuyou"):
-        shutil.copytree(ROOT / package, tmp_path / "code" / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / package, tmp_path / "code" / package)
     with (tmp_path / "code" / "fcdp" / "traffic.py").open("a") as file:
         file.write("# a change that does nothing\n")
     words = ("--model", checkpoint, *COMMON, "--steps", 2, "--output", tmp_path / "out")
