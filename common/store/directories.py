@@ -120,7 +120,7 @@ def find(directories: Sequence[Path]) -> tuple[list[Path], Identity]:
     """The directories of one store in the order of their indices, and the identity of the first.
 
     Raises:
-        UserError: a directory is missing, foreign, given twice, or holds no store.
+        UserError: a directory is missing, foreign, given twice, or holds no store, or only what is left of one.
         StoreError: an identity or a file is damaged.
     """
     paths = usable(directories)
@@ -156,6 +156,12 @@ def find(directories: Sequence[Path]) -> tuple[list[Path], Identity]:
             "part that no other drive has. Begin again with --overwrite, or from a copy."
         )
     ordered = [by_index[index] for index in range(first.count)]
+    lost = [path / name for path in ordered for name in first.layout.file_bytes() if not (path / name).exists()]
+    if lost and not any((path / MANIFEST_FILE).exists() for path in ordered):  # the order in which `remove` works
+        raise UserError(
+            f"What is in {lost[0].parent} is no run any more: its removal was interrupted, or it was never finished. "
+            "Begin a new run there with --overwrite."
+        )
     for path in ordered:
         for name, nbytes in first.layout.file_bytes().items():
             _check_file(path / name, nbytes)

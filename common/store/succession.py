@@ -304,7 +304,7 @@ def _whole(members: Sequence[Path]) -> bool:
         return load_manifest(find(members)[0][0]) is not None
     except UserError:
         return False
-    except StoreError:  # files that are gone: a removal was under way
+    except StoreError:
         if any(map(load_manifest, members)):
             raise
         return False
