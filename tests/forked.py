@@ -172,10 +172,13 @@ def _address() -> str:
         address = f"fuyou-tests-{os.getpid()}"
         server = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "tests.forked", address], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, env=dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))),
+            stdout=subprocess.PIPE, env={
+                **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                "TORCH_CPP_LOG_LEVEL": "FATAL",  # as cli.launch asks for, which comes too late where PyTorch is there
+            },
         )  # fmt: skip
         assert server.stdin is not None and server.stdout is not None
-        server.stdout.readline()  # it listens
+        assert server.stdout.readline() == b"ready\n", "the server that processes are forked from did not start"
         _started[os.getpid()] = address, server
     return _started[os.getpid()][0]
 

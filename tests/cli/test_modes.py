@@ -32,7 +32,6 @@ def test_every_option_is_for_something() -> None:
     [
         ((*BY_NAME, "--ssd", "."), "hardware by name and cannot be combined with --ssd."),
         ((*BY_NAME, "--lr", "1e-3", "--no-save", "--seed", "0"), "cannot be combined with --lr and --no-save."),
-        ((*BY_NAME, "--nodes", "2", "--network", "1GB/s", "--frozen-dtype", "nf4"), "combined with --frozen-dtype."),
         ((*BY_NAME, "--gpus-per-node", "2"), "cannot be combined with --gpus-per-node."),
         (("--plan", "--model", "llama-7b", "--steps", "5"), "cannot be combined with --steps."),
         (("--profile", "--report", "x"), "--profile trains nothing and cannot be combined with --report."),
