@@ -123,6 +123,7 @@ class OptimizerBench:
         written = [record.index for record in records[-_WRITTEN_RECORDS:]]
         updated = [record.index for record in records[:-_WRITTEN_RECORDS]]
         self._step = 0
+        self._there: set[int] = set()  # records whose states are in memory
         nbytes = max(record.parameter_nbytes for record in records)
         shared = SharedRegions(
             2 * nbytes, {Kind.BLOCK: BufferRegion(0, nbytes, 1)},
@@ -167,7 +168,8 @@ class OptimizerBench:
 
     def _update(self, record: int) -> None:
         self._step += 1
-        self._link.send(ReadStates(record, 0))
+        self._link.send(ReadStates(record, 0, there=record in self._there))
+        self._there.add(record)
         self._link.send(UpdateRecord(record, 0, 0, -1, Update(self._step, AdamConfig())))
 
     def _write(self, record: int) -> None:

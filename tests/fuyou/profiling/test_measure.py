@@ -10,13 +10,16 @@ from torch import nn
 
 from common.errors import UserError
 from common.models.meta import build_meta_model
+from common.store.pacing import Pace
 from fuyou.devices import CpuDevice, open_device
 from fuyou.keeping import trace_block
 from fuyou.model_records import model_records
+from fuyou.optimizer_link import OptimizerLink
 from fuyou.profiling import Workload, measure
+from fuyou.profiling.beside import pieces_per_second
 from fuyou.profiling.blocks import BlockBench, OperatorTimer, _extrapolated, _shortened, random_values
 from fuyou.profiling.drives import open_scratch
-from fuyou.profiling.optimizer import scratch_records
+from fuyou.profiling.optimizer import OptimizerBench, scratch_records
 from fuyou.records import Precision
 from fuyou.stack import StreamedModel
 from tests.fuyou.twin import tiny_configs
@@ -43,6 +46,22 @@ def test_an_emulated_device_and_paced_drives_measure_what_they_were_told(tmp_pat
     assert profile.operators == ()
     assert profile.adam_parameters_per_second > 1e6
     assert all(not list(drive.iterdir()) for drive in drives)
+
+
+@pytest.mark.usefixtures("_quick")
+def test_adam_is_measured_on_states_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at the rate at which a drive brings them, once it has."""
+    monkeypatch.setattr("fuyou.profiling.beside.WARM_SECONDS", 0.3)
+    monkeypatch.setattr("fuyou.profiling.beside.WINDOW_SECONDS", 0.2)
+    pace, link = Pace(2e6, 1e9), OptimizerLink()
+    link.wait_until_up()
+    with open_scratch([tmp_path], scratch_records(4096, BF16), pace) as scratch:
+        bench = OptimizerBench(link, scratch, BF16, 4096, 1, pace)
+        try:
+            (chunks,) = pieces_per_second([bench.updating])
+        finally:
+            bench.close()
+    assert chunks * 4096 * BF16.state_bytes > 4 * pace.read_bytes_per_second
 
 
 def test_operators_are_listed_with_their_ordinals_and_results() -> None:
