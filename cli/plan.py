@@ -25,11 +25,11 @@ from fuyou.planner import (
     Machine,
     PaperScheme,
     Plan,
+    Prospect,
     Training,
     one_of_several,
     plan,
     preset_machine,
-    profile_of,
     profiled_machine,
 )
 from fuyou.planner.advice import (
@@ -156,8 +156,7 @@ def _machine(settings: Settings, options: PlanOptions) -> Machine:
 def _machine_at_hand(settings: Settings) -> Machine:
     device, directories = _open(settings.gpu), directories_at_hand(settings)
     host, memory = memory_limits(device, settings.host_memory, settings.device_memory)
-    profile = profile_of(training_of(settings), device, (host, memory), directories, measure=True)
-    assert profile is not None
+    profile = Prospect(training_of(settings), device, (host, memory), directories).profile_or_measure()
     free = min(shutil.disk_usage(path).free for path in directories) * len(directories)
     return profiled_machine(profile, device.shares_host_memory, memory, host, len(directories), free)
 

@@ -9,7 +9,7 @@ from cli.train import quiet_transformers
 from common.hardware import describe_machine
 from common.units import format_bytes, format_count
 from fuyou.devices import memory_limits
-from fuyou.planner import measured, workload_of
+from fuyou.planner import Prospect
 from fuyou.profiling import Profile, save
 from fuyou.profiling.cache import describe, profile_path
 from fuyou.tasks import Resource
@@ -31,14 +31,15 @@ def run_profile(settings: Settings) -> None:
     device = device_at_hand(settings.gpu)
     directories = directories_at_hand(settings)
     limits = memory_limits(device, settings.host_memory, settings.device_memory)
-    workload = workload_of(training_of(settings), device, limits, directories)
+    prospect = Prospect(training_of(settings), device, limits, directories)
+    workload = prospect.workload
     print(f"machine  {describe_machine()}")
     print(
         f"model    {settings.model}, micro-batches of {workload.rows} x {workload.seq_len} tokens in {settings.dtype} "
         f"on {device.name}",
         flush=True,
     )
-    profile = save(measured(workload, device, limits), workload, device)
+    profile = save(prospect.measure(), workload, device)
     print("\n".join(table(profile, len(directories))))
     print(f"Measured in {profile.measured_in_seconds:.1f} s; kept in {profile_path(describe(workload, device))}")
 

@@ -24,7 +24,7 @@ from common.errors import UserError
 from common.store import DirectoryLock
 from fuyou import Engine, NonFiniteLoss, StepReport
 from fuyou.devices import memory_limits, open_device
-from fuyou.planner import profile_of
+from fuyou.planner import Prospect
 from fuyou.share import Share
 
 PROFILED_PARAMETERS, PROFILED_STEPS = 100_000_000, 20
@@ -98,11 +98,11 @@ def profile_once(job: Job, ranks: Share | None = None) -> None:
     limits = memory_limits(device, settings.host_memory, settings.device_memory, share.ranks_per_node)
     if limits[0] < PROFILED_HOST_BYTES:
         return
-    run = training_of(settings).among(share)
+    prospect = Prospect(training_of(settings).among(share), device, limits, job.ssd)
     with contextlib.suppress(UserError):  # what does not fit, the engine says with more to go by
-        if profile_of(run, device, limits, job.ssd, measure=False) is None:
+        if prospect.profile is None:
             print("profile  measuring this machine with this model, once", flush=True)
-            profile_of(run, device, limits, job.ssd, measure=True)
+            prospect.profile_or_measure()
 
 
 def _announce_move(job: Job) -> None:

@@ -45,7 +45,7 @@ from fuyou.nodes.topology import Topology, share_of
 from fuyou.nonfinite import NonFinitePolicy
 from fuyou.open_model import OpenModel
 from fuyou.optimizer_link import OptimizerLink
-from fuyou.planner import Choice, choose
+from fuyou.planner import Choice, Prospect, choose
 from fuyou.records import Precision, allocate_extents
 from fuyou.restripe import Drives
 from fuyou.run_files import RunFiles, create_run, resume_run
@@ -275,10 +275,10 @@ class Engine:
 
     def _choose(self, batch_shape: tuple[int, int], strikes: Strikes) -> Choice | None:
         training = self._options.training(self._model, self._shape, batch_shape, strikes)
-        here = training, self._device, self._limits, self._ssd
+        prospect = Prospect(training, self._device, self._limits, self._ssd)
         if self._agreement is None or self._topology is None:
-            return choose(*here)
-        return choose_together(*here, self._topology, self._agreement)
+            return choose(prospect)
+        return choose_together(prospect, self._topology, self._agreement)
 
     def _open_runtime(self, batch_shape: tuple[int, int] | None) -> None:
         """Plan memory, and see whether the machine has it."""

@@ -24,7 +24,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 from common.units import parse_bytes
 from fuyou import Engine
 from fuyou.devices import leave_cores, memory_limits, open_device
-from fuyou.planner import Machine, Plan, Training, plan, profile_of, profiled_machine, training
+from fuyou.planner import Machine, Plan, Prospect, Training, plan, profiled_machine, training
 
 NAME = "bench-plan"
 SEQ_LEN = 512
@@ -105,8 +105,7 @@ def machine_of(one: Configuration, job: Training, ssd: Sequence[Path]) -> Machin
     device = open_device(one.device)
     leave_cores(device)
     limits = memory_limits(device, parse_bytes(one.host_memory), None)
-    profile = profile_of(job, device, limits, ssd, measure=True)
-    assert profile is not None
+    profile = Prospect(job, device, limits, ssd).profile_or_measure()
     return profiled_machine(profile, device.shares_host_memory, limits[1], limits[0], len(ssd), None)
 
 

@@ -14,6 +14,7 @@ import ctypes
 import fcntl
 import importlib
 import inspect
+import io
 import os
 import pickle
 import runpy
@@ -67,7 +68,7 @@ class Popen(subprocess.Popen[Any]):
         env, cwd = named["env"], named["cwd"]
         request = {
             "words": [os.fspath(word) for word in named["args"][1:]], "fds": [0, 1, 2, *named["pass_fds"]],
-            "env": dict(os.environ if env is None else env) | {_SERVER: _address()},
+            "env": dict(os.environ if env is None else env),
             "cwd": os.getcwd() if cwd is None else os.fspath(cwd), "session": named["start_new_session"],
             "terminal": self._own_terminal, "group": named["process_group"],
         }  # fmt: skip
@@ -77,6 +78,7 @@ class Popen(subprocess.Popen[Any]):
         self._close_pipe_fds(*(named[name] for name in pipes))  # type: ignore[attr-defined]
 
     def _start(self, request: dict[str, Any], fds: Sequence[int]) -> int:
+        request["env"][_SERVER] = _address()
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect("\0" + _address())
         body = pickle.dumps(request)
@@ -104,9 +106,16 @@ class Popen(subprocess.Popen[Any]):
 
 
 class Child(Popen):
-    """Forked from this process itself, which has to be one that was forked: for those that look after their parent."""
+    """Forked from this process itself, which has to be one that was forked: for those that look after their parent, or
+    are to have what this process has changed in itself."""
+
+    def __init__(self, args: Sequence[Any], **options: Any):
+        self._reaping = threading.Lock()
+        super().__init__(args, **options)
 
     def _start(self, request: dict[str, Any], fds: Sequence[int]) -> int:
+        if _SERVER in os.environ:
+            request["env"][_SERVER] = os.environ[_SERVER]
         pid = os.fork()
         if not pid:
             _run(request, fds)
@@ -115,19 +124,20 @@ class Child(Popen):
     def _ended(self, timeout: float | None) -> int | None:
         deadline = None if timeout is None else time.monotonic() + timeout
         while self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-            elif deadline is not None and time.monotonic() >= deadline:
-                break
-            else:
-                time.sleep(0.01)
+            with self._reaping:  # threads that wait would take the status from each other
+                pid, status = (0, 0) if self.returncode is not None else os.waitpid(self.pid, os.WNOHANG)
+                if pid:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+            if self.returncode is None:
+                if deadline is not None and time.monotonic() >= deadline:
+                    break
+                time.sleep(0.002)
         return self.returncode
 
 
-def as_subprocess() -> SimpleNamespace:
+def as_subprocess(popen: type[Popen] = Popen) -> SimpleNamespace:
     """What a module may find under the name of ``subprocess``."""
-    return SimpleNamespace(**{**vars(subprocess), "Popen": Popen})
+    return SimpleNamespace(**{**vars(subprocess), "Popen": popen})
 
 
 def stand_in(replace: Callable[[Any, str, Any], None], ranks: type[Popen] = Popen) -> None:
@@ -292,6 +302,7 @@ def _settle(request: dict[str, Any], received: Sequence[int]) -> None:
     if request["terminal"]:
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     for stream in (sys.stdout, sys.stderr):
+        assert isinstance(stream, io.TextIOWrapper)
         stream.reconfigure(line_buffering=stream is sys.stderr or stream.isatty())
     os.chdir(request["cwd"])
     os.environ.clear()

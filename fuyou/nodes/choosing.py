@@ -3,19 +3,19 @@
 All ranks must have the same task list, and they are alike: so one choice serves all.
 """
 
+import contextlib
 import time
-from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from common.errors import UserError
 from fuyou.devices import Device
 from fuyou.emulated import EmulatedDevice
 from fuyou.nodes.agreement import Agreement
 from fuyou.nodes.collectives import gather
 from fuyou.nodes.topology import Topology
-from fuyou.planner import Choice, Links, Training, choose, is_profiled
+from fuyou.planner import Choice, Links, Prospect, choose
 
 _SMALL_BYTES, _SMALL_ROUNDS = 64, 8
 _FIRST_BYTES, _MOST_BYTES = 1 << 20, 64 << 20
@@ -23,29 +23,25 @@ _FIRST_BYTES, _MOST_BYTES = 1 << 20, 64 << 20
 _SECONDS = 0.25
 
 
-def choose_together(
-    training: Training,
-    device: Device,
-    limits: tuple[int, int],
-    directories: Sequence[Path],
-    topology: Topology,
-    agreement: Agreement,
-) -> Choice | None:
+def choose_together(prospect: Prospect, topology: Topology, agreement: Agreement) -> Choice | None:
     """What :func:`fuyou.planner.choose` says on rank 0, on every rank. Collective.
 
     Args:
-        training: a rank's part of what is going to run.
-        device: what computes.
-        limits: bytes of host and of device memory of a rank, the same on all.
-        directories: one per drive of this rank.
+        prospect: a rank's part of what is going to run, with its own drives and the limits that all ranks have.
     """
-    here, first = (training, device, limits, directories), training.shape.share.rank == 0
-    if not agreement.tell(first and is_profiled(*here))[0]:
+    first = prospect.training.shape.share.rank == 0
+    if not agreement.tell(first and _is_profiled(prospect))[0]:
         return None
-    links = measure_links(topology, device, agreement)
-    choice = choose(*here, links) if first else None
+    links = measure_links(topology, prospect.device, agreement)
+    choice = choose(prospect, links) if first else None
     told = agreement.tell(choice.to_dict() if choice is not None else None)[0]
     return None if told is None else Choice.from_dict(told)
+
+
+def _is_profiled(prospect: Prospect) -> bool:
+    with contextlib.suppress(UserError):  # the engine will say what does not fit
+        return prospect.profile is not None
+    return False
 
 
 def measure_links(topology: Topology, device: Device, agreement: Agreement) -> Links:

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from common.hardware import cpu_count
 from fuyou.devices import Device
 from fuyou.emulated import EmulatedDevice
-from fuyou.profiling.measure import Workload, measure, versions
+from fuyou.profiling.measure import Workload, versions
 from fuyou.profiling.profile import FORMAT, Profile
 
 CACHE_VARIABLE = "FINETUNE_CACHE"
@@ -30,17 +29,6 @@ def cache_directory() -> Path:
     if own:
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finetune"
-
-
-def load_or_measure(
-    workload: Workload, device: Device, how: Callable[[Workload, Device], Profile] | None = None
-) -> Profile:
-    """The kept profile of this workload on this machine; measured, and kept, if there is none that can be used.
-
-    Args:
-        how: measures it; None measures every part by itself.
-    """
-    return load(workload, device) or save((how or measure)(workload, device), workload, device)
 
 
 def load(workload: Workload, device: Device) -> Profile | None:

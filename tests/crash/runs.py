@@ -30,8 +30,9 @@ import fuyou
 import fuyou.optimizer_link
 from common.data import RandomBatches
 from common.errors import FinetuneError
-from fuyou import optimizer_process
+from fuyou import optimizer_process  # noqa: F401 - so that no run has to import it
 from tests.crash.drives import Fault, FaultyDrives
+from tests.forked import Child, as_subprocess
 
 #: ``start`` asks after all children, and two threads that ask after one take its exit status from each other.
 _looking_after_children = threading.Lock()
@@ -182,7 +183,7 @@ def _train(run: Run, results: Path) -> None:
     out = os.open(results, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     with contextlib.suppress(AttributeError):
         sys.stdin.close()
-    setattr(fuyou.optimizer_link.subprocess, "Popen", Forked)  # noqa: B010  # as an assignment, mypy is of two minds
+    setattr(fuyou.optimizer_link, "subprocess", as_subprocess(Child))  # noqa: B010 - for mypy it is a module
     torch.set_num_threads(1)
     for path in (*run.ssd, *run.leaving):
         path.mkdir(parents=True, exist_ok=True)
@@ -229,54 +230,3 @@ def digests(engine: fuyou.Engine) -> dict[str, str]:
         store.read_now(sealed.extent, data)
         result[sealed.what] = hashlib.sha256(data).hexdigest()
     return result
-
-
-class Forked:
-    """What ``subprocess.Popen`` is to the engine, forked: the optimizer process without its seconds of imports."""
-
-    def __init__(self, command: list[str], pass_fds: tuple[int, ...], **others: Any):
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid:
-            return
-        try:
-            for name in os.listdir("/proc/self/fd"):
-                if int(name) > 2 and int(name) not in pass_fds:
-                    with contextlib.suppress(OSError):
-                        os.close(int(name))
-            optimizer_process.main(int(command[-1]))
-            os._exit(0)
-        except SystemExit as ended:
-            os._exit(int(ended.code or 0))
-        except BaseException:
-            os._exit(1)
-
-    def poll(self) -> int | None:
-        return self._reap(os.WNOHANG)
-
-    def wait(self, timeout: float | None = None) -> int:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while self._reap(os.WNOHANG) is None:
-            if deadline is not None and time.monotonic() > deadline:
-                raise fuyou.optimizer_link.subprocess.TimeoutExpired("optimizer", timeout or 0)
-            time.sleep(0.002)
-        assert self.returncode is not None
-        return self.returncode
-
-    def _reap(self, flags: int) -> int | None:
-        if self.returncode is None:
-            with contextlib.suppress(ChildProcessError):
-                pid, status = os.waitpid(self.pid, flags)
-                if pid:
-                    self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)

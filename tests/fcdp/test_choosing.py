@@ -12,7 +12,7 @@ from fuyou.devices import memory_limits, open_device
 from fuyou.nodes.agreement import Agreement
 from fuyou.nodes.choosing import measure_links
 from fuyou.nodes.topology import share_of
-from fuyou.planner import training, workload_of
+from fuyou.planner import Prospect, training
 from fuyou.profiling import save
 from fuyou.records import Precision
 from tests.fcdp import engine_cases as cases
@@ -35,7 +35,7 @@ def train_as_chosen(topology: fcdp.Topology, run: Run, cache: Path) -> cases.Out
             PROFILE, tokens=rows * SEQ_LEN, block_parameters=job.block_parameters // 3, block_forward_seconds=0.1,
             block_backward_seconds=0.3, measured_at=time.time(),
         )  # fmt: skip
-        save(slow, workload_of(job, device, limits, cases.directories(run.folder, 0, run.ssds)), device)
+        save(slow, Prospect(job, device, limits, cases.directories(run.folder, 0, run.ssds)).workload, device)
     try:
         return cases.train(topology, replace(run, options={**run.options, "batch_shape": (rows, SEQ_LEN)}))
     finally:

@@ -9,8 +9,8 @@ from transformers import LlamaConfig
 
 from fuyou.devices import open_device
 from fuyou.memory_plan import MemoryPlanner
-from fuyou.planner import choose, profile_of, training
-from fuyou.profiling import Workload, save
+from fuyou.planner import Prospect, choose, prospect, training
+from fuyou.profiling import Profile, Workload, save
 from tests.fuyou.profiling.test_profile import PROFILE
 
 CONFIG = LlamaConfig(
@@ -20,21 +20,39 @@ CONFIG = LlamaConfig(
 LIMITS = (256 << 20, 256 << 20)
 
 
+def test_it_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    measured: list[Workload] = []
+
+    def measure(workload: Workload, _: object) -> Profile:
+        measured.append(workload)
+        return replace(PROFILE, measured_at=time.time())
+
+    monkeypatch.setattr(prospect, "measure", measure)
+    monkeypatch.setattr(prospect, "as_the_engine_runs_it", lambda alone, *_: alone)
+    job, device = training(CONFIG, 8, 64), open_device("emulated:tflops=0.01,memory=256MiB,link=1GB/s")
+    first = Prospect(job, device, LIMITS, [tmp_path])
+    assert first.profile is None
+    again = Prospect(job, device, LIMITS, [tmp_path])
+    assert first.profile_or_measure() == again.profile_or_measure() == again.profile
+    assert measured == [first.workload]
+
+
 def test_the_profile_at_hand_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
     device = open_device("emulated:tflops=0.01,memory=256MiB,link=1GB/s")
     job = training(CONFIG, 8, 64)
-    assert profile_of(job, device, LIMITS, [tmp_path], measure=False) is None
-    assert choose(job, device, LIMITS, [tmp_path]) is None
+    assert choose(Prospect(job, device, LIMITS, [tmp_path])) is None
     plan = MemoryPlanner(job.shape, CONFIG, LIMITS[1], LIMITS[0], False).plan(8, 64, None)
     slow = replace(  # of computing, so that outputs are worth keeping
         PROFILE, tokens=512, block_parameters=job.block_parameters // 8, block_forward_seconds=0.1,
         block_backward_seconds=0.3, measured_at=time.time(),
     )  # fmt: skip
     save(slow, Workload.planned(CONFIG, job.shape.precision, plan, [tmp_path]), device)
-    choice = choose(job, device, LIMITS, [tmp_path])
+    choice = choose(Prospect(job, device, LIMITS, [tmp_path]))
     assert choice is not None
     assert choice.micro_batch == plan.batch.micro_rows
     assert choice.keeping.operators and choice.keeping.layers == 8
-    fixed = choose(replace(job, keeping=replace(choice.keeping, layers=2)), device, LIMITS, [tmp_path])
+    two_layers = replace(job, keeping=replace(choice.keeping, layers=2))
+    fixed = choose(Prospect(two_layers, device, LIMITS, [tmp_path]))
     assert fixed is not None and fixed.keeping.layers == 2
