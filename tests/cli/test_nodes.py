@@ -291,6 +291,31 @@ def test_a_terminal_that_goes_away_and_a_node_that_ends_alone_by_its_deadline(
     assert not checked.damage and checked.step > step
 
 
+def test_the_node_where_all_meet_ends_alone_by_its_deadline(
+    pair: Pair, checkpoint: Path, data: Path, tmp_path: Path
+) -> None:
+    """The other one gives up, rather than wait for ever, and says how to go on."""
+    output = tmp_path / "out"
+    words = ["--model", checkpoint, "--data", data, *COMMON, "--output", output, "--steps", 100_000,
+             "--commit-every", 1, "--node-timeout", 3]  # fmt: skip
+    pair.start(*words, begin=HURRIED)
+    pair.wait_for("^step 3/")
+    family = [child for node in pair.nodes for child in psutil.Process(node.process.pid).children(recursive=True)]
+    host = [node.process.pid for node in pair.nodes].index(listener(pair.endpoint))
+    leaves, stays = pair.nodes[host], pair.nodes[1 - host]
+    for rank in leaves.ranks().values():
+        rank.suspend()
+    leaves.process.terminate()
+    assert leaves.process.wait(120) == 0
+    assert stays.process.wait(180) == 1
+    assert not still_there(family)
+    assert re.search(r"^stopped at once, after 2 s\. .*To continue: finetune .* --resume$", leaves.said, re.MULTILINE)
+    gives_up = rf"^finetune: error: \S.*{re.escape(pair.endpoint)}.* To continue: finetune .* --resume$"
+    assert re.search(gives_up, stays.said, re.MULTILINE), stays.said
+    step = Commits(output / "commits").newest()
+    assert step is not None and step >= 2 and not Commits(output / "commits").verify().damage
+
+
 def refusal(
     pair: Pair, capfd: pytest.CaptureFixture[str], words: tuple[object, ...], *more: object, code: Path = ROOT
 ) -> str:
