@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from common.data import RandomBatches
 from common.errors import FinetuneError
@@ -25,9 +26,6 @@ from fcdp.topology import Topology
 from fcdp.trainer import Trainer, TrainerConfig
 from tests.crash.points import Reference, carry_on, check, clean, files_in, interrupt
 from tests.crash.runs import SEQ_LEN, STEPS, VOCABULARY, Run, tiny_config
-
-#: What happens at a call: action, and whether the power goes as well.
-ENDINGS = (("kill all", False), ("kill self", False), ("tear", True), ("kill all", True))
 
 ROWS = 3
 """One more than ranks."""
@@ -93,6 +91,7 @@ def _digest(value: torch.Tensor) -> str:
 def make_model(directory: Path) -> str:
     """A checkpoint to begin with."""
     torch.manual_seed(3)
+    transformers_logging.disable_progress_bar()
     config = tiny_config()
     config.num_hidden_layers, config.tie_word_embeddings = 1, True  # every tensor is two calls more, and three commits
     LlamaForCausalLM(config).save_pretrained(directory)

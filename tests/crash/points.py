@@ -16,6 +16,9 @@ NOTHING_THERE = (
 )  # fmt: skip
 
 
+#: What happens at a call: action, and whether the power goes as well.
+ENDINGS = (("kill all", False), ("kill self", False), ("tear", True), ("kill all", True))
+
 #: The step after which runs are moved.
 MOVED_AT = 2
 
@@ -29,6 +32,8 @@ class Reference:
     """Everything that it leaves."""
     calls: int
     """How many calls it makes to its drives."""
+    start: Path | None = None
+    """What is on them before it; to be copied."""
 
 
 def reference(run: Run) -> Reference:
@@ -110,22 +115,9 @@ class Move:
         return Run(root, {"resume": True}, leaves, fault, journal, self.after, steps)
 
 
-@dataclass(frozen=True)
-class MoveReference:
-    """What a move starts from, and what must come of it."""
-
-    start: Path
-    """The drives before it; to be copied."""
-    outcome: Outcome
-    """Of the run that was never moved."""
-    files: list[str]
-    """Everything that the move leaves."""
-    calls: int
-    """How many calls it makes to the drives."""
-
-
-def move_reference(root: Path, move: Move) -> MoveReference:
-    """Move without faults, in ``root``, which is made."""
+def move_reference(root: Path, move: Move) -> Reference:
+    """What comes of moving without faults, in ``root``, which is made; its outcome is that of the run that was never
+    moved."""
     root.mkdir()
     whole = execute(Run(root / "unmoved"))
     started = execute(Run(root / "start", drives=move.before, steps=MOVED_AT))
@@ -136,12 +128,12 @@ def move_reference(root: Path, move: Move) -> MoveReference:
     run = move.run(root / "moved")
     moved = execute(run)
     assert moved.status == 0 and moved.final == started.final, moved.error
-    found = MoveReference(root / "start", whole, files_in(root / "moved"), count(run.notes))
+    found = Reference(whole, files_in(root / "moved"), count(run.notes), root / "start")
     clean(root / "moved")
     return found
 
 
-def crash_move(root: Path, move: Move, fault: Fault, expected: MoveReference, power: int | None, back: bool) -> bool:
+def crash_move(root: Path, move: Move, fault: Fault, expected: Reference, power: int | None, back: bool) -> bool:
     """One crash while records are restriped, and all that must hold after it. Returns whether the fault came.
 
     Args:
@@ -150,6 +142,7 @@ def crash_move(root: Path, move: Move, fault: Fault, expected: MoveReference, po
     Raises:
         AssertionError: something does not hold.
     """
+    assert expected.start is not None
     shutil.copytree(expected.start, root)
     first = execute(move.run(root, fault, journal=power is not None))
     if first.status == 0:

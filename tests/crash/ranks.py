@@ -5,6 +5,7 @@ The other ranks are forked from the first one, so that all are in one process gr
 
 import hashlib
 import os
+import shutil
 import signal
 import threading
 import time
@@ -25,8 +26,6 @@ from tests.crash.drives import Fault, count
 from tests.crash.points import Reference, carry_on, check, clean, files_in, interrupt
 from tests.crash.runs import ROWS, SEQ_LEN, VOCABULARY, Outcome, Run, digests, execute, tiny_config
 
-#: What happens at a call: action, and whether the power goes as well.
-ENDINGS = (("kill all", False), ("kill self", False), ("tear", True), ("kill all", True))
 COLLECTIVE_SECONDS = 60
 """A rank waits so long for another one."""
 
@@ -170,17 +169,15 @@ STORIES = {
 }  # fmt: skip
 
 
-def begin(story: Story) -> None:
-    """All but the last run."""
-    for run in story.earlier:
-        outcome = execute(run)
-        assert outcome.status == 0, outcome.error
-
-
 def reference(root: Path, story: Story) -> Reference:
-    """Without faults."""
-    story = story.under(root)
-    begin(story)
+    """Without faults. What the earlier runs leave stays beside ``root``."""
+    story, start = story.under(root), None
+    for run in story.earlier:
+        before = execute(run)
+        assert before.status == 0, before.error
+        start = root.with_name(root.name + ".start")
+    if start is not None:
+        shutil.copytree(root, start)
     outcome = execute(story.last)
     assert outcome.status == 0, outcome.error
     calls = count(story.last.notes)
@@ -188,7 +185,7 @@ def reference(root: Path, story: Story) -> Reference:
         after = execute(story.then)
         assert after.status == 0, after.error
         outcome = replace(outcome, final=after.final)
-    found = Reference(outcome, files_in(root), calls)
+    found = Reference(outcome, files_in(root), calls, start)
     clean(root)
     return found
 
@@ -204,7 +201,8 @@ def crash(root: Path, story: Story, fault: Fault, expected: Reference, power: in
         AssertionError: something does not hold.
     """
     story = story.under(root)
-    begin(story)
+    if expected.start is not None:
+        shutil.copytree(expected.start, root)
     first = interrupt(replace(story.last, fault=fault), expected if story.then is None else None, power)
     if first is None:
         return False

@@ -1,4 +1,4 @@
-"""Nodes that train out of core, killed at calls drawn from a run; scripts/crash_points_nodes.py tries every one."""
+"""Nodes that train out of core, killed at calls drawn from a run; scripts/crash_points.py tries every one."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.crash.drives import Fault
-from tests.crash.ranks import ENDINGS, STORIES, RanksRun, crash, reference
+from tests.crash.points import ENDINGS
+from tests.crash.ranks import STORIES, RanksRun, crash, reference
 from tests.crash.runs import execute
 
 

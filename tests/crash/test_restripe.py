@@ -17,16 +17,16 @@ from fuyou.commits import sealed_records
 from fuyou.restripe import Drives, open_run
 from fuyou.training_state import TrainingState
 from tests.crash.drives import Fault
-from tests.crash.points import Move, MoveReference, crash_move, move_reference
+from tests.crash.points import Move, Reference, crash_move, move_reference
 
 
 @pytest.fixture(scope="module", params=[Move((0, 1), (0, 1, 2)), Move((0, 1, 2), (1, 2))], ids=["more", "fewer"])
-def moving(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Move, MoveReference]:
+def moving(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Move, Reference]:
     return request.param, move_reference(tmp_path_factory.mktemp("moved") / "run", request.param)
 
 
 def test_a_crash_while_records_move_leaves_the_old_places_or_the_new_ones(
-    moving: tuple[Move, MoveReference], tmp_path: Path
+    moving: tuple[Move, Reference], tmp_path: Path
 ) -> None:
     move, expected = moving
     tear_down = expected.calls - 60  # where the manifests change places
