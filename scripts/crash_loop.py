@@ -96,7 +96,7 @@ class Loop:
         numerics, what = self._draw_numerics()
         any_order = self._random.random() < 0.2
         expected = self._expected_of(numerics)
-        reached, allowed, begun, ended = 0, 1, False, False
+        reached, committed, allowed, begun, ended = 0, 0, 1, False, False
         drives = self._draw_drives()
         while not ended:
             options = {**numerics, **self._draw(), "resume": begun}
@@ -108,7 +108,7 @@ class Loop:
             leaves = tuple(number for number in DRIVES if number not in drives) if begun else ()
             outcome = self._live(Run(root, options, leaves, drives=drives, steps=STEPS))
             if outcome.status == 1 and any(text in outcome.error for text in NOTHING_THERE):
-                self._require(not reached, f"steps up to {reached} are lost: {outcome.error}")
+                self._require(not reached and not committed, f"steps up to {reached} are lost: {outcome.error}")
                 options = {**options, "resume": False, "overwrite": True}
                 outcome = self._live(Run(root, options, drives=drives, steps=STEPS))
             begun = True
@@ -121,7 +121,8 @@ class Loop:
             if outcome.losses:
                 first = min(outcome.losses)
                 self._require(first > reached - allowed, f"from step {reached} back to {first} {context}")
-                reached = max(outcome.losses)
+                self._require(first > committed, f"step {committed} was committed, and goes on with {first} {context}")
+                reached, committed = max(outcome.losses), max(committed, outcome.committed)
             deferred = numerics["max_grad_norm"] is not None or options["deferred_fraction"] > 0
             allowed = options["commit_every"] + deferred + 1  # that this life may have told of and not committed
             # One that is killed after its last step, while it clears up, leaves that to the next one.

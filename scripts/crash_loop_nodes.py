@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ class Loop:
 
     def run(self) -> None:
         """One run, from its begin to its end, in as many lives as it takes."""
-        root, reached, nodes, begun = self._folder / f"run-{self.runs}", 0, 0, False
+        root = self._folder / f"run-{self.runs}"
+        reached, committed, nodes, begun = 0, 0, 0, False
         while not self.mismatches:
             before, nodes = nodes, self._random.choice((1, 2))
             self.lives, self.changes = self.lives + 1, self.changes + (begun and nodes != before)
@@ -56,8 +58,10 @@ class Loop:
             begun = not (outcome.status == 1 and any(text in outcome.error for text in NOTHING))
             self._require(begun or not reached, f"steps up to {reached} are lost: {outcome.error}")
             first = min(outcome.losses, default=reached + 1)
-            self._require(first > reached - 1, f"from step {reached} back to {first}")
+            self._require(first > reached - 2, f"from step {reached} back to {first}")
+            self._require(first > committed, f"step {committed} was committed, and goes on with {first}")
             reached = max(outcome.losses, default=reached)
+            committed = max(committed, outcome.committed)
             for step, taken in outcome.losses.items():
                 self._require(set(taken) == set(self._expected.losses[step]), f"step {step}: {taken}")
             if outcome.final is not None:
@@ -89,7 +93,7 @@ def _weights(outcome: Outcome) -> Outcome:
     """Only what does not depend on the number of nodes."""
     assert outcome.final is not None, outcome.error
     final = {name: value for name, value in outcome.final.items() if not name.startswith("node ")}
-    return Outcome(outcome.status, outcome.losses, final, outcome.error, outcome.expected_error)
+    return replace(outcome, final=final)
 
 
 @click.command()

@@ -106,7 +106,11 @@ def main(
 
                 jobs = _jobs(way, first, every, turn)
                 with ThreadPoolExecutor(workers) as pool:
-                    left += len(jobs) - sum(pool.map(attempt, jobs))
+                    try:
+                        left += len(jobs) - sum(pool.map(attempt, jobs))
+                    except KeyboardInterrupt:
+                        pool.shutdown(cancel_futures=True)  # those under way come to their end, and are logged
+                        sys.exit(130)
     for name, way in found.items():
         print(f"{name}: {way.calls} calls; {tried.describe(name)}")
     for text in tried.failures():

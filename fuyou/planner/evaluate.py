@@ -268,15 +268,20 @@ def merge_micro_batches(plan: MemoryPlan, layers: int) -> MemoryPlan:
     batch = Batch(plan.batch.rows, plan.batch.seq_len, -(-plan.batch.rows // wanted))
     factor = several / batch.micro_batches
     everything = (layers + 2) * batch.micro_batches + 2
-    spills = bool(counts.host_activations)
+    kept, spills = layers * batch.micro_batches, bool(counts.host_activations)
+    device = max(4, int(counts.device_activations / factor)) if spills else everything
+    host = max(2, int(counts.host_activations / factor)) if spills else 0
+    device_kept = max(2, round(counts.device_kept / factor)) if counts.device_kept else 0
+    host_kept = max(2, round(counts.host_kept / factor)) if counts.host_kept else 0
+    # Where the drives have no part in it, all has its place in the host's memory, however that was rounded.
     merged = replace(
         counts,
-        device_activations=max(4, int(counts.device_activations / factor)) if spills else everything,
-        host_activations=max(2, int(counts.host_activations / factor)) if spills else 0,
+        device_activations=device,
+        host_activations=host if counts.ssd_activations or not host else max(host, everything - device + 1),
         ssd_activations=everything if counts.ssd_activations else 0,
-        device_kept=max(2, round(counts.device_kept / factor)) if counts.device_kept else 0,
-        host_kept=max(2, round(counts.host_kept / factor)) if counts.host_kept else 0,
-        ssd_kept=layers * batch.micro_batches if counts.ssd_kept else 0,
+        device_kept=device_kept,
+        host_kept=host_kept if counts.ssd_kept or not host_kept else max(host_kept, kept - device_kept + 1),
+        ssd_kept=kept if counts.ssd_kept else 0,
     )
     return replace(
         plan, batch=batch, counts=merged, activation_bytes=round(plan.activation_bytes * factor),

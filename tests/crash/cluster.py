@@ -77,7 +77,7 @@ def _train(run: ClusterRun, rank: int, say: Callable[..., None]) -> None:
         trainer.user_state = {"step": done.step}
         trainer.commit()
         digest = hashlib.sha256(batch["input_ids"].numpy().tobytes()).hexdigest()[:12]
-        say(step=done.step, took=f"{done.loss.hex()} {done.grad_norm.hex()} {digest}")
+        say(step=done.step, took=f"{done.loss.hex()} {done.grad_norm.hex()} {digest}", committed=done.step)
     say(final={name: _digest(value) for name, value in trainer._state().items()})
     trainer.close()
     topology.close()
@@ -103,7 +103,7 @@ def crash(run: ClusterRun, expected: Reference, power: int | None = None) -> boo
     first = interrupt(run, expected, power)
     if first is None:
         return False
-    check(first, carry_on(run, first), expected, {"commit_every": 0})  # a step is told once it is committed
+    check(first, carry_on(run, first), expected, {})
     assert files_in(run.root) == expected.files
     found = Commits(run.root / "commits").verify()
     assert found.step == STEPS and not found.damage

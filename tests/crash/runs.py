@@ -88,6 +88,8 @@ class Outcome:
     """Exit status, or minus the signal."""
     losses: dict[int, list[str]]
     """By step: loss, gradient norm and a digest of the batch, exactly, once for every time it was taken."""
+    committed: int
+    """The last step that it has told to be committed."""
     final: dict[str, str] | None
     """Digest of each record, weights and moments; None if it did not come to its end."""
     error: str
@@ -162,7 +164,7 @@ def _assert_gone(group: int, patience: float) -> None:
 
 def _outcome(status: int, results: Path) -> Outcome:
     losses: dict[int, list[str]] = {}
-    final, error, expected = None, "", False
+    committed, final, error, expected = 0, None, "", False
     for line in results.read_text().splitlines() if results.exists() else []:
         try:
             entry = json.loads(line)
@@ -170,9 +172,10 @@ def _outcome(status: int, results: Path) -> Outcome:
             continue  # killed while it was written
         if "step" in entry:
             losses.setdefault(entry["step"], []).append(entry["took"])
+        committed = max(committed, entry.get("committed", 0))
         final, error = entry.get("final", final), entry.get("error", error)
         expected = entry.get("expected", expected)
-    return Outcome(status, losses, final, error, expected)
+    return Outcome(status, losses, committed, final, error, expected)
 
 
 # -- in the child ------------------------------------------------------------------------------------------------------
@@ -210,7 +213,8 @@ def _steps(run: Run, say: Any) -> None:
             loss.backward()
             report = engine.step()
             digest = hashlib.sha256(batch["input_ids"].numpy().tobytes()).hexdigest()[:12]
-            say(step=report.step, took=f"{report.loss.hex()} {report.grad_norm.hex()} {digest}")
+            took = f"{report.loss.hex()} {report.grad_norm.hex()} {digest}"
+            say(step=report.step, took=took, committed=engine.committed_step)
         engine.flush()
         say(final=digests(engine))
 

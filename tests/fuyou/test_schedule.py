@@ -41,7 +41,7 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
     if device == total:
         host, ssd = draw(st.sampled_from([0, 2])), 0
     elif draw(st.booleans()):
-        host, ssd = total - device + draw(st.integers(2, 4)), 0
+        host, ssd = total - device + draw(st.integers(1, 4)), 0
     else:
         host, ssd = draw(st.integers(2, total)), total
     few = st.integers(1, 3)
