@@ -88,6 +88,8 @@ class ActivationPools:
 
     def release(self, keys: list[ActivationKey]) -> None:
         """One use of each of ``keys`` is behind us; what has no other goes."""
+        self._device.computed()
+        self._host.computed()
         for key in keys:
             uses = self._uses[key]
             uses.pop()
@@ -100,7 +102,7 @@ class ActivationPools:
                 self._forget_ssd(key)
 
     def _room_on_device(self, key: ActivationKey, pinned: list[ActivationKey]) -> tuple[int, list[Task]]:
-        index, leaving = self._device.take(key, pinned)
+        index, leaving = self._device.take(key, pinned, spare_empty=self._host.has_room() or bool(self._ssd_free))
         slot = self._device.slots[index]
         after = slot.busy()
         if leaving is not None and self._host.find(leaving) is None and leaving not in self._ssd:
@@ -112,6 +114,8 @@ class ActivationPools:
 
     def _room_on_host(self, key: Hashable, keep: Hashable = None) -> tuple[int, list[Task]]:
         """A host buffer for ``key``, but not the one that holds ``keep`` (whose copy to the device comes next)."""
+        if not (self._ssd_free or self._host.has_room()):
+            self._drop_copy(keep)
         index, leaving = self._host.take(key, [keep])
         slot = self._host.slots[index]
         after = slot.busy()
@@ -123,6 +127,13 @@ class ActivationPools:
             self._ssd[leaving] = (place, write)
             after.append(write)
         return index, after
+
+    def _drop_copy(self, keep: Hashable) -> None:
+        """Empty a host buffer whose contents are on the device, too, and are needed latest of such: not ``keep``."""
+        there = (slot.key for slot in self._device.slots if slot.key is not None and slot.key != keep)
+        copies = [key for key in there if self._host.find(key) is not None]
+        if copies:
+            self._host.drop(max(copies, key=self._next_use))
 
     def _on_host(self, key: ActivationKey) -> int:
         index = self._host.find(key)

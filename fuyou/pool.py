@@ -44,13 +44,15 @@ class Pool:
         name: for messages.
         count: number of buffers.
         next_use: position of an object's next use, or :data:`NEVER`.
-        spare_newest: whether the object that came last stays as long as another can leave in its place. What has just
-            been made cannot leave before it is there, and whoever needs its buffer would wait for all of that.
+        spare_busy: whether buffers that the newest computation uses (see :meth:`computed`) are left alone as long as
+            others can be had, that of the object that came last longest of all. Whoever gets such a buffer waits for
+            the computation to end, and for what has just been made to leave: nothing would come ahead of its use.
     """
 
-    def __init__(self, name: str, count: int, next_use: Callable[[Hashable], float], spare_newest: bool = False):
+    def __init__(self, name: str, count: int, next_use: Callable[[Hashable], float], spare_busy: bool = False):
         self.name = name
-        self._spare_newest, self._newest = spare_newest, -1
+        self._spare_busy, self._newest = spare_busy, -1
+        self._busy_since = self._began = 0  # the clock when the newest computation, and when the next one began
         self.slots = [Slot() for _ in range(count)]
         self._next_use = next_use
         self._where: dict[Hashable, int] = {}
@@ -61,16 +63,24 @@ class Pool:
         """Index of the buffer that holds ``key``."""
         return self._where.get(key)
 
-    def take(self, key: Hashable, pinned: Iterable[Hashable] = ()) -> tuple[int, Hashable | None]:
+    def take(
+        self, key: Hashable, pinned: Iterable[Hashable] = (), *, spare_empty: bool = False
+    ) -> tuple[int, Hashable | None]:
         """Give a buffer to ``key``. Returns its index and the object that has to leave (still needed), or None.
+
+        ``spare_empty``: rather than an empty buffer that is busy, take one that is not from what it holds.
 
         The caller saves the leaving object, makes the new object's first task wait for :meth:`Slot.busy`, and then
         calls :meth:`fill`.
         """
-        empty = self._take_empty()
-        if empty is not None:
-            return empty, None
-        found = self._needed_latest(set(pinned))
+        held, empty = set(pinned), self._take_empty()
+        if empty is None:
+            found = self._needed_latest(held)
+        else:
+            found = self._needed_latest(held, idle=True) if spare_empty and self._sparing(empty) else None
+            if found is None:
+                return empty, None
+            heapq.heappush(self._empty, (self.slots[empty].touched, empty))
         if found is None:
             raise FinetuneError(f"All {len(self.slots)} buffers of the {self.name} pool are in use; {key} finds none.")
         index, use = found
@@ -81,24 +91,28 @@ class Pool:
         slot.key = None
         return index, leaving if use != NEVER else None
 
-    def _needed_latest(self, held: Collection[Hashable]) -> tuple[int, float] | None:
+    def _needed_latest(self, held: Collection[Hashable], idle: bool = False) -> tuple[int, float] | None:
         """Of the buffers that hold something not in ``held``: what is needed latest; among equals, idle the longest.
+        Those that are spared come last, or with ``idle`` never.
 
         Returns its index and the position of its next use; None if there is none.
         """
-        best, best_rank = -1, (False, -1.0, 0.0)
+        best, best_rank = -1, (0, -1.0, 0.0)
         for index, slot in enumerate(self.slots):
             if slot.key is None or slot.key in held:
                 continue
             use = self._next_use(slot.key)
-            rank = (not self._spared(index, use), use, -float(slot.touched))
-            if best < 0 or rank > best_rank:
+            sparing = self._sparing(index, use)
+            rank = (-sparing, use, -float(slot.touched))
+            if not (idle and sparing) and (best < 0 or rank > best_rank):
                 best, best_rank = index, rank
         return (best, best_rank[1]) if best >= 0 else None
 
-    def _spared(self, index: int, use: float) -> bool:
-        """Whether this one, which is used next at ``use``, stays if another can leave."""
-        return self._spare_newest and index == self._newest and use != NEVER
+    def _sparing(self, index: int, use: float = 0.0) -> int:
+        """How much a buffer is spared whose object is used next at ``use``: 0 not, 1 it is busy, 2 it is the newest."""
+        if not self._spare_busy or use == NEVER:
+            return 0
+        return 2 if index == self._newest else int(self.slots[index].touched > self._busy_since)
 
     def _take_empty(self) -> int | None:
         """Of the buffers that hold nothing the one idle longest, found without looking at all of them."""
@@ -110,6 +124,10 @@ class Pool:
             if slot.key is None:  # its last users came after it was emptied
                 heapq.heappush(self._empty, (slot.touched, index))
         return None
+
+    def has_room(self) -> bool:
+        """Whether a buffer is empty."""
+        return len(self._where) < len(self.slots)
 
     def fill(self, index: int, key: Hashable, ready: Task) -> None:
         """Record that ``ready`` puts ``key`` into buffer ``index``; earlier users are waited for by then."""
@@ -132,6 +150,10 @@ class Pool:
             slot.key = None
             heapq.heappush(self._empty, (slot.touched, index))
 
+    def computed(self) -> None:
+        """All that one computation uses has been touched: that is busy until the next one is complete, too."""
+        self._busy_since, self._began = self._began, self._clock
+
     def touch(self, index: int) -> None:
         self._clock += 1
         self.slots[index].touched = self._clock
@@ -143,8 +165,8 @@ class SortedPool(Pool):
     For that it must be told, with :meth:`used`, when an object's next use has changed.
     """
 
-    def __init__(self, name: str, count: int, next_use: Callable[[Hashable], float], spare_newest: bool = False):
-        super().__init__(name, count, next_use, spare_newest)
+    def __init__(self, name: str, count: int, next_use: Callable[[Hashable], float], spare_busy: bool = False):
+        super().__init__(name, count, next_use, spare_busy)
         # A heap: next use (negative), when last touched, index. Entries that do not hold any more are passed over.
         # None: made when it is needed, which it never is in a pool that holds everything.
         self._sorted: list[tuple[float, int, int]] | None = None
@@ -170,24 +192,26 @@ class SortedPool(Pool):
         slot = self.slots[index]
         return -self._next_use(slot.key), slot.touched, index
 
-    def _needed_latest(self, held: Collection[Hashable]) -> tuple[int, float] | None:
+    def _needed_latest(self, held: Collection[Hashable], idle: bool = False) -> tuple[int, float] | None:
         if self._sorted is None:
             self._sorted = [self._entry(index) for index, slot in enumerate(self.slots) if slot.key is not None]
             heapq.heapify(self._sorted)
-        found, spared, stay = None, None, []
+        found: tuple[int, float] | None = None
+        spared: dict[int, tuple[int, float]] = {}
+        stay = []
         while self._sorted and found is None:
             entry = heapq.heappop(self._sorted)
-            index = entry[2]
+            use, index = -entry[0], entry[2]
             key = self.slots[index].key
             if key is None or entry != self._entry(index):
                 continue
-            if key in held:
+            sparing = self._sparing(index, use)
+            if key in held or sparing:
                 stay.append(entry)
-            elif self._spared(index, -entry[0]):
-                stay.append(entry)
-                spared = index, -entry[0]
+                if key not in held:
+                    spared.setdefault(sparing, (index, use))
             else:
-                found = index, -entry[0]
+                found = index, use
         for entry in stay:
             heapq.heappush(self._sorted, entry)
-        return found or spared
+        return found if found or idle else spared.get(1) or spared.get(2)

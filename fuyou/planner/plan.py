@@ -20,6 +20,8 @@ from fuyou.tasks import Resource, StepList
 FRACTIONS = {0.0: (), 1 / 8: (1 / 16, 3 / 16), 1 / 4: (3 / 16, 3 / 8, 1 / 2)}
 #: A step within this of its largest bound has nothing to gain from any other schedule.
 NEAR = 1.005
+#: Micro-batches of two sizes are alike if a step takes no longer than this with one of them, over the other.
+ALIKE = 1.01
 #: Gains below this part of a step are not worth other costs (gradients that wait take host memory).
 WORTH = 0.002
 
@@ -231,19 +233,32 @@ def most_clipped(evaluator: Evaluator, best: Evaluation) -> float:
 def _search(evaluator: Evaluator, clip_by: ClipBy) -> Evaluation:
     """The same, clipping in one way.
 
-    Micro-batches first, then how much to defer: bounds do not depend on either, so the search ends as soon as a step
-    comes close to its largest bound.
+    Sizes of micro-batches first; of those that are alike, how much to defer and what to keep: smaller ones leave room
+    on the device, so that more can come ahead of its use.
     """
     training = evaluator.training
     fraction, keeping = training.deferred_fraction or 0.0, training.keeping or NOTHING
     best = evaluator.evaluate(Candidate(training.micro_batch, fraction, keeping, clip_by))
+    alike = [best]
     if training.micro_batch is None:
         taken = best.memory.batch.micro_rows
-        for rows in {max(1, -(-taken // 2)), max(1, -(-taken // 4)), min(training.rows, 2 * taken)} - {taken}:
-            best = _better(evaluator, best, Candidate(rows, fraction, keeping, clip_by))
-    best = evaluator.evaluate(Candidate(best.memory.batch.micro_rows, fraction, keeping, clip_by))
+        for rows in sorted({-(-taken // 2), -(-taken // 4), min(training.rows, 2 * taken)} - {taken}):
+            candidate = Candidate(rows, fraction, keeping, clip_by)
+            if evaluator.fits(candidate):
+                alike.append(evaluator.evaluate(candidate))
+        least = min(one.step_seconds for one in alike)
+        alike = [one for one in alike if one.step_seconds <= ALIKE * least]
+    found = [_search_rest(evaluator, one) for one in alike]
+    if len(found) == 1:
+        return found[0]
+    # Merged micro-batches of two sizes are not alike: what is right between these is whole steps.
+    return min(found, key=lambda one: evaluator.evaluate(one.candidate, merged=False).step_seconds)
+
+
+def _search_rest(evaluator: Evaluator, best: Evaluation) -> Evaluation:
+    """The same with micro-batches of one size: what to defer, and what to keep."""
     best = _search_deferral(evaluator, best)
-    if training.keeping is None:
+    if evaluator.training.keeping is None:
         kept = _search_keeping(evaluator, best)
         if kept is not best:  # the balance between computing and the drives has changed
             best = _search_deferral(evaluator, kept)

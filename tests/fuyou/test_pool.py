@@ -159,11 +159,13 @@ class Uses:
         """What the schedule does with an object; returns whom it drove out."""
         pool, index, left = self.pool, self.pool.find(key), None
         if index is None:
-            index, left = pool.take(key, [pinned])
+            index, left = pool.take(key, [pinned], spare_empty=action == "use")
             pool.fill(index, key, task())
         if action == "drop":
             pool.drop(key)
         pool.use(index, task())
+        if action == "touch":
+            pool.computed()
         if action == "use" and self.left[key]:
             self.left[key].pop()
             if isinstance(pool, SortedPool):
