@@ -68,16 +68,19 @@ class Pool:
     ) -> tuple[int, Hashable | None]:
         """Give a buffer to ``key``. Returns its index and the object that has to leave (still needed), or None.
 
-        ``spare_empty``: rather than an empty buffer that is busy, take one that is not from what it holds.
-
         The caller saves the leaving object, makes the new object's first task wait for :meth:`Slot.busy`, and then
         calls :meth:`fill`.
+
+        Args:
+            pinned: objects that stay.
+            spare_empty: where the only empty buffers are busy, let an object leave one that is not, if there is one.
         """
-        held, empty = set(pinned), self._take_empty()
+        held, empty, found = set(pinned), self._take_empty(), None
         if empty is None:
             found = self._needed_latest(held)
-        else:
-            found = self._needed_latest(held, idle=True) if spare_empty and self._sparing(empty) else None
+        elif spare_empty and self._sparing(empty):
+            found = self._needed_latest(held, idle=True)
+        if empty is not None:
             if found is None:
                 return empty, None
             heapq.heappush(self._empty, (self.slots[empty].touched, empty))
@@ -151,7 +154,7 @@ class Pool:
             heapq.heappush(self._empty, (slot.touched, index))
 
     def computed(self) -> None:
-        """All that one computation uses has been touched: that is busy until the next one is complete, too."""
+        """The uses of one computation have all been noted: what it and the one after it use counts as busy."""
         self._busy_since, self._began = self._began, self._clock
 
     def touch(self, index: int) -> None:
