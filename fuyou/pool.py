@@ -209,10 +209,11 @@ class SortedPool(Pool):
             if key is None or entry != self._entry(index):
                 continue
             sparing = self._sparing(index, use)
-            if key in held or sparing:
+            if key in held:
                 stay.append(entry)
-                if key not in held:
-                    spared.setdefault(sparing, (index, use))
+            elif sparing:
+                stay.append(entry)
+                spared.setdefault(sparing, (index, use))
             else:
                 found = index, use
         for entry in stay:

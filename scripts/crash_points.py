@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import click
@@ -51,7 +52,7 @@ class Log:
         self._found[crash] = outcome = " ".join(outcome.split())
         if self._file is not None:
             with self._file.open("a") as file:
-                file.write(_BETWEEN.join((*map(str, crash), outcome)) + "\n")
+                file.write(_line(crash, outcome) + "\n")
 
     def describe(self, name: str) -> str:
         """The outcomes of all crashes in a way of running."""
@@ -65,10 +66,11 @@ class Log:
 
     def failures(self) -> list[str]:
         """A line for each, of all ways."""
-        return [
-            _BETWEEN.join((*map(str, crash), outcome))
-            for crash, outcome in self._found.items() if outcome not in (HELD, LATE)
-        ]  # fmt: skip
+        return [_line(crash, outcome) for crash, outcome in self._found.items() if outcome not in (HELD, LATE)]
+
+
+def _line(crash: Crash, outcome: str) -> str:
+    return _BETWEEN.join((*map(str, crash), outcome))
 
 
 def _ways(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> list[str]:
@@ -100,10 +102,7 @@ def main(
             found[name] = WAYS[name](folder)
         for turn in range(max(len(way.endings) for way in found.values())):
             for name, way in found.items():
-
-                def attempt(job: tuple[int, str, bool], name: str = name, way: Way = way) -> bool:
-                    return _attempt(name, folders[name], way, tried, end, job)
-
+                attempt = partial(_attempt, name, folders[name], way, tried, end)
                 jobs = _jobs(way, first, every, turn)
                 with ThreadPoolExecutor(workers) as pool:
                     try:

@@ -270,17 +270,17 @@ def merge_micro_batches(plan: MemoryPlan, layers: int) -> MemoryPlan:
     everything = (layers + 2) * batch.micro_batches + 2
     kept, spills = layers * batch.micro_batches, bool(counts.host_activations)
     device = max(4, int(counts.device_activations / factor)) if spills else everything
-    host = max(2, int(counts.host_activations / factor)) if spills else 0
     device_kept = max(2, round(counts.device_kept / factor)) if counts.device_kept else 0
-    host_kept = max(2, round(counts.host_kept / factor)) if counts.host_kept else 0
     # Where the drives have no part in it, all has its place in the host's memory, however that was rounded.
+    least = 2 if counts.ssd_activations else max(2, everything - device + 1)
+    least_kept = 2 if counts.ssd_kept else max(2, kept - device_kept + 1)
     merged = replace(
         counts,
         device_activations=device,
-        host_activations=host if counts.ssd_activations or not host else max(host, everything - device + 1),
+        host_activations=max(least, int(counts.host_activations / factor)) if spills else 0,
         ssd_activations=everything if counts.ssd_activations else 0,
         device_kept=device_kept,
-        host_kept=host_kept if counts.ssd_kept or not host_kept else max(host_kept, kept - device_kept + 1),
+        host_kept=max(least_kept, round(counts.host_kept / factor)) if counts.host_kept else 0,
         ssd_kept=kept if counts.ssd_kept else 0,
     )
     return replace(

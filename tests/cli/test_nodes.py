@@ -35,12 +35,12 @@ from tests.cli.test_train import history
 
 ROOT = Path(__file__).parents[2]
 BEGIN = ("-m", "cli.main")
-PATIENT = "import sys, cli.interrupts; cli.interrupts.STOP_SECONDS = 200; from cli.main import main; sys.exit(main())"
-"""The command, which gives a step that is under way time to end on the slowest machine."""
-HURRIED = (
-    "-c",
-    "import sys, cli.interrupts; cli.interrupts.STOP_SECONDS = 2; from cli.main import main; sys.exit(main())",
+_ENDS_WITHIN = (
+    "import sys, cli.interrupts; cli.interrupts.STOP_SECONDS = {}; from cli.main import main; sys.exit(main())"
 )
+PATIENT = ("-c", _ENDS_WITHIN.format(200))
+"""The command, which gives a step that is under way time to end on the slowest machine."""
+HURRIED = ("-c", _ENDS_WITHIN.format(2))
 """A launcher that has little time to end after SIGTERM."""
 COMMON = (
     "--batch-size", "4", "--seq-len", "32", "--gpu", "cpu", "--lr", "1e-3", "--schedule", "constant", "--dtype", "fp32",
@@ -240,6 +240,31 @@ def still_there(processes: list[psutil.Process]) -> list[psutil.Process]:
     return alive
 
 
+def one_ends_by_its_deadline(pair: Pair, host: bool) -> Node:
+    """One of two hurried nodes is told to end in a step that takes for ever, and the other one ends with an error.
+
+    Args:
+        host: whether it is the one where they meet.
+
+    Returns:
+        The other one. No process is left of either.
+    """
+    family = [child for node in pair.nodes for child in psutil.Process(node.process.pid).children(recursive=True)]
+    meets = [node.process.pid for node in pair.nodes].index(listener(pair.endpoint))
+    stays, leaves = pair.nodes[meets], pair.nodes[1 - meets]
+    if host:
+        stays, leaves = leaves, stays
+    for rank in leaves.ranks().values():
+        rank.suspend()
+    leaves.process.terminate()
+    assert leaves.process.wait(120) == 0
+    assert stays.process.wait(180) == 1
+    assert not still_there(family)
+    told = r"^stopped at once, after 2 s\. .*To continue: finetune .* --resume$"
+    assert re.search(told, leaves.said, re.MULTILINE), leaves.said
+    return stays
+
+
 def test_a_terminal_that_goes_away_and_a_node_that_ends_alone_by_its_deadline(
     pair: Pair, checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,7 +276,7 @@ def test_a_terminal_that_goes_away_and_a_node_that_ends_alone_by_its_deadline(
     words = ["--model", checkpoint, "--data", data, *COMMON, "--output", output, "--steps", 100_000,
              "--commit-every", 1]  # fmt: skip
     launcher = forked.Popen(
-        [sys.executable, "-c", PATIENT, *map(str, words), "--nodes", "1", "--gpus-per-node", "2"],
+        [sys.executable, *PATIENT, *map(str, words), "--nodes", "1", "--gpus-per-node", "2"],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=terminal, stdout=terminal, stderr=terminal,
         start_new_session=True, own_terminal=True,
     )  # fmt: skip
@@ -273,20 +298,10 @@ def test_a_terminal_that_goes_away_and_a_node_that_ends_alone_by_its_deadline(
 
     pair.start(*words, "--resume", "--node-timeout", 3, begin=HURRIED)
     pair.wait_for(f"^step {step + 3}/")
-    family = [child for node in pair.nodes for child in psutil.Process(node.process.pid).children(recursive=True)]
-    host = [node.process.pid for node in pair.nodes].index(listener(pair.endpoint))
-    stays, leaves = pair.nodes[host], pair.nodes[1 - host]
-    for rank in leaves.ranks().values():  # its step takes for ever
-        rank.suspend()
-    leaves.process.terminate()
-    assert leaves.process.wait(120) == 0
-    assert stays.process.wait(180) == 1  # it would start again, and waits for the other one
-    assert not still_there(family) and not list(temporary.iterdir())
-    for node, told in (
-        (leaves, "stopped at once, after 2 s. "),
-        (stays, "finetune: error: Not all 2 nodes have come to "),
-    ):
-        assert re.search(rf"^{told}.*To continue: finetune .* --resume$", node.said, re.MULTILINE), node.said
+    stays = one_ends_by_its_deadline(pair, host=False)  # it would start again, and waits for the other one
+    assert not list(temporary.iterdir())
+    told = r"^finetune: error: Not all 2 nodes have come to .*To continue: finetune .* --resume$"
+    assert re.search(told, stays.said, re.MULTILINE), stays.said
     checked = Commits(output / "commits").verify()
     assert not checked.damage and checked.step > step
 
@@ -300,16 +315,7 @@ def test_the_node_where_all_meet_ends_alone_by_its_deadline(
              "--commit-every", 1, "--node-timeout", 3]  # fmt: skip
     pair.start(*words, begin=HURRIED)
     pair.wait_for("^step 3/")
-    family = [child for node in pair.nodes for child in psutil.Process(node.process.pid).children(recursive=True)]
-    host = [node.process.pid for node in pair.nodes].index(listener(pair.endpoint))
-    leaves, stays = pair.nodes[host], pair.nodes[1 - host]
-    for rank in leaves.ranks().values():
-        rank.suspend()
-    leaves.process.terminate()
-    assert leaves.process.wait(120) == 0
-    assert stays.process.wait(180) == 1
-    assert not still_there(family)
-    assert re.search(r"^stopped at once, after 2 s\. .*To continue: finetune .* --resume$", leaves.said, re.MULTILINE)
+    stays = one_ends_by_its_deadline(pair, host=True)
     gives_up = rf"^finetune: error: \S.*{re.escape(pair.endpoint)}.* To continue: finetune .* --resume$"
     assert re.search(gives_up, stays.said, re.MULTILINE), stays.said
     step = Commits(output / "commits").newest()

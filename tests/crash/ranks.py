@@ -172,11 +172,11 @@ STORIES = {
 
 def reference(root: Path, story: Story) -> Reference:
     """Without faults. What the earlier runs leave stays beside ``root``."""
-    story, start = story.under(root), None
+    story = story.under(root)
+    start = root.with_name(root.name + ".start") if story.earlier else None
     for run in story.earlier:
         before = execute(run)
         assert before.status == 0, before.error
-        start = root.with_name(root.name + ".start")
     if start is not None:
         shutil.copytree(root, start)
     outcome = execute(story.last)
