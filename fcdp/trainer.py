@@ -118,11 +118,8 @@ class Trainer:
         self._plain = build_meta_model(self.config, dtype=self._dtype)
         stack = StreamedModel(self._plain, torch.device("cpu"))
         self._block_prefix, self._isolates_documents = stack.block_prefix, stack.isolates_documents
-        self._source: WeightSource = (
-            CheckpointSource(self._checkpoint, self._plain)
-            if self._checkpoint
-            else RandomSource(self._plain, config.seed)
-        )
+        self._stored = CheckpointSource(self._checkpoint, self._plain) if self._checkpoint else None
+        self._source: WeightSource = self._stored or RandomSource(self._plain, config.seed)
         self._source.check()
         self._model: Any = build_meta_model(self.config, dtype=self._dtype)
         self._adapters = None if adapters is None else Adapters(self._model, adapters, config.seed)
@@ -379,7 +376,9 @@ class Trainer:
 
     def _export(self, directory: Path, blocks: Iterator[dict[str, torch.Tensor]]) -> None:
         leads = self._topology.rank == 0
-        writer = CheckpointWriter(directory, self._plain, self.config, self._dtype, _SHARD_BYTES) if leads else None
+        writer = None
+        if leads:
+            writer = CheckpointWriter(directory, self._plain, self.config, self._dtype, _SHARD_BYTES, self._stored)
         for named in blocks:
             if writer is not None:
                 writer.add(named)
@@ -392,8 +391,11 @@ class Trainer:
     def _merged(self, adapters: Adapters) -> Iterator[dict[str, torch.Tensor]]:
         """Weights with their adapters added; on the first rank, which writes them. On others nothing."""
         for named in gather_blocks(self._model, self._block_prefix, None, adapters.layers):
-            leads = self._topology.rank == 0
-            yield adapters.merge({name: value.cpu() for name, value in named.items()}) if leads else {}
+            if self._topology.rank:
+                yield {}
+                continue
+            merged = adapters.merge({name: value.cpu() for name, value in named.items()})
+            yield merged if self._stored is None else adapters.changed(merged)
 
     def newest_commit(self) -> int | None:
         """The step that :meth:`resume` would continue from."""

@@ -55,6 +55,8 @@ class OpenModel:
         self.config, self._seed = config, seed
         model = self.base = build_meta_model(config, dtype=precision.dtype)
         self.adapters: Adapters | None = None
+        #: What training began with, once :meth:`weights` was asked for it; None if that was random.
+        self.checkpoint: CheckpointSource | None = None
         if adapters is not None:
             model = build_meta_model(config, dtype=precision.dtype)
             self.adapters = Adapters(model, adapters, seed)
@@ -72,9 +74,8 @@ class OpenModel:
         Raises:
             UserError, FinetuneError: see :meth:`WeightSource.check`.
         """
-        source: WeightSource = (
-            CheckpointSource(checkpoint, self.base) if checkpoint is not None else RandomSource(self.base, self._seed)
-        )
+        self.checkpoint = CheckpointSource(checkpoint, self.base) if checkpoint is not None else None
+        source: WeightSource = self.checkpoint or RandomSource(self.base, self._seed)
         source.check()
         for name, value in source.read_buffers():
             self.base.get_buffer(name).copy_(value)

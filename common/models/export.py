@@ -12,11 +12,13 @@ from common.errors import FinetuneError
 from common.models.conversion import to_disk
 from common.models.saving import begin, discard, move_into_place, save_tensors
 from common.models.shards import INDEX, SINGLE
+from common.models.sources import CheckpointSource
 from common.models.structure import fp32_parameters, stored_names
 
 _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
     "spiece.model", "sentencepiece*.model", "*.tiktoken", "chat_template*", "additional_chat_templates",
+    "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
 
 
@@ -33,10 +35,19 @@ class CheckpointWriter:
         dtype: of the weights on disk. Parameters that the family insists on keeping in fp32 are written in fp32.
         shard_bytes: a shard is written when the next tensor would make it larger. Memory: this, and what is added at
             once.
+        source: the checkpoint that training began with, if there was one. Every tensor in it that no added parameter
+            takes the place of goes into the new one as it is, whether the model has a use for it or not; and what is
+            added gets the names that it has there.
     """
 
     def __init__(
-        self, directory: Path, model: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dtype, shard_bytes: int
+        self,
+        directory: Path,
+        model: PreTrainedModel,
+        config: PreTrainedConfig,
+        dtype: torch.dtype,
+        shard_bytes: int,
+        source: CheckpointSource | None = None,
     ) -> None:
         self.directory = directory
         self.model = model
@@ -47,6 +58,12 @@ class CheckpointWriter:
         self._fp32 = {self._stored_name[name] for name in fp32_parameters(model)}
         self._shapes = {self._stored_name[name]: parameter.shape for name, parameter in model.named_parameters()}
         self._parameters = sum(parameter.numel() for parameter in model.parameters())
+        self._source = source
+        #: Names on disk, by those that ``save_pretrained`` would give.
+        self._names: dict[str, list[str]] = {}
+        if source is not None:
+            meta = {self._stored_name[name]: parameter for name, parameter in model.named_parameters()}
+            self._names = source.stored_names(to_disk(model, meta))
         self._written: set[str] = set()
         self._shard: dict[str, torch.Tensor] = {}
         self._shard_size = 0
@@ -79,14 +96,21 @@ class CheckpointWriter:
         """Write what is left, the index and the configurations, and move all into place.
 
         Raises:
-            FinetuneError: parameters are missing; the directory is left as it was.
+            FinetuneError: parameters are missing, or the source cannot be read any more; the directory is left as it was.
         """
+        source = self._source
         missing = sorted(self._shapes.keys() - self._written)
+        if source is not None:
+            missing = [name for name in missing if not source.made_from(name)]
         if missing:
             raise FinetuneError(f"Export incomplete: {len(missing)} parameters never came, {missing[0]} among them.")
         ignored = set(self.model._keys_to_ignore_on_save or ())
         buffers = self.model.state_dict().keys() - self._stored_name.keys() - ignored
+        if source is not None:
+            buffers = {name for name in buffers if not source.made_from(name)}
         self._append({name: self.model.get_buffer(name).clone() for name in sorted(buffers)})
+        if source is not None:
+            self._copy_untouched(source)
         self._flush()
         self._write_configs()
         self._move_into_place(self._name_shards())
@@ -96,11 +120,25 @@ class CheckpointWriter:
         discard(self.directory)
 
     def _append(self, named: dict[str, torch.Tensor]) -> None:
+        """Put tensors, by name in the model, under their names on disk."""
         for name, value in to_disk(self.model, named).items():
-            if self._shard and self._shard_size + value.nbytes > self.shard_bytes:
-                self._flush()
-            self._shard[name] = value.contiguous()
-            self._shard_size += value.nbytes
+            first, *others = self._names.get(name) or [name]
+            self._put(first, value.contiguous())
+            for other in others:  # a tied parameter: tensors in a file share no memory
+                self._put(other, value.clone())
+
+    def _put(self, name: str, value: torch.Tensor) -> None:
+        if self._shard and self._shard_size + value.nbytes > self.shard_bytes:
+            self._flush()
+        self._shard[name] = value
+        self._shard_size += value.nbytes
+
+    def _copy_untouched(self, source: CheckpointSource) -> None:
+        """Write every tensor of the source that nothing written takes the place of, in the order of its files."""
+        replaced = {part for name in self._written for part in source.made_from(name)}
+        for name in source.shards.tensors:
+            if name not in replaced:
+                self._put(name, source.shards.read(name))
 
     def _flush(self) -> None:
         if not self._shard:
@@ -128,7 +166,8 @@ class CheckpointWriter:
 
     def _write_configs(self) -> None:
         self.config.dtype = self.dtype
-        self.config.architectures = [type(self.model).__name__]
+        if not self.config.architectures or type(self.model).__name__ not in self.config.architectures:
+            self.config.architectures = [type(self.model).__name__]
         self.config.save_pretrained(self._folder)
         if self.model.can_generate():
             # Not save_pretrained: it refuses generation configs that the hub is full of.
@@ -141,7 +180,7 @@ class CheckpointWriter:
 
 
 def copy_tokenizer_files(source: Path, directory: Path) -> list[str]:
-    """Copy a checkpoint's tokenizer and chat templates. Returns what was copied, by name."""
+    """Copy a checkpoint's tokenizer, chat templates and processor. Returns what was copied, by name."""
     found = sorted({path for pattern in _TOKENIZER_FILES for path in source.glob(pattern)})
     if source.resolve() == directory.resolve():
         return [path.name for path in found]

@@ -9,7 +9,8 @@ from common.errors import UserError
 
 
 def find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """The dotted name of the model's list of blocks, and the list: of all ``ModuleList``s the one with most parameters.
+    """The dotted name of the model's list of blocks, and the list: of all ``ModuleList``s the one with most parameters,
+    in a vision-language model of those of its language model.
 
     Raises:
         UserError: there is no such list; it holds less than half of what is neither embedding nor head; a parameter of
@@ -17,10 +18,12 @@ def find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
             a router loss, which is collected inside the blocks and would be lost.
     """
     _refuse_router_loss(model)
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    prefix, language = language_model(model)
+    lists = [(name, module) for name, module in language.named_modules(prefix=prefix) if isinstance(module, nn.ModuleList)]
     # max keeps the first of equals, and named_modules goes from the outside in: experts never win over their block.
     name, blocks = max(lists, key=lambda item: _count(item[1]), default=("", nn.ModuleList()))
-    rest = _count(model) - sum(_count(module) for module in _embeddings(model))
+    outside = {id(parameter) for module in _embeddings(model) for parameter in module.parameters()}
+    rest = sum(parameter.numel() for parameter in language.parameters() if id(parameter) not in outside)
     if _count(blocks) * 2 < rest or not len(blocks):
         share = f"its largest, {name!r}, holds {_count(blocks):,}" if lists else "it has none at all"
         raise UserError(
@@ -29,6 +32,43 @@ def find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
         )
     _refuse_sharing(model, name, blocks)
     return name, blocks
+
+
+def language_model(model: PreTrainedModel) -> tuple[str, PreTrainedModel]:
+    """Return the dotted name and the module of the part that reads text: the whole model, as a rule, and of a model that
+    takes images or sound as well the outermost part that is made from the configuration's text part."""
+    text = type(model.config.get_text_config())
+    if text is not type(model.config):
+        for name, module in model.named_modules():
+            if isinstance(module, PreTrainedModel) and module is not model and type(module.config) is text:
+                return name, module
+    return "", model
+
+
+def tower_parameters(model: PreTrainedModel) -> list[str]:
+    """Return the names of parameters that turn images or sound into input of the language model: of towers, and of the
+    projectors behind them. They are neither the language model's nor a head's."""
+    prefix, language = language_model(model)
+    if language is model:
+        return []
+    base = model.base_model
+    inside = {id(parameter) for parameter in language.parameters()}
+    head = model.get_output_embeddings()
+    inside |= {id(parameter) for parameter in head.parameters()} if head is not None else set()
+    inputs = {id(parameter) for parameter in base.parameters()}  # beside it, there are heads
+    return [name for name, value in model.named_parameters() if id(value) not in inside and id(value) in inputs]
+
+
+def projector_parameters(model: PreTrainedModel) -> list[str]:
+    """Return those of :func:`tower_parameters` that map a tower's output to the language model's width: whatever is in
+    no tower of its own, and what is called a merger in one (Qwen, GLM)."""
+    names, (language, _) = tower_parameters(model), language_model(model)
+    towers = [
+        f"{prefix}."
+        for prefix, module in model.named_modules()
+        if isinstance(module, PreTrainedModel) and not f"{language}.".startswith(f"{prefix}." if prefix else "")
+    ]
+    return [name for name in names if "merger" in name or not name.startswith(tuple(towers))]
 
 
 def parameter_names(model: nn.Module) -> list[tuple[str, ...]]:

@@ -1,0 +1,113 @@
+"""Which of transformers' model classes a configuration stands for."""
+
+from enum import Enum
+
+import transformers
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+
+class Task(Enum):
+    """What a model's head is for."""
+
+    CAUSAL_LM = "a causal language model"
+    IMAGE_TEXT_TO_TEXT = "a vision-language model"
+    SEQUENCE_CLASSIFICATION = "a sequence classifier"
+    TOKEN_CLASSIFICATION = "a token classifier"
+
+    @property
+    def generates(self) -> bool:
+        """Whether the head predicts the next token."""
+        return self in (Task.CAUSAL_LM, Task.IMAGE_TEXT_TO_TEXT)
+
+
+_MAPPINGS = {
+    Task.CAUSAL_LM: MODEL_FOR_CAUSAL_LM_MAPPING,
+    Task.IMAGE_TEXT_TO_TEXT: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    Task.SEQUENCE_CLASSIFICATION: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    Task.TOKEN_CLASSIFICATION: MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+}
+
+
+def model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """Return the class that ``config`` is to be built as; None if transformers has none that can be trained here.
+
+    It is the one that the configuration names (``architectures``). One that names none is whole: a vision-language
+    model where the family is one, or else a causal language model.
+    """
+    named = _named(config)
+    if named is not None:
+        return named[1]
+    if _lost_head(config) is not None:
+        return None
+    whole = Task.IMAGE_TEXT_TO_TEXT if config.get_text_config() is not config else Task.CAUSAL_LM
+    for task in (whole, Task.CAUSAL_LM, Task.IMAGE_TEXT_TO_TEXT):
+        found = _classes(config, task)
+        if found:
+            return found[0]
+    return None
+
+
+def task_of(config: PreTrainedConfig) -> Task:
+    """Return what the head of the model that ``config`` is built as is for."""
+    chosen = model_class(config)
+    tasks = [task for task in Task if chosen in _classes(config, task)]
+    return tasks[0] if tasks else Task.CAUSAL_LM
+
+
+def refusal(config: PreTrainedConfig) -> str:
+    """Say in the rest of a sentence that begins with the model's name why :func:`model_class` gives None."""
+    lost = _lost_head(config)
+    if lost is not None:
+        return (
+            f"is a {lost}, whose head is none of those that can be trained: those of causal language models, "
+            "vision-language models, sequence and token classifiers. To train the rest of it as a causal language model, "
+            'name that class in "architectures" of its config.json'
+        )
+    own_code = " (its code comes with the checkpoint, and is not run)" if hasattr(config, "auto_map") else ""
+    return (
+        f"is a {config.model_type!r} model{own_code}, which transformers cannot build as a causal language model "
+        "(AutoModelForCausalLM) nor as a vision-language model (AutoModelForImageTextToText). Give a decoder such as "
+        "Llama, Qwen, Mistral, Gemma or GPT-2"
+    )
+
+
+def config_for(chosen: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return what ``chosen`` is built from: ``config``, or the part of it that is about text."""
+    text = config.get_text_config()
+    if isinstance(config, chosen.config_class) or not isinstance(text, chosen.config_class):
+        return config
+    return text
+
+
+def _classes(config: PreTrainedConfig, task: Task) -> tuple[type[PreTrainedModel], ...]:
+    mapping = _MAPPINGS[task]
+    if type(config) not in mapping:
+        return ()
+    found = mapping[type(config)]
+    return tuple(found) if isinstance(found, list | tuple) else (found,)
+
+
+def _named(config: PreTrainedConfig) -> tuple[Task, type[PreTrainedModel]] | None:
+    """The first of the configuration's ``architectures`` that can be trained."""
+    for name in getattr(config, "architectures", None) or ():
+        for task in Task:
+            for found in _classes(config, task):
+                if found.__name__ == name:
+                    return task, found
+    return None
+
+
+def _lost_head(config: PreTrainedConfig) -> str | None:
+    """The class that the configuration names, if it has a head that no class we know has."""
+    for name in getattr(config, "architectures", None) or ():
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel) and "For" in name:
+            return name
+    return None
