@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
 from common.data import document_mask
+from common.data.rows import take_rows
 from common.errors import FinetuneError
 from fuyou.data_plane import DataPlane
 from fuyou.gradients import GradientSum, round_in_place, sum_of_squares
@@ -24,7 +26,7 @@ class StepComputation:
         stack: the model's parts.
         plane: buffers, and the executor that the other tasks run in.
         tasks: the step.
-        batch: ``input_ids``, ``labels`` and the rest, ``[B, S]`` each.
+        batch: ``input_ids``, ``labels`` and the rest, ``[B, S]`` each; or lists, see :mod:`common.data.rows`.
         plan: how the batch is split.
         recomputations: how blocks are computed again; remembers from step to step.
         began: when the step began, on :func:`time.monotonic`'s clock.
@@ -36,7 +38,7 @@ class StepComputation:
         stack: StreamedModel,
         plane: DataPlane,
         tasks: StepList,
-        batch: Mapping[str, torch.Tensor],
+        batch: Mapping[str, Any],
         plan: MemoryPlan,
         recomputations: Recomputations,
         began: float,
@@ -64,14 +66,15 @@ class StepComputation:
         self._next: Task | None = next(self._todo, None)
         self.loss = float("nan")
 
-    def _split(self, batch: Mapping[str, torch.Tensor], targets: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+    def _split(self, batch: Mapping[str, Any], targets: torch.Tensor) -> list[dict[str, torch.Tensor]]:
         rows = min(batch["input_ids"].shape[0], self._plan.batch.micro_rows)
         result = []
         for start in range(0, batch["input_ids"].shape[0], rows):
+            taken = take_rows(batch, start, start + rows)
             micro = {
-                name: batch[name][start : start + rows].to(self._device, non_blocking=True)
-                for name in ("input_ids", "position_ids", "attention_mask")
-                if batch.get(name) is not None
+                name: value.to(self._device, self._dtype if value.is_floating_point() else None, non_blocking=True)
+                for name, value in taken.items()
+                if name != "labels"
             }
             micro["targets"] = targets[start : start + rows].to(self._device, non_blocking=True)
             result.append(micro)
@@ -291,7 +294,12 @@ class StepComputation:
     def _views(self, task: Task) -> Iterator[tuple[Record, dict[str, torch.Tensor]]]:
         """The task's records, and their parameters in the device buffers by their first names."""
         assert task.visit is not None
-        for index, buffer in zip(task.visit.records, (task.source, task.adapter), strict=False):
+        visit = task.visit
+        for index, buffer in (
+            (visit.record, task.source), (visit.adapter, task.adapter), (visit.tower, task.tower)
+        ):  # fmt: skip
+            if index < 0:
+                continue
             record = self._plane.shape.records[index]
             flat = self._flat(record, buffer, decoded=task.micro > 0)
             # Each apart: some adapters swap a weight in place, which must not look like a change of its neighbours.

@@ -19,6 +19,7 @@ from common.memory_meter import PeakMeter, proportional_set_bytes
 from common.models.adapters import MERGED, AdapterOptions
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
 from common.models.presets import load_config
+from common.models.towers import TowerFreezing
 from common.store import Layout
 from common.store.directories import usable
 from common.units import format_bytes, parse_bytes
@@ -125,6 +126,8 @@ class Engine:
         frozen_dtype: ``"int8"`` or ``"nf4"`` keeps frozen matrices of the blocks in 1.016 or 0.5625 bytes per parameter
             on SSD, on their way and in the host's cache; they are brought back into ``dtype`` on the device. Not
             lossless: every weight is rounded once, when the store is made. None keeps them in ``dtype``.
+        freeze_vision_tower, freeze_multi_modal_projector: what of a vision-language model is not trained, where neither
+            ``trainable`` nor ``adapters`` say it. What is frozen of both stays on the device for the whole run.
         automatic: let the planner choose ``deferred_fraction``, ``kept_activations`` and ``clip_by`` where they are not
             given, by simulation of this run on this machine. Needs ``batch_shape`` and a profile of this machine with
             this model (``finetune --profile``); without one nothing is chosen. Costs 0.1 to 3 s at the start, and
@@ -175,6 +178,8 @@ class Engine:
         adapters: PeftConfig | AdapterOptions | None = None,
         trainable: Sequence[str] | None = None,
         frozen_dtype: str | None = None,
+        freeze_vision_tower: bool = True,
+        freeze_multi_modal_projector: bool = True,
         automatic: bool = False,
         topology: Topology | None = None,
         leave_ssd: Sequence[str | os.PathLike[str]] = (),
@@ -189,6 +194,7 @@ class Engine:
             kept_activations if isinstance(kept_activations, Keeping) else parse_bytes(kept_activations or 0),
             adapters.peft_config() if isinstance(adapters, AdapterOptions) else adapters,
             None if trainable is None else tuple(trainable), FrozenDtype.named(frozen_dtype),
+            TowerFreezing(freeze_vision_tower, freeze_multi_modal_projector),
         )  # fmt: skip
         self.lr = lr
         self._closed = False
@@ -264,7 +270,7 @@ class Engine:
         torch.manual_seed(options.seed)
         self._model = OpenModel(
             self.config, options.precision, self._device.torch_device, options.adapters, options.trainable,
-            options.frozen_dtype, options.seed,
+            options.frozen_dtype, options.seed, options.towers,
         )  # fmt: skip
         share = share_of(self._topology)
         self._source = self._model.weights(self._checkpoint)
@@ -379,13 +385,15 @@ class Engine:
 
     # -- training -------------------------------------------------------------------------------------------------
 
-    def __call__(self, **batch: torch.Tensor) -> EngineOutput:
+    def __call__(self, **batch: Any) -> EngineOutput:
         """The streamed forward pass.
 
         Args:
             batch: ``input_ids`` and ``labels`` int64 ``[B, S]`` (not shifted, -100 where no loss is wanted);
-                optionally ``position_ids`` ``[B, S]`` (restarting at each document of a packed row) and
-                ``attention_mask``.
+                optionally ``position_ids`` ``[B, S]`` (restarting at each document of a packed row),
+                ``attention_mask``, and whatever else the model's own forward takes: of images, what the family's
+                processor returns (``pixel_values``, ``image_grid_thw``, ...), as lists with one entry for each
+                sequence (see :mod:`common.data.rows`).
 
         Raises:
             NonFiniteLoss: the loss is NaN or infinite; the last committed step is intact.
@@ -478,7 +486,7 @@ class Engine:
         return self._nonfinite.leaves_out(step, loss, norm, self.committed_step)
 
     @torch.no_grad()
-    def eval_loss(self, **batch: torch.Tensor) -> float:
+    def eval_loss(self, **batch: Any) -> float:
         """Mean loss over a batch, forward only; nothing changes but pending updates, which are applied first."""
         self.flush()
         plane = self._prepare(batch)
@@ -487,7 +495,7 @@ class Engine:
         self._run_forward(computation, tasks)
         return self._whole_loss(computation.loss)
 
-    def _evaluation(self, batch: dict[str, torch.Tensor]) -> StepList:
+    def _evaluation(self, batch: dict[str, Any]) -> StepList:
         """The tasks of a forward pass that changes nothing."""
         return self._runtime.scheduler.evaluation(self.step_count, self._runtime.batch_shape(*batch["input_ids"].shape))
 
@@ -558,7 +566,7 @@ class Engine:
         self._runtime.plane.executor.drain()
 
     def _computation(
-        self, plane: DataPlane, tasks: StepList, batch: dict[str, torch.Tensor], began: float
+        self, plane: DataPlane, tasks: StepList, batch: dict[str, Any], began: float
     ) -> StepComputation | TimedComputation:
         if isinstance(self._device, EmulatedDevice):
             return TimedComputation(self._device, plane.executor, tasks, batch["input_ids"].numel(), began)
@@ -571,7 +579,7 @@ class Engine:
         submitted = self._runtime.scheduler.commit_step
         return submitted if submitted is not None else self.committed_step
 
-    def _prepare(self, batch: dict[str, torch.Tensor]) -> DataPlane:
+    def _prepare(self, batch: dict[str, Any]) -> DataPlane:
         """Check the batch, and find room for it."""
         if self._closed:
             raise FinetuneError("The engine has been closed.")
@@ -584,12 +592,12 @@ class Engine:
         self._items = items if self._agreement is not None else None
         return self._fitting_plane(batch)
 
-    def _count_labels(self, batch: dict[str, torch.Tensor]) -> int:
+    def _count_labels(self, batch: dict[str, Any]) -> int:
         """In the batches of all ranks."""
         items = int((batch["labels"][:, 1:] != -100).sum())
         return items if self._agreement is None else sum(self._agreement.tell(items))
 
-    def _fitting_plane(self, batch: dict[str, torch.Tensor]) -> DataPlane:
+    def _fitting_plane(self, batch: dict[str, Any]) -> DataPlane:
         """Buffers in which the batch has room, on every rank."""
         rows, seq_len = batch["input_ids"].shape
         if self._agreement is not None:  # all or none of the ranks make their buffers anew

@@ -296,7 +296,10 @@ class MemoryPlanner:
             for name in names
         }
         few = min(2, self.adapters)
-        return replace(counts, device_adapters=few, device_adapter_gradients=few, **none)
+        towers = len(self.shape.of_kind(Kind.TOWER))
+        return replace(
+            counts, device_adapters=few, device_adapter_gradients=few, device_towers=towers, host_towers=towers, **none
+        )
 
     def _adapter_ladder(self) -> list[tuple[int, int]]:
         """Host buffers for adapters and for their gradients: all of them, as a rule; else as many as pass through."""
@@ -425,8 +428,10 @@ class MemoryPlanner:
             )
         smaller = "" if batch.micro_rows == 1 or len(batches) > 1 else " A smaller --micro-batch needs less."
         block, outer = (max(r.numel for r in self.shape.of_kind(kind)) for kind in (Kind.BLOCK, Kind.OUTER))
+        towers = sum(record.numel for record in self.shape.of_kind(Kind.TOWER))
+        beside = f", {towers:,} of them in towers that stay on the device" if towers else ""
         return UserError(
-            f"One block of this model ({block:,} parameters; {outer:,} outside the blocks) with a "
+            f"One block of this model ({block:,} parameters; {outer + towers:,} outside the blocks{beside}) with a "
             f"micro-batch of {batch.micro_rows} x {batch.seq_len} tokens needs {' and '.join(needs)}.{smaller}"
         )
 

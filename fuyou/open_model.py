@@ -12,6 +12,7 @@ from common.errors import UserError, did_you_mean
 from common.models.adapters import Adapters
 from common.models.meta import build_meta_model
 from common.models.sources import CheckpointSource, RandomSource, WeightSource
+from common.models.towers import TowerFreezing
 from fuyou.frozen import FrozenDtype
 from fuyou.model_records import fingerprint, model_records
 from fuyou.records import Precision
@@ -29,6 +30,7 @@ class OpenModel:
         trainable: to train the parameters with these names only; ``*`` stands for anything.
         frozen: how the blocks' frozen matrices are kept.
         seed: of the adapters' first values and of random weights.
+        towers: what of a vision-language model's towers is frozen, if ``trainable`` does not say it.
 
     Attributes:
         base: the model as it was, for its names: without adapters, it is the one that ``stack`` runs.
@@ -49,6 +51,7 @@ class OpenModel:
         trainable: Sequence[str] | None = None,
         frozen: FrozenDtype = FrozenDtype.PLAIN,
         seed: int = 0,
+        towers: TowerFreezing = TowerFreezing(),
     ):
         if adapters is not None and trainable is not None:
             raise UserError("adapters freeze all other parameters: give either adapters or trainable.")
@@ -59,9 +62,13 @@ class OpenModel:
         self.checkpoint: CheckpointSource | None = None
         if adapters is not None:
             model = build_meta_model(config, dtype=precision.dtype)
+            towers.without_adapters(adapters, model)
             self.adapters = Adapters(model, adapters, seed)
         elif trainable is not None:
             self._freeze_all_but(trainable)
+        else:
+            for name in towers.frozen(model):
+                model.get_parameter(name).requires_grad_(False)
         self.stack = StreamedModel(model, device)
         self.shape = model_records(self.stack, precision, frozen)
 

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from common.errors import FinetuneError, UserError
 from common.models.structure import find_blocks
+from common.models.towers import tower_parameters
 
 
 class _Reached(Exception):
@@ -94,7 +95,10 @@ class StreamedModel:
     def _survey(self) -> None:
         """Run what comes before the blocks without its parameters, to see what that is and which masks it makes."""
         inside = {module for block in self.blocks for module in block.modules()}
-        self._runners = _runners(self.model, {owner for owner, _, _ in self._owners.values()} - inside)
+        self._towers = frozenset(tower_parameters(self.model))
+        # What holds the blocks as well may have a parameter beside its towers (LLaVA-NeXT): it is no module to skip.
+        around = {self._owners[name][0] for name in self._towers} & _ancestors(self.model, self._list)
+        self._runners = _runners(self.model, {owner for owner, _, _ in self._owners.values()} - inside - around)
         outside = set(self._runners.values())
         called: list[nn.Module] = []
         hooks = [module.register_forward_pre_hook(lambda module, _: called.append(module)) for module in outside]
@@ -118,8 +122,8 @@ class StreamedModel:
         )
 
     def runs_before_blocks(self, name: str) -> bool:
-        """Whether the parameter ``name`` belongs to a module that runs before the blocks."""
-        return self._runners.get(self._owners[name][0]) in self.before
+        """Whether the parameter ``name`` belongs to a module that runs before the blocks, as towers do."""
+        return name in self._towers or self._runners.get(self._owners[name][0]) in self.before
 
     def dtype_of(self, name: str) -> torch.dtype:
         """What the model computes with in the place of the parameter ``name``."""
@@ -250,6 +254,11 @@ def _runners(model: nn.Module, owners: set[nn.Module]) -> dict[nn.Module, nn.Mod
             if module in holders:
                 found[owner] = module
     return found
+
+
+def _ancestors(model: nn.Module, inner: nn.Module) -> set[nn.Module]:
+    """All modules that ``inner`` is somewhere in."""
+    return {module for module in model.modules() if module is not inner and any(m is inner for m in module.modules())}
 
 
 def _closed(mask: Any, query: int, key: int) -> bool:

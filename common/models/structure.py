@@ -45,32 +45,6 @@ def language_model(model: PreTrainedModel) -> tuple[str, PreTrainedModel]:
     return "", model
 
 
-def tower_parameters(model: PreTrainedModel) -> list[str]:
-    """Return the names of parameters that turn images or sound into input of the language model: of towers, and of the
-    projectors behind them. They are neither the language model's nor a head's."""
-    prefix, language = language_model(model)
-    if language is model:
-        return []
-    base = model.base_model
-    inside = {id(parameter) for parameter in language.parameters()}
-    head = model.get_output_embeddings()
-    inside |= {id(parameter) for parameter in head.parameters()} if head is not None else set()
-    inputs = {id(parameter) for parameter in base.parameters()}  # beside it, there are heads
-    return [name for name, value in model.named_parameters() if id(value) not in inside and id(value) in inputs]
-
-
-def projector_parameters(model: PreTrainedModel) -> list[str]:
-    """Return those of :func:`tower_parameters` that map a tower's output to the language model's width: whatever is in
-    no tower of its own, and what is called a merger in one (Qwen, GLM)."""
-    names, (language, _) = tower_parameters(model), language_model(model)
-    towers = [
-        f"{prefix}."
-        for prefix, module in model.named_modules()
-        if isinstance(module, PreTrainedModel) and not f"{language}.".startswith(f"{prefix}." if prefix else "")
-    ]
-    return [name for name in names if "merger" in name or not name.startswith(tuple(towers))]
-
-
 def parameter_names(model: nn.Module) -> list[tuple[str, ...]]:
     """The names of every parameter, in ``named_parameters()`` order: one, or several if it is tied."""
     names: dict[int, list[str]] = {}
