@@ -7,7 +7,7 @@ from peft import PeftConfig
 
 from common.errors import UserError
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
-from common.models.towers import TowerFreezing
+from common.models.towers import DEFAULT_FREEZING, TowerFreezing
 from fuyou.adam import AdamConfig
 from fuyou.clipping import ClipBy, Strikes, speculation_obstacle
 from fuyou.deferral import interleaved
@@ -42,7 +42,7 @@ class EngineConfig:
     adapters: PeftConfig | None
     trainable: tuple[str, ...] | None
     frozen_dtype: FrozenDtype
-    towers: TowerFreezing = TowerFreezing()
+    towers: TowerFreezing = DEFAULT_FREEZING
 
     def __post_init__(self) -> None:
         checks = {

@@ -41,8 +41,8 @@ class Exporter:
         self._shard = max(_LEAST_SHARD, min(_LARGEST_SHARD, host_limit // 3))
 
     def checkpoint(self, directory: Path, dtype: torch.dtype) -> None:
-        """A Hugging Face checkpoint: what was trained in ``dtype``, adapters merged into the weights they adapt, and all
-        else as training found it.
+        """A Hugging Face checkpoint: what was trained in ``dtype``, adapters merged into the weights they adapt, and
+        all else as training found it.
 
         Memory: a shard and, with adapters, one block in ``dtype`` and its adapters.
         """

@@ -12,7 +12,7 @@ from common.errors import UserError, did_you_mean
 from common.models.adapters import Adapters
 from common.models.meta import build_meta_model
 from common.models.sources import CheckpointSource, RandomSource, WeightSource
-from common.models.towers import TowerFreezing
+from common.models.towers import DEFAULT_FREEZING, TowerFreezing
 from fuyou.frozen import FrozenDtype
 from fuyou.model_records import fingerprint, model_records
 from fuyou.records import Precision
@@ -51,7 +51,7 @@ class OpenModel:
         trainable: Sequence[str] | None = None,
         frozen: FrozenDtype = FrozenDtype.PLAIN,
         seed: int = 0,
-        towers: TowerFreezing = TowerFreezing(),
+        towers: TowerFreezing = DEFAULT_FREEZING,
     ):
         if adapters is not None and trainable is not None:
             raise UserError("adapters freeze all other parameters: give either adapters or trainable.")

@@ -1,9 +1,9 @@
 """The rows of a batch: what of each of its values belongs to which row.
 
 Tokens, labels and masks have one row each, ``[B, ...]``. What comes with images does not: a row may have none, one or
-many, each of a size of its own (Qwen's ``pixel_values`` is ``[patches, ...]`` over all images of a batch). Such a value is
-a list of B tensors, one for each row and None for a row without images: each is what the family's processor returns for
-that row alone.
+many, each of a size of its own (Qwen's ``pixel_values`` is ``[patches, ...]`` over all images of a batch). Such a value
+is a list of B tensors, one for each row and None for a row without images: each is what the family's processor returns
+for that row alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ def take_rows(batch: Mapping[str, BatchValue | None], start: int, stop: int) -> 
             else:
                 raise UserError(
                     f"{name} {list(value.shape)} cannot be split among {rows} sequences, of which {stop - start} are "
-                    f"computed at once: give a list of {rows} tensors, one for each sequence (None where there is none)."
+                    f"computed at once: give a list of {rows} tensors, one for each sequence (None for none)."
                 )
         elif len(value) != rows:
             raise UserError(f"{name} is a list of {len(value)} for {rows} sequences: give one entry for each.")

@@ -1,6 +1,7 @@
 """Which of transformers' model classes a configuration stands for."""
 
 from enum import Enum
+from typing import Any
 
 import transformers
 from transformers import (
@@ -67,8 +68,8 @@ def refusal(config: PreTrainedConfig) -> str:
     if lost is not None:
         return (
             f"is a {lost}, whose head is none of those that can be trained: those of causal language models, "
-            "vision-language models, sequence and token classifiers. To train the rest of it as a causal language model, "
-            'name that class in "architectures" of its config.json'
+            "vision-language models, sequence and token classifiers. To train the rest of it as a causal language "
+            'model, name that class in "architectures" of its config.json'
         )
     own_code = " (its code comes with the checkpoint, and is not run)" if hasattr(config, "auto_map") else ""
     return (
@@ -81,16 +82,15 @@ def refusal(config: PreTrainedConfig) -> str:
 def config_for(chosen: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
     """Return what ``chosen`` is built from: ``config``, or the part of it that is about text."""
     text = config.get_text_config()
-    if isinstance(config, chosen.config_class) or not isinstance(text, chosen.config_class):
-        return config
-    return text
+    wanted: Any = chosen.config_class
+    return text if isinstance(text, wanted) and not isinstance(config, wanted) else config
 
 
 def _classes(config: PreTrainedConfig, task: Task) -> tuple[type[PreTrainedModel], ...]:
     mapping = _MAPPINGS[task]
     if type(config) not in mapping:
         return ()
-    found = mapping[type(config)]
+    found: Any = mapping[type(config)]
     return tuple(found) if isinstance(found, list | tuple) else (found,)
 
 

@@ -62,7 +62,7 @@ class CheckpointWriter:
         #: Names on disk, by those that ``save_pretrained`` would give.
         self._names: dict[str, list[str]] = {}
         if source is not None:
-            meta = {self._stored_name[name]: parameter for name, parameter in model.named_parameters()}
+            meta: dict[str, torch.Tensor] = {self._stored_name[name]: parameter for name, parameter in model.named_parameters()}
             self._names = source.stored_names(to_disk(model, meta))
         self._written: set[str] = set()
         self._shard: dict[str, torch.Tensor] = {}
@@ -96,7 +96,8 @@ class CheckpointWriter:
         """Write what is left, the index and the configurations, and move all into place.
 
         Raises:
-            FinetuneError: parameters are missing, or the source cannot be read any more; the directory is left as it was.
+            FinetuneError: parameters are missing, or the source cannot be read any more; the directory is left as it
+                was.
         """
         source = self._source
         missing = sorted(self._shapes.keys() - self._written)

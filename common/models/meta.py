@@ -17,7 +17,7 @@ from common.models.structure import keeps_fp32
 def build_meta_model(
     config: PreTrainedConfig, attn_implementation: str | None = None, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """A model in which only the buffers take memory: of the class that :func:`~common.models.classes.model_class` finds.
+    """A model in which only the buffers take memory, of the class that :mod:`common.models.classes` finds.
 
     Parameters are on the meta device, tied where the configuration says so. Buffers (rotary frequencies and the like)
     are on the CPU with the values that the class's own initialisation gives them. A *persistent* buffer that the

@@ -19,7 +19,9 @@ def find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """
     _refuse_router_loss(model)
     prefix, language = language_model(model)
-    lists = [(name, module) for name, module in language.named_modules(prefix=prefix) if isinstance(module, nn.ModuleList)]
+    lists = [
+        (name, module) for name, module in language.named_modules(prefix=prefix) if isinstance(module, nn.ModuleList)
+    ]
     # max keeps the first of equals, and named_modules goes from the outside in: experts never win over their block.
     name, blocks = max(lists, key=lambda item: _count(item[1]), default=("", nn.ModuleList()))
     outside = {id(parameter) for module in _embeddings(model) for parameter in module.parameters()}
@@ -35,8 +37,8 @@ def find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 def language_model(model: PreTrainedModel) -> tuple[str, PreTrainedModel]:
-    """Return the dotted name and the module of the part that reads text: the whole model, as a rule, and of a model that
-    takes images or sound as well the outermost part that is made from the configuration's text part."""
+    """Return the dotted name and the module of the part that reads text: the whole model, as a rule, and of a model
+    that takes images or sound as well the outermost part that is made from the configuration's text part."""
     text = type(model.config.get_text_config())
     if text is not type(model.config):
         for name, module in model.named_modules():

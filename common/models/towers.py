@@ -36,8 +36,11 @@ class TowerFreezing:
             config.exclude_modules = modules
 
 
+DEFAULT_FREEZING = TowerFreezing()
+
+
 def tower_parameters(model: PreTrainedModel) -> list[str]:
-    """Return the names of all parameters of towers and projectors: they are neither the language model's nor a head's."""
+    """Return the names of all parameters of towers and projectors: neither the language model's nor a head's."""
     _, language = language_model(model)
     if language is model:
         return []
