@@ -25,6 +25,8 @@ VOCABULARY = 160
 _WINDOW = 6
 _HEADS = 4
 _HEAD_DIM = 16
+_LEAST_ROTATED = 8
+_PLACES = 64
 _EXPERTS = 4
 _PER_KIND = 2
 _LEAST_LAYERS, _MOST_KINDS = 3, 6
@@ -55,8 +57,14 @@ _FROM_FRONT = re.compile(r"^first_k_|num_dense_layers|max_window_layers|layer_st
 _FROM_BACK = re.compile(r"kv_shared_layers$")
 _PERIOD = re.compile(r"period$|interval$|every_n_layers$|layer_group_size$|sparse_step$|sliding_window_pattern$|_pattern$")
 _OFFSET = re.compile(r"layer_offset$")
-_PIXELS = re.compile(r"image_size|patch|channels|kernel|sampl|num_mel|stride|tile|crop|conv|bins|buckets|buffer|codebook")
+_TOWER = re.compile("vision|audio|siglip|vit|clip|encodec|t5")
+_ROTARY = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_dim", "rotary_pct", "partial_rotary_factor")
+_PIXELS = re.compile(r"kernel|sampl|num_mel|stride|tile|crop|bins|buckets|buffer|codebook")
 _STATE = re.compile(r"d_state$|state_size$|_rank$|lora_rank|dt_rank")
+_EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "reformer": {"axial_pos_shape": [4, TOKENS // 4]},  # its product is the only length that trains
+}
+"""By model type: what no rule can know."""
 _NOT_SIZES = re.compile(r"^(id2label|label2id|transformers_version|architectures|seed|pretraining_tp)$")
 
 
@@ -72,6 +80,7 @@ def miniature(config: PreTrainedConfig) -> PreTrainedConfig:
     fields = _Shrunk(config.to_dict(), config).result
     if fields.get("qk_head_dim"):  # a sum that some configurations also store
         fields["qk_head_dim"] = fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"]
+    fields.update(_EXCEPTIONS.get(config.model_type, {}))
     for name in ("transformers_version", "_name_or_path", "quantization_config"):
         fields.pop(name, None)
     try:
@@ -112,27 +121,35 @@ class _Shrunk:
         """Say what heads and widths become; all others follow from these."""
         outer = self._outer
         self.width, self.heads = self._first(_WIDTHS), self._first(_HEAD_COUNTS)
-        if outer is not None and self.width is None:  # a mere group of fields, like DBRX's ffn_config
-            self.__dict__.update({
-                name: getattr(outer, name)
-                for name in ("width", "heads", "head_dim", "small_width", "small_heads", "small_head_dim")
-            })  # fmt: skip
-            return
+        if self.width is None:
+            text = self._config.get_text_config(decoder=True) if isinstance(self._config, PreTrainedConfig) else None
+            if outer is not None:  # a mere group of fields, like DBRX's ffn_config
+                self._measure_as(outer)
+                return
+            if text is not None and text is not self._config:  # parts of which the text's has the last word
+                self._measure_as(_Shrunk(text.to_dict(), text))
+                return
         width, heads = self.width or 1024, self.heads or 8
         explicit = self._first(("head_dim", "attention_head_dim", "d_head", "dim_head", "attention_head_size", "d_kv"))
         self.head_dim = explicit or max(1, width // heads)
-        self.small_heads = min(heads, _HEADS)
-        least = 8
+        # A tower is smaller than the language model that it belongs to, as it is when both are large.
+        tower = outer is not None and bool(_TOWER.search(str(self._fields.get("model_type"))))
+        self.most_heads = _HEADS // 2 if tower else _HEADS
+        self.small_heads = min(heads, self.most_heads)
         rotary = min([1.0, *_fractions(self._fields)])
-        small = _HEAD_DIM
-        while small * rotary < least and small < self.head_dim:
+        small = _HEAD_DIM // 2 if tower else _HEAD_DIM
+        while small * rotary < _LEAST_ROTATED and small < self.head_dim:
             small *= 2
         self.small_head_dim = min(self.head_dim, small)
         product = self.small_heads * self.small_head_dim
         if heads * self.head_dim == width:
             self.small_width = product
         else:
-            self.small_width = min(width, max(32, min(128, _to_multiple(width * product / (heads * self.head_dim), 8))))
+            self.small_width = min(width, max(8 * self.small_heads, min(128, _to_multiple(width * product / (heads * self.head_dim), 8))))
+
+    def _measure_as(self, other: "_Shrunk") -> None:
+        for name in ("width", "heads", "head_dim", "most_heads", "small_width", "small_heads", "small_head_dim"):
+            setattr(self, name, getattr(other, name))
 
     def _narrow(self, value: int) -> int:
         """Return the width that stands for ``value``."""
@@ -155,7 +172,7 @@ class _Shrunk:
 
     def _few_heads(self, name: str, value: int) -> int:
         if value == self.heads:
-            return min(value, _HEADS)
+            return min(value, self.most_heads)
         size = self._size_of_heads(name)
         width = self.width or 1024
         if size is not None and (value * size % width == 0 or self._is_a_width(value * size)):  # as Mamba's inner one
@@ -163,8 +180,8 @@ class _Shrunk:
             if inner % self._thin(size) == 0:
                 return inner // self._thin(size)
         if self.heads is None:
-            return min(value, _HEADS)
-        few = value * min(self.heads, _HEADS) / self.heads
+            return min(value, self.most_heads)
+        few = value * min(self.heads, self.most_heads) / self.heads
         return max(min(value, 2), round(few))
 
     def _is_a_width(self, value: int) -> bool:
@@ -297,6 +314,8 @@ class _Shrunk:
             return [value[index * len(value) // count] for index in range(count)]
         if "section" in name and sum(value) <= half and sum(value):
             return _split(max(len(value), sum(value) * self.small_head_dim // self.head_dim), value)
+        if sum(value) == self.width:  # what a width is put together from
+            return _split(self.small_width, value)
         if _TOKEN_ID.search(name):
             return [self._token(name, one) for one in value]
         return value
@@ -325,7 +344,10 @@ class _Shrunk:
             (_DEPTH, lambda _, value: len(self.layers) if value == self.depth else min(value, _LEAST_LAYERS)),
             (_VOCABULARY, at_most(VOCABULARY)),
             (_TOKEN_COUNT, at_most(_WINDOW)),
-            (_POSITIONS, keep),
+            (re.compile(r"^num_position_embeddings$"), at_most(16)),  # a square
+            (_POSITIONS, keep if any(name in self._fields for name in _ROTARY) else at_most(_PLACES)),
+            (re.compile(r"^(spatial_|temporal_)?patch_size$"), at_most(4)),
+            (re.compile(r"image_size"), at_most(16)),
             (_TOKEN_ID, self._token),
             (_PERIOD, at_most(3)),
             (_OFFSET, at_most(1)),

@@ -10,6 +10,7 @@ _HEADS = {"head_dim": 128}
 LACKING: dict[str, dict[str, Any]] = {
     # Defaults that no model can be built from.
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "dbrx": {"attn_config": {"rope_theta": 1e4}},
     "deepseek_v2": {"num_experts_per_tok": 6, "first_k_dense_replace": 1},
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2, "first_k_dense_replace": 1},
     "hunyuan_v1_dense": _HEADS,
@@ -23,7 +24,7 @@ LACKING: dict[str, dict[str, Any]] = {
     "gemma4_text": {"num_kv_shared_layers": 10},
 }
 _QSA = {
-    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 8,
+    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 8,
     "indexer_compress_ratio": 2,
 }  # fmt: skip
 LACKING |= {"qwen4_exp_text": _QSA, "qwen4_exp": {"text_config": _QSA}}

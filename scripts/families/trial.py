@@ -164,6 +164,7 @@ class _Trial:
                 parameter.add_(noise, alpha=0.1 if parameter.dim() > 1 else 0.02)
         path = self._work / "checkpoint"
         model.save_pretrained(path)
+        config.save_pretrained(path)  # a model of one part has saved that part's alone, which nothing can be built from
         return path
 
     def _batch(self, step: int) -> dict[str, torch.Tensor]:
