@@ -27,6 +27,9 @@ TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "jsonl")
 CLIP_BY = ("auto", "deferral", "speculation")
 """What ``--clip-by`` takes: names of :class:`fuyou.clipping.ClipBy`, which takes long to import."""
 
+TRAIN_VISION = ("projector", "all")
+"""What ``--train-vision`` takes."""
+
 _ONLY_NODES = (
     "gpus_per_node", "rdzv_endpoint", "node_timeout", "max_restarts", "strategy", "levels", "cluster", "quantise",
     "device_cache_threshold",
@@ -104,6 +107,8 @@ class Settings:
     """Trackers that get every step's figures."""
     single_slot: bool = False
     """Half the space on SSD, and no way to continue after a crash."""
+    train_vision: str | None = None
+    """What of a vision-language model's towers is trained beside its language model: projector, all; None: nothing."""
     io: str = "auto"
     save: bool = True
     """Whether to export a checkpoint at the end."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
-from cli.adapters import peft_config_of
+from cli.adapters import peft_config_of, towers_of
 from cli.any_run import check_ids, check_same_run, conclude, measurements, save, say_resumed
 from cli.evaluation import is_due, look
 from cli.interrupts import Interrupts, Stopped
@@ -152,6 +152,8 @@ def engine_options(job: Job) -> dict[str, Any]:
         "io": settings.io,
         "adapters": peft_config_of(settings),
         "frozen_dtype": settings.frozen_dtype,
+        "freeze_vision_tower": towers_of(settings).freeze_vision_tower,
+        "freeze_multi_modal_projector": towers_of(settings).freeze_multi_modal_projector,
     }
 
 

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from common.data import document_mask
+from common.data.rows import take_rows
 from common.errors import UserError
 from common.memory_meter import PeakMeter
 from common.models.adapters import MERGED, Adapters
@@ -28,6 +29,7 @@ from common.models.flops import active_parameters, hardware_flops_per_token, mod
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from common.models.sources import CheckpointSource, RandomSource, WeightSource
+from common.models.towers import DEFAULT_FREEZING, TowerFreezing
 from common.telling import first_alone, tell
 from fcdp.commits import Commits
 from fcdp.shard import fully_shard, sharding
@@ -66,6 +68,8 @@ class TrainerConfig:
     device_cache_threshold: float = 0.9
     on_nonfinite: str = "stop"
     """Or ``skip``; see :mod:`fuyou.nonfinite`."""
+    towers: TowerFreezing = DEFAULT_FREEZING
+    """What of a vision-language model is not trained."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,11 @@ class Trainer:
         self._source: WeightSource = self._stored or RandomSource(self._plain, config.seed)
         self._source.check()
         self._model: Any = build_meta_model(self.config, dtype=self._dtype)
+        if adapters is not None:
+            config.towers.without_adapters(adapters, self._model)
         self._adapters = None if adapters is None else Adapters(self._model, adapters, config.seed)
+        for name in config.towers.frozen(self._model) if adapters is None else ():
+            self._model.get_parameter(name).requires_grad_(False)
         widen(self._model)
         if self._model.supports_gradient_checkpointing:
             self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -312,7 +320,7 @@ class Trainer:
         most = math.ceil(rows / self._topology.world_size)
         return math.ceil(most / (self._options.micro_batch or most))
 
-    def _split(self, batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    def _split(self, batch: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
         """This rank's rows, in as many micro-batches as every rank has: collectives must match."""
         rows, world, rank = batch["input_ids"].shape[0], self._topology.world_size, self._topology.rank
         if rows < world:
@@ -324,16 +332,19 @@ class Trainer:
         for start in range(first, first + count * width, width):
             stop = min(start + width, last)
             if start < stop:
-                part = {name: value[start:stop] for name, value in batch.items()}
+                part = take_rows(batch, start, stop)
             else:  # this rank has a sequence less than others: one more, that teaches nothing
-                part = {name: value[:1] for name, value in batch.items()}
+                part = take_rows(batch, 0, 1)
                 part["targets"] = torch.full_like(part["targets"], -100)
-            parts.append({name: value.to(self._device, non_blocking=True) for name, value in part.items()})
+            parts.append({
+                name: value.to(self._device, self._dtype if value.is_floating_point() else None, non_blocking=True)
+                for name, value in part.items()
+            })  # fmt: skip
         return parts
 
     def _logits(self, part: dict[str, torch.Tensor]) -> torch.Tensor:
-        inputs = {"input_ids": part["input_ids"], "position_ids": part["position_ids"]}
-        if not self._isolates_documents:
+        inputs = {name: value for name, value in part.items() if name not in ("targets", "labels")}
+        if "position_ids" in part and "attention_mask" not in part and not self._isolates_documents:
             inputs["attention_mask"] = document_mask(part["position_ids"], self._dtype)
         logits: torch.Tensor = self._model(**inputs, use_cache=False).logits
         return logits

@@ -54,12 +54,37 @@ class _Header:
 def any_images(files: tuple[str, ...], scratch: Path) -> bool:
     """Return whether the data files hold conversations with images; looks at all records until it finds one.
 
+    Args:
+        scratch: a directory, made if it is not there.
+
     Raises:
         UserError: a file is missing or cannot be read.
     """
+    suspects = [file for file in find_files(files) if _names_images(file)]
+    if not suspects:
+        return False
     scratch.mkdir(parents=True, exist_ok=True)
     with DirectoryLock([scratch], patience=math.inf), reading(scratch) as folder:
-        return any(has_images(record) for file in find_files(files) for record in read_records(file, folder))
+        return any(has_images(record) for file in suspects for record in read_records(file, folder))
+
+
+def _names_images(file: Path) -> bool:
+    """Whether the word occurs where a file with images must have it: found without reading its records one by one."""
+    match file.suffix.lower():
+        case ".parquet":
+            import pyarrow.parquet
+
+            with contextlib.suppress(OSError, ValueError):  # whoever reads it says what is wrong
+                return "image" in str(pyarrow.parquet.read_schema(file))
+            return False
+        case ".json" | ".jsonl":
+            before = b""
+            with file.open("rb") as stream:
+                while block := stream.read(1 << 22):
+                    if b'"image' in before + block:
+                        return True
+                    before = block[-8:]
+    return False
 
 
 class ImageBatches(Batches):

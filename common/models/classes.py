@@ -27,6 +27,16 @@ class Task(Enum):
         """Whether the head predicts the next token."""
         return self in (Task.CAUSAL_LM, Task.IMAGE_TEXT_TO_TEXT)
 
+    @property
+    def auto_class(self) -> str:
+        """Name of transformers' class that loads such models."""
+        return {
+            Task.CAUSAL_LM: "AutoModelForCausalLM",
+            Task.IMAGE_TEXT_TO_TEXT: "AutoModelForImageTextToText",
+            Task.SEQUENCE_CLASSIFICATION: "AutoModelForSequenceClassification",
+            Task.TOKEN_CLASSIFICATION: "AutoModelForTokenClassification",
+        }[self]
+
 
 _MAPPINGS = {
     Task.CAUSAL_LM: MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -47,8 +57,7 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
         return named[1]
     if _lost_head(config) is not None:
         return None
-    whole = Task.IMAGE_TEXT_TO_TEXT if config.get_text_config() is not config else Task.CAUSAL_LM
-    for task in (whole, Task.CAUSAL_LM, Task.IMAGE_TEXT_TO_TEXT):
+    for task in (_whole(config), Task.CAUSAL_LM, Task.IMAGE_TEXT_TO_TEXT):
         found = _classes(config, task)
         if found:
             return found[0]
@@ -58,8 +67,10 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 def task_of(config: PreTrainedConfig) -> Task:
     """Return what the head of the model that ``config`` is built as is for."""
     chosen = model_class(config)
-    tasks = [task for task in Task if chosen in _classes(config, task)]
-    return tasks[0] if tasks else Task.CAUSAL_LM
+    for task in (_whole(config), *Task):  # a class may be in two mappings
+        if chosen in _classes(config, task):
+            return task
+    return Task.CAUSAL_LM
 
 
 def refusal(config: PreTrainedConfig) -> str:
@@ -84,6 +95,11 @@ def config_for(chosen: type[PreTrainedModel], config: PreTrainedConfig) -> PreTr
     text = config.get_text_config()
     wanted: Any = chosen.config_class
     return text if isinstance(text, wanted) and not isinstance(config, wanted) else config
+
+
+def _whole(config: PreTrainedConfig) -> Task:
+    """What a model without a head of another kind is for, if it has all the parts that its configuration has."""
+    return Task.IMAGE_TEXT_TO_TEXT if config.get_text_config() is not config else Task.CAUSAL_LM
 
 
 def _classes(config: PreTrainedConfig, task: Task) -> tuple[type[PreTrainedModel], ...]:

@@ -62,7 +62,9 @@ class CheckpointWriter:
         #: Names on disk, by those that ``save_pretrained`` would give.
         self._names: dict[str, list[str]] = {}
         if source is not None:
-            meta: dict[str, torch.Tensor] = {self._stored_name[name]: parameter for name, parameter in model.named_parameters()}
+            meta: dict[str, torch.Tensor] = {
+                self._stored_name[name]: parameter for name, parameter in model.named_parameters()
+            }
             self._names = source.stored_names(to_disk(model, meta))
         self._written: set[str] = set()
         self._shard: dict[str, torch.Tensor] = {}
