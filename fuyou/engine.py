@@ -13,6 +13,7 @@ import torch
 from peft import PeftConfig
 from transformers import PreTrainedConfig
 
+from common.data.rows import holds_images
 from common.errors import FinetuneError, UserError
 from common.hardware import memory_available_bytes
 from common.memory_meter import PeakMeter, proportional_set_bytes
@@ -129,6 +130,7 @@ class Engine:
             lossless: every weight is rounded once, when the store is made. None keeps them in ``dtype``.
         freeze_vision_tower, freeze_multi_modal_projector: what of a vision-language model is not trained, where neither
             ``trainable`` nor ``adapters`` say it. What is frozen of both stays on the device for the whole run.
+        images: plan memory for batches with images from the start. Without it, that happens when the first one comes.
         automatic: let the planner choose ``deferred_fraction``, ``kept_activations`` and ``clip_by`` where they are not
             given, by simulation of this run on this machine. Needs ``batch_shape`` and a profile of this machine with
             this model (``finetune --profile``); without one nothing is chosen. Costs 0.1 to 3 s at the start, and
@@ -181,6 +183,7 @@ class Engine:
         frozen_dtype: str | None = None,
         freeze_vision_tower: bool = True,
         freeze_multi_modal_projector: bool = True,
+        images: bool = False,
         automatic: bool = False,
         topology: Topology | None = None,
         leave_ssd: Sequence[str | os.PathLike[str]] = (),
@@ -198,6 +201,7 @@ class Engine:
             TowerFreezing(freeze_vision_tower, freeze_multi_modal_projector),
         )  # fmt: skip
         self.lr = lr
+        self._images = images
         self._closed = False
         self._link: OptimizerLink | None = None
         self._opened: Runtime | None = None
@@ -271,7 +275,7 @@ class Engine:
         torch.manual_seed(options.seed)
         self._model = OpenModel(
             self.config, options.precision, self._device.torch_device, options.adapters, options.trainable,
-            options.frozen_dtype, options.seed, options.towers,
+            options.frozen_dtype, options.seed, options.towers, self._images,
         )  # fmt: skip
         share = share_of(self._topology)
         self._source = self._model.weights(self._checkpoint)
@@ -602,11 +606,13 @@ class Engine:
     def _fitting_plane(self, batch: dict[str, Any]) -> DataPlane:
         """Buffers in which the batch has room, on every rank."""
         rows, seq_len = batch["input_ids"].shape
+        images = holds_images(batch)
         if self._agreement is not None:  # all or none of the ranks make their buffers anew
-            rows, seq_len = (max(sizes) for sizes in zip(*self._agreement.tell((rows, seq_len)), strict=True))
-        if not self._runtime.fits(rows, seq_len):
+            told = self._agreement.tell((rows, seq_len, images))
+            rows, seq_len, images = (max(sizes) for sizes in zip(*told, strict=True))
+        if not self._runtime.fits(rows, seq_len, images):
             self.flush()
-            self._runtime.fit(rows, seq_len)
+            self._runtime.fit(rows, seq_len, images)
         return self._runtime.plane
 
     # -- committing -----------------------------------------------------------------------------------------------

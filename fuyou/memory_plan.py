@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 
 from common.buffers import round_up
 from common.errors import UserError
+from common.models.image_memory import NO_IMAGES
 from common.units import format_bytes
 from fuyou.frozen import ROW_ELEMENTS
 from fuyou.loss import pass_bytes
@@ -363,6 +364,8 @@ class MemoryPlanner:
         head = logits + 3 * shape.trained_parameter(Kind.OUTER) * width
         head += tokens * shape.outer_adapting.per_token + shape.outer_adapting.fixed
         workspace = self._block_workspace(batch) + max(2 * shape.trained_parameter(Kind.BLOCK) * width, head)
+        images = shape.image_memory if shape.images else NO_IMAGES
+        workspace = max(workspace, batch.micro_tokens * images.working * width)  # blocks do not run meanwhile
 
         trained = {kind: shape.trained_elements(kind) for kind in (Kind.BLOCK, Kind.OUTER)}
         wide_blocks = precision.split and several and bool(trained[Kind.BLOCK])
@@ -380,6 +383,7 @@ class MemoryPlanner:
             + counts.device_activations * activation
             + counts.device_kept * kept
             + batch.rows * shape.carried_bytes(batch.seq_len)
+            + batch.rows * batch.seq_len * images.kept * width
             + workspace
             + REDUCTION_BYTES * ((shape.share.ranks_per_node > 1) + (shape.share.nodes > 1))
         )

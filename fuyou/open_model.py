@@ -1,6 +1,7 @@
 """The model that is going to be trained: its parts, its records, and where their values come from. No bytes yet."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -31,6 +32,7 @@ class OpenModel:
         frozen: how the blocks' frozen matrices are kept.
         seed: of the adapters' first values and of random weights.
         towers: what of a vision-language model's towers is frozen, if ``trainable`` does not say it.
+        images: whether batches come with images.
 
     Attributes:
         base: the model as it was, for its names: without adapters, it is the one that ``stack`` runs.
@@ -52,6 +54,7 @@ class OpenModel:
         frozen: FrozenDtype = FrozenDtype.PLAIN,
         seed: int = 0,
         towers: TowerFreezing = DEFAULT_FREEZING,
+        images: bool = False,
     ):
         if adapters is not None and trainable is not None:
             raise UserError("adapters freeze all other parameters: give either adapters or trainable.")
@@ -70,7 +73,7 @@ class OpenModel:
             for name in towers.frozen(model):
                 model.get_parameter(name).requires_grad_(False)
         self.stack = StreamedModel(model, device)
-        self.shape = model_records(self.stack, precision, frozen)
+        self.shape = replace(model_records(self.stack, precision, frozen), images=images)
 
     def weights(self, checkpoint: Path | None) -> WeightSource:
         """Where first values come from; checked, and the model's buffers filled from it.

@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 
 from common.models.adapter_memory import NO_ADAPTERS, AdapterMemory
+from common.models.image_memory import NO_IMAGES, ImageMemory
 from fuyou.records import Kind, Precision, Record
 from fuyou.share import Share
 from fuyou.tasks import Phase, Visit
@@ -124,6 +125,9 @@ class StepShape:
     hidden_size: int = 0
     """Elements of the hidden states between blocks, per token; 0: as many as the configuration says."""
     carried_bytes: Callable[[int], int] = no_bytes
+    image_memory: ImageMemory = NO_IMAGES
+    """What images take, per token; counted where batches come with ``images``."""
+    images: bool = False
     """What a row of so many tokens keeps on the device because it links blocks beside hidden states."""
 
     @property

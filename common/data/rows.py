@@ -17,6 +17,20 @@ BatchValue = torch.Tensor | Sequence[torch.Tensor | None]
 """A tensor with one row for each sequence, or a list with one entry for each."""
 
 
+#: What has one number for each token; anything else in a batch is about images, or sound.
+_OF_TOKENS = frozenset({"input_ids", "labels", "targets", "position_ids", "attention_mask"})
+
+
+def holds_images(batch: Mapping[str, BatchValue | None]) -> bool:
+    """Return whether anything in a batch is about images: what is neither of tokens nor has their shape ``[B, S]``."""
+    ids = batch["input_ids"]
+    return any(
+        not isinstance(value, torch.Tensor) or value.shape != ids.shape  # type: ignore[union-attr]
+        for name, value in batch.items()
+        if value is not None and name not in _OF_TOKENS
+    )
+
+
 def take_rows(batch: Mapping[str, BatchValue | None], start: int, stop: int) -> dict[str, torch.Tensor]:
     """Return rows ``start`` to ``stop`` of a batch, as the model takes them.
 
