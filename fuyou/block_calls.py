@@ -139,6 +139,24 @@ class BlockCalls:
             self._values[key] = value
         return key
 
+    def supply(self, values: Mapping[Key, torch.Tensor], device: torch.device) -> None:
+        """Let zeros be what blocks have produced, so that each of them can be run by itself.
+
+        Args:
+            values: what they return beside hidden states, on the meta device, as dictionaries that they share hold it.
+            device: where the zeros are.
+        """
+
+        def zeros(leaf: Any) -> Any:
+            is_meta = isinstance(leaf, torch.Tensor) and leaf.is_meta
+            return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if is_meta else leaf
+
+        self._values.update({key: zeros(values[key]) for key in self._links.consumed if key in values})
+        for args, kwargs in self.arguments if self._links.shared else ():
+            for dictionary in shared_dictionaries(args, kwargs):
+                for name, entry in dictionary.items():
+                    dictionary[name] = tree_map(zeros, entry)
+
     def carried(self) -> list[torch.Tensor]:
         """What the embedding has made that carries gradients."""
         return [value for (maker, _), value in self._values.items() if maker == EMBEDDING]

@@ -8,7 +8,7 @@ then optimizer states that need not be read at all.
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -116,7 +116,7 @@ def activation_elements_per_token(config: PreTrainedConfig) -> float:
     text = config.get_text_config()
     hidden = text.hidden_size
     width = getattr(text, "intermediate_size", None) or getattr(text, "ffn_dim", None) or getattr(text, "n_inner", None)
-    width = width or 4 * hidden
+    width = max(width) if isinstance(width, Sequence) else width or 4 * hidden  # some families have one for each layer
     active = getattr(text, "num_experts_per_tok", None)
     if active:
         width = active * (getattr(text, "moe_intermediate_size", None) or width)
