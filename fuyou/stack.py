@@ -183,6 +183,17 @@ class StreamedModel:
         finally:
             self._stack_output = None
 
+    def dry_run(self, batch: Mapping[str, torch.Tensor]) -> Any:
+        """Return what the model returns for ``batch`` where its blocks do nothing and its weights are not there: what
+        it does is as ever, what it says means nothing."""
+        rows, length = batch["input_ids"].shape
+        self._stack_output = torch.zeros(rows, length, self.hidden_size, device=self.device)
+        try:
+            with torch.no_grad(), self._stood_in(), self._skipped(set(self._runners.values())):
+                return self.model(**batch, use_cache=False)
+        finally:
+            self._stack_output = None
+
     # -- how -------------------------------------------------------------------------------------------------------
 
     def _called(self, index: int, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -110,6 +110,8 @@ class StepShape:
     """What adapters take while the block computes that needs most for them."""
     outer_adapting: AdapterMemory = NO_ADAPTERS
     """The same outside the blocks; tokens are those that go through the head at once."""
+    router_experts: int = 0
+    """That routers choose among, if their loss is a part of the loss; else 0."""
 
     @property
     def share(self) -> Share:
