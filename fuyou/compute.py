@@ -8,6 +8,7 @@ import torch
 from common.data import document_mask
 from common.errors import FinetuneError
 from fuyou.absent_gradients import mark_absent
+from fuyou.block_calls import BlockCalls
 from fuyou.data_plane import DataPlane
 from fuyou.gradients import GradientSum, round_in_place, sum_of_squares
 from fuyou.loss import cross_entropy, shifted_labels
@@ -15,7 +16,7 @@ from fuyou.memory_plan import MemoryPlan
 from fuyou.recompute import Recomputations, Recorded
 from fuyou.records import Record
 from fuyou.router_loss import RouterLoss, RouterPass, router_logits
-from fuyou.stack import BlockCalls, StreamedModel
+from fuyou.stack import StreamedModel
 from fuyou.tasks import BEFORE_HEAD_PHASES, FORWARD_PHASES, Activation, Op, Phase, StepList, Task
 
 
@@ -209,7 +210,7 @@ class StepComputation:
         shape = self._hidden_shape(task.micro)
         hidden = self._activation(task.inputs[0], shape).detach().requires_grad_(task.output >= 0)
         calls, recorded = self._call(task.micro), self._recorded.pop((layer, task.micro))
-        roots: list[torch.Tensor] = []  # beside the block's output
+        losses: list[torch.Tensor] = []  # that it adds
         with self._stack.bound(self._leaves(task)), self._replayed(layer, task.micro) as replay:
 
             def run() -> torch.Tensor:
@@ -217,21 +218,24 @@ class StepComputation:
                 with router_logits() as logits:
                     output = self._stack.block(layer, hidden, calls)
                 # Here, and not behind it: what the router loss needs of the block must be computed again, too.
-                roots[:] = [] if self.router is None else self.router.root(task.micro, logits)
+                losses[:] = [] if self.router is None else self.router.losses(task.micro, logits)
                 return output
 
             result, saved = self._recomputations.backward(layer, hidden, calls, run, self._kept(task), recorded)
             self._saved.append(saved)
-            gradients = [self._activation(task.inputs[1], shape), *(torch.ones_like(root) for root in roots)]
-            torch.autograd.backward([result, *roots], gradients)
+            calls.backward(result, self._activation(task.inputs[1], shape), losses)
         self._pass_on(task, hidden)
 
     @torch.enable_grad()
     def _embed_backward(self, task: Task) -> None:
         with self._stack.bound(self._leaves(task), before=True), self._replayed(-1, task.micro):
-            hidden, _ = self._stack.embed(self._model_inputs(task.micro))
+            hidden, again = self._stack.embed(self._model_inputs(task.micro))
+            values, gradients = self._call(task.micro).embedding_gradients(again)
             if hidden.requires_grad:
-                torch.autograd.backward(hidden, self._activation(task.inputs[0], hidden.shape))
+                values.append(hidden)
+                gradients.append(self._activation(task.inputs[0], hidden.shape))
+            if values:
+                torch.autograd.backward(values, gradients)
 
     # -- parts ----------------------------------------------------------------------------------------------------
 
@@ -243,10 +247,12 @@ class StepComputation:
 
     def _logits(self, micro: int, hidden: torch.Tensor, columns: slice) -> torch.Tensor:
         """``[b, s, V]`` for this range of tokens."""
-        whole = columns == slice(0, hidden.shape[1])
+        dim = self._stack.token_dim
+        whole = columns == slice(0, hidden.shape[dim])
         inputs = self._micro[micro]
         batch = {name: value[:, columns] for name, value in inputs.items() if name in ("input_ids", "position_ids")}
-        return self._stack.head(batch, hidden if whole else hidden[:, columns])
+        part = hidden if whole else hidden.narrow(dim, columns.start, columns.stop - columns.start)
+        return self._stack.head(batch, part)
 
     def _loss(
         self, micro: int, logits: torch.Tensor, columns: slice, gradient: bool
@@ -272,9 +278,8 @@ class StepComputation:
         assert calls is not None
         return calls
 
-    def _hidden_shape(self, micro: int) -> tuple[int, int, int]:
-        rows, length = self._micro[micro]["input_ids"].shape
-        return rows, length, self._stack.hidden_size
+    def _hidden_shape(self, micro: int) -> tuple[int, ...]:
+        return self._call(micro).hidden_shape
 
     def _activation(self, index: int, shape: tuple[int, ...]) -> torch.Tensor:
         buffers = self._plane.activations[Activation.HIDDEN]
@@ -364,7 +369,8 @@ class NextToken(StepComputation):
     @torch.no_grad()
     def _head_eval(self, task: Task) -> None:
         hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro))
-        last = slice(hidden.shape[1] - 1, hidden.shape[1])
+        length = hidden.shape[self._stack.token_dim]
+        last = slice(length - 1, length)
         with self._stack.bound(self._parameters(task), before=False):
             self.logits = self._logits(task.micro, hidden, last)[0, -1].float().cpu()
         self._losses.append(torch.zeros(()))

@@ -16,7 +16,7 @@ from common.models.sources import CheckpointSource, RandomSource, WeightSource
 from fuyou.frozen import FrozenDtype
 from fuyou.model_records import fingerprint, model_records
 from fuyou.records import Precision
-from fuyou.router_loss import find_router_loss
+from fuyou.router_loss import find_router_loss, wants_router_loss
 from fuyou.stack import StreamedModel
 
 
@@ -65,8 +65,9 @@ class OpenModel:
             self.adapters = Adapters(model, adapters, seed)
         elif trainable is not None:
             self._freeze_all_but(trainable)
+        wanted = wants_router_loss(model, router_loss)
         self.stack = StreamedModel(model, device)
-        self.router_loss = find_router_loss(self.stack, router_loss)
+        self.router_loss = find_router_loss(self.stack, router_loss) if wanted else None
         experts = 0 if self.router_loss is None else self.router_loss.experts
         self.shape = replace(model_records(self.stack, precision, frozen), router_experts=experts)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import output_capturing
 
 from common.errors import FinetuneError, UserError, did_you_mean
@@ -123,9 +123,9 @@ class RouterPass:
         self.value = float(value.detach())
         return scaled.detach().cpu()
 
-    def root(self, micro: int, logits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return what the backward pass of a block begins from beside its output: a scalar whose gradient with respect
-        to the block's router logits is that of the whole loss; nothing, if these train nothing."""
+    def losses(self, micro: int, logits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what a block adds to the loss, as its backward pass sees it: a scalar for each of its routers, whose
+        gradient with respect to the router's logits is that of the whole loss; none for those that train nothing."""
         assert self._weights is not None
         parts = [one for one in logits if one.requires_grad]
         return [(self._weights * _probabilities(one, self._masks[micro])).sum() for one in parts]
@@ -145,39 +145,59 @@ def router_logits() -> Iterator[list[torch.Tensor]]:
 # -- what a family does ----------------------------------------------------------------------------------------------
 
 
-def find_router_loss(stack: StreamedModel, choice: str) -> RouterLoss | None:
-    """What the model adds to its loss where its configuration has ``output_router_logits`` on; None if that is nothing.
-
-    From then on the model itself collects nothing.
+def wants_router_loss(model: PreTrainedModel, choice: str) -> bool:
+    """Say whether the loss is to have a router loss, and see to it that the model itself collects nothing.
 
     Args:
-        stack: the model; its configuration is changed.
+        model: not yet split at its blocks; its configuration is changed.
         choice: one of :data:`CHOICES`.
+
+    Raises:
+        UserError: it is none of these.
+    """
+    if choice not in CHOICES:
+        raise UserError(f"router_loss is auto, on or off, not {choice!r}.{did_you_mean(choice, CHOICES)}")
+    configured = any(config.output_router_logits for config in _configs(model))
+    switch_router_logits(model, False)
+    return choice == "on" or (choice == "auto" and configured)
+
+
+def find_router_loss(stack: StreamedModel, choice: str) -> RouterLoss | None:
+    """Find what the model adds to its loss where its configuration has ``output_router_logits`` on; None if nothing.
+
+    Args:
+        stack: the model, of which :func:`wants_router_loss` has said that it is to have the loss.
+        choice: that this was said of.
 
     Raises:
         UserError: it adds something else than a load-balancing loss of sums over tokens, or was asked to add what it
             does not have.
     """
-    if choice not in CHOICES:
-        raise UserError(f"router_loss is auto, on or off, not {choice!r}.{did_you_mean(choice, CHOICES)}")
-    configs = [part.config for part in stack.model.modules() if isinstance(part, PreTrainedModel)]
-    configs += [stack.model.config.get_text_config()]
-    having = {id(config): config for config in configs if hasattr(config, "output_router_logits")}.values()
-    wanted = choice == "on" or (choice == "auto" and any(config.output_router_logits for config in having))
-    found = None
-    if wanted:
-        output_capturing.maybe_install_capturing_hooks(stack.model)  # now, while its blocks are in their places
-        for config in having:
-            config.output_router_logits = True
-        found = _probe(stack) if having else None
-        if found is None and choice == "on":
-            raise UserError(
-                f"{type(stack.model).__name__} has no router loss: output_router_logits does not change what it "
-                "returns as its loss. Leave --router-loss out."
-            )
-    for config in having:
-        config.output_router_logits = False
+    # While the blocks are in their places: the model itself would do it when they are not.
+    output_capturing.maybe_install_capturing_hooks(stack.model)
+    switch_router_logits(stack.model, True)
+    try:
+        found = _probe(stack)
+    finally:
+        switch_router_logits(stack.model, False)
+    if found is None and choice == "on":
+        raise UserError(
+            f"{type(stack.model).__name__} has no router loss: output_router_logits does not change what it returns as "
+            "its loss. Leave --router-loss out."
+        )
     return found
+
+
+def switch_router_logits(model: PreTrainedModel, on: bool) -> None:
+    """Let the model's parts collect router logits, or not."""
+    for config in _configs(model):
+        config.output_router_logits = on
+
+
+def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configurations of a model and its parts that know of router logits."""
+    configs = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
+    return [config for config in (*configs, model.config.get_text_config()) if hasattr(config, "output_router_logits")]
 
 
 def _probe(stack: StreamedModel) -> RouterLoss | None:
