@@ -86,10 +86,13 @@ class StepComputation:
 
     def _router_masks(self, masked: bool) -> list[torch.Tensor]:
         """The tokens of each micro-batch that count for routers, fp32: those that a mask ``[B, S]`` does not hide."""
-        ones = [torch.ones_like(micro["input_ids"], dtype=torch.float32) for micro in self._micro]
-        masks = [micro.get("attention_mask") if masked else None for micro in self._micro]
-        chosen = [one if mask is None or mask.dim() != 2 else mask.float() for one, mask in zip(ones, masks, strict=True)]
-        return [mask.flatten() for mask in chosen]
+        result = []
+        for micro in self._micro:
+            mask = micro.get("attention_mask") if masked else None
+            if mask is None or mask.dim() != 2:
+                mask = torch.ones_like(micro["input_ids"])
+            result.append(mask.flatten().float())
+        return result
 
     # -- passes ---------------------------------------------------------------------------------------------------
 

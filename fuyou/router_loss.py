@@ -109,7 +109,7 @@ class RouterPass:
         return [*self._sums.flatten().tolist(), float(self._tokens)]
 
     def settle(self, everyone: Sequence[Sequence[float]]) -> torch.Tensor:
-        """Form the loss from what all ranks have told; returns its part of the whole loss, an fp32 scalar on the CPU."""
+        """Form the loss from what all ranks have told, and return its share of the whole loss: fp32, on the CPU."""
         total = torch.tensor(everyone[0], dtype=torch.float32)
         for told in everyone[1:]:
             total += torch.tensor(told, dtype=torch.float32)

@@ -97,8 +97,8 @@ def test_the_router_loss_is_that_of_one_batch_over_all_ranks(
     """As a model in memory has it that is given all rows at once, though each rank splits its own, too."""
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(config_of("mixtral")).save_pretrained(tmp_path / "model")
-    twin = Twin(str(tmp_path / "model"), bf16=False, max_grad_norm=None, lr=1e-4, weight_decay=0.1)
-    run = Run(str(tmp_path / "model"), tmp_path, 3, options={"dtype": "fp32", "micro_batch": 1, "lr": 1e-4})
+    twin = Twin(str(tmp_path / "model"), bf16=False, max_grad_norm=None, lr=1e-3, weight_decay=0.1, eps=1e-3)
+    run = Run(str(tmp_path / "model"), tmp_path, 3, options={"dtype": "fp32", "micro_batch": 1, "eps": 1e-3})
     ranks = pool.run(layout, cases.train, run)
     for step in range(1, 4):
         expected = twin.step(cases.batch(step, run.rows), run.rows)
