@@ -521,7 +521,8 @@ class Engine:
         for other in others:
             total += other
         if router is not None:
-            total += router.settle([sums for _, sums in told])
+            router.settle([sums for _, sums in told])
+            total += router.share
         return float(total)
 
     def _gradient_norm(self, current: StepComputation | TimedComputation) -> float:

@@ -13,6 +13,7 @@ loss functions replaced by ones that note what they are asked.
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,8 +83,10 @@ class RouterPass:
         self._sums: torch.Tensor | None = None
         self._tokens: torch.Tensor | None = None
         self._weights: torch.Tensor | None = None
-        self.value: float | None = None
-        """The loss of the whole batch, before it is multiplied by its coefficient, once it is known."""
+        self.value = math.nan
+        """The loss of the whole batch, before it is multiplied by its coefficient, once it is settled."""
+        self.share = torch.tensor(math.nan)
+        """What it adds to the whole loss: fp32 scalar on the CPU."""
 
     @torch.no_grad()
     def add(self, micro: int, logits: Sequence[torch.Tensor]) -> None:
@@ -108,8 +111,8 @@ class RouterPass:
             )
         return [*self._sums.flatten().tolist(), float(self._tokens)]
 
-    def settle(self, everyone: Sequence[Sequence[float]]) -> torch.Tensor:
-        """Form the loss from what all ranks have told, and return its share of the whole loss: fp32, on the CPU."""
+    def settle(self, everyone: Sequence[Sequence[float]]) -> None:
+        """Form the loss from what all ranks have told."""
         total = torch.tensor(everyone[0], dtype=torch.float32)
         for told in everyone[1:]:
             total += torch.tensor(told, dtype=torch.float32)
@@ -120,8 +123,7 @@ class RouterPass:
             value = self._loss.value(counts, probabilities, total[-1].to(device))
             scaled = self._loss.coefficient * value
         (self._weights,) = torch.autograd.grad(scaled, probabilities)
-        self.value = float(value.detach())
-        return scaled.detach().cpu()
+        self.value, self.share = float(value.detach()), scaled.detach().cpu()
 
     def losses(self, micro: int, logits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return what a block adds to the loss, as its backward pass sees it: a scalar for each of its routers, whose
@@ -173,8 +175,6 @@ def find_router_loss(stack: StreamedModel, choice: str) -> RouterLoss | None:
         UserError: it adds something else than a load-balancing loss of sums over tokens, or was asked to add what it
             does not have.
     """
-    # While the blocks are in their places: the model itself would do it when they are not.
-    output_capturing.maybe_install_capturing_hooks(stack.model)
     switch_router_logits(stack.model, True)
     try:
         found = _probe(stack)
@@ -190,6 +190,8 @@ def find_router_loss(stack: StreamedModel, choice: str) -> RouterLoss | None:
 
 def switch_router_logits(model: PreTrainedModel, on: bool) -> None:
     """Let the model's parts collect router logits, or not."""
+    if on:  # now, while its blocks are what they are: the model itself would do it when it runs
+        output_capturing.maybe_install_capturing_hooks(model)
     for config in _configs(model):
         config.output_router_logits = on
 
