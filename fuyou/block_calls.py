@@ -12,7 +12,7 @@ way from the blocks that read them to the block, or the embedding, that made the
 """
 
 import copy
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -212,10 +212,13 @@ class BlockCalls:
         """What the newest run of a block has produced beside hidden states."""
         return list(self._opened.produced.values())
 
-    def backward(self, result: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Go back through the newest run of a block, from the gradient of its output, and of what it has produced."""
+    def backward(self, result: torch.Tensor, gradient: torch.Tensor, losses: Sequence[torch.Tensor] = ()) -> None:
+        """Go back through the newest run of a block, from the gradient of its output, and of what it has produced.
+
+        ``losses``: scalars that the run has added to the loss.
+        """
         opened, self._opened = self._opened, _Opened()
-        roots, gradients = [result], [gradient]
+        roots, gradients = [result, *losses], [gradient, *(torch.ones_like(loss) for loss in losses)]
         for key, value in opened.produced.items():
             upstream = self._gradients.pop(key, None)
             self._values.pop(key, None)  # all who read it come after it, and have been here

@@ -301,6 +301,18 @@ class StreamedModel:
         finally:
             self._stack_output = None
 
+    @torch.no_grad()
+    def dry_run(self, batch: Mapping[str, torch.Tensor]) -> Any:
+        """Return what the model returns for ``batch`` where its blocks do nothing and its weights are not there: it
+        does what it always does, and what comes out means nothing."""
+        hidden, _ = self.embed_hollow(batch["input_ids"])
+        self._stack_output = torch.zeros_like(hidden)
+        try:
+            with self._skipped(set(self._runners.values())), self._hollow_outside(), self._stood_in():
+                return self.model(**batch, use_cache=False)
+        finally:
+            self._stack_output = None
+
     # -- how -------------------------------------------------------------------------------------------------------
 
     def _called(self, index: int, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
