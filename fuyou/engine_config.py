@@ -42,6 +42,8 @@ class EngineConfig:
     adapters: PeftConfig | None
     trainable: tuple[str, ...] | None
     frozen_dtype: FrozenDtype
+    router_loss: str
+    """Whether it is a part of the loss, see :mod:`fuyou.router_loss`."""
     towers: TowerFreezing = DEFAULT_FREEZING
 
     def __post_init__(self) -> None:

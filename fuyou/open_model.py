@@ -17,6 +17,7 @@ from common.models.towers import DEFAULT_FREEZING, TowerFreezing
 from fuyou.frozen import FrozenDtype
 from fuyou.model_records import fingerprint, model_records
 from fuyou.records import Precision
+from fuyou.router_loss import find_router_loss, wants_router_loss
 from fuyou.stack import StreamedModel
 
 
@@ -31,6 +32,7 @@ class OpenModel:
         trainable: to train the parameters with these names only; ``*`` stands for anything.
         frozen: how the blocks' frozen matrices are kept.
         seed: of the adapters' first values and of random weights.
+        router_loss: whether a mixture of experts' router loss is a part of the loss, see :mod:`fuyou.router_loss`.
         towers: what of a vision-language model's towers is frozen, if ``trainable`` does not say it.
         images: whether batches come with images.
 
@@ -39,6 +41,7 @@ class OpenModel:
         stack: its parts.
         shape: its records.
         adapters: None if there are none.
+        router_loss: None if that is none.
 
     Raises:
         UserError: the model cannot be streamed, or adapted, or no parameter has such a name.
@@ -53,6 +56,7 @@ class OpenModel:
         trainable: Sequence[str] | None = None,
         frozen: FrozenDtype = FrozenDtype.PLAIN,
         seed: int = 0,
+        router_loss: str = "auto",
         towers: TowerFreezing = DEFAULT_FREEZING,
         images: bool = False,
     ):
@@ -72,8 +76,11 @@ class OpenModel:
         else:
             for name in towers.frozen(model):
                 model.get_parameter(name).requires_grad_(False)
+        wanted = wants_router_loss(model, router_loss)
         self.stack = StreamedModel(model, device)
-        self.shape = replace(model_records(self.stack, precision, frozen), images=images)
+        self.router_loss = find_router_loss(self.stack, router_loss) if wanted else None
+        experts = 0 if self.router_loss is None else self.router_loss.experts
+        self.shape = replace(model_records(self.stack, precision, frozen), router_experts=experts, images=images)
 
     def weights(self, checkpoint: Path | None) -> WeightSource:
         """Where first values come from; checked, and the model's buffers filled from it.

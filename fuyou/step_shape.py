@@ -129,6 +129,8 @@ class StepShape:
     """What images take, per token; counted where batches come with ``images``."""
     images: bool = False
     """What a row of so many tokens keeps on the device because it links blocks beside hidden states."""
+    router_experts: int = 0
+    """That routers choose among, if their loss is a part of the loss; else 0."""
 
     @property
     def share(self) -> Share:

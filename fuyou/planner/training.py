@@ -120,6 +120,7 @@ def training(
     adapters: PeftConfig | None = None,
     frozen: FrozenDtype = FrozenDtype.PLAIN,
     towers: TowerFreezing = DEFAULT_FREEZING,
+    router_loss: str = "auto",
     commit_every: int = 1,
     clip_by: ClipBy | None = None,
     clipped_share: float = Strikes().share,
@@ -133,6 +134,7 @@ def training(
         adapters: what is trained, if the weights are frozen.
         frozen: how frozen matrices are kept.
         towers: what of a vision-language model's towers is frozen.
+        router_loss: see :mod:`fuyou.router_loss`.
         commit_every: steps from one commit to the next.
         clip_by: how gradients are clipped; None leaves it to the planner.
         clipped_share: of the steps, in which they are expected to be.
@@ -142,7 +144,9 @@ def training(
     """
     precision = precision or Precision(torch.bfloat16, torch.float32)
     config, _ = load_config(model)
-    opened = OpenModel(config, precision, torch.device("cpu"), adapters, frozen=frozen, towers=towers)
+    opened = OpenModel(
+        config, precision, torch.device("cpu"), adapters, frozen=frozen, router_loss=router_loss, towers=towers
+    )
     meta = opened.stack.model
     name = os.fspath(model) if not isinstance(model, PreTrainedConfig) else type(meta).__name__
     return Training(
