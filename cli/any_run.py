@@ -114,7 +114,7 @@ def _where(job: Job, kept: str, place: str, steps: int) -> str:
     lines = {"run": f"{job.output / RUN} (configuration, versions, metrics)"}
     lines[kept] = f"{place} (may be deleted when this run is not to be continued)"
     if settings.save:
-        model = job.task.auto_class
+        model = job.task_type.auto_class
         loads = "PeftModel" if settings.trains_adapters else model
         lines["saved"] = f"{job.output}, for {loads}.from_pretrained"
         if settings.merge:

@@ -21,7 +21,7 @@ from common.data.image_batches import ImageBatches, any_images, open_image_data
 from common.data.image_encoding import load_processor
 from common.errors import UserError
 from common.hardware import Gpu, describe_machine, pick_gpu, torch_name
-from common.models.classes import Task, task_of
+from common.models.classes import TaskType, task_type_of
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from common.store.directories import usable
@@ -64,7 +64,7 @@ class Job:
     """To evaluate with, in a fixed order."""
     frozen_parameters: int = 0
     """Of the model's, those in towers that are not trained, where the weights are."""
-    task: Task = Task.CAUSAL_LM
+    task_type: TaskType = TaskType.CAUSAL_LM
     """What the model's head is for."""
     quantised_bytes: int | None = None
     """What the store takes if frozen weights are in fewer bits; None: they are not."""
@@ -185,9 +185,9 @@ def check(settings: Settings) -> Checked:
     """
     with naming("--model"):
         config, checkpoint = load_config(settings.model)
-    if not task_of(config).generates:
+    if not task_type_of(config).generates:
         raise UserError(
-            f"{settings.model} is {task_of(config).value}, and this command trains models that write text: use "
+            f"{settings.model} is {task_type_of(config).value}, and this command trains models that write text: use "
             "fuyou.Engine, whose batches take its labels."
         )
     peft_config_of(settings)
@@ -227,14 +227,15 @@ def prepare(settings: Settings) -> Job:
         model.get_parameter(name).numel() for name in towers_of(settings).frozen(model)
     )  # fmt: skip
     adapter_parameters = trainable_parameters(settings, model) if settings.trains_adapters else 0
-    data = _Data(settings, checkpoint, tokenizer, seq_len, output, task_of(config))
+    data = _Data(settings, checkpoint, tokenizer, seq_len, output, task_type_of(config))
     batches, data_key = data.batches(text.vocab_size)
     seq_len = getattr(batches, "seq_len", seq_len)
     total = _total_steps(settings, batches)
     rate = LearningRate(settings.schedule, settings.lr, settings.warmup.steps(total), total)
     job = Job(
         settings, type(model).__name__, text.vocab_size, parameters, checkpoint, found.gpu, output, found.ssd,
-        found.run_name, seq_len, batches, data_key, rate, adapter_parameters, data.held_out(), frozen, task_of(config),
+        found.run_name, seq_len, batches, data_key, rate, adapter_parameters, data.held_out(), frozen,
+        task_type_of(config),
         _quantised_bytes(settings) if settings.frozen_dtype is not None else None,
     )  # fmt: skip
     if settings.save:
@@ -310,7 +311,7 @@ class _Data:
     tokenizer: PreTrainedTokenizerBase | None
     seq_len: int
     output: Path
-    task: Task
+    task_type: TaskType
 
     def batches(self, vocab_size: int) -> tuple[Batches, str]:
         """Return the data of ``--data``, and what changes with them; random tokens where there are none."""
@@ -333,9 +334,9 @@ class _Data:
         folder = self.output / "data"
         if any_images(config.files, folder):
             assert self.checkpoint is not None and self.tokenizer is not None
-            if self.task is not Task.IMAGE_TEXT_TO_TEXT:
+            if self.task_type is not TaskType.IMAGE_TEXT_TO_TEXT:
                 raise UserError(
-                    f"The data hold images, and {self.checkpoint} is {self.task.value}: it reads text only."
+                    f"The data hold images, and {self.checkpoint} is {self.task_type.value}: it reads text only."
                 )
             return open_image_data(config, load_processor(self.checkpoint), folder)
         assert self.tokenizer is not None

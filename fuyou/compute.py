@@ -9,11 +9,12 @@ import torch
 from common.data import document_mask
 from common.data.rows import take_rows
 from common.errors import FinetuneError
+from common.models.classes import TaskType
 from fuyou.absent_gradients import mark_absent
 from fuyou.block_calls import BlockCalls
 from fuyou.data_plane import DataPlane
 from fuyou.gradients import GradientSum, round_in_place, sum_of_squares
-from fuyou.loss import cross_entropy, shifted_labels
+from fuyou.loss import cross_entropy, targets_of
 from fuyou.memory_plan import MemoryPlan
 from fuyou.recompute import Recomputations, Recorded
 from fuyou.records import Record
@@ -35,6 +36,7 @@ class StepComputation:
         began: when the step began, on :func:`time.monotonic`'s clock.
         items: labels in the batches of all ranks together; None: this is the only one.
         router_loss: that is a part of the loss, if any is.
+        task_type: what the head is for.
     """
 
     def __init__(
@@ -48,12 +50,14 @@ class StepComputation:
         began: float,
         items: int | None = None,
         router_loss: RouterLoss | None = None,
+        task_type: TaskType = TaskType.CAUSAL_LM,
     ):
         self._stack, self._plane, self.tasks, self.began = stack, plane, tasks, began
         self._plan, self._recomputations = plan, recomputations
         self._dtype = plane.shape.precision.dtype
         self._device = plane.device.torch_device
-        targets = shifted_labels(batch["labels"])
+        self._task_type = task_type
+        targets = targets_of(batch["labels"], task_type)
         # On the device: CUDA divides by a number of the host's as multiplication by its reciprocal, which is not what
         # an ordinary loop (transformers' loss divides by such a tensor) gives.
         labels = (targets != -100).sum() if items is None else torch.tensor(items)
@@ -258,7 +262,8 @@ class StepComputation:
         inputs = self._micro[micro]
         batch = {name: value[:, columns] for name, value in inputs.items() if name in ("input_ids", "position_ids")}
         part = hidden if whole else hidden.narrow(dim, columns.start, columns.stop - columns.start)
-        return self._stack.head(batch, part)
+        logits = self._stack.head(batch, part)
+        return logits.unsqueeze(1) if self._task_type is TaskType.SEQUENCE_CLASSIFICATION else logits
 
     def _loss(
         self, micro: int, logits: torch.Tensor, columns: slice, gradient: bool
@@ -267,9 +272,9 @@ class StepComputation:
         return cross_entropy(logits, self._micro[micro]["targets"][:, columns], self._items, gradient)
 
     def _columns(self, micro: int) -> list[slice]:
-        """The ranges of tokens that go through the head at once."""
+        """The ranges of tokens that go through the head at once: all, where it looks for the end of each row."""
         length = self._micro[micro]["input_ids"].shape[1]
-        width = self._plan.head_columns
+        width = length if self._task_type is TaskType.SEQUENCE_CLASSIFICATION else self._plan.head_columns
         return [slice(start, min(start + width, length)) for start in range(0, length, width)]
 
     def _model_inputs(self, micro: int) -> dict[str, torch.Tensor]:

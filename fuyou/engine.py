@@ -18,6 +18,7 @@ from common.errors import FinetuneError, UserError
 from common.hardware import memory_available_bytes
 from common.memory_meter import PeakMeter, proportional_set_bytes
 from common.models.adapters import MERGED, AdapterOptions
+from common.models.classes import TaskType
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
 from common.models.presets import load_config
 from common.models.towers import TowerFreezing
@@ -38,6 +39,7 @@ from fuyou.engine_config import EngineConfig
 from fuyou.exporting import Exporter
 from fuyou.frozen import FrozenDtype
 from fuyou.keeping import Keeping
+from fuyou.loss import targets_of
 from fuyou.memory_plan import MemoryPlan
 from fuyou.nodes.agreement import Agreement
 from fuyou.nodes.choosing import choose_together
@@ -403,7 +405,8 @@ class Engine:
         """The streamed forward pass.
 
         Args:
-            batch: ``input_ids`` and ``labels`` int64 ``[B, S]`` (not shifted, -100 where no loss is wanted);
+            batch: ``input_ids`` and ``labels`` int64 ``[B, S]`` (not shifted, -100 where no loss is wanted; of a
+                sequence classifier ``[B]``);
                 optionally ``position_ids`` ``[B, S]`` (restarting at each document of a packed row),
                 ``attention_mask``, and whatever else the model's own forward takes: of images, what the family's
                 processor returns (``pixel_values``, ``image_grid_thw``, ...), as lists with one entry for each
@@ -561,6 +564,8 @@ class Engine:
         """
         if self.emulated:
             raise UserError("A run on an emulated device computes nothing, so there is nothing that it could say.")
+        if not self._model.task_type.generates:
+            raise UserError(f"This model is {self._model.task_type.value}: it does not say how a sequence goes on.")
         if input_ids.dim() != 2 or input_ids.shape[0] != 1 or not input_ids.numel():
             raise UserError(f"next_logits takes one sequence, [1, tokens], not {list(input_ids.shape)}.")
         self.flush()
@@ -591,7 +596,7 @@ class Engine:
             return TimedComputation(self._device, plane.executor, tasks, batch["input_ids"].numel(), began)
         return StepComputation(
             self._stack, plane, tasks, batch, self.memory_plan, self._runtime.recomputations, began, self._items,
-            self._model.router_loss,
+            self._model.router_loss, self._model.task_type,
         )  # fmt: skip
 
     def _commit_requested(self) -> int:
@@ -603,9 +608,11 @@ class Engine:
         """Check the batch, and find room for it."""
         if self._closed:
             raise FinetuneError("The engine has been closed.")
-        for name in ("input_ids", "labels"):
-            if batch.get(name) is None or batch[name].dim() != 2:
-                raise UserError(f"A batch needs {name} of shape [sequences, tokens].")
+        per_row = self._model.task_type is TaskType.SEQUENCE_CLASSIFICATION
+        for name, dims in (("input_ids", 2), ("labels", 1 if per_row else 2)):
+            if batch.get(name) is None or batch[name].dim() != dims or batch[name].is_floating_point():
+                shape = "[sequences, tokens]" if dims == 2 else "[sequences], one class each"
+                raise UserError(f"A batch needs {name}, int64 of shape {shape}.")
         items = self._count_labels(batch)
         if not items:
             raise UserError("No token of this batch has a label (all are -100): there is nothing to learn from it.")
@@ -614,7 +621,7 @@ class Engine:
 
     def _count_labels(self, batch: dict[str, Any]) -> int:
         """In the batches of all ranks."""
-        items = int((batch["labels"][:, 1:] != -100).sum())
+        items = int((targets_of(batch["labels"], self._model.task_type) != -100).sum())
         return items if self._agreement is None else sum(self._agreement.tell(items))
 
     def _fitting_plane(self, batch: dict[str, Any]) -> DataPlane:

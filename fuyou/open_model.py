@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 
 from common.errors import UserError, did_you_mean
 from common.models.adapters import Adapters
+from common.models.classes import task_type_of
 from common.models.meta import build_meta_model
 from common.models.sources import CheckpointSource, RandomSource, WeightSource
 from common.models.towers import DEFAULT_FREEZING, TowerFreezing
@@ -63,6 +64,8 @@ class OpenModel:
         if adapters is not None and trainable is not None:
             raise UserError("adapters freeze all other parameters: give either adapters or trainable.")
         self.config, self._seed = config, seed
+        #: What the model's head is for.
+        self.task_type = task_type_of(config)
         model = self.base = build_meta_model(config, dtype=precision.dtype)
         self.adapters: Adapters | None = None
         #: What training began with, once :meth:`weights` was asked for it; None if that was random.

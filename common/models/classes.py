@@ -14,7 +14,7 @@ from transformers import (
 )
 
 
-class Task(Enum):
+class TaskType(Enum):
     """What a model's head is for."""
 
     CAUSAL_LM = "a causal language model"
@@ -25,24 +25,24 @@ class Task(Enum):
     @property
     def generates(self) -> bool:
         """Whether the head predicts the next token."""
-        return self in (Task.CAUSAL_LM, Task.IMAGE_TEXT_TO_TEXT)
+        return self in (TaskType.CAUSAL_LM, TaskType.IMAGE_TEXT_TO_TEXT)
 
     @property
     def auto_class(self) -> str:
         """Name of transformers' class that loads such models."""
         return {
-            Task.CAUSAL_LM: "AutoModelForCausalLM",
-            Task.IMAGE_TEXT_TO_TEXT: "AutoModelForImageTextToText",
-            Task.SEQUENCE_CLASSIFICATION: "AutoModelForSequenceClassification",
-            Task.TOKEN_CLASSIFICATION: "AutoModelForTokenClassification",
+            TaskType.CAUSAL_LM: "AutoModelForCausalLM",
+            TaskType.IMAGE_TEXT_TO_TEXT: "AutoModelForImageTextToText",
+            TaskType.SEQUENCE_CLASSIFICATION: "AutoModelForSequenceClassification",
+            TaskType.TOKEN_CLASSIFICATION: "AutoModelForTokenClassification",
         }[self]
 
 
 _MAPPINGS = {
-    Task.CAUSAL_LM: MODEL_FOR_CAUSAL_LM_MAPPING,
-    Task.IMAGE_TEXT_TO_TEXT: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    Task.SEQUENCE_CLASSIFICATION: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    Task.TOKEN_CLASSIFICATION: MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    TaskType.CAUSAL_LM: MODEL_FOR_CAUSAL_LM_MAPPING,
+    TaskType.IMAGE_TEXT_TO_TEXT: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    TaskType.SEQUENCE_CLASSIFICATION: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    TaskType.TOKEN_CLASSIFICATION: MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
 }
 
 
@@ -57,20 +57,20 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
         return named[1]
     if _lost_head(config) is not None:
         return None
-    for task in (_whole(config), Task.CAUSAL_LM, Task.IMAGE_TEXT_TO_TEXT):
+    for task in (_whole(config), TaskType.CAUSAL_LM, TaskType.IMAGE_TEXT_TO_TEXT):
         found = _classes(config, task)
         if found:
             return found[0]
     return None
 
 
-def task_of(config: PreTrainedConfig) -> Task:
+def task_type_of(config: PreTrainedConfig) -> TaskType:
     """Return what the head of the model that ``config`` is built as is for."""
     chosen = model_class(config)
-    for task in (_whole(config), *Task):  # a class may be in two mappings
+    for task in (_whole(config), *TaskType):  # a class may be in two mappings
         if chosen in _classes(config, task):
             return task
-    return Task.CAUSAL_LM
+    return TaskType.CAUSAL_LM
 
 
 def refusal(config: PreTrainedConfig) -> str:
@@ -97,12 +97,12 @@ def config_for(chosen: type[PreTrainedModel], config: PreTrainedConfig) -> PreTr
     return text if isinstance(text, wanted) and not isinstance(config, wanted) else config
 
 
-def _whole(config: PreTrainedConfig) -> Task:
+def _whole(config: PreTrainedConfig) -> TaskType:
     """What a model without a head of another kind is for, if it has all the parts that its configuration has."""
-    return Task.IMAGE_TEXT_TO_TEXT if config.get_text_config() is not config else Task.CAUSAL_LM
+    return TaskType.IMAGE_TEXT_TO_TEXT if config.get_text_config() is not config else TaskType.CAUSAL_LM
 
 
-def _classes(config: PreTrainedConfig, task: Task) -> tuple[type[PreTrainedModel], ...]:
+def _classes(config: PreTrainedConfig, task: TaskType) -> tuple[type[PreTrainedModel], ...]:
     mapping = _MAPPINGS[task]
     if type(config) not in mapping:
         return ()
@@ -110,10 +110,10 @@ def _classes(config: PreTrainedConfig, task: Task) -> tuple[type[PreTrainedModel
     return tuple(found) if isinstance(found, list | tuple) else (found,)
 
 
-def _named(config: PreTrainedConfig) -> tuple[Task, type[PreTrainedModel]] | None:
+def _named(config: PreTrainedConfig) -> tuple[TaskType, type[PreTrainedModel]] | None:
     """The first of the configuration's ``architectures`` that can be trained."""
     for name in getattr(config, "architectures", None) or ():
-        for task in Task:
+        for task in TaskType:
             for found in _classes(config, task):
                 if found.__name__ == name:
                     return task, found

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config, T5Config
 
 from common.errors import UserError
-from common.models.classes import Task, model_class, task_of
+from common.models.classes import TaskType, model_class, task_type_of
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from common.models.structure import find_blocks
@@ -23,26 +23,30 @@ def named(config: PreTrainedConfig, *architectures: str) -> PreTrainedConfig:
 @pytest.mark.parametrize(
     ("config", "name", "task"),
     [
-        (LlamaConfig(), "LlamaForCausalLM", Task.CAUSAL_LM),
-        (named(LlamaConfig(), "LLaMAForCausalLM"), "LlamaForCausalLM", Task.CAUSAL_LM),  # as early checkpoints say
-        (named(LlamaConfig(), "LlamaModel"), "LlamaForCausalLM", Task.CAUSAL_LM),
+        (LlamaConfig(), "LlamaForCausalLM", TaskType.CAUSAL_LM),
+        (named(LlamaConfig(), "LLaMAForCausalLM"), "LlamaForCausalLM", TaskType.CAUSAL_LM),  # as early checkpoints say
+        (named(LlamaConfig(), "LlamaModel"), "LlamaForCausalLM", TaskType.CAUSAL_LM),
         (
             named(LlamaConfig(), "LlamaForSequenceClassification"),
             "LlamaForSequenceClassification",
-            Task.SEQUENCE_CLASSIFICATION,
+            TaskType.SEQUENCE_CLASSIFICATION,
         ),
-        (named(Qwen3Config(), "Qwen3ForTokenClassification"), "Qwen3ForTokenClassification", Task.TOKEN_CLASSIFICATION),
-        (vision_config("qwen3_5"), "Qwen3_5ForConditionalGeneration", Task.IMAGE_TEXT_TO_TEXT),
-        (named(vision_config("qwen3_5"), "Qwen3_5ForCausalLM"), "Qwen3_5ForCausalLM", Task.CAUSAL_LM),
-        (vision_config("qwen3_5").text_config, "Qwen3_5ForCausalLM", Task.CAUSAL_LM),
-        (vision_config("gemma3"), "Gemma3ForConditionalGeneration", Task.IMAGE_TEXT_TO_TEXT),
-        (vision_config("internvl"), "InternVLForConditionalGeneration", Task.IMAGE_TEXT_TO_TEXT),
+        (
+            named(Qwen3Config(), "Qwen3ForTokenClassification"),
+            "Qwen3ForTokenClassification",
+            TaskType.TOKEN_CLASSIFICATION,
+        ),
+        (vision_config("qwen3_5"), "Qwen3_5ForConditionalGeneration", TaskType.IMAGE_TEXT_TO_TEXT),
+        (named(vision_config("qwen3_5"), "Qwen3_5ForCausalLM"), "Qwen3_5ForCausalLM", TaskType.CAUSAL_LM),
+        (vision_config("qwen3_5").text_config, "Qwen3_5ForCausalLM", TaskType.CAUSAL_LM),
+        (vision_config("gemma3"), "Gemma3ForConditionalGeneration", TaskType.IMAGE_TEXT_TO_TEXT),
+        (vision_config("internvl"), "InternVLForConditionalGeneration", TaskType.IMAGE_TEXT_TO_TEXT),
     ],
 )
-def test_class_and_task(config: PreTrainedConfig, name: str, task: Task) -> None:
+def test_class_and_task(config: PreTrainedConfig, name: str, task: TaskType) -> None:
     chosen = model_class(config)
     assert chosen is not None and chosen.__name__ == name
-    assert task_of(config) is task
+    assert task_type_of(config) is task
 
 
 def test_a_head_that_would_be_lost_is_refused() -> None:
