@@ -235,7 +235,7 @@ def _rows(files: list[Path], encoder: ImageEncoder, scratch: Path) -> Iterator[I
             where = f"{file}, record {number}"
             messages = conversation(record, where, file.parent)
             if messages:
-                yield from encoder.rows(messages, where)
+                yield from encoder.rows(messages, where, record.get("tools") or None)
 
 
 def _line(content: dict[str, Any]) -> bytes:

@@ -19,6 +19,7 @@ PLACEHOLDER = "<image>"
 
 _KEYS = ("image", "path", "url", "image_url", "bytes")
 _COLUMNS = ("images", "image")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def has_images(record: dict[str, Any]) -> bool:
@@ -53,6 +54,9 @@ def conversation(record: dict[str, Any], where: str, directory: Path) -> list[di
         raise UserError(f'{where} has images, but no "messages": a list of {{"role": ..., "content": ...}}.')
     given: Any = next((record[column] for column in _COLUMNS if record.get(column)), [])
     column = iter(given if isinstance(given, list) else [given])
+    for message in messages:
+        if message["role"] not in _ROLES:
+            raise UserError(f"{where}: no turn has the role {message['role']!r}; roles are {', '.join(_ROLES)}.")
     found = [
         {**_without_nones(message), "content": list(_parts(message.get("content"), column, where, directory))}
         for message in messages

@@ -24,6 +24,8 @@ class ImageRow:
     tokens: int
     where: str
     """File and record."""
+    tools: list[Any] | None = None
+    """What the assistant may call, for the chat template."""
 
     @property
     def trained_tokens(self) -> int:
@@ -66,7 +68,7 @@ class ImageEncoder:
     def __init__(self, processor: ProcessorMixin) -> None:
         self._processor = processor
 
-    def rows(self, messages: list[dict[str, Any]], where: str) -> Iterator[ImageRow]:
+    def rows(self, messages: list[dict[str, Any]], where: str, tools: list[Any] | None = None) -> Iterator[ImageRow]:
         """Find which tokens the assistant says: one row for the conversation, as a rule.
 
         Some templates render a turn differently once others follow. Such a conversation becomes one row per turn of the
@@ -76,18 +78,19 @@ class ImageEncoder:
             UserError: an image is none, or the template refuses the conversation.
         """
         opened = self._opened(messages, where)
-        whole = self._ids(opened, where)
+        whole = self._ids(opened, where, tools)
         turns = [
-            (index + 1, self._ids(opened[:index], where, ask=True), self._ids(opened[: index + 1], where))
+            (index + 1, self._ids(opened[:index], where, tools, ask=True), self._ids(opened[: index + 1], where, tools))
             for index, message in enumerate(messages)
             if message["role"] == "assistant"
         ]
         if all(whole[: len(after)] == after for _, _, after in turns):
             spans = [(_common_prefix(before, after), len(after)) for _, before, after in turns]
-            yield ImageRow(messages, spans, len(whole), where)
+            yield ImageRow(messages, spans, len(whole), where, tools)
             return
         for count, before, after in turns:
-            yield ImageRow(messages[:count], [(_common_prefix(before, after), len(after))], len(after), where)
+            span = (_common_prefix(before, after), len(after))
+            yield ImageRow(messages[:count], [span], len(after), where, tools)
 
     def tensors(self, row: ImageRow) -> dict[str, torch.Tensor]:
         """Return what the processor gives for a row, each value ``[1, tokens]`` or about its images; and ``labels``.
@@ -95,7 +98,7 @@ class ImageEncoder:
         Raises:
             FinetuneError: it is not what it was when the data were prepared: an image has been changed since.
         """
-        made = self._process(self._opened(row.messages, row.where), row.where)
+        made = self._process(self._opened(row.messages, row.where), row.where, row.tools)
         ids = made["input_ids"]
         if ids.shape[1] != row.tokens:
             raise FinetuneError(
@@ -107,13 +110,16 @@ class ImageEncoder:
             made["labels"][:, start:stop] = ids[:, start:stop]
         return made
 
-    def _ids(self, messages: list[dict[str, Any]], where: str, ask: bool = False) -> list[int]:
-        return self._process(messages, where, ask)["input_ids"][0].tolist() if messages else []
+    def _ids(self, messages: list[dict[str, Any]], where: str, tools: list[Any] | None, ask: bool = False) -> list[int]:
+        return self._process(messages, where, tools, ask)["input_ids"][0].tolist() if messages else []
 
-    def _process(self, messages: list[dict[str, Any]], where: str, ask: bool = False) -> dict[str, torch.Tensor]:
+    def _process(
+        self, messages: list[dict[str, Any]], where: str, tools: list[Any] | None, ask: bool = False
+    ) -> dict[str, torch.Tensor]:
+        options: dict[str, Any] = {"tools": tools} if tools else {}
         try:
             made: Any = self._processor.apply_chat_template(
-                messages, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=ask
+                messages, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=ask, **options
             )
         except Exception as error:  # templates and processors raise whatever they like
             roles = ", ".join(str(message["role"]) for message in messages)

@@ -5,11 +5,14 @@ are frozen unless asked for otherwise, as is usual for fine-tuning.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from peft import PeftConfig
 from transformers import PreTrainedModel
 
 from common.models.structure import language_model
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 
 @dataclass(frozen=True)
@@ -28,12 +31,11 @@ class TowerFreezing:
             if (self.freeze_multi_modal_projector if name in projector else self.freeze_vision_tower)
         ]
 
-    def without_adapters(self, config: PeftConfig, model: PreTrainedModel) -> None:
+    def without_adapters(self, config: "PeftConfig", model: PreTrainedModel) -> None:
         """Let adapters leave out what this freezes, unless ``config`` says itself what they leave out."""
         frozen = self.frozen(model)
         if frozen and hasattr(config, "exclude_modules") and not config.exclude_modules:
-            modules = sorted({name.rpartition(".")[0] for name in frozen})
-            config.exclude_modules = modules
+            config.exclude_modules = sorted({name.rpartition(".")[0] for name in frozen})
 
 
 DEFAULT_FREEZING = TowerFreezing()

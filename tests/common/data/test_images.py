@@ -18,7 +18,7 @@ from common.data.image_batches import ImageBatches, any_images, open_image_data
 from common.data.image_content import conversation, has_images
 from common.data.image_encoding import load_processor
 from common.errors import FinetuneError, UserError
-from tests.common.data.processors import REWRITING_TEMPLATE, chat, draw, make_processor, write
+from tests.common.data.processors import REWRITING_TEMPLATE, TEMPLATE, chat, draw, make_processor, write
 
 ASK = {"type": "text", "text": "What is the capital of France?"}
 
@@ -164,3 +164,17 @@ def test_a_checkpoint_without_a_processor_is_refused(tmp_path: Path) -> None:
     make_processor().tokenizer.save_pretrained(tmp_path / "text")
     with pytest.raises(UserError, match="has no processor that transformers can load"):
         load_processor(tmp_path / "text")
+
+
+def test_tools_reach_the_template_and_unknown_roles_are_refused(tmp_path: Path) -> None:
+    draw(tmp_path / "0.png", 0)
+    image = {"type": "image", "path": "0.png"}
+    template = "{% if tools %}{{ tools | length }}{{ tools[0]['name'] }}{% endif %}" + TEMPLATE
+    records = [chat([image], "yes"), {**chat([image], "yes"), "tools": [{"name": "look"}]}]
+    batches = opened([write(tmp_path / "data.jsonl", *records)], tmp_path, template=template)
+    plain, with_tools = (make_processor().tokenizer.decode(ids) for ids in batches.batch(0)["input_ids"])
+    assert "1look" in with_tools and "1look" not in plain
+    wrong = chat([image], "yes")
+    wrong["messages"][1]["role"] = "gpt"
+    with pytest.raises(UserError, match="record 1: no turn has the role 'gpt'; roles are system, developer"):
+        opened([write(tmp_path / "wrong.jsonl", wrong)], tmp_path)
