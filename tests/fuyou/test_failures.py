@@ -115,8 +115,8 @@ def test_misuse_is_told(tmp_path: Path) -> None:
         out = engine(**BATCH)
         with pytest.raises(FinetuneError, match="again before"):
             engine(**BATCH)
-        with pytest.raises(FinetuneError, match="scale the learning rate"):
-            (out.loss * 2).backward()
+        with pytest.raises(FinetuneError, match=r"multiplied by 0\.25 .* call backward\(\) on the loss itself"):
+            (out.loss / 4).backward()
 
 
 def test_a_store_is_not_overwritten_and_not_mistaken(tmp_path: Path) -> None:

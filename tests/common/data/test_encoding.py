@@ -1,11 +1,13 @@
 """Which tokens carry loss, for every record shape: read back by decoding just those."""
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from common.data.encoding import Encoder
+from common.data.files import Record
 from common.data.shapes import SEGMENT_CHARACTERS, Chat, Example, Plain, examples_of_records, examples_of_text_file
 from common.errors import UserError
 from tests.common.data.conftest import MARKED_TEMPLATE, PLAIN_TEMPLATE, REWRITING_TEMPLATE, make_tokenizer
@@ -34,7 +36,12 @@ def encode(tokenizer: PreTrainedTokenizerFast, *examples: Example) -> list[tuple
 
 
 def encode_records(tokenizer: PreTrainedTokenizerFast, *records: dict[str, Any]) -> list[tuple[str, str]]:
-    return encode(tokenizer, *examples_of_records(records, "data.jsonl"))
+    return encode(tokenizer, *examples_of_records(numbered(records), "data.jsonl"))
+
+
+def numbered(records: Iterable[dict[str, Any]]) -> Iterator[Record]:
+    for number, record in enumerate(records, 1):
+        yield Record(record, f"line {number}")
 
 
 @pytest.mark.parametrize("bos", [True, False])
@@ -65,14 +72,16 @@ def test_long_text_is_tokenized_in_segments(tokenizer: PreTrainedTokenizerFast) 
     text = line * (9 * SEGMENT_CHARACTERS // (8 * len(line)))
     whole = [1, *tokenizer(text, add_special_tokens=False)["input_ids"], 2]
     for examples in (
-        list(examples_of_records([{"text": text}], "f")),
-        list(examples_of_text_file({"text": part} for part in text.splitlines(keepends=True))),
+        list(examples_of_records(numbered([{"text": text}]), "f")),
+        list(examples_of_text_file(numbered({"text": part} for part in text.splitlines(keepends=True)))),
     ):
         assert len(examples) == 2
         parts = list(Encoder(tokenizer).encode(examples))
         assert [part.ends for part in parts] == [False, True]
         assert [token for part in parts for token in part.ids.tolist()] == whole
-    assert "".join(e.completion for e in examples_of_records([{"text": "x" * len(text)}], "f")) == "x" * len(text)  # type: ignore[union-attr]
+    assert "".join(e.completion for e in examples_of_records(numbered([{"text": "x" * len(text)}]), "f")) == "x" * len(
+        text
+    )  # type: ignore[union-attr]
 
 
 def test_prompt_completion(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -202,11 +211,11 @@ def test_keys_of_other_records_do_not_reach_the_template() -> None:
 @pytest.mark.parametrize(
     ("template", "record", "told"),
     [
-        (None, {"messages": CONVERSATION}, ["data.jsonl, record 1", "no chat template"]),
-        ("{{ raise_exception('no system role') }}", {"messages": CONVERSATION}, ["record 1", "no system role", "user"]),
-        (PLAIN_TEMPLATE, {"messages": "hello"}, ["record 1", "messages", "hello"]),
-        (PLAIN_TEMPLATE, {"messages": [{"from": "human", "value": "x"}]}, ["record 1", "human", "role"]),
-        (PLAIN_TEMPLATE, {"text": ["a"]}, ["record 1", "'text' is a list"]),
+        (None, {"messages": CONVERSATION}, ["data.jsonl, line 1", "no chat template"]),
+        ("{{ raise_exception('no system role') }}", {"messages": CONVERSATION}, ["line 1", "no system role", "user"]),
+        (PLAIN_TEMPLATE, {"messages": "hello"}, ["line 1", "messages", "hello"]),
+        (PLAIN_TEMPLATE, {"messages": [{"from": "human", "value": "x"}]}, ["line 1", "human", "role"]),
+        (PLAIN_TEMPLATE, {"text": ["a"]}, ["line 1", "'text' is a list"]),
         (PLAIN_TEMPLATE, {"a": 1, "conversations": []}, ["data.jsonl", "a, conversations", "messages", "instruction"]),
     ],
 )
