@@ -669,12 +669,11 @@ class Engine:
                 self._write(Path(directory), merge, share.rank == 0, allow_nonfinite)
         except NonFiniteWeights as error:  # on the rank that writes, when all others have read all
             refused = error
-        names = (
-            [refused and refused.name] if self._agreement is None else self._agreement.tell(refused and refused.name)
-        )
-        for name in names:
-            if name is not None:
-                raise refused or NonFiniteWeights(name)
+        name = None if refused is None else refused.name
+        if self._agreement is not None:
+            name = next(filter(None, self._agreement.tell(name)), None)
+        if name is not None:
+            raise NonFiniteWeights(name) from refused
 
     def _write(self, target: Path, merge: bool, writes: bool, allow_nonfinite: bool) -> None:
         """``writes``: whether this rank writes what the ranks of this node read together."""

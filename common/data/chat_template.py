@@ -56,9 +56,8 @@ class ChatTemplate:
     def adapted(self, chat: Chat) -> Chat:
         """Return ``chat`` in the form that this template takes.
 
-        Content that is null becomes an empty string where the template would write ``None`` or fail, content of several
-        texts one text where it would write a Python list, and a call's arguments an object where it would put JSON into
-        a string of JSON.
+        Content of several texts becomes one text where the template would write a Python list, and a call's arguments
+        an object where it would put JSON into a string of JSON.
 
         Raises:
             UserError: there is no template, or it passes over something that the conversation has.
@@ -69,8 +68,6 @@ class ChatTemplate:
                 "Use the tokenizer of a chat model, or records with text or with prompt and completion strings."
             )
         messages = chat.messages
-        if any(message.get("content", "") is None for message in messages):
-            chat = self._with_content(chat)
         if any(isinstance(message.get("content"), list) for message in messages):
             chat = self._with_text(chat)
         if any(message.get("tool_calls") for message in messages):
@@ -88,15 +85,6 @@ class ChatTemplate:
             return str(self._tokenizer.apply_chat_template(chat.messages, tokenize=False, **chat.options))
         except Exception:  # templates raise whatever they like
             return None
-
-    def _with_content(self, chat: Chat) -> Chat:
-        """Null content as an empty string, if need be."""
-        written = self._text(chat)
-        other = _changed(chat, lambda message: message | {"content": ""} if message.get("content") is None else message)
-        mended = self._text(other)
-        if mended is not None and (written is None or written.count("None") > mended.count("None")):
-            return other
-        return chat
 
     def _with_text(self, chat: Chat) -> Chat:
         """Content of several texts as one, if need be."""

@@ -127,13 +127,9 @@ def read_records(path: Path, scratch: Path) -> Iterator[Record]:
 
 
 def _without_nones(value: Any) -> Any:
-    """``value`` without the keys inside it that have none, but for the ``content`` of a message."""
+    """``value`` without the keys inside it that have none."""
     if isinstance(value, dict):
-        return {
-            key: _without_nones(item)
-            for key, item in value.items()
-            if item is not None or (key == "content" and "role" in value)
-        }
+        return {key: _without_nones(item) for key, item in value.items() if item is not None}
     return [_without_nones(item) for item in value] if isinstance(value, list) else value
 
 

@@ -225,15 +225,15 @@ def _conversation(
         )
     messages, untrained = [], []
     for place, item in enumerate(value):
-        # A key without a value is only there because another message has one; but null content means something.
-        message = {key: field for key, field in item.items() if field is not None or key == "content"}
+        # As transformers does it: of a key that is null, most templates know nothing, or write None.
+        message = {key: field for key, field in item.items() if field is not None}
         which = f"{where}: message {place + 1} of {column!r}"
         _check_role(message["role"], which)
         weight = message.pop("weight", None)
         if weight is not None and not _is_weight(weight, trained=message["role"] in trains):
             raise UserError(
-                f"{which} (role {message['role']}) has the weight {json.dumps(weight)}. 0 takes the loss from a message "
-                "of the assistant, 1 leaves it there; nothing else is known, and what is not trained on has no 1."
+                f"{which} (role {message['role']}) has the weight {json.dumps(weight)}. A weight of 0 takes the loss "
+                "from a message of the assistant, and 1 leaves it there: there are no others, nor a 1 for other roles."
             )
         if weight is not None and not weight:
             untrained.append(place)
