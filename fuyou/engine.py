@@ -685,9 +685,15 @@ class Engine:
             if self._model.adapters is None:
                 exporter.checkpoint(target, dtype)
                 return
-            if merge:  # first: if it is refused, the adapters of before stay, too
-                exporter.checkpoint(target / MERGED, dtype)
-            exporter.adapter(target)
+            refused = None
+            try:
+                if merge:  # first: if it is refused, the adapters of before stay, too
+                    exporter.checkpoint(target / MERGED, dtype)
+            except NonFiniteWeights as error:
+                refused = error
+            exporter.adapter(target, write=refused is None)  # whose records all ranks of the node read together
+            if refused is not None:
+                raise refused
 
     # -- figures --------------------------------------------------------------------------------------------------
 

@@ -69,8 +69,8 @@ class Exporter:
         if self._checkpoint is not None:
             copy_tokenizer_files(self._checkpoint, directory)
 
-    def adapter(self, directory: Path) -> None:
-        """A PEFT adapter directory. Memory: all adapters.
+    def adapter(self, directory: Path, write: bool = True) -> None:
+        """A PEFT adapter directory; without ``write``, adapters are only read. Memory: all adapters.
 
         Raises:
             UserError: the run trains none.
@@ -84,7 +84,7 @@ class Exporter:
         values: dict[str, torch.Tensor] = {}
         for index in shape.trainable:
             values |= self._values(shape.records[index])
-        if not self._writes:
+        if not (self._writes and write):
             return
         adapters.save(directory, values, self._allows_nonfinite)
         if self._checkpoint is not None:
