@@ -128,10 +128,9 @@ class ChatTemplate:
     def _check_option(self, chat: Chat, name: str) -> None:
         """Refuse what the template does not read."""
         if name in ("tools", "documents"):
+            written = self._text(chat)  # None: it refuses, and will say itself why
             rest = {key: value for key, value in chat.options.items() if key != name}
-            read = self._text(chat) != self._text(replace(chat, options=rest))
-            # Refusing both, it says itself why.
-            read = read or self._text(chat) is None
+            read = written is None or written != self._text(replace(chat, options=rest))
         else:  # a switch may well make no difference to one conversation
             read = bool(re.search(rf"\b{re.escape(name)}\b", self._source(chat)))
         if not read:

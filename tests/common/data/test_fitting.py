@@ -220,3 +220,18 @@ def test_long_names_of_files_fit_into_the_header(tmp_path: Path) -> None:
     assert read.header == header and read.header.cut.first.endswith("chats.jsonl, line 1000000000")
     assert read.read(np.array([0])).tolist() == [list(range(8))]
     read.close()
+
+
+def test_of_a_template_that_marks_and_rewrites_turns_the_marks_say_where_to_cut() -> None:
+    marking = REWRITING_TEMPLATE.replace(
+        "{{ m['content'] }}</s>\n",
+        "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}</s>{% endgeneration %}"
+        "{% else %}{{ m['content'] }}</s>{% endif %}{{ '\\n' }}",
+    )
+    tokenizer = make_tokenizer(marking)
+    [(ids, trained)] = fit(tokenizer, {"messages": CONVERSATION}, Fitting())
+    closed = [place + 1 for place, token in enumerate(ids) if token == tokenizer.eos_token_id and trained[place]]
+    assert len(closed) == 3 and tokenizer.decode(ids).count("(thinks)") == 1
+    for seq_len in range(closed[0], len(ids)):
+        stop = max(end for end in closed if end <= seq_len)
+        assert fit(tokenizer, {"messages": CONVERSATION}, Fitting(seq_len)) == [(ids[:stop], trained[:stop])]
