@@ -19,12 +19,13 @@ from common.memory_meter import PeakMeter, proportional_set_bytes
 from common.models.adapters import MERGED, AdapterOptions
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
 from common.models.presets import load_config
+from common.models.saving import NonFiniteWeights
 from common.store import Layout
 from common.store.directories import usable
 from common.units import format_bytes, parse_bytes
 from fuyou.absent_gradients import MissedUpdates
 from fuyou.accounting import StepReport
-from fuyou.adam import AdamConfig, Update
+from fuyou.adam import AdamConfig, Update, check_learning_rate, check_max_grad_norm
 from fuyou.checksums import RecordSums
 from fuyou.clipping import ClipBy, Strikes, clip_by_named
 from fuyou.commits import Commits, sealed_records
@@ -189,6 +190,7 @@ class Engine:
         router_loss: str = "auto",
     ):
         self._nonfinite = NonFinitePolicy(on_nonfinite)
+        check_max_grad_norm(max_grad_norm)
         if self._nonfinite.skips:
             max_grad_norm = max_grad_norm or math.inf  # never reached, but known before any update counts
         self._options = EngineConfig(
@@ -386,6 +388,20 @@ class Engine:
     def memory_plan(self) -> MemoryPlan:
         """How the budgets are divided."""
         return self._runtime.memory_plan
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the steps to come; may be set before each.
+
+        Raises:
+            UserError: (when set) it is NaN, infinite or negative.
+        """
+        return self._lr
+
+    @lr.setter
+    def lr(self, lr: float) -> None:
+        check_learning_rate(lr)
+        self._lr = lr
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -641,7 +657,9 @@ class Engine:
         with self._runtime.io.not_counted():
             yield from self._reader().masters()
 
-    def save_pretrained(self, directory: str | os.PathLike[str], *, merge: bool = False) -> None:
+    def save_pretrained(
+        self, directory: str | os.PathLike[str], *, merge: bool = False, allow_nonfinite: bool = False
+    ) -> None:
         """Export what was trained: a Hugging Face checkpoint in the compute dtype, or a PEFT adapter directory.
 
         Record by record, and buffers are given back meanwhile, so that it stays within the host budget. Training can
@@ -651,31 +669,47 @@ class Engine:
             directory: made if it is not there; files of the same names are replaced.
             merge: write a checkpoint with the adapters merged into the weights as well, in the folder ``merged`` of
                 ``directory``.
+            allow_nonfinite: export tensors that hold a NaN or an infinity, too.
 
         Raises:
             UserError: the run is emulated: its weights mean nothing.
+            NonFiniteWeights: a tensor holds a NaN or an infinity, on every rank; ``directory`` is as it was.
         """
         if self.emulated:
             raise UserError("A run on an emulated device has no weights worth keeping: nothing is exported.")
         self.flush()
         self._runtime.close()
-        share = self._shape.share
-        if share.node == 0:  # whose ranks have everything together
-            self._write(Path(directory), merge, writes=share.rank == 0)
+        share, refused = self._shape.share, None
+        try:
+            if share.node == 0:  # whose ranks have everything together
+                self._write(Path(directory), merge, share.rank == 0, allow_nonfinite)
+        except NonFiniteWeights as error:  # on the rank that writes, when all others have read all
+            refused = error
+        name = None if refused is None else refused.name
         if self._agreement is not None:
-            self._agreement.tell(None)
+            name = next(filter(None, self._agreement.tell(name)), None)
+        if name is not None:
+            raise NonFiniteWeights(name) from refused
 
-    def _write(self, target: Path, merge: bool, writes: bool) -> None:
+    def _write(self, target: Path, merge: bool, writes: bool, allow_nonfinite: bool) -> None:
         """``writes``: whether this rank writes what the ranks of this node read together."""
         dtype = self._options.precision.dtype
-        exporter = Exporter(self._model, self._reader(), self._shape, self._checkpoint, self._limits[0], writes)
+        exporter = Exporter(
+            self._model, self._reader(), self._shape, self._checkpoint, self._limits[0], writes, allow_nonfinite
+        )
         with self._runtime.io.not_counted():
             if self._model.adapters is None:
                 exporter.checkpoint(target, dtype)
                 return
-            exporter.adapter(target)
-            if merge:
-                exporter.checkpoint(target / MERGED, dtype)
+            refused = None
+            try:
+                if merge:  # first: if it is refused, the adapters of before stay, too
+                    exporter.checkpoint(target / MERGED, dtype)
+            except NonFiniteWeights as error:
+                refused = error
+            exporter.adapter(target, write=refused is None)  # whose records all ranks of the node read together
+            if refused is not None:
+                raise refused
 
     # -- figures --------------------------------------------------------------------------------------------------
 
