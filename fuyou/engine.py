@@ -497,6 +497,12 @@ class Engine:
         try:
             self._runtime.submit(tasks)
             computation.forward()
+        except BaseException:
+            # What waits for the rest of this pass must not wait for ever: nobody looks at what it leaves behind.
+            for task in tasks.tasks:
+                if task.op is Op.COMPUTE and not task.done:
+                    self._runtime.plane.executor.finish(task)
+            raise
         finally:
             self._runtime.accounting.take()
             self._stack.model.train()

@@ -117,6 +117,7 @@ def activation_elements_per_token(config: PreTrainedConfig) -> float:
     hidden = text.hidden_size
     width = getattr(text, "intermediate_size", None) or getattr(text, "ffn_dim", None) or getattr(text, "n_inner", None)
     width = width or 4 * hidden
+    width = max(width) if isinstance(width, list | tuple) else width  # one for each layer
     active = getattr(text, "num_experts_per_tok", None)
     if active:
         width = active * (getattr(text, "moe_intermediate_size", None) or width)

@@ -23,7 +23,6 @@ class Twin:
         self._parameters = {name: one for name, one in model.named_parameters() if name in masters}
         self._moments = {name: (_padded(one * 0), _padded(one * 0)) for name, one in masters.items()}
         self._steps = dict.fromkeys(masters, 0)
-        self._tied = _tied_head(model, self._parameters)
         self._load()
 
     def step(self, batch: dict[str, torch.Tensor], micro: int, documents: list[slice] | None) -> float:
@@ -38,7 +37,7 @@ class Twin:
             The mean loss.
         """
         parts = [
-            {name: value[start : start + micro, piece] for name, value in batch.items() if name != "position_ids"}
+            {name: value[start : start + micro, piece].contiguous() for name, value in batch.items() if name != "position_ids"}
             for start in range(0, len(batch["labels"]), micro)
             for piece in documents or [slice(None)]
         ]
@@ -97,10 +96,6 @@ class Twin:
     def _load(self) -> None:
         for name, parameter in self._parameters.items():
             parameter.copy_(_rounded(self.masters[name]) if parameter.dtype == torch.bfloat16 else self.masters[name])
-
-
-def _tied_head(model: nn.Module, parameters: dict[str, nn.Parameter]) -> str | None:
-    return None
 
 
 def _takes_items(model: nn.Module) -> bool:
