@@ -6,17 +6,16 @@ over swap time, by a table of a GPT's four linear layers) is taken here from the
 runs, and from what a recomputation needs anyway: leaving out a result that the backward pass never reads costs nothing.
 """
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_map
 
 from common.errors import UserError
+from fuyou.block_probe import on_meta
 from fuyou.block_trace import AttentionOf, BlockTrace, Operator, Tracer
 from fuyou.residency import spread
 from fuyou.stack import StreamedModel
@@ -189,32 +188,12 @@ def _trace_block(stack: StreamedModel, seq_len: int, device: str, dtype: torch.d
     def to_meta(value: Any) -> Any:
         return value.to("meta") if isinstance(value, torch.Tensor) else value
 
-    ids = torch.zeros(1, seq_len, dtype=torch.long, device=stack.device)
-    with torch.no_grad(), stack._skipped(stack.before):
-        _, calls = stack.embed({"input_ids": ids})
+    _, calls = stack.embed_hollow(torch.zeros(1, seq_len, dtype=torch.long, device=stack.device))
     args, kwargs = tree_map(to_meta, calls.arguments[layer])
-    hidden = torch.empty(1, seq_len, stack.hidden_size, dtype=dtype, device="meta", requires_grad=True)
-    with torch.enable_grad(), _state_kept(stack.blocks[layer]), AttentionOf(device), Tracer() as tracer:
+    hidden = torch.empty(calls.hidden_shape, dtype=dtype, device="meta", requires_grad=True)
+    with on_meta(stack.blocks[layer]), torch.enable_grad(), AttentionOf(device), Tracer() as tracer:
         result = stack.blocks[layer](hidden, *args, **kwargs)
     return tracer.finish(result if isinstance(result, torch.Tensor) else result[0])
-
-
-@contextmanager
-def _state_kept(block: nn.Module) -> Iterator[None]:
-    """Put back every tensor that is no parameter: some blocks (GPT-J's) move a table of theirs to where their input is,
-    which is the meta device while they are traced."""
-    modules = list(block.modules())
-    buffers = [dict(module._buffers) for module in modules]
-    others = [
-        {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)} for module in modules
-    ]
-    try:
-        yield
-    finally:
-        for module, held, plain in zip(modules, buffers, others, strict=True):
-            module._buffers.clear()
-            module._buffers.update(held)
-            vars(module).update(plain)
 
 
 def keep_of(trace: BlockTrace, operators: Collection[tuple[str, int]], rows: int = 1) -> Keep:
