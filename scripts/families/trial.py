@@ -204,7 +204,8 @@ class _Trial:
     ) -> "_Expected":
         from peft import get_peft_model
 
-        model = get_peft_model(self._load(checkpoint, self._dtype), AdapterOptions(rank=4).peft_config())
+        adapted = get_peft_model(self._load(checkpoint, self._dtype), AdapterOptions(rank=4).peft_config())
+        model = adapted.base_model.model
         masters = {name: first[name] for name, value in model.named_parameters() if value.requires_grad}
         return self._trained(Twin(model, masters, self._options), batches)
 
