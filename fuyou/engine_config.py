@@ -41,6 +41,8 @@ class EngineConfig:
     adapters: PeftConfig | None
     trainable: tuple[str, ...] | None
     frozen_dtype: FrozenDtype
+    router_loss: str
+    """Whether it is a part of the loss, see :mod:`fuyou.router_loss`."""
 
     def __post_init__(self) -> None:
         checks = {

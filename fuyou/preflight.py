@@ -53,12 +53,23 @@ class Claim:
         adapters: that are trained, if any.
         trainable: names of what is trained, if not everything.
         packed: whether rows hold several documents, with position ids that start again.
+        router_loss: of a mixture of experts: ``"on"``, ``"off"``, or ``"auto"``, which leaves it to the configuration.
     """
 
     config: PreTrainedConfig
     adapters: PeftConfig | None = None
     trainable: tuple[str, ...] | None = None
     packed: bool = False
+    router_loss: str = "auto"
+
+    def small_config(self) -> PreTrainedConfig:
+        """Return the small configuration, with the router loss that is asked for."""
+        small = miniature(self.config)
+        if self.router_loss != "auto":
+            for part in (small, small.get_text_config()):
+                if hasattr(part, "output_router_logits"):
+                    part.output_router_logits = self.router_loss == "on"
+        return small
 
     def key(self, small: PreTrainedConfig) -> dict[str, Any]:
         """Everything that the proof depends on, as JSON can carry it."""
@@ -78,6 +89,7 @@ def prove(
     adapters: PeftConfig | None = None,
     trainable: Sequence[str] | None = None,
     packed: bool = False,
+    router_loss: str = "auto",
 ) -> None:
     """Prove on a small model that this family trains out of core as it does in memory.
 
@@ -88,13 +100,20 @@ def prove(
         config: of the model that is to be trained.
         adapters: what is trained, if the weights are frozen.
         trainable: names of the parameters that are trained, if not all are; ``*`` stands for anything.
-        packed: whether rows will hold several documents with position ids that restart at each.
+        packed: whether rows will hold several documents with position ids that restart at each: this is proven, too.
+        router_loss: of a mixture of experts, as :class:`fuyou.Engine` has it.
 
     Raises:
         UserError: it does not, or no small model could be built to prove it with; says which tensor differs first.
     """
-    claim = Claim(config, adapters, None if trainable is None else tuple(trainable), packed)
-    small = miniature(config)
+    names = None if trainable is None else tuple(trainable)
+    _prove(Claim(config, adapters, names, router_loss=router_loss))
+    if packed:  # documents that are computed one by one have router losses of their own
+        _prove(Claim(config, adapters, names, packed=True, router_loss="off"))
+
+
+def _prove(claim: Claim) -> None:
+    small = claim.small_config()
     key = claim.key(small)
     path = _proof_path(key)
     if _is_proven(path, key):
@@ -145,7 +164,7 @@ class _Proof:
             batch = self._batch(number)
             try:
                 with _seeded(number):
-                    expected = self._in_memory(whole, batch, micro_rows)
+                    expected = self._in_memory(whole, batch)
             except Exception as error:
                 raise self._unprovable(error) from error
             with _seeded(number):
@@ -158,7 +177,8 @@ class _Proof:
             model: nn.Module = AutoModelForCausalLM.from_config(self._small, dtype=torch.float32)
             if self._claim.adapters is not None:
                 # A copy, as peft fills in what is left out; the model inside, whose names the engine uses.
-                model = get_peft_model(model, copy.deepcopy(self._claim.adapters)).base_model.model  # type: ignore[arg-type]
+                adapted = get_peft_model(model, copy.deepcopy(self._claim.adapters))  # type: ignore[arg-type]
+                model = adapted.get_submodule("base_model.model")
             generator = torch.Generator().manual_seed(2)
             with torch.no_grad():
                 for parameter in model.parameters():  # so that no path is idle because it begins with zeros
@@ -191,10 +211,9 @@ class _Proof:
         middle = TOKENS // 2 + 1
         return [slice(0, middle), slice(middle, TOKENS)] if self._claim.packed else [slice(None)]
 
-    def _in_memory(self, model: nn.Module, batch: Mapping[str, torch.Tensor], micro_rows: int) -> _Pass:
+    def _in_memory(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> _Pass:
         parts = [
-            {name: batch[name][start : start + micro_rows, piece].contiguous() for name in ("input_ids", "labels")}
-            for start in range(0, ROWS, micro_rows)
+            {name: batch[name][:, piece].contiguous() for name in ("input_ids", "labels")}
             for piece in self._documents()
         ]
         counts = [int((part["labels"][:, 1:] != -100).sum()) for part in parts]
@@ -251,8 +270,8 @@ class _Proof:
     def _refusal(self, what: str) -> UserError:
         kind = " with LoRA" if self._claim.adapters is not None else ""
         return UserError(
-            f"{self._name} cannot be trained out of core{kind}: of a small model of this family, computed block by block, "
-            f"{what}. Nothing was written."
+            f"{self._name} cannot be trained out of core{kind}: of a small model of this family, computed block by "
+            f"block, {what}. Nothing was written."
         )
 
     def _unprovable(self, error: Exception) -> UserError:
@@ -273,7 +292,7 @@ def _copy_buffers(source: nn.Module, target: nn.Module) -> None:
 @contextlib.contextmanager
 def _seeded(number: int) -> Iterator[None]:
     """Draw the same random numbers each time, whoever draws them, and leave the caller's as they were."""
-    python, numpy = random.getstate(), np.random.get_state()
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(number)

@@ -6,7 +6,7 @@ The engine's own schedule, parts and computation; what would move the bytes is r
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -48,7 +48,7 @@ class SmallStep:
     """
 
     def __init__(self, model: OpenModel, parameters: Mapping[str, torch.Tensor]):
-        self._stack, self._shape = model.stack, model.shape
+        self._stack, self._shape, self._router_loss = model.stack, model.shape, model.router_loss
         self._flat = {record.index: _flat(record, parameters) for record in self._shape.records}
         # As in a run: what a step has learnt about recomputing blocks, the next one makes use of.
         self._recomputations = Recomputations()
@@ -60,10 +60,8 @@ class SmallStep:
         rows, length = batch["input_ids"].shape
         micro_batches = -(-rows // micro_rows)
         room = 4 * micro_batches * (len(self._shape.blocks) + 2)
-        records = len(self._shape.records)
-        counts = BufferCounts(
-            *([records] * 12), device_activations=room, host_activations=room, ssd_activations=room
-        )  # fmt: skip
+        enough = {field.name: max(room, len(self._shape.records)) for field in fields(BufferCounts)}
+        counts = BufferCounts(**enough)
         plan = MemoryPlan(
             counts, Batch(rows, length, micro_rows), ring_chunks=2, chunk_elements=1, activation_bytes=0, kept_bytes=0,
             head_columns=length, wide_blocks=False, wide_outer=False, workspace_bytes=0, device_bytes=0, host_bytes=0,
@@ -72,9 +70,13 @@ class SmallStep:
         plane = self._plane()
         self.gradients = {}
         step = StepComputation(
-            self._stack, cast(DataPlane, plane), tasks, batch, plan, self._recomputations, time.monotonic()
-        )
+            self._stack, cast(DataPlane, plane), tasks, batch, plan, self._recomputations, time.monotonic(),
+            router_loss=self._router_loss,
+        )  # fmt: skip
         loss = float(step.forward())
+        if step.router is not None:
+            step.router.settle([step.router.told()])
+            loss += float(step.router.share)
         step.backward()
         return loss
 

@@ -131,11 +131,10 @@ def page(findings: list[Finding], mode: Mode) -> str:
         "# Families", "",
         f"Made by `python scripts/sweep_families.py --write docs/families.md`, with transformers "
         f"{transformers.__version__} and torch {torch.__version__.partition('+')[0]}.", "",
-        "Every name of transformers' mapping of causal language models, small and with random weights, trains three "
-        "steps",
-        f"in memory and through the engine ({mode.name}, CPU). *exact*: losses and weights are those of the plain loop.",
-        "*refused*: the engine says so in this one sentence, before anything is written. *untrainable*: transformers' own",
-        "code does not train it from token ids alone.", "",
+        "Every name of transformers' mapping of causal language models, small and with random weights, trains three",
+        f"steps in memory and through the engine ({mode.name}, CPU). *exact*: losses and weights are those of the",
+        "plain loop. *refused*: the engine says so in this one sentence, before anything is written. *untrainable*:",
+        "transformers' own code does not train it from token ids alone.", "",
         f"{len(findings)} families: {summary(findings)}.", "", table(findings), "",
     ])  # fmt: skip
 

@@ -1,7 +1,6 @@
 """A plain loop in memory, as anybody would write it, that the engine has to equal."""
 
 import inspect
-from typing import Any
 
 import torch
 from torch import nn
@@ -37,7 +36,11 @@ class Twin:
             The mean loss.
         """
         parts = [
-            {name: value[start : start + micro, piece].contiguous() for name, value in batch.items() if name != "position_ids"}
+            {
+                name: value[start : start + micro, piece].contiguous()
+                for name, value in batch.items()
+                if name != "position_ids"
+            }
             for start in range(0, len(batch["labels"]), micro)
             for piece in documents or [slice(None)]
         ]
@@ -99,8 +102,9 @@ class Twin:
 
 
 def _takes_items(model: nn.Module) -> bool:
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in inspect.signature(base.forward).parameters.values())
+    return any(
+        one.kind is inspect.Parameter.VAR_KEYWORD for one in inspect.signature(model.forward).parameters.values()
+    )
 
 
 def _labels(part: dict[str, torch.Tensor]) -> int:

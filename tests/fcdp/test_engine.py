@@ -20,6 +20,8 @@ from tests.fcdp import engine_cases as cases
 from tests.fcdp.engine_cases import Run
 from tests.fcdp.pool import Pool
 from tests.fuyou.routed import RoutedConfig
+from tests.fuyou.test_router_loss import config_of
+from tests.fuyou.twin import Twin
 
 
 def test_ranks_skip_a_step_together(model: str, pool: Pool, tmp_path: Path) -> None:
@@ -86,6 +88,25 @@ def test_only_what_no_rank_has_a_gradient_for_is_skipped(dtype: str, pool: Pool,
         assert torch.equal(outcomes[-1].masters[name], master), name
     missed = load_manifest(tmp_path / "alone" / "rank0" / "ssd0" / "fuyou")["missed"]
     assert {0, 6} < set(missed.values()) | {0}, "some were left alone in some steps, and some in all of them"
+
+
+@pytest.mark.parametrize("layout", [(2, 1), (1, 2)])
+def test_the_router_loss_is_that_of_one_batch_over_all_ranks(
+    layout: tuple[int, int], pool: Pool, tmp_path: Path
+) -> None:
+    """As a model in memory has it that is given all rows at once, though each rank splits its own, too."""
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(config_of("mixtral")).save_pretrained(tmp_path / "model")
+    twin = Twin(str(tmp_path / "model"), bf16=False, max_grad_norm=None, lr=1e-3, weight_decay=0.1, eps=1e-3)
+    run = Run(str(tmp_path / "model"), tmp_path, 3, options={"dtype": "fp32", "micro_batch": 1, "eps": 1e-3})
+    ranks = pool.run(layout, cases.train, run)
+    for step in range(1, 4):
+        expected = twin.step(cases.batch(step, run.rows), run.rows)
+        for rank in ranks:
+            assert rank.losses[step - 1] == pytest.approx(expected, rel=1e-6)
+            assert rank.norms[step - 1] == pytest.approx(twin.grad_norm, rel=1e-6)
+    for name, master in twin.masters.items():
+        assert (ranks[0].masters[name] - master).abs().max() <= 1e-6, name
 
 
 def check_bytes(ranks: list[cases.Outcome], alone: cases.Outcome) -> None:
