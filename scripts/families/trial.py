@@ -38,6 +38,8 @@ class Mode:
     bf16: bool = False
     lora: bool = False
     micro_batches: int = 1
+    unproven: bool = False
+    """Whether the engine leaves out its own proof, so that what that would refuse is seen."""
 
     @property
     def name(self) -> str:
@@ -186,7 +188,8 @@ class _Trial:
             checkpoint, ssd=[self._work / "ssd"], dtype="bf16" if mode.bf16 else "fp32", host_memory="1GiB",
             host_cache=0, batch_shape=(mode.rows, TOKENS), micro_batch=mode.micro,
             adapters=AdapterOptions(rank=4) if mode.lora else None, lr=self._rate["lr"], eps=self._rate["eps"],
-            weight_decay=self._rate["weight_decay"], prove=False,
+            weight_decay=self._rate["weight_decay"], prove=not mode.unproven,
+            packed=mode.packed,
         )  # fmt: skip
 
     def _load(self, checkpoint: Path, dtype: torch.dtype) -> PreTrainedModel:
