@@ -109,8 +109,8 @@ def summary(findings: list[Finding]) -> str:
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the findings here.")
 @click.option("--write", type=click.Path(path_type=Path), help="Write a page with all findings here.")
 def main(
-    names: str | None, part: str | None, packed: bool, bf16: bool, lora: bool, micro_batches: int, unproven: bool, jobs: int,
-    seconds: float, json_path: Path | None, write: Path | None,
+    names: str | None, part: str | None, packed: bool, bf16: bool, lora: bool, micro_batches: int, unproven: bool,
+    jobs: int, seconds: float, json_path: Path | None, write: Path | None,
 ) -> None:  # fmt: skip
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

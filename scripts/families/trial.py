@@ -22,6 +22,7 @@ from common.models.adapters import AdapterOptions
 from common.models.miniature import TOKENS, VOCABULARY
 from families.configurations import small_config
 from families.twin import Twin
+from fuyou.profiling.cache import CACHE_VARIABLE
 
 STEPS = 3
 EXACT_LOSS, EXACT_WEIGHT = 1e-6, 1e-5
@@ -89,6 +90,7 @@ def try_family(name: str, mode: Mode) -> Finding:
     """Train a family both ways and compare."""
     work = Path(tempfile.mkdtemp(prefix="family-"))
     finding = Finding(name, "crash")
+    os.environ[CACHE_VARIABLE] = str(work / "cache")  # no proof of an earlier sweep
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
