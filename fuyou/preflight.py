@@ -13,9 +13,11 @@ import hashlib
 import json
 import os
 import random
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -26,9 +28,10 @@ import torch
 import transformers
 from peft import PeftConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import FinetuneError, UserError
+from common.models.adapters import ALL_LINEAR
 from common.models.miniature import TOKENS, VOCABULARY, miniature
 from fuyou.open_model import OpenModel
 from fuyou.profiling.cache import cache_directory
@@ -66,7 +69,7 @@ class Claim:
         """Return the small configuration, with the router loss that is asked for."""
         small = miniature(self.config)
         if self.router_loss != "auto":
-            for part in (small, small.get_text_config()):
+            for part in _parts(small):
                 if hasattr(part, "output_router_logits"):
                     part.output_router_logits = self.router_loss == "on"
         return small
@@ -138,14 +141,14 @@ class _Proof:
 
     def run(self) -> None:
         claim = self._claim
+        precision, cpu = Precision(torch.float32, torch.float32), torch.device("cpu")
+        plain = OpenModel(self._small, precision, cpu, router_loss="off").base
+        adapters, trainable = self._small_adapters(plain), claim.trainable and self._small_names(plain)
+        opened = OpenModel(self._small, precision, cpu, adapters, trainable)
         try:
-            whole = self._whole_model()
+            whole = self._whole_model(plain, adapters)
         except Exception as error:
             raise self._unprovable(error) from error
-        trainable = claim.trainable and self._small_names(claim.trainable, whole)
-        adapters = copy.deepcopy(claim.adapters)
-        precision = Precision(torch.float32, torch.float32)
-        opened = OpenModel(self._small, precision, torch.device("cpu"), adapters, trainable)
         names = {name for record in opened.shape.records for slot in record.parameters for name in slot.names}
         frozen = {
             name for record in opened.shape.records if not record.trainable for slot in record.parameters
@@ -171,32 +174,59 @@ class _Proof:
                 found = self._streamed(step, batch, micro_rows)
             self._compare(expected, found)
 
-    def _whole_model(self) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(1)
-            model: nn.Module = AutoModelForCausalLM.from_config(self._small, dtype=torch.float32)
-            if self._claim.adapters is not None:
-                # A copy, as peft fills in what is left out; the model inside, whose names the engine uses.
-                adapted = get_peft_model(model, copy.deepcopy(self._claim.adapters))  # type: ignore[arg-type]
-                model = adapted.get_submodule("base_model.model")
-            generator = torch.Generator().manual_seed(2)
-            with torch.no_grad():
-                for parameter in model.parameters():  # so that no path is idle because it begins with zeros
-                    noise = torch.randn(parameter.shape, generator=generator)
-                    parameter.add_(noise, alpha=0.1 if parameter.dim() > 1 else 0.02)
+    def _whole_model(self, plain: PreTrainedModel, adapters: PeftConfig | None) -> nn.Module:
+        """Build the small model in memory, of the class and with the router loss that the engine would have."""
+        config = copy.deepcopy(plain.config)
+        for part, asked in zip(_parts(config), _parts(self._small), strict=True):
+            if hasattr(part, "output_router_logits"):
+                part.output_router_logits = getattr(asked, "output_router_logits", False)
+        torch.manual_seed(1)
+        model: nn.Module = type(plain)._from_config(config, dtype=torch.float32)
+        if adapters is not None:  # a copy, as peft fills in what is left out; the engine names things as inside
+            model = get_peft_model(model, copy.deepcopy(adapters)).get_submodule("base_model.model")  # type: ignore[arg-type]
+        generator = torch.Generator().manual_seed(2)
+        with torch.no_grad():
+            for parameter in model.parameters():  # so that no path is idle because it begins with zeros
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(noise, alpha=0.1 if parameter.dim() > 1 else 0.02)
         return model
 
-    def _small_names(self, patterns: Sequence[str], whole: nn.Module) -> list[str]:
+    def _small_names(self, plain: nn.Module) -> list[str]:
         """Those of the patterns that the small model has parameters for: it has fewer layers."""
-        from fnmatch import fnmatchcase
-
-        names = [name for name, _ in whole.named_parameters()]
-        found = [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
+        names = [name for name, _ in plain.named_parameters()]
+        found = [
+            pattern for pattern in self._claim.trainable or () if any(fnmatchcase(name, pattern) for name in names)
+        ]
         return found or names
+
+    def _small_adapters(self, plain: nn.Module) -> PeftConfig | None:
+        """The adapters, wherever they find a place in fewer layers; on all linear layers if they find none."""
+        adapters = copy.deepcopy(self._claim.adapters)
+        if adapters is None:
+            return None
+        for field in ("layers_to_transform", "layers_pattern"):
+            if getattr(adapters, field, None) is not None:
+                setattr(adapters, field, None)
+        targets = getattr(adapters, "target_modules", None)
+        named = [name for name, _ in plain.named_modules()]
+        if isinstance(targets, str) and targets != ALL_LINEAR:
+            fits = any(re.fullmatch(targets, name) for name in named)
+        else:
+            ends = [targets] if isinstance(targets, str) else list(targets or ())
+            fits = (
+                ALL_LINEAR in ends
+                or not ends
+                or any(name == end or name.endswith(f".{end}") for name in named for end in ends)
+            )
+        if not fits and not getattr(adapters, "target_parameters", None):
+            adapters.target_modules = ALL_LINEAR  # type: ignore[attr-defined]
+        return adapters
 
     def _batch(self, number: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(10 + number)
-        tokens = torch.randint(4, VOCABULARY // 2, (ROWS, TOKENS), generator=generator)
+        most = getattr(self._small.get_text_config(decoder=True), "vocab_size", VOCABULARY)
+        ordinary = (4, VOCABULARY // 2) if most >= VOCABULARY else (0, most)  # special tokens lie at the ends
+        tokens = torch.randint(*ordinary, (ROWS, TOKENS), generator=generator)
         labels = tokens.clone()
         batch = {"input_ids": tokens, "labels": labels}
         if self._claim.packed:
@@ -279,6 +309,10 @@ class _Proof:
             f"Whether {self._name} trains out of core as in memory cannot be shown: a small model of this family does "
             f"not train in memory ({type(error).__name__}: {' '.join(str(error).split())[:300]})."
         )
+
+
+def _parts(config: PreTrainedConfig) -> tuple[PreTrainedConfig, PreTrainedConfig]:
+    return config, config.get_text_config(decoder=True)
 
 
 def _copy_buffers(source: nn.Module, target: nn.Module) -> None:

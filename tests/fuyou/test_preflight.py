@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -14,6 +15,7 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
     PreTrainedConfig,
     Qwen3MoeConfig,
 )
@@ -98,8 +100,18 @@ def test_families_are_proven(config: PreTrainedConfig) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("choice", ["auto", "on", "off"])
+def test_router_losses_are_proven(choice: str) -> None:
+    fuyou.prove(MixtralConfig(output_router_logits=choice == "auto"), router_loss=choice)
+
+
 def test_adapters_parts_and_packed_rows_are_proven() -> None:
     fuyou.prove(LlamaConfig(), adapters=AdapterOptions(rank=4).peft_config())
+    one_layer = LoraConfig(r=4, target_modules=["q_proj"], layers_to_transform=[30], task_type="CAUSAL_LM")
+    fuyou.prove(LlamaConfig(), adapters=one_layer)
+    assert one_layer.layers_to_transform == [30]
+    named = LoraConfig(r=4, target_modules=["model.layers.30.self_attn.q_proj"], task_type="CAUSAL_LM")
+    fuyou.prove(LlamaConfig(), adapters=named)
     fuyou.prove(LlamaConfig(), trainable=["model.layers.31.*", "model.layers.0.*", "lm_head.weight"])
     fuyou.prove(LlamaConfig(), packed=True)
 
