@@ -176,6 +176,7 @@ def build_command(run: Callable[..., int]) -> click.Command:
     )
     add("--io", type=click.Choice(["auto", "kvikio", "posix"]), default="auto", help="How SSDs are read and written.")
     add("--single-slot", is_flag=True, help="Half the space on SSD, but a crash loses the run.")
+    add("--unproven", is_flag=True, help="Do not show first, on a small model, that streaming this family is exact.")
 
     add = group("Cluster")
     add(

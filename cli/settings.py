@@ -38,6 +38,7 @@ _ONLY_LORA = ("lora_alpha", "lora_dropout", "lora_targets")
 _ONLY_ALONE = ("sample",)
 _ONLY_ENGINE = (
     "host_memory", "device_memory", "optimizer_dtype", "io", "single_slot", "trace", "clip_by", "frozen_dtype",
+    "unproven",
 )  # fmt: skip
 
 
@@ -109,6 +110,8 @@ class Settings:
     """Trackers that get every step's figures."""
     single_slot: bool = False
     """Half the space on SSD, and no way to continue after a crash."""
+    unproven: bool = False
+    """Whether to leave out the proof that streaming this family is exact."""
     io: str = "auto"
     save: bool = True
     """Whether to export a checkpoint at the end."""

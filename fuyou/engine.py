@@ -48,6 +48,7 @@ from fuyou.nonfinite import NonFinitePolicy
 from fuyou.open_model import OpenModel
 from fuyou.optimizer_link import OptimizerLink
 from fuyou.planner import Choice, Prospect, choose
+from fuyou.preflight import prove as prove_family
 from fuyou.records import Precision, allocate_extents
 from fuyou.restripe import Drives
 from fuyou.run_files import RunFiles, create_run, resume_run
@@ -146,6 +147,11 @@ class Engine:
             that is split.
         leave_ssd: with ``resume``, directories of drives that the run may be on and is to leave. A run that is on other
             drives than ``ssd`` moves there first, crash-safely: it is copied, and the copy is read again.
+        prove: show first, on a small model of the same family, that training it out of core gives the losses and
+            gradients that it has in memory (:func:`fuyou.prove`: a second or two, once for each family and version).
+            Of several ranks the first one does it for all.
+        packed: whether batches are going to have several documents in a row, with ``position_ids`` that start again:
+            then it is shown for such rows, too.
 
     Raises:
         UserError: what was asked for is not possible (paths, space, budgets, model).
@@ -188,6 +194,8 @@ class Engine:
         topology: Topology | None = None,
         leave_ssd: Sequence[str | os.PathLike[str]] = (),
         router_loss: str = "auto",
+        prove: bool = True,
+        packed: bool = False,
     ):
         self._nonfinite = NonFinitePolicy(on_nonfinite)
         check_max_grad_norm(max_grad_norm)
@@ -227,6 +235,8 @@ class Engine:
             self._limits = self._smallest(memory_limits(self._device, host_memory, device_memory, share.ranks_per_node))
             self._device.cap_memory(self._limits[1])
             self._link = OptimizerLink()  # imports PyTorch while the model is built
+            if prove and not self.emulated:
+                self._prove(packed)
             self._link.wait_until_up()
             self._meter.start()
             self._open_model()
@@ -242,6 +252,27 @@ class Engine:
             raise
 
     # -- opening --------------------------------------------------------------------------------------------------
+
+    def _prove(self, packed: bool) -> None:
+        """See that this family can be trained out of core.
+
+        Raises:
+            UserError: it cannot.
+        """
+        options, refusal = self._options, None
+        if share_of(self._topology).rank == 0:
+            try:
+                prove_family(
+                    self.config, adapters=options.adapters, trainable=options.trainable, packed=packed,
+                    router_loss=options.router_loss,
+                )  # fmt: skip
+            except UserError as error:
+                refusal = error
+        if self._agreement is not None:
+            told = self._agreement.tell(None if refusal is None else str(refusal))[0]
+            refusal = refusal or (None if told is None else UserError(told))
+        if refusal is not None:
+            raise refusal
 
     def _cluster_options(self, share: Share) -> None:
         """What several ranks make of the options.
@@ -524,6 +555,12 @@ class Engine:
         try:
             self._runtime.submit(tasks)
             computation.forward()
+        except BaseException:
+            # What waits for the rest of this pass must not wait for ever: nobody looks at what it leaves behind.
+            for task in tasks.tasks:
+                if task.op is Op.COMPUTE and not task.done:
+                    self._runtime.plane.executor.finish(task)
+            raise
         finally:
             self._runtime.accounting.take()
             self._stack.model.train()

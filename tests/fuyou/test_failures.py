@@ -222,3 +222,23 @@ def test_an_interrupt_in_a_forward_pass_keeps_the_step_before_it(
     with small_engine(tmp_path, lr=1e-3, resume=True, **options) as engine:
         assert engine.step_count == 2
         assert train(engine, 2) == expected[2:]
+
+
+def test_an_exception_inside_an_evaluation_leaves_nothing_waiting(
+    tmp_path: Path, undisturbed: dict[float | None, list[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise ValueError("this block cannot")
+
+    with small_engine(tmp_path, lr=1e-3) as engine:
+        losses = train(engine, 1)
+        with monkeypatch.context() as patched:
+            patched.setattr(engine._stack.blocks[1], "forward", fails)
+            with pytest.raises(ValueError, match="this block cannot"):
+                engine.eval_loss(**BATCH)
+        losses += train(engine, 2)  # on the same lanes
+        with monkeypatch.context() as patched:
+            patched.setattr(engine._stack.blocks[0], "forward", fails)
+            with pytest.raises(ValueError, match="this block cannot"):
+                engine.eval_loss(**BATCH)
+    assert losses == undisturbed[None][:3]
