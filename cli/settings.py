@@ -85,7 +85,8 @@ class Settings:
     """When loss or gradient of a step is NaN or infinite; see :mod:`fuyou.nonfinite`."""
     clip_by: str = "auto"
     """How: one of :data:`CLIP_BY`."""
-    dtype: str = "bf16"
+    dtype: str = "auto"
+    """What blocks compute in; ``auto`` is decided before anything is planned (:mod:`cli.computing_dtype`)."""
     optimizer_dtype: str = "fp32"
     output: Path | None = None
     """Where checkpoint, packed data and (without ``ssd``) the store go; None: finetune-output/<model>."""
