@@ -164,9 +164,9 @@ def build_command(run: Callable[..., int]) -> click.Command:
     add("--micro-batch", type=positive, metavar="N", help="Sequences computed at once. Default: as many as fit.")
     add(
         "--dtype",
-        type=click.Choice(["bf16", "fp32"]),
-        default="bf16",
-        help="What blocks compute in. Master weights are fp32 either way.",
+        type=click.Choice(["auto", "bf16", "fp32"]),
+        default="auto",
+        help="What blocks compute in; auto: what the device multiplies faster. Master weights are fp32 either way.",
     )
     add(
         "--optimizer-dtype",

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from cli.adapters import ADAPTER_CONFIG, peft_config_of, trainable_parameters
+from cli.computing_dtype import with_dtype
 from cli.machine import sequence_length, training_of
 from cli.naming import naming
 from cli.schedule import LearningRate
@@ -209,6 +210,7 @@ def prepare(settings: Settings) -> Job:
         UserError: something typed does not exist or does not go together.
     """
     found = check(settings)
+    settings = with_dtype(settings, None if found.gpu is None else "cuda")
     config, checkpoint, seq_len, output = found.config, found.checkpoint, found.seq_len, found.output
     text = config.get_text_config()
     tokenizer = tokenizer_of(settings, checkpoint) if settings.data or settings.eval_data else None

@@ -15,7 +15,7 @@ from common.store import commit_manifest, load_manifest
 from fuyou.nodes import handlers
 
 VOCABULARY = 67
-OPTIONS = {"lr": 1e-3, "weight_decay": 0.1, "host_memory": "4GiB"}
+OPTIONS = {"dtype": "bf16", "lr": 1e-3, "weight_decay": 0.1, "host_memory": "4GiB"}
 
 
 @dataclass(frozen=True)
