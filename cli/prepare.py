@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from cli.adapters import ADAPTER_CONFIG, peft_config_of, towers_of, trainable_parameters
+from cli.computing_dtype import with_dtype
 from cli.machine import sequence_length, training_of
 from cli.naming import naming
 from cli.schedule import LearningRate
@@ -33,6 +34,9 @@ DEFAULT_STEPS = 10
 """Without data: enough to see a steady rate."""
 
 RANDOM_TOKENS = "random tokens"
+
+LONG_RECORDS = "long records"
+"""Key in :attr:`Job.fixed_settings` of what becomes of those."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,7 @@ class Job:
         """What must not change when a run is continued, by option. The values are JSON."""
         settings, rate = self.settings, self.learning_rate
         return {
+            **({LONG_RECORDS: "--truncate" if settings.truncate else "--drop-long"} if settings.data else {}),
             "--data": self.data_key,
             "--seq-len": self.seq_len,
             "--batch-size": settings.batch_size,
@@ -153,7 +158,7 @@ class Job:
             f"learning rate {rate.peak:g}, {rate.schedule}{warmup}",
             "output": f"{self.output}{'' if settings.save else ': no checkpoint (--no-save)'}",
         }
-        return "\n".join(f"{name:8} {text}" for name, text in lines.items())
+        return "\n".join(f"{name:8} {text}".replace("\n", f"\n{'':8} ") for name, text in lines.items())
 
     def _adapters(self) -> dict[str, str]:
         settings = self.settings
@@ -218,6 +223,7 @@ def prepare(settings: Settings) -> Job:
         UserError: something typed does not exist or does not go together.
     """
     found = check(settings)
+    settings = with_dtype(settings, None if found.gpu is None else "cuda")
     config, checkpoint, seq_len, output = found.config, found.checkpoint, found.seq_len, found.output
     text = config.get_text_config()
     tokenizer = tokenizer_of(settings, checkpoint) if settings.data or settings.eval_data else None
@@ -319,7 +325,10 @@ class _Data:
         if self.tokenizer is None or not settings.data:
             return RandomBatches(vocab_size, self.seq_len, settings.batch_size, settings.seed), RANDOM_TOKENS
         with naming("--data"):
-            batches = self._open(DataConfig(settings.data, self.seq_len, settings.batch_size, settings.seed))
+            config = DataConfig(
+                settings.data, self.seq_len, settings.batch_size, settings.seed, truncate=settings.truncate
+            )
+            batches = self._open(config)
         return batches, batches.digest
 
     def held_out(self) -> Batches | None:
@@ -328,7 +337,8 @@ class _Data:
         if self.tokenizer is None or not settings.eval_data:
             return None
         with naming("--eval-data"):
-            return self._open(DataConfig(settings.eval_data, self.seq_len, settings.batch_size, shuffle=False))
+            files, rows = settings.eval_data, settings.batch_size
+            return self._open(DataConfig(files, self.seq_len, rows, shuffle=False, truncate=settings.truncate))
 
     def _open(self, config: DataConfig) -> PackedBatches | ImageBatches:
         folder = self.output / "data"

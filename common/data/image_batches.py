@@ -12,7 +12,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,10 +21,12 @@ import torch
 from transformers import ProcessorMixin
 
 from common.data.batches import Batches, DataConfig
-from common.data.files import find_files, read_records, reading
-from common.data.image_content import conversation, has_images
+from common.data.files import Record, find_files, read_records, reading
+from common.data.fitting import Tally
+from common.data.image_content import has_images, with_images
 from common.data.image_encoding import ImageEncoder, ImageRow, processor_identity
 from common.data.order import draw_rows
+from common.data.shapes import Chat, examples_of_records
 from common.data.token_file import tokenizer_identity
 from common.errors import FinetuneError, UserError
 from common.store.errors import described
@@ -46,9 +48,15 @@ class _Header:
     trainable_tokens: int = 0
     images: int = 0
     longest: int = 0
-    too_long: int = 0
-    untrained: int = 0
+    cut: Tally = field(default_factory=Tally)
+    left_out: Tally = field(default_factory=Tally)
+    untrained: Tally = field(default_factory=Tally)
     digest: str = ""
+
+    @staticmethod
+    def read(line: bytes) -> "_Header":
+        content = json.loads(_checked(line))
+        return _Header(**{name: Tally(**one) if isinstance(one, dict) else one for name, one in content.items()})
 
 
 def any_images(files: tuple[str, ...], scratch: Path) -> bool:
@@ -65,7 +73,7 @@ def any_images(files: tuple[str, ...], scratch: Path) -> bool:
         return False
     scratch.mkdir(parents=True, exist_ok=True)
     with DirectoryLock([scratch], patience=math.inf), reading(scratch) as folder:
-        return any(has_images(record) for file in suspects for record in read_records(file, folder))
+        return any(has_images(record.values) for file in suspects for record in read_records(file, folder))
 
 
 def _names_images(file: Path) -> bool:
@@ -106,7 +114,7 @@ class ImageBatches(Batches):
         self._pad = next((int(token) for token in known if token is not None), 0)
         self._file = path.open("rb")
         try:
-            header = _Header(**json.loads(_checked(self._file.readline())))
+            header = _Header.read(self._file.readline())
             self._starts = np.fromfile(path.with_suffix(".starts"), np.int64)
             if len(self._starts) != header.rows:
                 raise ValueError(f"{path} is not complete")
@@ -169,29 +177,31 @@ def open_image_data(config: DataConfig, processor: ProcessorMixin, cache_dir: Pa
     """
     files = find_files(config.files)
     cache_dir.mkdir(parents=True, exist_ok=True)
-    path = cache_dir / f"images-{_cache_key(files, config.seq_len, processor)}.jsonl"
+    path = cache_dir / f"images-{_cache_key(files, config, processor)}.jsonl"
     unusable = contextlib.suppress(OSError, ValueError, TypeError)  # not there, or damaged
     with unusable:
         return ImageBatches(path, config, processor)
     with DirectoryLock([cache_dir], patience=math.inf):  # of several ranks on a machine, the first one makes it for all
         with unusable:
             return ImageBatches(path, config, processor)
-        _build(path, files, config.seq_len, ImageEncoder(processor))
+        _build(path, files, config.seq_len, config.truncate, ImageEncoder(processor))
     return ImageBatches(path, config, processor)
 
 
-def _cache_key(files: list[Path], seq_len: int, processor: ProcessorMixin) -> str:
+def _cache_key(files: list[Path], config: DataConfig, processor: ProcessorMixin) -> str:
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     identity = [tokenizer_identity(processor.tokenizer), processor_identity(processor)]
-    return hashlib.sha256(json.dumps([_FORMAT_VERSION, seq_len, stats, identity]).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        json.dumps([_FORMAT_VERSION, config.seq_len, config.truncate, stats, identity]).encode()
+    ).hexdigest()[:16]
 
 
-def _build(path: Path, files: list[Path], seq_len: int, encoder: ImageEncoder) -> None:
+def _build(path: Path, files: list[Path], seq_len: int, truncate: bool, encoder: ImageEncoder) -> None:
     """Write the index file, which takes its name only when it is complete."""
     lines, unfinished = path.with_suffix(".lines"), path.with_suffix(".tmp")
     try:
         with described("writing", lines), lines.open("wb") as out, reading(path.parent) as scratch:
-            header, sizes = _write_rows(_rows(files, encoder, scratch), seq_len, out)
+            header, sizes = _write_rows(_rows(files, encoder, seq_len if truncate else None, scratch), seq_len, out)
         if not header.rows:
             raise UserError(_nothing_left(header, files, seq_len))
         first = _line(asdict(header))
@@ -213,10 +223,12 @@ def _write_rows(rows: Iterator[ImageRow], seq_len: int, out: BinaryIO) -> tuple[
     header, digest, sizes = _Header(), hashlib.blake2b(digest_size=8), []
     for row in rows:
         if row.tokens > seq_len:
-            header.too_long += 1
+            header.left_out.add(row.tokens, row.where)
         elif not any(stop > max(start, 1) for start, stop in row.trained):
-            header.untrained += 1
+            header.untrained.add(row.tokens, row.where)
         else:
+            if row.cut:
+                header.cut.add(row.cut, row.where)
             header.rows += 1
             header.tokens += row.tokens
             header.trainable_tokens += row.trained_tokens
@@ -229,13 +241,15 @@ def _write_rows(rows: Iterator[ImageRow], seq_len: int, out: BinaryIO) -> tuple[
     return header, sizes
 
 
-def _rows(files: list[Path], encoder: ImageEncoder, scratch: Path) -> Iterator[ImageRow]:
+def _rows(files: list[Path], encoder: ImageEncoder, limit: int | None, scratch: Path) -> Iterator[ImageRow]:
     for file in files:
-        for number, record in enumerate(read_records(file, scratch), 1):
-            where = f"{file}, record {number}"
-            messages = conversation(record, where, file.parent)
-            if messages:
-                yield from encoder.rows(messages, where, record.get("tools") or None)
+        for values, place in read_records(file, scratch):
+            where = f"{file}, {place}"
+            record = Record(with_images(values, where, file.parent), place)
+            for example in examples_of_records([record], str(file)):
+                if not isinstance(example, Chat):
+                    raise UserError(f"{where} is no conversation: beside images, there are only conversations.")
+                yield from encoder.rows(example, limit)
 
 
 def _line(content: dict[str, Any]) -> bytes:
@@ -256,13 +270,21 @@ def _describe(header: _Header, seq_len: int) -> str:
         f"{format_count(header.trainable_tokens)} of them trained on, each in a row of {seq_len:,} "
         f"({header.tokens / (header.rows * seq_len):.1%} full)"
     )
-    left_out = {"longer than --seq-len": header.too_long, "without an answer of the assistant": header.untrained}
-    why = [f"{count:,} {what}" for what, count in left_out.items() if count]
-    return text + (f"; left out: {', '.join(why)}" if why else "")
+    longer = "longer than --seq-len"
+    for tally, what in (
+        (header.cut, f"cut behind the last answer that fits: {{}} {longer} (--drop-long drops them)"),
+        (header.left_out, f"left out: {{}} {longer}"),
+        (header.untrained, "left out: {} without an answer of the assistant"),
+    ):
+        if tally.records:
+            text += f"\n{what.format(f'{tally.records:,}')}; first {tally.first}"
+    return text
 
 
 def _nothing_left(header: _Header, files: list[Path], seq_len: int) -> str:
     named = ", ".join(str(file) for file in files[:3]) + (", ..." if len(files) > 3 else "")
-    if header.too_long:
-        return f"All {header.too_long:,} conversations in {named} are longer than --seq-len {seq_len:,}: raise it."
-    return f"There is nothing to train on in {named}: {header.untrained:,} conversations without an answer."
+    if header.left_out.records:
+        return (
+            f"All {header.left_out.records:,} conversations in {named} are longer than --seq-len {seq_len:,}: raise it."
+        )
+    return f"There is nothing to train on in {named}: {header.untrained.records:,} conversations without an answer."

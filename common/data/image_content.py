@@ -19,14 +19,14 @@ PLACEHOLDER = "<image>"
 
 _KEYS = ("image", "path", "url", "image_url", "bytes")
 _COLUMNS = ("images", "image")
-_ROLES = ("system", "developer", "user", "assistant", "tool")
+_CONVERSATIONS = ("messages", "prompt", "completion")
 
 
 def has_images(record: dict[str, Any]) -> bool:
     """Return whether a record of a data file holds a conversation with images."""
     if any(record.get(column) for column in _COLUMNS):
         return True
-    columns = [value for name in ("messages", "prompt", "completion") if isinstance(value := record.get(name), list)]
+    columns = [value for name in _CONVERSATIONS if isinstance(value := record.get(name), list)]
     return any(
         isinstance(part, dict) and part.get("type") in ("image", "image_url")
         for messages in columns
@@ -36,37 +36,36 @@ def has_images(record: dict[str, Any]) -> bool:
     )
 
 
-def conversation(record: dict[str, Any], where: str, directory: Path) -> list[dict[str, Any]]:
-    """Return a record's messages with contents as lists of parts, whose images have one ``url`` each: the absolute path
-    of a file that is there, or a ``data:`` URL.
+def with_images(record: dict[str, Any], where: str, directory: Path) -> dict[str, Any]:
+    """Return a record whose messages have lists of parts as contents, and whose images one ``url`` each: the absolute
+    path of a file that is there, or a ``data:`` URL.
 
     Args:
-        where: file and record, for error messages.
+        where: file and line, for error messages.
         directory: of the data file, from which relative paths are read.
 
     Raises:
         UserError: the record has no messages, an image is not there, or placeholders and images differ in number.
     """
-    messages = record.get("messages")
-    if messages is None and isinstance(record.get("prompt"), list) and isinstance(record.get("completion"), list):
-        messages = [*record["prompt"], *record["completion"]]
-    if not isinstance(messages, list) or not all(isinstance(item, dict) and item.get("role") for item in messages):
-        raise UserError(f'{where} has images, but no "messages": a list of {{"role": ..., "content": ...}}.')
     given: Any = next((record[column] for column in _COLUMNS if record.get(column)), [])
     column = iter(given if isinstance(given, list) else [given])
-    for message in messages:
-        if message["role"] not in _ROLES:
-            raise UserError(f"{where}: no turn has the role {message['role']!r}; roles are {', '.join(_ROLES)}.")
-    found = [
-        {**_without_nones(message), "content": list(_parts(message.get("content"), column, where, directory))}
-        for message in messages
-    ]
+    made = {name: value for name, value in record.items() if name not in _COLUMNS}
+    columns = [name for name in _CONVERSATIONS if isinstance(record.get(name), list)]
+    if not columns:
+        raise UserError(f'{where} has images, but no "messages": a list of {{"role": ..., "content": ...}}.')
+    for name in columns:
+        made[name] = [
+            {**message, "content": list(_parts(message.get("content"), column, where, directory))}
+            if isinstance(message, dict)
+            else message
+            for message in record[name]
+        ]
     left = sum(1 for _ in column)
-    if left and not any(part["type"] == "image" for message in found for part in message["content"]):
+    if left and not any(part["type"] == "image" for name in columns for one in made[name] for part in one["content"]):
         raise UserError(f"{where} has {left} images, but no {PLACEHOLDER} in its messages to say where they go.")
     if left:
         raise UserError(f"{where} has {left} more images than places for them in its messages.")
-    return found
+    return made
 
 
 def _parts(content: Any, column: Iterator[Any], where: str, directory: Path) -> Iterator[dict[str, Any]]:
@@ -116,8 +115,3 @@ def _image(value: Any, where: str, directory: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{where}: there is no image {path}.")
     return {"type": "image", "url": str(path)}
-
-
-def _without_nones(message: dict[str, Any]) -> dict[str, Any]:
-    """Without the keys that only exist because another record has them (columns are typed)."""
-    return {key: value for key, value in message.items() if value is not None}

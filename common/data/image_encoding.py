@@ -1,8 +1,7 @@
 """Conversations with images become token ids and tensors of pixels, by the family's own processor."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from transformers import ProcessorMixin
 
+from common.data.shapes import Chat
 from common.errors import FinetuneError, UserError
 
 
@@ -18,14 +18,16 @@ class ImageRow:
     """A conversation of a data set: what is put into the processor, and what of its result is trained on."""
 
     messages: list[dict[str, Any]]
-    """See :func:`common.data.image_content.conversation`."""
+    """See :func:`common.data.image_content.with_images`."""
     trained: list[tuple[int, int]]
     """Ranges of tokens that carry loss."""
     tokens: int
     where: str
-    """File and record."""
-    tools: list[Any] | None = None
-    """What the assistant may call, for the chat template."""
+    """File and line."""
+    options: dict[str, Any]
+    """What else the chat template takes."""
+    cut: int = 0
+    """Tokens that the conversation had behind these."""
 
     @property
     def trained_tokens(self) -> int:
@@ -68,29 +70,39 @@ class ImageEncoder:
     def __init__(self, processor: ProcessorMixin) -> None:
         self._processor = processor
 
-    def rows(self, messages: list[dict[str, Any]], where: str, tools: list[Any] | None = None) -> Iterator[ImageRow]:
-        """Find which tokens the assistant says: one row for the conversation, as a rule.
+    def rows(self, chat: Chat, limit: int | None = None) -> list[ImageRow]:
+        """Find which tokens carry loss: one row for the conversation, as a rule.
 
-        Some templates render a turn differently once others follow. Such a conversation becomes one row per turn of the
-        assistant, each as the model will see it.
+        Some templates render a turn differently once others follow. Such a conversation becomes one row per answer,
+        each as the model will see it.
+
+        Args:
+            chat: whose contents are lists of parts.
+            limit: a longer conversation ends behind the last answer that is within this many tokens, if one is.
 
         Raises:
             UserError: an image is none, or the template refuses the conversation.
         """
-        opened = self._opened(messages, where)
-        whole = self._ids(opened, where, tools)
-        turns = [
-            (index + 1, self._ids(opened[:index], where, tools, ask=True), self._ids(opened[: index + 1], where, tools))
-            for index, message in enumerate(messages)
-            if message["role"] == "assistant"
-        ]
-        if all(whole[: len(after)] == after for _, _, after in turns):
-            spans = [(_common_prefix(before, after), len(after)) for _, before, after in turns]
-            yield ImageRow(messages, spans, len(whole), where, tools)
-            return
-        for count, before, after in turns:
-            span = (_common_prefix(before, after), len(after))
-            yield ImageRow(messages[:count], [span], len(after), where, tools)
+        messages = self._opened(chat.messages, chat.where)
+        whole = self._ids(messages, chat)
+        turns = []
+        for place in chat.answers:
+            asks = messages[place]["role"] == "assistant"
+            before, after = self._ids(messages[:place], chat, asks), self._ids(messages[: place + 1], chat)
+            turns.append((place + 1, (_common_prefix(before, after), len(after)), after))
+
+        def row(count: int, spans: list[tuple[int, int]], tokens: int) -> ImageRow:
+            return ImageRow(chat.messages[:count], spans, tokens, chat.where, chat.options)
+
+        if any(whole[: len(after)] != after for _, _, after in turns):
+            return [row(count, [span], span[1]) for count, span, _ in turns]
+        spans = [span for _, span, _ in turns]
+        fitting = [number for number, span in enumerate(spans) if limit is not None and span[1] <= limit]
+        if limit is None or len(whole) <= limit or not fitting:
+            return [row(len(messages), spans, len(whole))]
+        last = fitting[-1]
+        kept = row(turns[last][0], spans[: last + 1], spans[last][1])
+        return [replace(kept, cut=len(whole) - kept.tokens)]
 
     def tensors(self, row: ImageRow) -> dict[str, torch.Tensor]:
         """Return what the processor gives for a row, each value ``[1, tokens]`` or about its images; and ``labels``.
@@ -98,7 +110,7 @@ class ImageEncoder:
         Raises:
             FinetuneError: it is not what it was when the data were prepared: an image has been changed since.
         """
-        made = self._process(self._opened(row.messages, row.where), row.where, row.tools)
+        made = self._process(self._opened(row.messages, row.where), row.where, row.options)
         ids = made["input_ids"]
         if ids.shape[1] != row.tokens:
             raise FinetuneError(
@@ -110,13 +122,12 @@ class ImageEncoder:
             made["labels"][:, start:stop] = ids[:, start:stop]
         return made
 
-    def _ids(self, messages: list[dict[str, Any]], where: str, tools: list[Any] | None, ask: bool = False) -> list[int]:
-        return self._process(messages, where, tools, ask)["input_ids"][0].tolist() if messages else []
+    def _ids(self, messages: list[dict[str, Any]], chat: Chat, ask: bool = False) -> list[int]:
+        return self._process(messages, chat.where, chat.options, ask)["input_ids"][0].tolist() if messages else []
 
     def _process(
-        self, messages: list[dict[str, Any]], where: str, tools: list[Any] | None, ask: bool = False
+        self, messages: list[dict[str, Any]], where: str, options: dict[str, Any], ask: bool = False
     ) -> dict[str, torch.Tensor]:
-        options: dict[str, Any] = {"tools": tools} if tools else {}
         try:
             made: Any = self._processor.apply_chat_template(
                 messages, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=ask, **options

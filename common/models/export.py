@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import FinetuneError
 from common.models.conversion import to_disk
-from common.models.saving import begin, discard, move_into_place, save_tensors
+from common.models.saving import NonFiniteWeights, begin, discard, first_nonfinite, move_into_place, save_tensors
 from common.models.shards import INDEX, SINGLE
 from common.models.sources import CheckpointSource
 from common.models.structure import fp32_parameters, stored_names
@@ -38,6 +38,8 @@ class CheckpointWriter:
         source: the checkpoint that training began with, if there was one. Every tensor in it that no added parameter
             takes the place of goes into the new one as it is, whether the model has a use for it or not; and what is
             added gets the names that it has there.
+        allow_nonfinite: whether tensors may hold NaNs and infinities. If not, nothing is written from the first such
+            tensor on, and :meth:`finish` refuses: until then all ranks may have to read on together.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class CheckpointWriter:
         config: PreTrainedConfig,
         dtype: torch.dtype,
         shard_bytes: int,
+        allow_nonfinite: bool = False,
         source: CheckpointSource | None = None,
     ) -> None:
         self.directory = directory
@@ -58,6 +61,8 @@ class CheckpointWriter:
         self._fp32 = {self._stored_name[name] for name in fp32_parameters(model)}
         self._shapes = {self._stored_name[name]: parameter.shape for name, parameter in model.named_parameters()}
         self._parameters = sum(parameter.numel() for parameter in model.parameters())
+        self._allows_nonfinite = allow_nonfinite
+        self._nonfinite: str | None = None
         self._source = source
         #: Names on disk, by those that ``save_pretrained`` would give.
         self._names: dict[str, list[str]] = {}
@@ -98,6 +103,7 @@ class CheckpointWriter:
         """Write what is left, the index and the configurations, and move all into place.
 
         Raises:
+            NonFiniteWeights: a tensor holds a NaN or an infinity; the directory is left as it was.
             FinetuneError: parameters are missing, or the source cannot be read any more; the directory is left as it
                 was.
         """
@@ -112,6 +118,8 @@ class CheckpointWriter:
         if source is not None:
             buffers = {name for name in buffers if not source.made_from(name)}
         self._append({name: self.model.get_buffer(name).clone() for name in sorted(buffers)})
+        if self._nonfinite is not None:
+            raise NonFiniteWeights(self._nonfinite)
         if source is not None:
             self._copy_untouched(source)
         self._flush()
@@ -124,6 +132,13 @@ class CheckpointWriter:
 
     def _append(self, named: dict[str, torch.Tensor]) -> None:
         """Put tensors, by name in the model, under their names on disk."""
+        if self._nonfinite is None and not self._allows_nonfinite:
+            self._nonfinite = first_nonfinite(named)
+            if self._nonfinite is not None:
+                self._shard = {}
+                self.discard()
+        if self._nonfinite is not None:
+            return
         for name, value in to_disk(self.model, named).items():
             first, *others = self._names.get(name) or [name]
             self._put(first, value.contiguous())

@@ -15,7 +15,7 @@ pytest.importorskip("PIL", reason="pip install 'fuyou[images]'")
 
 from common.data import DataConfig
 from common.data.image_batches import ImageBatches, any_images, open_image_data
-from common.data.image_content import conversation, has_images
+from common.data.image_content import has_images, with_images
 from common.data.image_encoding import load_processor
 from common.errors import FinetuneError, UserError
 from tests.common.data.processors import REWRITING_TEMPLATE, TEMPLATE, chat, draw, make_processor, write
@@ -45,14 +45,14 @@ def test_all_ways_of_putting_an_image_give_the_same_conversation(tmp_path: Path)
     for part in parts:
         record = chat([part, ASK], "Paris")
         assert has_images(record)
-        assert conversation(record, "here", tmp_path) == expected
+        assert with_images(record, "here", tmp_path) == {"messages": expected}
     for content in ([{"type": "image"}, ASK], "<image>" + ASK["text"]):
         record = {**chat(content, "Paris"), "images": ["a picture.png"]}
-        assert has_images(record) and conversation(record, "here", tmp_path) == expected
+        assert has_images(record) and with_images(record, "here", tmp_path) == {"messages": expected}
     record = chat([{"type": "image_url", "image_url": {"url": url}}, ASK], "Paris")
-    assert conversation(record, "here", tmp_path)[0]["content"][0] == {"type": "image", "url": url}
+    assert with_images(record, "here", tmp_path)["messages"][0]["content"][0] == {"type": "image", "url": url}
     record = {**chat("<image>" + ASK["text"], "Paris"), "images": [{"bytes": path.read_bytes(), "path": None}]}
-    embedded = conversation(record, "here", tmp_path)[0]["content"][0]["url"]
+    embedded = with_images(record, "here", tmp_path)["messages"][0]["content"][0]["url"]
     assert base64.b64decode(embedded.partition(",")[2]) == path.read_bytes()
 
 
@@ -70,7 +70,7 @@ def test_all_ways_of_putting_an_image_give_the_same_conversation(tmp_path: Path)
 )
 def test_what_is_wrong_with_a_record_is_said(record: dict[str, Any], match: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=match):
-        conversation(record, "here", tmp_path)
+        with_images(record, "here", tmp_path)
 
 
 def test_rows_are_what_the_processor_makes_of_each_conversation(tmp_path: Path) -> None:
@@ -118,7 +118,8 @@ def test_what_does_not_fit_is_left_out_and_counted(tmp_path: Path) -> None:
     data = write(tmp_path / "data.jsonl", chat([image], "yes"), chat([image], "long " * 40), chat([image, ASK]))
     batches = opened([data], tmp_path, seq_len=64)
     assert batches.rows == 1
-    assert "left out: 1 longer than --seq-len, 1 without an answer of the assistant" in batches.description
+    assert f"left out: 1 longer than --seq-len; first {data}, line 2" in batches.description
+    assert f"left out: 1 without an answer of the assistant; first {data}, line 3" in batches.description
     with pytest.raises(UserError, match=r"All 1 conversations in .* are longer than --seq-len 8: raise it"):
         opened([write(tmp_path / "long.jsonl", chat([image], "yes"))], tmp_path, seq_len=8)
     assert [file.suffix for file in (tmp_path / "cache").iterdir() if file.suffix in (".lines", ".tmp")] == []
@@ -133,7 +134,7 @@ def test_prepared_data_are_used_again_and_checked(tmp_path: Path) -> None:
     again = opened([data], tmp_path)
     assert (again.digest, index.stat().st_mtime_ns) == (digest, made)
     picture.write_bytes(b"no picture")
-    with pytest.raises(UserError, match=r"record 1: the image .*0.png cannot be read"):
+    with pytest.raises(UserError, match=r"line 1: the image .*0.png cannot be read"):
         again.batch(0)
     content = bytearray(index.read_bytes())
     content[-20] ^= 1
@@ -176,5 +177,29 @@ def test_tools_reach_the_template_and_unknown_roles_are_refused(tmp_path: Path) 
     assert "1look" in with_tools and "1look" not in plain
     wrong = chat([image], "yes")
     wrong["messages"][1]["role"] = "gpt"
-    with pytest.raises(UserError, match="record 1: no turn has the role 'gpt'; roles are system, developer"):
+    with pytest.raises(UserError, match=r"line 1: message 2 of 'messages' has the role 'gpt'.* Write 'assistant'"):
         opened([write(tmp_path / "wrong.jsonl", wrong)], tmp_path)
+
+
+def test_long_conversations_end_behind_the_last_answer_that_fits(tmp_path: Path) -> None:
+    draw(tmp_path / "0.png", 0)
+    turns = ([{"type": "image", "path": "0.png"}], "yes", "And?", "no", "And?", "long " * 40)
+    data = write(tmp_path / "data.jsonl", chat(*turns))
+    batches = opened([data], tmp_path, seq_len=64)
+    batch, tokenizer = batches.batch(0), make_processor().tokenizer
+    assert tokenizer.decode(batch["labels"][0][batch["labels"][0] != -100]) == "yes</s>\nno</s>\n"
+    assert (
+        f"cut behind the last answer that fits: 1 longer than --seq-len (--drop-long drops them); first {data}, line 1"
+        in (batches.description)
+    )
+    config = DataConfig((str(data),), 64, 1, truncate=False)
+    with pytest.raises(UserError, match="All 1 conversations"):
+        open_image_data(config, make_processor(), tmp_path / "cache")
+
+
+def test_turns_of_weight_0_are_not_trained_on(tmp_path: Path) -> None:
+    draw(tmp_path / "0.png", 0)
+    record = chat([{"type": "image", "path": "0.png"}], "yes", "And?", "no")
+    record["messages"][1]["weight"] = 0
+    batch = opened([write(tmp_path / "data.jsonl", record)], tmp_path).batch(0)
+    assert make_processor().tokenizer.decode(batch["labels"][0][batch["labels"][0] != -100]) == "no</s>\n"
