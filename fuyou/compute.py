@@ -328,12 +328,7 @@ class StepComputation:
     def _views(self, task: Task) -> Iterator[tuple[Record, dict[str, torch.Tensor]]]:
         """The task's records, and their parameters in the device buffers by their first names."""
         assert task.visit is not None
-        visit = task.visit
-        for index, buffer in (
-            (visit.record, task.source), (visit.adapter, task.adapter), (visit.tower, task.tower)
-        ):  # fmt: skip
-            if index < 0:
-                continue
+        for index, buffer in task.parameters:
             record = self._plane.shape.records[index]
             flat = self._flat(record, buffer, decoded=task.micro > 0)
             # Each apart: some adapters swap a weight in place, which must not look like a change of its neighbours.

@@ -156,6 +156,14 @@ class Task:
     began: float = 0.0
     ended: float = 0.0
 
+    @property
+    def parameters(self) -> "list[tuple[int, int]]":
+        """The records that a compute task uses, each with the device buffer that it is in."""
+        assert self.visit is not None
+        visit = self.visit
+        places = (visit.record, self.source), (visit.adapter, self.adapter), (visit.tower, self.tower)
+        return [(record, buffer) for record, buffer in places if record >= 0]
+
     def __repr__(self) -> str:
         where = f" {self.visit.phase.value} layer {self.visit.layer}" if self.visit else ""
         return f"<{self.op.label} step {self.step} record {self.record}{where} micro {self.micro}>"

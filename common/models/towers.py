@@ -4,7 +4,10 @@ Behind a tower stands a projector, which maps its output to the language model's
 are frozen unless asked for otherwise, as is usual for fine-tuning.
 """
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
@@ -35,7 +38,19 @@ class TowerFreezing:
         """Let adapters leave out what this freezes, unless ``config`` says itself what they leave out."""
         frozen = self.frozen(model)
         if frozen and hasattr(config, "exclude_modules") and not config.exclude_modules:
-            config.exclude_modules = sorted({name.rpartition(".")[0] for name in frozen})
+            whole = _whole_modules(frozen, [name for name, _ in model.named_parameters()])
+            config.exclude_modules = f"({'|'.join(map(re.escape, whole))})(\\..*)?"
+
+
+def _whole_modules(chosen: Iterable[str], names: Iterable[str]) -> list[str]:
+    """The outermost modules all of whose parameters (of ``names``) are ``chosen``, sorted."""
+    chosen = set(chosen)
+    mixed = {prefix for name in names if name not in chosen for prefix in accumulate(name.split("."), "{}.{}".format)}
+    found = set()
+    for name in chosen:
+        prefixes = [prefix for prefix in accumulate(name.split("."), "{}.{}".format) if prefix not in mixed]
+        found.add(prefixes[0])
+    return sorted(found)
 
 
 DEFAULT_FREEZING = TowerFreezing()
