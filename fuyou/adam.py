@@ -4,12 +4,15 @@ The arithmetic is PyTorch's own ``torch._fused_adamw_``. What this file adds is 
 halves, gradients in bf16, moments in fp32 or (with stochastic rounding) in bf16.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from common.buffers import HostBuffer
+from common.errors import UserError
 from fuyou.halves import join, split_in_place
 
 #: Elements per pass and thread. Master and gradient in fp32 take 512 KiB, and what a pass reads and writes about 1 MiB:
@@ -30,6 +33,34 @@ class AdamConfig:
     weight_decay: float = 0.01
     """Decoupled decay, for matrices only: biases and norms are not decayed."""
 
+    def __post_init__(self) -> None:
+        check_learning_rate(self.lr)
+        for name, value in (("weight_decay", self.weight_decay), ("eps", self.eps)):
+            if not (math.isfinite(value) and value >= 0):
+                raise UserError(f"{name} must be a finite number of at least 0, not {value}.")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise UserError(f"betas must be two numbers of at least 0 and less than 1, not {self.betas}.")
+
+
+def check_learning_rate(lr: float) -> None:
+    """Refuse a learning rate after which every weight would be NaN, or that would climb the loss.
+
+    Raises:
+        UserError: it is NaN, infinite or negative.
+    """
+    if not (math.isfinite(lr) and lr >= 0):
+        raise UserError(f"lr must be a finite number of at least 0, not {lr}.")
+
+
+def check_max_grad_norm(norm: float | None) -> None:
+    """Refuse a limit that is none.
+
+    Raises:
+        UserError: it is NaN, infinite or not above 0.
+    """
+    if norm is not None and not (math.isfinite(norm) and norm > 0):
+        raise UserError(f"max_grad_norm must be a finite number above 0, or None for no limit, not {norm}.")
+
 
 @dataclass(frozen=True)
 class Update:
@@ -47,6 +78,16 @@ class Update:
     """Steps before it that were left out: bias correction does not count them."""
     left_out: bool = False
     """Everything stays as it is: the gradient is not finite."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A part of a range that is updated, all of whose parameters have had as many updates before."""
+
+    start: int
+    stop: int
+    missed: int
+    """Steps in which these parameters had no gradient: bias correction does not count them."""
 
 
 class ChunkAdam:
@@ -76,6 +117,7 @@ class ChunkAdam:
         *,
         decay: bool,
         stream: int = 0,
+        runs: Sequence[Run] | None = None,
     ) -> None:
         """One AdamW step over ``n`` parameters, all arguments flat ``[n]``; all but the gradient are updated in place.
 
@@ -87,6 +129,7 @@ class ChunkAdam:
             update: step number, hyper-parameters, gradient scale.
             decay: whether weight decay applies to this range.
             stream: tells this range from others of the same step, so that their stochastic rounding differs.
+            runs: what of it is updated, each a multiple of 128 elements; None: all.
         """
         if update.left_out:
             return
@@ -94,13 +137,14 @@ class ChunkAdam:
         if mean.dtype == torch.bfloat16:
             # One each: a shared one would make the numbers depend on where a pass ends.
             sources = (_random_bits(update, stream, 0), _random_bits(update, stream, 1))
-        self._step.fill_(update.step - update.skipped)
-        for start in range(0, parameter.numel(), self._elements):
-            part = slice(start, start + self._elements)
-            self._pass(
-                parameter[part], None if lo is None else lo[part], mean[part], variance[part], gradient[part],
-                update, decay, sources,
-            )  # fmt: skip
+        for run in (Run(0, parameter.numel(), 0),) if runs is None else runs:
+            self._step.fill_(update.step - update.skipped - run.missed)
+            for start in range(run.start, run.stop, self._elements):
+                part = slice(start, min(start + self._elements, run.stop))
+                self._pass(
+                    parameter[part], None if lo is None else lo[part], mean[part], variance[part], gradient[part],
+                    update, decay, sources,
+                )  # fmt: skip
 
     def _pass(
         self,

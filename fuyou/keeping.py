@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from common.errors import UserError
+from fuyou.block_probe import on_meta
 from fuyou.block_trace import AttentionOf, BlockTrace, Operator, Tracer
 from fuyou.residency import spread
 from fuyou.stack import StreamedModel
@@ -23,6 +24,10 @@ from fuyou.step_shape import Recomputation
 #: FLOPs that a device does while it moves one byte of its memory, for operators that are bound by that: about 160 on an
 #: RTX 4090 (165 TFLOP/s in bf16, 1008 GB/s) and on an A100 (312 TFLOP/s, 1.9 TB/s).
 FLOPS_PER_BYTE = 160.0
+
+MOST_CANDIDATES = 256
+"""Among more operators nothing is chosen: it takes time in proportion to the cube of their number. Blocks have some
+tens; those that loop over tokens in Python (RWKV's) have thousands, none of which is worth much."""
 
 _TRACES: WeakKeyDictionary[StreamedModel, dict[tuple[int, str, torch.dtype, int], BlockTrace]] = WeakKeyDictionary()
 
@@ -130,6 +135,8 @@ def keepable(trace: BlockTrace, rows: int = 1, cost: Cost = roofline) -> Keepabl
     needed = trace.required()
     unneeded = trace.flops() - trace.flops(needed)
     candidates = {index for index in needed if trace.operators[index].keepable and trace.operators[index].nbytes}
+    if len(candidates) > MOST_CANDIDATES:
+        candidates = set()
     kept: frozenset[int] = frozenset()
     chosen: list[KeepableOutput] = []
     while True:
@@ -187,12 +194,10 @@ def _trace_block(stack: StreamedModel, seq_len: int, device: str, dtype: torch.d
     def to_meta(value: Any) -> Any:
         return value.to("meta") if isinstance(value, torch.Tensor) else value
 
-    ids = torch.zeros(1, seq_len, dtype=torch.long, device=stack.device)
-    with torch.no_grad(), stack._skipped(stack.before):
-        _, calls = stack.embed({"input_ids": ids})
+    _, calls = stack.embed_hollow(torch.zeros(1, seq_len, dtype=torch.long, device=stack.device))
     args, kwargs = tree_map(to_meta, calls.arguments[layer])
-    hidden = torch.empty(1, seq_len, stack.hidden_size, dtype=dtype, device="meta", requires_grad=True)
-    with torch.enable_grad(), AttentionOf(device), Tracer() as tracer:
+    hidden = torch.empty(calls.hidden_shape, dtype=dtype, device="meta", requires_grad=True)
+    with on_meta(stack.blocks[layer]), torch.enable_grad(), AttentionOf(device), Tracer() as tracer:
         result = stack.blocks[layer](hidden, *args, **kwargs)
     return tracer.finish(result if isinstance(result, torch.Tensor) else result[0])
 
@@ -255,6 +260,8 @@ class KeepingPlan:
         trace = self._trace(seq_len)
         if trace is None:
             return Keep((), 0, 0.0, 0.0)
+        if not self._wanted:
+            return keep_of(trace, (), rows)
         if isinstance(self._wanted, Keeping):
             return keep_of(trace, self._wanted.operators, rows)
         return keepable(trace, rows).choose(self._wanted)
