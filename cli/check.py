@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from cli.adapters import peft_config_of
+from cli.computing_dtype import with_dtype
 from cli.findings import DriveFound, Finding, GpuFound, MachineFound, find_trouble
 from cli.machine import directories_at_hand, training_of
 from cli.settings import Settings
@@ -50,7 +51,7 @@ def run_check(settings: Settings) -> None:
     """
     paint = Paint()
     directories = directories_at_hand(settings)
-    store = training_of(settings).record_bytes if settings.model else None
+    store = training_of(with_dtype(settings)).record_bytes if settings.model else None
     _section(paint, "versions", list(versions().items()))
     machine = look_at_machine()
     _section(paint, "machine", list(_machine_rows(machine)))
