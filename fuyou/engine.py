@@ -270,7 +270,7 @@ class Engine:
             try:
                 prove_family(
                     self.config, adapters=options.adapters, trainable=options.trainable, packed=packed,
-                    router_loss=options.router_loss,
+                    router_loss=options.router_loss, dtype=options.precision.dtype,
                 )  # fmt: skip
             except UserError as error:
                 refusal = error
