@@ -331,6 +331,10 @@ class AdaptedSource:
         """See :meth:`WeightSource.read_buffers`. Read these before adapters change the modules' names."""
         return self._weights.read_buffers()
 
+    def read_compressed(self, name: str) -> Iterator[Mapping[str, torch.Tensor]]:
+        """See :meth:`WeightSource.read_compressed`."""
+        return self._weights.read_compressed(self._adapters.base_names[name])
+
 
 @contextmanager
 def _stretched(model: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
