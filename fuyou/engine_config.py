@@ -40,7 +40,8 @@ class EngineConfig:
     kept_activations: Keeping | int
     adapters: PeftConfig | None
     trainable: tuple[str, ...] | None
-    frozen_dtype: FrozenDtype
+    frozen_dtype: FrozenDtype | None
+    """None leaves it to the checkpoint."""
 
     def __post_init__(self) -> None:
         checks = {

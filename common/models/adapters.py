@@ -154,6 +154,7 @@ class Adapters:
             are fp32 whatever the model computes in (``peft``'s own rule).
         names: the adapters' parameters, in the model's order.
         base_names: of every other parameter, its name before adapters came in, by its name now.
+        buffers: of the model, by their names before adapters came in.
 
     Raises:
         UserError: the configuration does not fit the model, or cannot be trained here.
@@ -164,6 +165,7 @@ class Adapters:
         self.model, self.config = model, config
         self._dtype = model.dtype
         before = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.buffers = dict(model.named_buffers(remove_duplicate=False))
         with _stretched(model) as originals:
             self._first = FirstValues(lambda module: isinstance(module, BaseTunerLayer), set(originals))
             self._wrapped = self._inject(seed)

@@ -237,9 +237,10 @@ def accept_config(config: PreTrainedConfig, name: str, has_weights: bool) -> Non
     Raises:
         UserError: it is compressed in a way that is not known here.
     """
-    parts = [part for part in (config, config.get_text_config()) if getattr(part, "quantization_config", None)]
-    for part in parts:
-        settings = part.quantization_config
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        settings = getattr(part, "quantization_config", None)
+        if not settings:
+            continue
         settings = settings if isinstance(settings, dict) else settings.to_dict()
         if not has_weights:
             raise UserError(
@@ -247,8 +248,7 @@ def accept_config(config: PreTrainedConfig, name: str, has_weights: bool) -> Non
                 "checkpoint's directory, or a configuration without quantization_config."
             )
         _method(settings, name)
-        if hasattr(part, "quantization_config"):  # where the text's configuration is the whole one, it is gone already
-            del part.quantization_config
+        del part.quantization_config
 
 
 def _settings_in(content: dict[str, Any]) -> dict[str, Any] | None:
