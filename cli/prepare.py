@@ -156,7 +156,9 @@ class Job:
         kept = f"{method.name} in the checkpoint"
         if self.quantised_bytes is not None and self.settings.frozen_dtype in (None, "checkpoint"):
             return {"weights": f"{kept}, frozen in its own bytes; they compute in {self.settings.dtype}"}
-        written = "" if self.settings.trains_adapters and not self.settings.merge else f", written as {self.settings.dtype}"
+        written = (
+            "" if self.settings.trains_adapters and not self.settings.merge else f", written as {self.settings.dtype}"
+        )
         return {"weights": f"{kept}, made plain numbers of{written}"}
 
     def _adapters(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""How frozen weights are kept on SSD and travel: as they compute, in fewer bits, or in a compressed checkpoint's own bytes.
+"""How frozen weights are kept on SSD and travel: as they compute, in fewer bits, or in a compressed checkpoint's bytes.
 
 Of a record in int8 or nf4 the matrices (all that weight decay would be for) are rows of quantised blocks, and the rest
 follows in the compute dtype. It is brought back into the compute dtype on the device, once per visit.
@@ -26,8 +26,8 @@ class FrozenDtype(Enum):
     NF4 = "nf4"
     """0.5625 bytes each: one of 16 values, relative to the largest in each 64."""
     CHECKPOINT = "checkpoint"
-    """The bytes that a compressed checkpoint (:mod:`common.models.compressed`) has, where it has a parameter so; nothing
-    is rounded. How many these are, the parameters say: see :meth:`fuyou.records.Record.decode`."""
+    """The bytes that a compressed checkpoint (:mod:`common.models.compressed`) has for a parameter; nothing is rounded.
+    How many these are, the parameters say: see :meth:`fuyou.records.Record.decode`."""
 
     @classmethod
     def named(cls, name: str | None) -> "FrozenDtype | None":

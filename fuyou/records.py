@@ -166,8 +166,11 @@ class Record:
         frozen: FrozenDtype = FrozenDtype.PLAIN,
         compressed: Mapping[str, CompressedParameter] | None = None,
     ) -> "Record":
-        """Lay out ``(names, shape, decay)`` in order, decayed ones first; ``compressed`` are some of them by first name,
-        for :attr:`FrozenDtype.CHECKPOINT`."""
+        """Lay out ``(names, shape, decay)`` in order, decayed ones first.
+
+        Args:
+            compressed: some of them by first name, for :attr:`FrozenDtype.CHECKPOINT`.
+        """
         own = compressed or {}
         wanted = list(parameters)
         slots: list[ParameterSlot] = []

@@ -31,9 +31,9 @@ def refuse_compressed(shards: CompressedShards, unused: list[str]) -> None:
         ending = next((ending for ending in _ENDINGS if name.endswith(ending)), None)
         if ending is not None:
             raise UserError(
-                f"{shards.directory} is quantized ({name} in {shards.tensors[name].file.name} looks like {_ENDINGS[ending]}), but its "
-                "config.json has no quantization_config, which says how. Take the config.json that came with these "
-                f"weights: of quantized checkpoints {KNOWN} can be read."
+                f"{shards.directory} is quantized ({name} in {shards.tensors[name].file.name} looks like "
+                f"{_ENDINGS[ending]}), but its config.json has no quantization_config, which says how. "
+                f"Take the config.json that came with these weights: of quantized checkpoints {KNOWN} can be read."
             )
 
 
@@ -49,7 +49,9 @@ def explain_missing(model: PreTrainedModel, directory: Path, missing: list[str],
     base = f"{model.base_model_prefix}."
     some = _some(missing)
     if len(missing) < total and not any(name.startswith(base) for name in missing):
-        other = f" It has {_some(unused)}, for which a {kind} has no use: it was saved as another kind." if unused else ""
+        other = (
+            f" It has {_some(unused)}, for which a {kind} has no use: it was saved as another kind." if unused else ""
+        )
         tied = '; if the embeddings are its head, set "tie_word_embeddings": true in config.json'
         return (
             f"{directory} is a model without its head: of what a {kind} has, it lacks {some} and nothing else.{other} "

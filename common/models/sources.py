@@ -131,9 +131,7 @@ class CheckpointSource:
     def _compressed(self, source: str) -> CompressedParameter | None:
         if not self.shards.compressed:
             return None
-        return CompressedParameter.of(
-            self.model, self._made_by[source], self.shards, self._stored_shape[source]
-        )
+        return CompressedParameter.of(self.model, self._made_by[source], self.shards, self._stored_shape[source])
 
     def _convert(self, source: str) -> dict[str, torch.Tensor]:
         """What the conversion that makes ``source`` makes, piece by piece where that is possible."""

@@ -43,9 +43,7 @@ def _quiet() -> Iterator[None]:
         ("qwen3_moe", "nvfp4", "bf16", 3),
     ],
 )
-def test_lora_equals_the_plain_twin_in_memory(
-    family: str, method: str, dtype: str, micro: int, tmp_path: Path
-) -> None:
+def test_lora_equals_the_plain_twin_in_memory(family: str, method: str, dtype: str, micro: int, tmp_path: Path) -> None:
     """Losses, norms and adapters, bit for bit, and again after a resume; the bytes moved are those planned; and merging
     gives what peft makes of the twin."""
     directory, twin_directory = compressed(tmp_path, family, method)
@@ -142,9 +140,9 @@ def test_checkpoints_that_are_not_compressed(tmp_path: Path) -> None:
     directory, twin = compressed(tmp_path, "llama", "fp8")
     with pytest.raises(UserError, match=r"in the bytes of a compressed checkpoint, and .*-twin is not compressed"):
         opened(twin, FrozenDtype.CHECKPOINT)
+    config, adapters = load_config(directory)[0], AdapterOptions(4).peft_config()
     with pytest.raises(UserError, match="random weights have none"):
-        config, _ = load_config(directory)
-        OpenModel(config, BF16, torch.device("cpu"), AdapterOptions(4).peft_config(), frozen=FrozenDtype.CHECKPOINT)
+        OpenModel(config, BF16, torch.device("cpu"), adapters, frozen=FrozenDtype.CHECKPOINT)
     assert opened(twin).shape.decoded_nbytes == 0
     (directory / "model.safetensors").unlink()
     assert training(directory, 4, 32).parameters  # without adapters a plan needs no weights

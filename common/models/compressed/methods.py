@@ -1,217 +1,22 @@
-"""Which tensors of a checkpoint belong together, by the ``quantization_config`` in its config.json.
+"""How a checkpoint is compressed, by the ``quantization_config`` in its config.json.
 
-What decides is what is in the files: a weight that has no scales beside it (``modules_to_not_convert``, ``ignore``) is a
-plain one.
+That says which tensors to look for. Which weights are compressed, the files say: one that has no scales beside it
+(``modules_to_not_convert``, ``ignore``) is a plain one.
 """
 
 import json
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from transformers import PreTrainedConfig
 
-from common.errors import FinetuneError, UserError
-from common.models.compressed.tensors import CompressedTensor, Component, ordered
-from common.models.shards import Shards, Stored
+from common.errors import UserError
+from common.models.compressed.blocks import Fp8, Mxfp4
+from common.models.compressed.compressed_tensors import CompressedTensors
+from common.models.compressed.found import Method
 
 KNOWN = "FP8 (fp8), MXFP4 (mxfp4) and compressed-tensors"
-
-_FLOAT_CODES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-
-
-@dataclass(frozen=True)
-class Found:
-    """A compressed tensor in the files."""
-
-    tensor: CompressedTensor
-    names: dict[str, str]
-    """Of its components in the files, by their roles."""
-    beside: tuple[str, ...] = ()
-    """Names of what is of no use without it: shapes, scales of activations."""
-
-
-class Method(Protocol):
-    """A way of writing checkpoints."""
-
-    name: str
-    """As ``quant_method`` in config.json."""
-
-    def find(self, shards: Shards) -> Iterator[tuple[str, Found]]:
-        """Every compressed tensor, by the name that it would have if it were a plain one.
-
-        Raises:
-            FinetuneError, UserError: components do not fit together, or are written in a way that is not known here.
-        """
-        ...
-
-
-class Fp8:
-    """FP8 in blocks, as DeepSeek-V3 has it (``weight_scale_inv``); one scale for all where there are no blocks."""
-
-    name = "fp8"
-    _beside = ("activation_scale", "input_scale", "qscale_act")
-
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._block = settings.get("weight_block_size")
-
-    def find(self, shards: Shards) -> Iterator[tuple[str, Found]]:
-        """See :meth:`Method.find`."""
-        for name, stored in shards.tensors.items():
-            if stored.dtype not in _FLOAT_CODES and stored.dtype != torch.int8 or len(stored.shape) < 2:
-                continue
-            module, _, last = name.rpartition(".")
-            prefix = f"{module}." if module else ""
-            candidates = [f"{name}_scale_inv", *(f"{prefix}{one}" for one in ("scale", "qscale_weight"))]
-            scale = next((one for one in candidates if one in shards.tensors), None)
-            if scale is None or (last != "weight" and scale != candidates[0]):
-                continue
-            beside = tuple(f"{prefix}{one}" for one in self._beside if f"{prefix}{one}" in shards.tensors)
-            tensor = self._tensor(name, stored, shards.tensors[scale])
-            yield name, _checked(Found(tensor, {"codes": name, "scale": scale}, beside), name, shards)
-
-    def _tensor(self, name: str, stored: Stored, scale: Stored) -> CompressedTensor:
-        codes = _FLOAT_CODES.get(stored.dtype, "e2m1")  # two to a byte, which is what int8 means here
-        shape = (*stored.shape[:-1], stored.shape[-1] * (2 if codes == "e2m1" else 1))
-        components = {"codes": _component("codes", stored), "scale": _component("scale", scale)}
-        rows, columns = shape[-2:]
-        grid = scale.shape[-2:] if len(scale.shape) >= 2 else (1, 1)
-        block = self._block
-        if not block or grid != (-(-rows // block[0]), -(-columns // block[1])):
-            # Experts of some checkpoints have blocks of their own: the grid of scales tells, as in transformers.
-            block = _even_blocks(name, rows, columns, grid)
-        return CompressedTensor(codes, shape, (int(block[0]), int(block[1])), torch.float32, ordered(components))
-
-
-class Mxfp4:
-    """MXFP4 as gpt-oss has it: ``*_blocks`` of 32 numbers in 16 bytes, ``*_scales`` with their exponents."""
-
-    name = "mxfp4"
-
-    def find(self, shards: Shards) -> Iterator[tuple[str, Found]]:
-        """See :meth:`Method.find`."""
-        for name, blocks in shards.tensors.items():
-            base = name.removesuffix("_blocks")
-            scales = shards.tensors.get(f"{base}_scales")
-            if base == name or scales is None:
-                continue
-            if len(blocks.shape) < 3:
-                raise FinetuneError(f"{blocks.file}: {name} of shape {list(blocks.shape)} are no blocks of MXFP4.")
-            *leading, count, width = blocks.shape
-            components = {"codes": _component("codes", blocks), "scale": _component("scale", scales)}
-            tensor = CompressedTensor(
-                "e2m1", (*leading, count * width * 2), (1, width * 2), torch.bfloat16, ordered(components), True
-            )
-            yield base, _checked(Found(tensor, {"codes": name, "scale": f"{base}_scales"}), base, shards)
-
-
-class CompressedTensors:
-    """The formats of the library compressed-tensors (llm-compressor) that write each weight as a whole."""
-
-    name = "compressed-tensors"
-    _beside = (
-        "weight_shape", "input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point",
-    )  # fmt: skip
-    _unknown = ("weight_g_idx", "compressed", "bitmask", "row_offsets")
-
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        groups = [group for group in (settings.get("config_groups") or {}).values() if group.get("weights")]
-        self._groups: list[tuple[list[str], dict[str, Any]]] = [(g.get("targets") or [], g["weights"]) for g in groups]
-        sparse = (settings.get("sparsity_config") or {}).get("format") or "dense"
-        transforms = (settings.get("transform_config") or {}).get("config_groups")
-        if sparse != "dense" or transforms:
-            what = "transforms of activations" if transforms else f"sparse weights ({sparse})"
-            raise UserError(f"compressed-tensors with {what} cannot be read here. Give the checkpoint it was made from.")
-
-    def find(self, shards: Shards) -> Iterator[tuple[str, Found]]:
-        """See :meth:`Method.find`."""
-        for name, scale in shards.tensors.items():
-            module = name.removesuffix(".weight_scale")
-            if module == name:
-                continue
-            there = {
-                key: f"{module}.{key}"
-                for key in ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_global_scale",
-                            *self._beside, *self._unknown)
-                if f"{module}.{key}" in shards.tensors
-            }  # fmt: skip
-            unknown = next((there[key] for key in self._unknown if key in there), None)
-            if unknown is not None:
-                raise UserError(
-                    f"{scale.file} holds {unknown}: weights in another order, or sparse ones, cannot be read here. "
-                    "Give the checkpoint it was made from."
-                )
-            codes = there.get("weight_packed") or there.get("weight")
-            if codes is None:
-                raise FinetuneError(f"{scale.file} holds {name}, and no file of the checkpoint {module}.weight_packed.")
-            names = {"codes": codes, "scale": name}
-            for role in ("zero_point", "global_scale"):
-                if f"weight_{role}" in there:
-                    names[role] = there[f"weight_{role}"]
-            components = {role: _component(role, shards.tensors[one]) for role, one in names.items()}
-            tensor = self._tensor(module, components, there.get("weight_shape"), shards)
-            beside = tuple(there[key] for key in self._beside if key in there)
-            yield f"{module}.weight", _checked(Found(tensor, names, beside), f"{module}.weight", shards)
-
-    def _tensor(
-        self, module: str, components: dict[str, Component], shape_name: str | None, shards: Shards
-    ) -> CompressedTensor:
-        codes, scale = components["codes"], components["scale"]
-        settings = self._settings(module)
-        *leading, rows, width = codes.shape if len(codes.shape) > 1 else (1, *codes.shape)
-        dtype = scale.dtype
-        if codes.dtype in _FLOAT_CODES:
-            kind, columns = _FLOAT_CODES[codes.dtype], width
-        elif codes.dtype == torch.int8:
-            kind, columns = "int8", width
-        elif codes.dtype == torch.uint8:  # NVFP4 and MXFP4: their library makes bf16 of them
-            kind, columns, dtype = "e2m1", 2 * width, torch.bfloat16
-        else:
-            bits = settings.get("num_bits")
-            if codes.dtype != torch.int32 or bits not in (4, 8):
-                raise UserError(
-                    f"{module} is packed with {bits} bits into {str(codes.dtype).removeprefix('torch.')}: there are 4 "
-                    "and 8 bits in int32. Give the checkpoint it was made from."
-                )
-            kind, columns = f"offset int{bits}", width * 32 // bits
-            if shape_name is not None and width * 32 // bits != settings.get("group_size", 0) * scale.shape[-1]:
-                columns = int(shards.read(shape_name)[-1])  # the last word may hold fewer
-        block = self._block_of(module, settings, rows, columns, scale)
-        if dtype.itemsize == 1:
-            dtype = torch.bfloat16
-        return CompressedTensor(kind, (*leading, rows, columns), block, dtype, ordered(components))
-
-    @staticmethod
-    def _block_of(
-        module: str, settings: Mapping[str, Any], rows: int, columns: int, scale: Component
-    ) -> tuple[int, int]:
-        strategy = settings.get("strategy")
-        if strategy == "block" and settings.get("block_structure"):
-            height, width = settings["block_structure"]
-            return (int(height), int(width))
-        if strategy in ("group", "tensor_group") and settings.get("group_size"):
-            return (1, int(settings["group_size"]))
-        if strategy == "tensor":
-            return (rows, columns)
-        if strategy == "channel":
-            return (1, columns)
-        grid = scale.shape[-2:] if len(scale.shape) > 1 else (scale.shape[0] if scale.shape else 1, 1)
-        return _even_blocks(module, rows, columns, grid)
-
-    def _settings(self, module: str) -> dict[str, Any]:
-        """What config.json says of a module's weights: by name, by pattern, and else by the kind of layer."""
-        if len(self._groups) == 1:
-            return self._groups[0][1]
-        for named in (True, False):
-            for targets, weights in self._groups:
-                for target in targets:
-                    pattern = target.startswith("re:") and re.match(target[3:], module) is not None
-                    if (pattern or target == module) if named else not target.startswith("re:"):
-                        return weights
-        return {}
 
 
 def method_of(directory: Path) -> Method | None:
@@ -272,25 +77,3 @@ def _method(settings: Mapping[str, Any], name: str) -> Method:
         f"{name} is quantized ({method}), and of quantized checkpoints only {KNOWN} can be read. "
         "Give the checkpoint it was quantized from, in fp32, bf16 or fp16."
     )
-
-
-def _even_blocks(name: str, rows: int, columns: int, grid: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of a block where all are equally large."""
-    if not (grid[0] and grid[1]) or rows % grid[0] or columns % grid[1]:
-        raise FinetuneError(
-            f"{name} of shape {[rows, columns]} has scales of shape {list(grid)}, and the quantization_config in "
-            "config.json does not say which blocks they are for."
-        )
-    return rows // grid[0], columns // grid[1]
-
-
-def _component(role: str, stored: Stored) -> Component:
-    return Component(role, stored.dtype, stored.shape)
-
-
-def _checked(found: Found, name: str, shards: Shards) -> Found:
-    problem = found.tensor.problem()
-    if problem is not None:
-        file = shards.tensors[found.names["codes"]].file
-        raise FinetuneError(f"{file}: {name} cannot be read: {problem}. config.json and weights do not belong together.")
-    return found

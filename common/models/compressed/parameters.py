@@ -31,8 +31,10 @@ class CompressedParameter:
     def of(
         cls, model: PreTrainedModel, conversion: Conversion, shards: CompressedShards, shape: tuple[int, ...]
     ) -> "CompressedParameter | None":
-        """What a conversion makes of a checkpoint's tensors, a parameter of this shape; None if these are not compressed,
-        not all in one way, or put together in another way than one beside the other."""
+        """What a conversion makes of a checkpoint's tensors, a parameter of this shape.
+
+        None if these are not compressed, not all in one way, or put together in another way than side by side.
+        """
         found = [shards.compressed.get(name) for _, name in conversion.parts]
         tensors = {None if one is None else one.tensor for one in found}
         tensor = tensors.pop()
@@ -66,9 +68,7 @@ class CompressedParameter:
         """Write the parameter's numbers to ``flat`` ``[numel]``, on the same device. Memory: see
         :meth:`CompressedTensor.decode`."""
         for index, views in enumerate(self._views(payload)):
-            components = {
-                one.role: views[one.role].view(one.dtype).view(one.shape) for one in self.tensor.components
-            }
+            components = {one.role: views[one.role].view(one.dtype).view(one.shape) for one in self.tensor.components}
             self.tensor.decode(components, self._place(flat, index))
 
     def assemble(self, parts: Iterable[Mapping[str, torch.Tensor]]) -> torch.Tensor:
@@ -84,9 +84,7 @@ class CompressedParameter:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> "CompressedParameter":
-        return cls(
-            CompressedTensor.from_dict(content["tensor"]), tuple(content["strides"]), tuple(content["offsets"])
-        )
+        return cls(CompressedTensor.from_dict(content["tensor"]), tuple(content["strides"]), tuple(content["offsets"]))
 
     @property
     def _part_nbytes(self) -> int:

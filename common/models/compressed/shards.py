@@ -4,7 +4,8 @@ from pathlib import Path
 
 import torch
 
-from common.models.compressed.methods import Found, Method, method_of
+from common.models.compressed.found import Found, Method
+from common.models.compressed.methods import method_of
 from common.models.shards import Shards, Stored
 
 

@@ -1,6 +1,6 @@
 """A tensor in codes of a few bits and a scale for each block of them, and back into numbers.
 
-One rule covers all formats: a number is (code - zero point) x scale / global scale, computed in fp32 and rounded once to
+One rule covers all formats: a number is (code - zero point) x (scale / global scale), computed in fp32 and rounded to
 :attr:`CompressedTensor.dtype`. That is, bit for bit, what the formats' own libraries make of it:
 
 * FP8 by blocks: ``inference/kernel.py`` of DeepSeek-V3, and ``Fp8Dequantize`` of transformers;

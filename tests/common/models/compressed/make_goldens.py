@@ -1,6 +1,6 @@
-"""Make the file that ``test_tensors.py`` compares with: weights that compressed-tensors has compressed and brought back.
+"""Make the file that ``test_tensors.py`` compares with: weights as compressed-tensors writes and reads them.
 
-    pip install compressed-tensors==0.20.0 && python tests/common/models/compressed/make_goldens.py
+pip install compressed-tensors==0.20.0 && python tests/common/models/compressed/make_goldens.py
 """
 
 import json
@@ -29,7 +29,9 @@ CASES = {
     "int8": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}),
     "fp8-channel": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
     "fp8-tensor": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
-    "fp8-block": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [16, 32]}),
+    "fp8-block": (
+        "float-quantized", {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [16, 32]},
+    ),
     "nvfp4": ("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}),
     "mxfp4": ("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}),
 }  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config, PreTrainedModel
 
-from common.errors import FinetuneError, UserError
+from common.errors import UserError
 from common.models.export import CheckpointWriter
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
@@ -52,7 +52,9 @@ def test_equals_a_plain_checkpoint_with_the_same_numbers(family: str, method: st
     for name, parameter in expected.named_parameters():
         assert torch.equal(found[name].float(), parameter), name
     kept = [name for name in found if source.compressed(name) is not None]
-    stays = [name for name in kept if "embed" in name or "lm_head" in name or "norm" in name or ".0.self_attn.o" in name]
+    stays = [
+        name for name in kept if "embed" in name or "lm_head" in name or "norm" in name or ".0.self_attn.o" in name
+    ]
     assert kept and not stays
     if family != "llama":
         assert any("experts" in name for name in kept)
@@ -82,9 +84,7 @@ def test_there_and_back_in_its_own_bytes(family: str, method: str, tmp_path: Pat
         assert kept.numel == value.numel() and type(kept).from_dict(json.loads(json.dumps(kept.to_dict()))) == kept
         payload = torch.zeros(kept.nbytes, dtype=torch.uint8)
         kept.encode(source.read_compressed(name), payload)
-        files = sum(
-            component.nbytes for part in source.read_compressed(name) for component in part.values()
-        )
+        files = sum(component.nbytes for part in source.read_compressed(name) for component in part.values())
         assert files <= kept.nbytes < files + 3 * 128 * len(kept.offsets)
         flat = torch.full((value.numel(),), torch.nan, dtype=torch.bfloat16)
         kept.decode(payload, flat)
@@ -93,7 +93,7 @@ def test_there_and_back_in_its_own_bytes(family: str, method: str, tmp_path: Pat
 
 def test_a_conversion_that_is_not_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What transformers makes of experts in any other way it makes here, too: of all their numbers at once."""
-    directory, twin = compressed(tmp_path, "deepseek_v3", "fp8")
+    directory, _ = compressed(tmp_path, "deepseek_v3", "fp8")
     source = source_of(directory)
     expected = numbers_of(source)
     monkeypatch.setattr("common.models.compressed.parameters.place_parts", lambda *_: None)

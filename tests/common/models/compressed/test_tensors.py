@@ -21,9 +21,10 @@ GOLDENS = Path(__file__).parent / "goldens.safetensors"
 def goldens() -> dict[str, dict]:
     with safe_open(GOLDENS, framework="pt") as file:
         settings = json.loads(file.metadata()["settings"])
+        keys = list(file.keys())
         for name, case in settings.items():
             case["packed"] = {
-                key.removeprefix(f"{name}."): file.get_tensor(key) for key in file.keys() if key.startswith(f"{name}.")
+                key.removeprefix(f"{name}."): file.get_tensor(key) for key in keys if key.startswith(f"{name}.")
             }
             case["numbers"] = file.get_tensor(f"{name} numbers")
         return settings

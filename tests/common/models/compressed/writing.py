@@ -1,4 +1,4 @@
-"""Checkpoints in few bits, made from plain ones; each with a plain twin that holds the numbers which the bits stand for.
+"""Checkpoints in few bits, made from plain ones; each with a plain twin that holds the numbers they stand for.
 
 Written from the formats' specifications, and differently from the product: numbers by lists of values and
 ``torch.kron``, nothing packed is ever read again.
@@ -24,7 +24,9 @@ def spread(scales: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> t
 
 def peaks(weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """The largest magnitude of each block, which may be smaller at the edges."""
-    return torch.stack([torch.stack([part.abs().max() for part in row.split(block[1], 1)]) for row in weight.split(block[0])])
+    return torch.stack(
+        [torch.stack([part.abs().max() for part in row.split(block[1], 1)]) for row in weight.split(block[0])]
+    )
 
 
 def fp8(weight: torch.Tensor, block: tuple[int, int] = (16, 16)) -> Written:
@@ -152,5 +154,7 @@ def compress(plain: Path, directory: Path, method: str) -> Path:
         folder.mkdir()
         config = json.loads((plain / "config.json").read_text()) | more
         (folder / "config.json").write_text(json.dumps(config))
-        save_file({name: one.contiguous() for name, one in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+        save_file(
+            {name: one.contiguous() for name, one in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
+        )
     return twin
