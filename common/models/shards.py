@@ -171,19 +171,21 @@ def _shard_files(directory: Path) -> dict[Path, list[str]]:
 
 def _no_safetensors(directory: Path) -> str:
     if any(directory.glob("pytorch_model*.bin*")):
+        convert = f"M.from_pretrained('{directory}', dtype='auto').save_pretrained('{directory}-safetensors')"
         return (
             f"{directory} has its weights only pickled (pytorch_model.bin), which cannot be read piece by piece. "
-            'Convert it once, on a machine that can hold it: python -c "'
-            f"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{directory}', dtype='auto').save_pretrained('{directory}-safetensors')\", and copy "
-            "the tokenizer's files over."
+            "Convert it once, on a machine that can hold it: "
+            f'python -c "from transformers import AutoModelForCausalLM as M; {convert}", and copy the tokenizer\'s files '
+            "over."
         )
     pickled = next((file for ending in ("pth", "pt", "bin", "ckpt") for file in directory.glob(f"*.{ending}")), None)
     if pickled is not None:
+        load = f"torch.load('{pickled}', map_location='cpu', weights_only=True)"
         return (
             f"{directory} has its weights only pickled ({pickled.name}). If its tensors have the names that "
-            'transformers gives them, convert it once: python -c "import torch, safetensors.torch as s; '
-            f"s.save_file(torch.load('{pickled}', map_location='cpu', weights_only=True), '{directory / SINGLE}')\"; else take the model's "
-            "checkpoint for transformers."
+            "transformers gives them, convert it once: "
+            f"python -c \"import torch, safetensors.torch as s; s.save_file({load}, '{directory / SINGLE}')\"; else take "
+            "the model's checkpoint for transformers."
         )
     if any(directory.glob("*.gguf")):
         return f"{directory} has its weights as GGUF, for llama.cpp: give the checkpoint it was made from."
