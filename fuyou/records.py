@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -312,8 +313,12 @@ class Record:
     def _kept_nbytes(self, rest: int) -> int:
         """Bytes of the parameters as they are kept, if ``rest`` elements follow the decayed ones."""
         if self.frozen is FrozenDtype.CHECKPOINT:
-            return sum(slot.kept_nbytes(self.precision.dtype) for slot in self.parameters)
+            return self._checkpoint_nbytes
         return self.frozen.used_nbytes(self.decayed, rest, self.precision.dtype)
+
+    @cached_property
+    def _checkpoint_nbytes(self) -> int:
+        return sum(slot.kept_nbytes(self.precision.dtype) for slot in self.parameters)
 
     def to_dict(self) -> dict[str, Any]:
         compressed = {slot.name: slot.compressed.to_dict() for slot in self.parameters if slot.compressed is not None}

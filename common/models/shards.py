@@ -175,8 +175,8 @@ def _no_safetensors(directory: Path) -> str:
         return (
             f"{directory} has its weights only pickled (pytorch_model.bin), which cannot be read piece by piece. "
             "Convert it once, on a machine that can hold it: "
-            f'python -c "from transformers import AutoModelForCausalLM as M; {convert}", and copy the tokenizer\'s files '
-            "over."
+            f'python -c "from transformers import AutoModelForCausalLM as M; {convert}", '
+            "and copy the tokenizer's files over."
         )
     pickled = next((file for ending in ("pth", "pt", "bin", "ckpt") for file in directory.glob(f"*.{ending}")), None)
     if pickled is not None:
@@ -184,8 +184,8 @@ def _no_safetensors(directory: Path) -> str:
         return (
             f"{directory} has its weights only pickled ({pickled.name}). If its tensors have the names that "
             "transformers gives them, convert it once: "
-            f"python -c \"import torch, safetensors.torch as s; s.save_file({load}, '{directory / SINGLE}')\"; else take "
-            "the model's checkpoint for transformers."
+            f"python -c \"import torch, safetensors.torch as s; s.save_file({load}, '{directory / SINGLE}')\"; else "
+            "take the model's checkpoint for transformers."
         )
     if any(directory.glob("*.gguf")):
         return f"{directory} has its weights as GGUF, for llama.cpp: give the checkpoint it was made from."

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from common.errors import FinetuneError, UserError
-from common.models.compressed import CompressedParameter, CompressedShards
+from common.models.compressed import CompressedParameter, CompressedShards, Placements
 from common.models.conversion import Conversion, plan_conversions
 from common.models.meta import unset_buffers
 from common.models.missing import explain_missing, refuse_compressed
@@ -67,6 +67,7 @@ class CheckpointSource:
     def __init__(self, directory: Path, model: PreTrainedModel) -> None:
         self.model = model
         self.shards = CompressedShards(directory)
+        self._placements = Placements(model)
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self.aliases = {alias: names for names in parameter_names(model) for alias in names}
         conversions, unused = plan_conversions(model, self.shards.tensors)
@@ -131,7 +132,8 @@ class CheckpointSource:
     def _compressed(self, source: str) -> CompressedParameter | None:
         if not self.shards.compressed:
             return None
-        return CompressedParameter.of(self.model, self._made_by[source], self.shards, self._stored_shape[source])
+        shape = self._stored_shape[source]
+        return CompressedParameter.of(self._made_by[source], self.shards, self._placements, shape)
 
     def _convert(self, source: str) -> dict[str, torch.Tensor]:
         """What the conversion that makes ``source`` makes, piece by piece where that is possible."""

@@ -11,7 +11,16 @@
 from common.models.compressed.found import Method
 from common.models.compressed.methods import accept_config, method_of
 from common.models.compressed.parameters import CompressedParameter
+from common.models.compressed.placement import Placements
 from common.models.compressed.shards import CompressedShards
 from common.models.compressed.tensors import CompressedTensor
 
-__all__ = ["CompressedParameter", "CompressedShards", "CompressedTensor", "Method", "accept_config", "method_of"]
+__all__ = [
+    "CompressedParameter",
+    "CompressedShards",
+    "CompressedTensor",
+    "Method",
+    "Placements",
+    "accept_config",
+    "method_of",
+]

@@ -83,7 +83,7 @@ class CompressedTensors:
                     "and 8 bits in int32. Give the checkpoint it was made from."
                 )
             kind, columns = f"offset int{bits}", width * 32 // bits
-            if shape_name is not None and width * 32 // bits != settings.get("group_size", 0) * scale.shape[-1]:
+            if shape_name is not None and columns != (settings.get("group_size") or 0) * scale.shape[-1]:
                 columns = int(shards.read(shape_name)[-1])  # the last word may hold fewer
         block = self._block_of(module, settings, rows, columns, scale)
         if dtype.itemsize == 1:

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
-from common.models.compressed.placement import place_parts
+from common.models.compressed.placement import Placements
 from common.models.compressed.shards import CompressedShards
 from common.models.compressed.tensors import CompressedTensor
 from common.models.conversion import Conversion
@@ -29,7 +28,7 @@ class CompressedParameter:
 
     @classmethod
     def of(
-        cls, model: PreTrainedModel, conversion: Conversion, shards: CompressedShards, shape: tuple[int, ...]
+        cls, conversion: Conversion, shards: CompressedShards, placements: Placements, shape: tuple[int, ...]
     ) -> "CompressedParameter | None":
         """What a conversion makes of a checkpoint's tensors, a parameter of this shape.
 
@@ -40,7 +39,7 @@ class CompressedParameter:
         tensor = tensors.pop()
         if tensor is None or tensors:
             return None
-        places = place_parts(model, conversion, tensor.model_shape, shape)
+        places = placements.place(conversion, tensor.model_shape, shape)
         if places is None:
             return None
         strides, offsets = places

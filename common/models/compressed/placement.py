@@ -28,42 +28,53 @@ class _Spot:
     """Its first element: along ``axes`` in units of the part's size."""
 
 
-def place_parts(
-    model: PreTrainedModel, conversion: Conversion, part: Sequence[int], made: Sequence[int]
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the strides of every part in the flat parameter, and each one's offset.
+class Placements:
+    """What conversions of one model do to the parts that they are given."""
 
-    Args:
-        part: shape of the tensors on disk, all alike.
-        made: the parameter's shape.
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._known: dict[tuple[object, ...], list[_Spot] | None] = {}
 
-    Returns:
-        None where a part is not in one piece there, or parts leave something out.
-    """
-    if math.prod(part) * len(conversion.parts) != math.prod(made):
-        return None
-    if conversion.rule is None:
-        return _strides(made), (0,)
-    spots = _spots(model, conversion, len(part), 0)
-    if spots is None or spots != _spots(model, conversion, len(part), 1):
-        return None
-    whole = _strides(made)
-    if len({spot.axes for spot in spots}) != 1:
-        return None
-    axes = spots[0].axes
-    units = [part[axes.index(axis)] if axis in axes else 1 for axis in range(len(made))]
-    offsets = tuple(
-        sum(place * unit * stride for place, unit, stride in zip(spot.origin, units, whole, strict=True))
-        for spot in spots
-    )
-    return tuple(whole[axis] for axis in axes), offsets
+    def place(
+        self, conversion: Conversion, part: Sequence[int], made: Sequence[int]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Return the strides of every part in the flat parameter, and each one's offset.
+
+        Args:
+            part: shape of the tensors on disk, all alike.
+            made: the parameter's shape.
+
+        Returns:
+            None where a part is not in one piece there, or parts leave something out.
+        """
+        if math.prod(part) * len(conversion.parts) != math.prod(made):
+            return None
+        if conversion.rule is None:
+            return _strides(made), (0,)
+        spots = self._spots(conversion, len(part))
+        if spots is None:
+            return None
+        whole, axes = _strides(made), spots[0].axes
+        units = [part[axes.index(axis)] if axis in axes else 1 for axis in range(len(made))]
+        offsets = tuple(
+            sum(place * unit * stride for place, unit, stride in zip(spot.origin, units, whole, strict=True))
+            for spot in spots
+        )
+        return tuple(whole[axis] for axis in axes), offsets
+
+    def _spots(self, conversion: Conversion, dims: int) -> list[_Spot] | None:
+        """All with the same axes. Asked once for what all layers have alike."""
+        key = (id(conversion.rule), tuple(pattern for pattern, _ in conversion.parts), dims)
+        if key not in self._known:
+            spots, again = (_tiny_spots(self._model, conversion, size[:dims]) for size in _SIZES)
+            alike = spots is not None and spots == again and len({spot.axes for spot in spots}) == 1
+            self._known[key] = spots if alike else None
+        return self._known[key]
 
 
-def _spots(model: PreTrainedModel, conversion: Conversion, dims: int, which: int) -> list[_Spot] | None:
-    size = _SIZES[which][:dims]
+def _tiny_spots(model: PreTrainedModel, conversion: Conversion, size: Sequence[int]) -> list[_Spot] | None:
+    """Where a conversion puts parts of this size."""
     count, numel = len(conversion.parts), math.prod(size)
-    if len(size) != dims:
-        return None
     numbers = torch.arange(count * numel, dtype=torch.float64).view(count, *size)
     tiny = {name: numbers[index] for index, (_, name) in enumerate(conversion.parts)}
     try:

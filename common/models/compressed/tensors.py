@@ -13,6 +13,7 @@ One rule covers all formats: a number is (code - zero point) x (scale / global s
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ class CompressedTensor:
             elif one.role == "global_scale":
                 fits = math.prod(one.shape) == 1
             elif one.role == "zero_point" and one.dtype == torch.int32:  # packed along the rows
-                fits = one.shape[-1] == grid[1] and one.shape[-2] * 4 * per_byte >= grid[0]
+                fits = one.shape[-2:] == (-(-grid[0] // (4 * per_byte)), grid[1])
             else:
                 fits = math.prod(one.shape) == math.prod(leading) * math.prod(grid)
             if not fits:
@@ -121,7 +122,7 @@ class CompressedTensor:
         """
         *leading, rows, columns = self.shape
         count, grid_columns = math.prod(leading), -(-columns // self.block[1])
-        table = _words(TABLES[self.codes].to(out.device))
+        table = _words(self.codes, out.device)
         codes = components["codes"].reshape(count, rows, -1).view(torch.uint8)
         scales = components["scale"].reshape(count, -1, grid_columns)
         zeros = self._zero_points(components, count, grid_columns)
@@ -167,7 +168,7 @@ class CompressedTensor:
             return packed.float().reshape(count, -1, columns)
         rows = -(-self.shape[-2] // self.block[0])
         words = packed.reshape(count, -1, columns).transpose(1, 2).contiguous().view(torch.uint8)
-        table = _words(TABLES[self.codes].to(packed.device))
+        table = _words(self.codes, packed.device)
         return torch.stack([_looked_up(table, matrix, rows) for matrix in words]).transpose(1, 2)
 
     def _per_block(self, numbers: torch.Tensor, values: torch.Tensor, operation: Any) -> None:
@@ -192,8 +193,10 @@ def _matrices(out: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from _matrices(part)
 
 
-def _words(table: torch.Tensor) -> torch.Tensor:
-    """The numbers of a byte as one integer, which is looked up faster than several numbers."""
+@cache
+def _words(codes: str, device: torch.device) -> torch.Tensor:
+    """The numbers of each byte as one integer, which is looked up faster than several numbers."""
+    table = TABLES[codes].to(device)
     return table.view(torch.int32 if table.shape[1] == 1 else torch.int64).flatten()
 
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config, PreTrainedModel
 
 from common.errors import UserError
+from common.models.compressed import Placements
 from common.models.export import CheckpointWriter
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
@@ -96,7 +97,7 @@ def test_a_conversion_that_is_not_side_by_side(tmp_path: Path, monkeypatch: pyte
     directory, _ = compressed(tmp_path, "deepseek_v3", "fp8")
     source = source_of(directory)
     expected = numbers_of(source)
-    monkeypatch.setattr("common.models.compressed.parameters.place_parts", lambda *_: None)
+    monkeypatch.setattr(Placements, "place", lambda *_: None)
     assert all(source.compressed(name) is None for name in expected)
     for name, value in numbers_of(source).items():
         assert torch.equal(value, expected[name]), name

@@ -12,7 +12,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from common.errors import FinetuneError, UserError
 from common.models.compressed import CompressedShards, CompressedTensor
-from tests.common.models.compressed.writing import METHODS, fp8
+from tests.common.models.compressed.writing import GROUP, METHODS, fp8, int4
 
 #: What compressed-tensors 0.20.0 has made; ``make_goldens.py`` beside it made the file.
 GOLDENS = Path(__file__).parent / "goldens.safetensors"
@@ -120,6 +120,24 @@ def test_more_than_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     out = torch.zeros(24, 40, dtype=torch.bfloat16)  # other strides, another dtype
     files.compressed["kv.weight"].tensor.decode(files.components("kv.weight"), out.T)
     assert torch.equal(out.T, numbers.bfloat16())
+
+
+def test_several_groups_of_layers(tmp_path: Path) -> None:
+    """Which settings are for a weight its name tells, by a pattern first, and else its being a linear layer."""
+    groups = {
+        "others": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "channel"}},
+        "experts": {"targets": ["re:.*experts.*"], "weights": GROUP},
+        "one": {"targets": ["head"], "weights": GROUP | {"group_size": 32}},
+    }
+    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    tensors, numbers = {}, {}
+    for name, group in (("attention.q", None), ("experts.0.up", 16), ("head", 32)):
+        written, numbers[f"{name}.weight"] = int4(weight, group)
+        tensors |= {f"{name}{suffix}": value for suffix, value in written.items()}
+    files = shards(tmp_path, tensors, {"quant_method": "compressed-tensors", "config_groups": groups})
+    assert files.tensors.keys() == numbers.keys()
+    for name, value in numbers.items():
+        assert torch.equal(files.read(name), value), name
 
 
 def test_what_does_not_fit_together(tmp_path: Path) -> None:
