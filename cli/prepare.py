@@ -156,10 +156,8 @@ class Job:
         kept = f"{method.name} in the checkpoint"
         if self.quantised_bytes is not None and self.settings.frozen_dtype in (None, "checkpoint"):
             return {"weights": f"{kept}, frozen in its own bytes; they compute in {self.settings.dtype}"}
-        written = (
-            "" if self.settings.trains_adapters and not self.settings.merge else f", written as {self.settings.dtype}"
-        )
-        return {"weights": f"{kept}, made plain numbers of{written}"}
+        writes = self.settings.save and (self.settings.merge or not self.settings.trains_adapters)
+        return {"weights": f"{kept}, dequantised{f'; written as {self.settings.dtype}' if writes else ''}"}
 
     def _adapters(self) -> dict[str, str]:
         settings = self.settings

@@ -86,7 +86,7 @@ class OpenModel:
         for name, value in source.read_buffers():
             self.base.get_buffer(name).copy_(value)
             if self.adapters is not None:
-                self.adapters.buffers[name].copy_(value)
+                self.stack.model.get_buffer(self.adapters.buffer_names[name]).copy_(value)
         return source if self.adapters is None else self.adapters.source(source)
 
     @property

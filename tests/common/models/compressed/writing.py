@@ -118,7 +118,9 @@ METHODS: dict[str, tuple[dict, Callable[[torch.Tensor], Written]]] = {
         _compressed_tensors("pack-quantized", GROUP | {"symmetric": False}), lambda weight: int4(weight, 16, False),
     ),
     "int4-channel": (
-        _compressed_tensors("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "channel", "group_size": None}),
+        _compressed_tensors(
+            "pack-quantized", {"num_bits": 4, "type": "int", "strategy": "channel", "group_size": None}
+        ),
         lambda weight: int4(weight, None),
     ),
     "nvfp4": (
