@@ -11,7 +11,7 @@ from click.shell_completion import CompletionItem, get_completion_class
 from cli.config import load_config_file
 from cli.grouped import Checked, GroupedCommand, GroupedOption
 from cli.schedule import SCHEDULES, Warmup
-from cli.settings import CLIP_BY, TRACKERS
+from cli.settings import CLIP_BY, ROUTER_LOSS, TRACKERS
 from common.errors import UserError
 from common.presets import preset_files
 from common.units import parse_bytes
@@ -247,6 +247,13 @@ def build_command(run: Callable[..., int]) -> click.Command:
         default="stop",
         help="When loss or gradient of a step is NaN or infinite: stop, or skip the step (10 in a row at most). Where "
         "states are on SSD, skip costs as much as --max-grad-norm.",
+    )
+    add(
+        "--router-loss",
+        type=click.Choice(ROUTER_LOSS),
+        default="auto",
+        help="Add a mixture of experts' load-balancing loss, times the model's own coefficient. auto: if its "
+        "configuration has output_router_logits on.",
     )
     add(
         "--clip-by",

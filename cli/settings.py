@@ -25,6 +25,7 @@ TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "jsonl")
 """What ``--log-to`` takes; ``jsonl`` is the run directory's metrics.jsonl, which is always written."""
 
 CLIP_BY = ("auto", "deferral", "speculation")
+ROUTER_LOSS = ("auto", "on", "off")
 """What ``--clip-by`` takes: names of :class:`fuyou.clipping.ClipBy`, which takes long to import."""
 
 _ONLY_NODES = (
@@ -83,6 +84,8 @@ class Settings:
     """Gradients are scaled down to this global norm; 0: never."""
     on_nonfinite: str = "stop"
     """When loss or gradient of a step is NaN or infinite; see :mod:`fuyou.nonfinite`."""
+    router_loss: str = "auto"
+    """Whether a mixture of experts' router loss is a part of the loss; see :mod:`fuyou.router_loss`."""
     clip_by: str = "auto"
     """How: one of :data:`CLIP_BY`."""
     dtype: str = "bf16"

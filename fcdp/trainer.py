@@ -38,6 +38,7 @@ from fuyou.gradients import sum_of_squares
 from fuyou.loss import cross_entropy, shifted_labels
 from fuyou.nonfinite import NonFinitePolicy
 from fuyou.records import DTYPES, wants_decay
+from fuyou.router_loss import RouterPass, find_router_loss, switch_router_logits, wants_router_loss
 from fuyou.stack import StreamedModel
 
 #: Largest shard of an exported checkpoint. Rank 0 holds one.
@@ -66,6 +67,9 @@ class TrainerConfig:
     device_cache_threshold: float = 0.9
     on_nonfinite: str = "stop"
     """Or ``skip``; see :mod:`fuyou.nonfinite`."""
+    router_loss: str = "auto"
+    """Whether a mixture of experts' router loss is a part of the loss: ``auto`` (as the configuration has it), ``on``
+    or ``off``. It is that of a micro-batch of all ranks together, on average over micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,8 @@ class ClusterStep:
     """That a node sent to others, on average over nodes."""
     skipped: bool = False
     """Whether loss or gradient were not finite, and nothing was changed."""
+    aux_loss: float | None = None
+    """The router loss, not multiplied by its coefficient, where it is a part of the loss."""
 
 
 class Trainer:
@@ -116,7 +122,9 @@ class Trainer:
             self._meter.start()
         self.config, self._checkpoint = load_config(model)
         self._plain = build_meta_model(self.config, dtype=self._dtype)
+        wanted = wants_router_loss(self._plain, config.router_loss)
         stack = StreamedModel(self._plain, torch.device("cpu"))
+        self._router_loss = find_router_loss(stack, config.router_loss) if wanted else None
         self._block_prefix, self._isolates_documents = stack.block_prefix, stack.isolates_documents
         self._source: WeightSource = (
             CheckpointSource(self._checkpoint, self._plain)
@@ -126,6 +134,7 @@ class Trainer:
         self._source.check()
         self._model: Any = build_meta_model(self.config, dtype=self._dtype)
         self._adapters = None if adapters is None else Adapters(self._model, adapters, config.seed)
+        switch_router_logits(self._model, self._router_loss is not None)
         widen(self._model)
         if self._model.supports_gradient_checkpointing:
             self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -265,13 +274,21 @@ class Trainer:
             raise UserError("No token of this batch has a label (all are -100): there is nothing to learn from it.")
         share = torch.tensor(items / world, device=self._device)  # FSDP2 averages gradients over ranks
         parts = self._split({**batch, "targets": targets})
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        total, aux = torch.zeros((), dtype=torch.float64, device=self._device), 0.0
         for index, part in enumerate(parts):
             self._sharding.set_is_last_micro_batch(index == len(parts) - 1)
-            logits = self._logits(part)
-            loss, gradient = cross_entropy(logits, part["targets"], share, gradient=True)
-            logits.backward(gradient)
+            output = self._forward(part)
+            loss, gradient = cross_entropy(output.logits, part["targets"], share, gradient=True)
             total += loss / world
+            router = self._router_pass(part, output)
+            if router is None:
+                output.logits.backward(gradient)
+                continue
+            aux += router.value / len(parts)
+            total += router.share / len(parts) / world
+            losses = router.losses(0, output.router_logits)
+            weights = [torch.full_like(one, world / len(parts)) for one in losses]  # of a mean over ranks, again
+            torch.autograd.backward([output.logits, *losses], [gradient, *weights])
         loss_value, norm, stopping, all_sent = self._agree(total, stop, self._sharding.traffic.across - sent)
         try:
             skipped = self._nonfinite.leaves_out(step, loss_value, norm, self.committed_step)
@@ -281,7 +298,9 @@ class Trainer:
             self._optimizer.zero_grad()  # or the next step would add to it
         self.step_count = step
         seconds, node_sent = time.monotonic() - began, int(all_sent / self._topology.nodes)
-        return ClusterStep(step, loss_value, norm, stopping, seconds, node_sent, skipped)
+        return ClusterStep(
+            step, loss_value, norm, stopping, seconds, node_sent, skipped, None if self._router_loss is None else aux
+        )
 
     def _update(self, norm: float, lr: float) -> None:
         """Clip, and step."""
@@ -303,8 +322,13 @@ class Trainer:
         items = torch.tensor(int((targets != -100).sum()), device=self._device)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         self._model.eval()
-        for part in self._split({**batch, "targets": targets}):
-            total += cross_entropy(self._logits(part), part["targets"], items, gradient=False)[0]
+        parts = self._split({**batch, "targets": targets})
+        for part in parts:
+            output = self._forward(part)
+            total += cross_entropy(output.logits, part["targets"], items, gradient=False)[0]
+            router = self._router_pass(part, output)
+            if router is not None:
+                total += router.share / len(parts) / self._topology.world_size
         self._model.train()
         self._sharding.reshard()  # some stay whole after a forward pass, expecting a backward pass
         dist.all_reduce(total)
@@ -328,18 +352,31 @@ class Trainer:
             stop = min(start + width, last)
             if start < stop:
                 part = {name: value[start:stop] for name, value in batch.items()}
+                part["counts"] = torch.ones_like(part["targets"])
             else:  # this rank has a sequence less than others: one more, that teaches nothing
                 part = {name: value[:1] for name, value in batch.items()}
                 part["targets"] = torch.full_like(part["targets"], -100)
+                part["counts"] = torch.zeros_like(part["targets"])
             parts.append({name: value.to(self._device, non_blocking=True) for name, value in part.items()})
         return parts
 
-    def _logits(self, part: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _forward(self, part: dict[str, torch.Tensor]) -> Any:
+        """What the model returns: ``logits``, and ``router_logits`` if they are asked for."""
         inputs = {"input_ids": part["input_ids"], "position_ids": part["position_ids"]}
         if not self._isolates_documents:
             inputs["attention_mask"] = document_mask(part["position_ids"], self._dtype)
-        logits: torch.Tensor = self._model(**inputs, use_cache=False).logits
-        return logits
+        return self._model(**inputs, use_cache=False)
+
+    def _router_pass(self, part: dict[str, torch.Tensor], output: Any) -> RouterPass | None:
+        """The router loss of this micro-batch of all ranks together, if the loss has one; collective then."""
+        if self._router_loss is None:
+            return None
+        router = RouterPass(self._router_loss, [part["counts"].flatten().float()])
+        router.add(0, output.router_logits or ())
+        sums = torch.tensor(router.told(), dtype=torch.float64, device=self._device)
+        dist.all_reduce(sums)
+        router.settle([sums.tolist()])
+        return router
 
     def _agree(self, loss: torch.Tensor, stop: bool, sent: int) -> tuple[float, float, bool, float]:
         """Loss and gradient norm of the whole batch, whether any rank asked to stop, and what all ranks have sent to

@@ -7,13 +7,16 @@ import torch
 
 from common.data import document_mask
 from common.errors import FinetuneError
+from fuyou.absent_gradients import mark_absent
+from fuyou.block_calls import BlockCalls
 from fuyou.data_plane import DataPlane
 from fuyou.gradients import GradientSum, round_in_place, sum_of_squares
 from fuyou.loss import cross_entropy, shifted_labels
 from fuyou.memory_plan import MemoryPlan
 from fuyou.recompute import Recomputations, Recorded
 from fuyou.records import Record
-from fuyou.stack import BlockCalls, StreamedModel
+from fuyou.router_loss import RouterLoss, RouterPass, router_logits
+from fuyou.stack import StreamedModel
 from fuyou.tasks import BEFORE_HEAD_PHASES, FORWARD_PHASES, Activation, Op, Phase, StepList, Task
 
 
@@ -29,6 +32,7 @@ class StepComputation:
         recomputations: how blocks are computed again; remembers from step to step.
         began: when the step began, on :func:`time.monotonic`'s clock.
         items: labels in the batches of all ranks together; None: this is the only one.
+        router_loss: that is a part of the loss, if any is.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class StepComputation:
         recomputations: Recomputations,
         began: float,
         items: int | None = None,
+        router_loss: RouterLoss | None = None,
     ):
         self._stack, self._plane, self.tasks, self.began = stack, plane, tasks, began
         self._plan, self._recomputations = plan, recomputations
@@ -53,6 +58,8 @@ class StepComputation:
         self._items = labels.to(self._device, non_blocking=True)
         self.tokens = batch["input_ids"].numel()
         self._micro = self._split(batch, targets)
+        self.router = None if router_loss is None else RouterPass(router_loss, self._router_masks(router_loss.masked))
+        """To be settled between forward and backward pass, if the loss has a router loss."""
         self._calls: list[BlockCalls | None] = [None] * len(self._micro)
         self._random: dict[tuple[int, int], torch.Tensor] = {}
         self._recorded: dict[tuple[int, int], Recorded] = {}
@@ -75,6 +82,16 @@ class StepComputation:
             }
             micro["targets"] = targets[start : start + rows].to(self._device, non_blocking=True)
             result.append(micro)
+        return result
+
+    def _router_masks(self, masked: bool) -> list[torch.Tensor]:
+        """The tokens of each micro-batch that count for routers, fp32: those that a mask ``[B, S]`` does not hide."""
+        result = []
+        for micro in self._micro:
+            mask = micro.get("attention_mask") if masked else None
+            if mask is None or mask.dim() != 2:
+                mask = torch.ones_like(micro["input_ids"])
+            result.append(mask.flatten().float())
         return result
 
     # -- passes ---------------------------------------------------------------------------------------------------
@@ -157,10 +174,12 @@ class StepComputation:
         self._random[layer, task.micro] = _random_state(self._device)
         hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro))
         calls = self._call(task.micro)
-        with self._stack.bound(self._parameters(task)):
+        with self._stack.bound(self._parameters(task)), router_logits() as logits:
             result, self._recorded[layer, task.micro] = self._recomputations.forward(
                 layer, hidden, calls, lambda: self._stack.block(layer, hidden, calls), self._kept(task)
             )
+        if self.router is not None:
+            self.router.add(task.micro, logits)
         self._activation(task.output, hidden.shape).copy_(result)
 
     @torch.enable_grad()
@@ -194,23 +213,32 @@ class StepComputation:
         shape = self._hidden_shape(task.micro)
         hidden = self._activation(task.inputs[0], shape).detach().requires_grad_(task.output >= 0)
         calls, recorded = self._call(task.micro), self._recorded.pop((layer, task.micro))
+        losses: list[torch.Tensor] = []  # that it adds
         with self._stack.bound(self._leaves(task)), self._replayed(layer, task.micro) as replay:
 
             def run() -> torch.Tensor:
                 replay.rewind()
-                return self._stack.block(layer, hidden, calls)
+                with router_logits() as logits:
+                    output = self._stack.block(layer, hidden, calls)
+                # Here, and not behind it: what the router loss needs of the block must be computed again, too.
+                losses[:] = [] if self.router is None else self.router.losses(task.micro, logits)
+                return output
 
             result, saved = self._recomputations.backward(layer, hidden, calls, run, self._kept(task), recorded)
             self._saved.append(saved)
-            torch.autograd.backward(result, self._activation(task.inputs[1], shape))
+            calls.backward(result, self._activation(task.inputs[1], shape), losses)
         self._pass_on(task, hidden)
 
     @torch.enable_grad()
     def _embed_backward(self, task: Task) -> None:
         with self._stack.bound(self._leaves(task), before=True), self._replayed(-1, task.micro):
-            hidden, _ = self._stack.embed(self._model_inputs(task.micro))
+            hidden, again = self._stack.embed(self._model_inputs(task.micro))
+            values, gradients = self._call(task.micro).embedding_gradients(again)
             if hidden.requires_grad:
-                torch.autograd.backward(hidden, self._activation(task.inputs[0], hidden.shape))
+                values.append(hidden)
+                gradients.append(self._activation(task.inputs[0], hidden.shape))
+            if values:
+                torch.autograd.backward(values, gradients)
 
     # -- parts ----------------------------------------------------------------------------------------------------
 
@@ -222,10 +250,12 @@ class StepComputation:
 
     def _logits(self, micro: int, hidden: torch.Tensor, columns: slice) -> torch.Tensor:
         """``[b, s, V]`` for this range of tokens."""
-        whole = columns == slice(0, hidden.shape[1])
+        dim = self._stack.token_dim
+        whole = columns == slice(0, hidden.shape[dim])
         inputs = self._micro[micro]
         batch = {name: value[:, columns] for name, value in inputs.items() if name in ("input_ids", "position_ids")}
-        return self._stack.head(batch, hidden if whole else hidden[:, columns])
+        part = hidden if whole else hidden.narrow(dim, columns.start, columns.stop - columns.start)
+        return self._stack.head(batch, part)
 
     def _loss(
         self, micro: int, logits: torch.Tensor, columns: slice, gradient: bool
@@ -251,9 +281,8 @@ class StepComputation:
         assert calls is not None
         return calls
 
-    def _hidden_shape(self, micro: int) -> tuple[int, int, int]:
-        rows, length = self._micro[micro]["input_ids"].shape
-        return rows, length, self._stack.hidden_size
+    def _hidden_shape(self, micro: int) -> tuple[int, ...]:
+        return self._call(micro).hidden_shape
 
     def _activation(self, index: int, shape: tuple[int, ...]) -> torch.Tensor:
         buffers = self._plane.activations[Activation.HIDDEN]
@@ -326,6 +355,7 @@ class StepComputation:
             rounded.copy_(total.flat)
         elif rounded.dtype != total.flat.dtype:
             round_in_place(total.flat, rounded)
+        mark_absent(record, rounded, total.seen)
         if self._plane.ranks is None:  # else it is a part of a sum
             self._squares.append(sum_of_squares(rounded))
 
@@ -342,7 +372,8 @@ class NextToken(StepComputation):
     @torch.no_grad()
     def _head_eval(self, task: Task) -> None:
         hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro))
-        last = slice(hidden.shape[1] - 1, hidden.shape[1])
+        length = hidden.shape[self._stack.token_dim]
+        last = slice(length - 1, length)
         with self._stack.bound(self._parameters(task), before=False):
             self.logits = self._logits(task.micro, hidden, last)[0, -1].float().cpu()
         self._losses.append(torch.zeros(()))

@@ -22,6 +22,7 @@ from common.models.presets import load_config
 from common.store import Layout
 from common.store.directories import usable
 from common.units import format_bytes, parse_bytes
+from fuyou.absent_gradients import MissedUpdates
 from fuyou.accounting import StepReport
 from fuyou.adam import AdamConfig, Update
 from fuyou.checksums import RecordSums
@@ -62,7 +63,10 @@ class EngineOutput:
     """What a forward pass gives."""
 
     loss: torch.Tensor
-    """Mean cross entropy over the batch's labels, fp32 scalar; ``backward()`` streams the backward pass."""
+    """Mean cross entropy over the batch's labels and, if the model has one, its router loss times its coefficient: fp32
+    scalar; ``backward()`` streams the backward pass."""
+    aux_loss: float | None = None
+    """That router loss, not multiplied, as transformers names it; None if there is none."""
 
 
 class Engine:
@@ -137,6 +141,10 @@ class Engine:
             call. Every node keeps one copy of the parameters, of which each of its M ranks stores 1/M; optimizer states
             are spread over all W ranks. ``host_memory`` and ``host_cache`` are those of the node. An error on one rank
             leaves the others waiting for it: end their processes, as torchrun does.
+        router_loss: whether a mixture of experts' load-balancing loss is a part of the loss, as it is in transformers
+            where the configuration has ``output_router_logits`` on: ``"auto"`` goes by the configuration, ``"on"`` and
+            ``"off"`` do not. With the family's own coefficient. It is that of the whole batch of all ranks, however
+            that is split.
         leave_ssd: with ``resume``, directories of drives that the run may be on and is to leave. A run that is on other
             drives than ``ssd`` moves there first, crash-safely: it is copied, and the copy is read again.
 
@@ -180,6 +188,7 @@ class Engine:
         automatic: bool = False,
         topology: Topology | None = None,
         leave_ssd: Sequence[str | os.PathLike[str]] = (),
+        router_loss: str = "auto",
     ):
         self._nonfinite = NonFinitePolicy(on_nonfinite)
         if self._nonfinite.skips:
@@ -190,7 +199,7 @@ class Engine:
             None if host_cache is None else parse_bytes(host_cache), single_slot, io, seed,
             kept_activations if isinstance(kept_activations, Keeping) else parse_bytes(kept_activations or 0),
             adapters.peft_config() if isinstance(adapters, AdapterOptions) else adapters,
-            None if trainable is None else tuple(trainable), FrozenDtype.named(frozen_dtype),
+            None if trainable is None else tuple(trainable), FrozenDtype.named(frozen_dtype), router_loss,
         )  # fmt: skip
         self.lr = lr
         self._closed = False
@@ -266,7 +275,7 @@ class Engine:
         torch.manual_seed(options.seed)
         self._model = OpenModel(
             self.config, options.precision, self._device.torch_device, options.adapters, options.trainable,
-            options.frozen_dtype, options.seed, self._checkpoint,
+            options.frozen_dtype, options.seed, options.router_loss, self._checkpoint,
         )  # fmt: skip
         share = share_of(self._topology)
         self._source = self._model.weights()
@@ -358,9 +367,10 @@ class Engine:
 
     def _make_commits(self, files: RunFiles, sums: RecordSums) -> Commits:
         single_slot = self._options.single_slot
+        arguments = files.store, files.state, single_slot, sums, MissedUpdates(self._shape.records, files.state.missed)
         if self._agreement is None:
-            return Commits(files.store, files.state, single_slot, sums)
-        return ClusterCommits(self._agreement, files.run, self._checksum, files.store, files.state, single_slot, sums)
+            return Commits(*arguments)
+        return ClusterCommits(self._agreement, files.run, self._checksum, *arguments)
 
     def _checksum(self, step: int) -> int:
         """Of the parameters that this rank stores, as ``step`` has left them."""
@@ -414,10 +424,10 @@ class Engine:
         self._step = self._computation(plane, tasks, batch, began)
         self._runtime.submit(tasks)
         self._step.forward()
-        loss = self._step.loss = self._whole_loss(self._step.loss)
+        loss = self._step.loss = self._whole_loss(self._step)
         if not self._nonfinite.skips:
             self._leaves_out(step, loss, 0.0)
-        return EngineOutput(streamed_loss(loss, self._step.backward))
+        return EngineOutput(streamed_loss(loss, self._step.backward), _aux_loss(self._step))
 
     def step(self) -> StepReport:
         """End the step: its updates (if deferred) and its commit may go on while the next step runs.
@@ -465,6 +475,7 @@ class Engine:
             recomputation_saved=current.recomputation_saved,
             clipped=clipped,
             skipped=skipped,
+            aux_loss=_aux_loss(current),
             updated_again=again,
             task_seconds=times.tasks,
         )
@@ -487,7 +498,7 @@ class Engine:
         tasks = self._evaluation(batch)
         computation = self._computation(plane, tasks, batch, time.monotonic())
         self._run_forward(computation, tasks)
-        return self._whole_loss(computation.loss)
+        return self._whole_loss(computation)
 
     def _evaluation(self, batch: dict[str, torch.Tensor]) -> StepList:
         """The tasks of a forward pass that changes nothing."""
@@ -503,13 +514,17 @@ class Engine:
             self._runtime.accounting.take()
             self._stack.model.train()
 
-    def _whole_loss(self, loss: float) -> float:
-        """The sum of what all ranks have found, added in fp32 in their order."""
-        if self._agreement is None:
-            return loss
-        total, *others = (torch.tensor(told, dtype=torch.float32) for told in self._agreement.tell(loss))
+    def _whole_loss(self, computation: StepComputation | TimedComputation) -> float:
+        """The sum of what all ranks have found, added in fp32 in their order, and the router loss of all together."""
+        router = computation.router
+        own = (computation.loss, [] if router is None else router.told())
+        told = [own] if self._agreement is None else self._agreement.tell(own)
+        total, *others = (torch.tensor(loss, dtype=torch.float32) for loss, _ in told)
         for other in others:
             total += other
+        if router is not None:
+            router.settle([sums for _, sums in told])
+            total += router.share
         return float(total)
 
     def _gradient_norm(self, current: StepComputation | TimedComputation) -> float:
@@ -565,8 +580,9 @@ class Engine:
         if isinstance(self._device, EmulatedDevice):
             return TimedComputation(self._device, plane.executor, tasks, batch["input_ids"].numel(), began)
         return StepComputation(
-            self._stack, plane, tasks, batch, self.memory_plan, self._runtime.recomputations, began, self._items
-        )
+            self._stack, plane, tasks, batch, self.memory_plan, self._runtime.recomputations, began, self._items,
+            self._model.router_loss,
+        )  # fmt: skip
 
     def _commit_requested(self) -> int:
         """The newest step whose commit is done or among the submitted tasks."""
@@ -754,3 +770,8 @@ class Engine:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close()
+
+
+def _aux_loss(computation: StepComputation | TimedComputation) -> float | None:
+    """The router loss of a pass that has one."""
+    return None if computation.router is None else computation.router.value

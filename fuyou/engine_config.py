@@ -42,6 +42,8 @@ class EngineConfig:
     trainable: tuple[str, ...] | None
     frozen_dtype: FrozenDtype | None
     """None leaves it to the checkpoint."""
+    router_loss: str
+    """Whether it is a part of the loss, see :mod:`fuyou.router_loss`."""
 
     def __post_init__(self) -> None:
         checks = {
