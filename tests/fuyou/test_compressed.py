@@ -127,6 +127,20 @@ def test_bytes_are_those_of_the_files(family: str, method: str, tmp_path: Path) 
     assert whole.shape.decoded_nbytes == 0 and whole.fingerprint != model.fingerprint
 
 
+def test_parameters_of_ones_choice(tmp_path: Path) -> None:
+    """What is trained is made plain numbers of, and what is frozen beside it keeps its bytes."""
+    directory, _ = compressed(tmp_path, "llama", "fp8")
+    config, checkpoint = load_config(directory)
+    chosen = ["model.layers.0.*", "model.layers.1.mlp.up_proj.weight"]
+    model = OpenModel(config, BF16, torch.device("cpu"), trainable=chosen, frozen=None, checkpoint=checkpoint)
+    first, second = (model.shape.records[index] for index in model.shape.blocks)
+    assert first.trainable and first.frozen is FrozenDtype.PLAIN
+    assert not second.trainable and second.frozen is FrozenDtype.CHECKPOINT
+    assert {slot.name for slot in second.parameters if slot.compressed is None} == {
+        "model.layers.1.input_layernorm.weight", "model.layers.1.post_attention_layernorm.weight",
+    }  # fmt: skip
+
+
 def test_what_is_on_the_drives_is_what_was_planned(tmp_path: Path) -> None:
     directory, _ = compressed(tmp_path, "gpt_oss", "mxfp4")
     ssd = directories(tmp_path, 1)
