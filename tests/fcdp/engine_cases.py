@@ -110,7 +110,7 @@ def export(topology: fcdp.Topology | None, run: Run) -> str:
     rank = topology.rank if topology is not None else 0
     assert run.save is not None
     with fuyou.Engine(
-        run.model, ssd=directories(run.folder, rank, 1), topology=topology, **OPTIONS, **run.options
+        run.model, ssd=directories(run.folder, rank, 1), topology=topology, **{**OPTIONS, **run.options}
     ) as engine:
         merge, said = "adapters" in run.options, "exported"
         try:
