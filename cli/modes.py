@@ -130,7 +130,8 @@ def mode_of(options: Mapping[str, Any]) -> Mode:
 
 def shown(name: str) -> str:
     """An option as it is typed."""
-    return "--no-save" if name == "save" else f"--{name.replace('_', '-')}"
+    changed = {"save": "--no-save", "truncate": "--drop-long"}  # flags that are set by default
+    return changed.get(name, f"--{name.replace('_', '-')}")
 
 
 def _and(names: list[str]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from cli.adapters import ADAPTER_CONFIG, peft_config_of, trainable_parameters
+from cli.computing_dtype import with_dtype
 from cli.machine import sequence_length, training_of
 from cli.naming import naming
 from cli.schedule import LearningRate
@@ -31,6 +32,9 @@ DEFAULT_STEPS = 10
 """Without data: enough to see a steady rate."""
 
 RANDOM_TOKENS = "random tokens"
+
+LONG_RECORDS = "long records"
+"""Key in :attr:`Job.fixed_settings` of what becomes of those."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,7 @@ class Job:
         """What must not change when a run is continued, by option. The values are JSON."""
         settings, rate = self.settings, self.learning_rate
         return {
+            **({LONG_RECORDS: "--truncate" if settings.truncate else "--drop-long"} if settings.data else {}),
             "--data": self.data_key,
             "--seq-len": self.seq_len,
             "--batch-size": settings.batch_size,
@@ -147,7 +152,7 @@ class Job:
             f"learning rate {rate.peak:g}, {rate.schedule}{warmup}",
             "output": f"{self.output}{'' if settings.save else ': no checkpoint (--no-save)'}",
         }
-        return "\n".join(f"{name:8} {text}" for name, text in lines.items())
+        return "\n".join(f"{name:8} {text}".replace("\n", f"\n{'':8} ") for name, text in lines.items())
 
     def _compressed(self) -> dict[str, str]:
         method = None if self.checkpoint is None else method_of(self.checkpoint)
@@ -217,6 +222,7 @@ def prepare(settings: Settings) -> Job:
         UserError: something typed does not exist or does not go together.
     """
     found = check(settings)
+    settings = with_dtype(settings, None if found.gpu is None else "cuda")
     config, checkpoint, seq_len, output = found.config, found.checkpoint, found.seq_len, found.output
     text = config.get_text_config()
     tokenizer = tokenizer_of(settings, checkpoint) if settings.data or settings.eval_data else None
@@ -311,7 +317,7 @@ def _open_batches(
 ) -> tuple[Batches, str]:
     if tokenizer is None or not settings.data:
         return RandomBatches(vocab_size, seq_len, settings.batch_size, settings.seed), RANDOM_TOKENS
-    config = DataConfig(settings.data, seq_len, settings.batch_size, settings.seed)
+    config = DataConfig(settings.data, seq_len, settings.batch_size, settings.seed, truncate=settings.truncate)
     with naming("--data"):
         batches = open_data(config, tokenizer, output / "data")
     return batches, batches.digest
@@ -323,7 +329,7 @@ def _open_held_out(
     """The data of ``--eval-data``, in the order of their files."""
     if tokenizer is None or not settings.eval_data:
         return None
-    config = DataConfig(settings.eval_data, seq_len, settings.batch_size, shuffle=False)
+    config = DataConfig(settings.eval_data, seq_len, settings.batch_size, shuffle=False, truncate=settings.truncate)
     with naming("--eval-data"):
         return open_data(config, tokenizer, output / "data")
 

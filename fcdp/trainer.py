@@ -34,6 +34,7 @@ from fcdp.shard import fully_shard, sharding
 from fcdp.strategy import Strategy
 from fcdp.topology import Topology
 from fcdp.weights import gather_blocks, load, materialise, whole, widen
+from fuyou.adam import AdamConfig, check_learning_rate, check_max_grad_norm
 from fuyou.gradients import sum_of_squares
 from fuyou.loss import cross_entropy, shifted_labels
 from fuyou.nonfinite import NonFinitePolicy
@@ -70,6 +71,10 @@ class TrainerConfig:
     router_loss: str = "auto"
     """Whether a mixture of experts' router loss is a part of the loss: ``auto`` (as the configuration has it), ``on``
     or ``off``. It is that of a micro-batch of all ranks together, on average over micro-batches."""
+
+    def __post_init__(self) -> None:
+        AdamConfig(betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)  # which checks them
+        check_max_grad_norm(self.max_grad_norm)
 
 
 @dataclass(frozen=True)
@@ -263,8 +268,9 @@ class Trainer:
         Raises:
             NonFiniteLoss: loss or gradient is NaN or infinite, on every rank, and is not to be skipped; nothing was
                 updated.
-            UserError: fewer sequences than ranks, or no label.
+            UserError: fewer sequences than ranks, no label, or a learning rate that is not finite or negative.
         """
+        check_learning_rate(lr)
         began, sent = time.monotonic(), self._sharding.traffic.across
         step, world, rank = self.step_count + 1, self._topology.world_size, self._topology.rank
         torch.manual_seed(((self._options.seed << 20) + step) * 65_537 % (1 << 62) + rank)
@@ -394,7 +400,7 @@ class Trainer:
 
     # -- results ----------------------------------------------------------------------------------------------------
 
-    def save_pretrained(self, directory: Path, *, merge: bool = False) -> None:
+    def save_pretrained(self, directory: Path, *, merge: bool = False, allow_nonfinite: bool = False) -> None:
         """Export what was trained. All ranks gather, a block at a time; rank 0 writes.
 
         Without adapters, a Hugging Face checkpoint in the compute dtype; with them, an adapter directory of PEFT.
@@ -402,29 +408,36 @@ class Trainer:
         Args:
             directory: shared by all nodes; files of the same names are replaced.
             merge: write the model with the adapters merged into it, too, in the folder :data:`MERGED` inside.
+            allow_nonfinite: export tensors that hold a NaN or an infinity, too.
+
+        Raises:
+            FinetuneError: a tensor holds a NaN or an infinity; ``directory`` is as it was.
         """
         self._sharding.reshard()
-        if self._adapters is None:
-            self._export(directory, gather_blocks(self._model, self._block_prefix, self._dtype))
+        adapters = self._adapters
+        if adapters is None:
+            self._export(directory, gather_blocks(self._model, self._block_prefix, self._dtype), allow_nonfinite)
             return
+        if merge:  # first: if it is refused, the adapters of before stay, too
+            self._export(directory / MERGED, self._merged(adapters), allow_nonfinite)
         values = {name: whole(parameter).cpu() for name, parameter in self._trained()}
-        if self._topology.rank == 0:
-            self._adapters.save(directory, values)
-        if merge:
-            self._export(directory / MERGED, self._merged(self._adapters))
-        dist.barrier()
+        first_alone(lambda: adapters.save(directory, values, allow_nonfinite))
 
-    def _export(self, directory: Path, blocks: Iterator[dict[str, torch.Tensor]]) -> None:
-        leads = self._topology.rank == 0
-        writer = CheckpointWriter(directory, self._plain, self.config, self._dtype, _SHARD_BYTES) if leads else None
+    def _export(self, directory: Path, blocks: Iterator[dict[str, torch.Tensor]], allow_nonfinite: bool) -> None:
+        leads, writer = self._topology.rank == 0, None
+        if leads:
+            writer = CheckpointWriter(directory, self._plain, self.config, self._dtype, _SHARD_BYTES, allow_nonfinite)
         for named in blocks:
             if writer is not None:
                 writer.add(named)
-        if writer is not None:
+
+        def finish() -> None:
+            assert writer is not None
             writer.finish()
             if self._checkpoint is not None:
                 copy_tokenizer_files(self._checkpoint, directory)
-        dist.barrier()
+
+        first_alone(finish)
 
     def _merged(self, adapters: Adapters) -> Iterator[dict[str, torch.Tensor]]:
         """Weights with their adapters added; on the first rank, which writes them. On others nothing."""

@@ -19,16 +19,18 @@ from common.memory_meter import PeakMeter, proportional_set_bytes
 from common.models.adapters import MERGED, AdapterOptions
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
 from common.models.presets import load_config
+from common.models.saving import NonFiniteWeights
 from common.store import Layout
 from common.store.directories import usable
 from common.units import format_bytes, parse_bytes
 from fuyou.absent_gradients import MissedUpdates
 from fuyou.accounting import StepReport
-from fuyou.adam import AdamConfig, Update
+from fuyou.adam import AdamConfig, Update, check_learning_rate, check_max_grad_norm
 from fuyou.checksums import RecordSums
 from fuyou.clipping import ClipBy, Strikes, clip_by_named
 from fuyou.commits import Commits, sealed_records
 from fuyou.compute import NextToken, StepComputation
+from fuyou.computing_dtype import AUTO, DEFAULT, fastest_dtype, stored_dtype
 from fuyou.data_plane import DataPlane
 from fuyou.devices import memory_limits, open_device
 from fuyou.emulated import EmulatedDevice, TimedComputation
@@ -47,7 +49,8 @@ from fuyou.nonfinite import NonFinitePolicy
 from fuyou.open_model import OpenModel
 from fuyou.optimizer_link import OptimizerLink
 from fuyou.planner import Choice, Prospect, choose
-from fuyou.records import Precision, allocate_extents
+from fuyou.preflight import prove as prove_family
+from fuyou.records import DTYPES, Precision, allocate_extents
 from fuyou.restripe import Drives
 from fuyou.run_files import RunFiles, create_run, resume_run
 from fuyou.runtime import Runtime
@@ -87,7 +90,9 @@ class Engine:
             (12 with ``single_slot``), striped over them.
         device: ``"cpu"``, a CUDA device (which has not been run yet), or an accelerator that is only timed, to measure
             overlap: ``"emulated:tflops=165,memory=24GiB,link=25GB/s"``, see :mod:`fuyou.emulated`.
-        dtype: ``"bf16"`` computes in bf16 with exact fp32 masters; ``"fp32"`` computes in fp32.
+        dtype: ``"bf16"`` computes in bf16 with exact fp32 masters; ``"fp32"`` computes in fp32; ``"auto"`` takes what
+            a run that is continued began with, else what the device (of several ranks, the first one's) multiplies
+            faster.
         lr, betas, eps, weight_decay: AdamW's. ``engine.lr`` may be set before each step. Biases and norms do not decay.
         max_grad_norm: clip by the global norm, exactly.
         clip_by: how, see :mod:`fuyou.clipping`: ``"deferral"`` of all updates into the next forward pass, when the norm
@@ -147,6 +152,11 @@ class Engine:
             that is split.
         leave_ssd: with ``resume``, directories of drives that the run may be on and is to leave. A run that is on other
             drives than ``ssd`` moves there first, crash-safely: it is copied, and the copy is read again.
+        prove: show first, on a small model of the same family, that training it out of core gives the losses and
+            gradients that it has in memory (:func:`fuyou.prove`: a second or two, once for each family and version).
+            Of several ranks the first one does it for all.
+        packed: whether batches are going to have several documents in a row, with ``position_ids`` that start again:
+            then it is shown for such rows, too.
 
     Raises:
         UserError: what was asked for is not possible (paths, space, budgets, model).
@@ -159,7 +169,7 @@ class Engine:
         *,
         ssd: Sequence[str | os.PathLike[str]],
         device: str | torch.device = "cpu",
-        dtype: str = "bf16",
+        dtype: str = AUTO,
         optimizer_dtype: str = "fp32",
         lr: float = 1e-5,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -189,12 +199,16 @@ class Engine:
         topology: Topology | None = None,
         leave_ssd: Sequence[str | os.PathLike[str]] = (),
         router_loss: str = "auto",
+        prove: bool = True,
+        packed: bool = False,
     ):
         self._nonfinite = NonFinitePolicy(on_nonfinite)
+        check_max_grad_norm(max_grad_norm)
         if self._nonfinite.skips:
             max_grad_norm = max_grad_norm or math.inf  # never reached, but known before any update counts
         self._options = EngineConfig(
-            Precision.named(dtype, optimizer_dtype), AdamConfig(lr, betas, eps, weight_decay),
+            Precision.named(DEFAULT if dtype == AUTO else dtype, optimizer_dtype),
+            AdamConfig(lr, betas, eps, weight_decay),
             max_grad_norm, clip_by_named(clip_by), math.inf, deferred_fraction, micro_batch, commit_every,
             None if host_cache is None else parse_bytes(host_cache), single_slot, io, seed,
             kept_activations if isinstance(kept_activations, Keeping) else parse_bytes(kept_activations or 0),
@@ -222,26 +236,63 @@ class Engine:
             share = share_of(topology)
             topology = self._topology = topology if share.world_size > 1 else None  # one rank alone is alone
             self._agreement = Agreement(share) if topology is not None else None
+            folders = [path / run_name for path in self._ssd]
+            left = [path / run_name for path in leaving]
+            if dtype == AUTO:
+                self._choose_dtype([*folders, *left, *self._ssd] if resume else [])
             self._cluster_options(share)
             self._options.check_clipping(share.world_size)
             self._limits = self._smallest(memory_limits(self._device, host_memory, device_memory, share.ranks_per_node))
             self._device.cap_memory(self._limits[1])
             self._link = OptimizerLink()  # imports PyTorch while the model is built
+            if prove and not self.emulated:
+                self._prove(packed)
             self._link.wait_until_up()
             self._meter.start()
             self._open_model()
-            folders = [path / run_name for path in self._ssd]
             if automatic and batch_shape is not None:
                 strikes = Strikes.of_run(folders) if resume else Strikes()
                 self._options = self._options.completed(self._choose(batch_shape, strikes))
             self._open_runtime(batch_shape)
-            left = [path / run_name for path in leaving]
             self._open_run(Drives(folders, left), resume, overwrite)
         except BaseException:
             self.close()
             raise
 
     # -- opening --------------------------------------------------------------------------------------------------
+
+    def _prove(self, packed: bool) -> None:
+        """See that this family can be trained out of core.
+
+        Raises:
+            UserError: it cannot.
+        """
+        options, refusal = self._options, None
+        if share_of(self._topology).rank == 0:
+            try:
+                prove_family(
+                    self.config, adapters=options.adapters, trainable=options.trainable, packed=packed,
+                    router_loss=options.router_loss, dtype=options.precision.dtype,
+                )  # fmt: skip
+            except UserError as error:
+                refusal = error
+        if self._agreement is not None:
+            told = self._agreement.tell(None if refusal is None else str(refusal))[0]
+            refusal = refusal or (None if told is None else UserError(told))
+        if refusal is not None:
+            raise refusal
+
+    def _choose_dtype(self, continued: Sequence[Path]) -> None:
+        """Compute in what suits the device, or in what the run that is ``continued`` began with; all ranks alike."""
+        stored = [stored_dtype(continued)]
+        if self._agreement is not None:
+            stored = self._agreement.tell(stored[0])
+        kind = "meta" if self.emulated else self._device.torch_device.type
+        chosen = next(filter(None, stored), None) or fastest_dtype(kind)
+        if self._agreement is not None:
+            chosen = self._agreement.tell(chosen)[0]
+        moments = self._options.precision.optimizer_dtype
+        self._options = replace(self._options, precision=Precision(DTYPES[chosen], moments))
 
     def _cluster_options(self, share: Share) -> None:
         """What several ranks make of the options.
@@ -389,6 +440,20 @@ class Engine:
         """How the budgets are divided."""
         return self._runtime.memory_plan
 
+    @property
+    def lr(self) -> float:
+        """Learning rate of the steps to come; may be set before each.
+
+        Raises:
+            UserError: (when set) it is NaN, infinite or negative.
+        """
+        return self._lr
+
+    @lr.setter
+    def lr(self, lr: float) -> None:
+        check_learning_rate(lr)
+        self._lr = lr
+
     # -- training -------------------------------------------------------------------------------------------------
 
     def __call__(self, **batch: torch.Tensor) -> EngineOutput:
@@ -510,6 +575,12 @@ class Engine:
         try:
             self._runtime.submit(tasks)
             computation.forward()
+        except BaseException:
+            # What waits for the rest of this pass must not wait for ever: nobody looks at what it leaves behind.
+            for task in tasks.tasks:
+                if task.op is Op.COMPUTE and not task.done:
+                    self._runtime.plane.executor.finish(task)
+            raise
         finally:
             self._runtime.accounting.take()
             self._stack.model.train()
@@ -643,7 +714,9 @@ class Engine:
         with self._runtime.io.not_counted():
             yield from self._reader().masters()
 
-    def save_pretrained(self, directory: str | os.PathLike[str], *, merge: bool = False) -> None:
+    def save_pretrained(
+        self, directory: str | os.PathLike[str], *, merge: bool = False, allow_nonfinite: bool = False
+    ) -> None:
         """Export what was trained: a Hugging Face checkpoint in the compute dtype, or a PEFT adapter directory.
 
         Record by record, and buffers are given back meanwhile, so that it stays within the host budget. Training can
@@ -653,31 +726,47 @@ class Engine:
             directory: made if it is not there; files of the same names are replaced.
             merge: write a checkpoint with the adapters merged into the weights as well, in the folder ``merged`` of
                 ``directory``.
+            allow_nonfinite: export tensors that hold a NaN or an infinity, too.
 
         Raises:
             UserError: the run is emulated: its weights mean nothing.
+            NonFiniteWeights: a tensor holds a NaN or an infinity, on every rank; ``directory`` is as it was.
         """
         if self.emulated:
             raise UserError("A run on an emulated device has no weights worth keeping: nothing is exported.")
         self.flush()
         self._runtime.close()
-        share = self._shape.share
-        if share.node == 0:  # whose ranks have everything together
-            self._write(Path(directory), merge, writes=share.rank == 0)
+        share, refused = self._shape.share, None
+        try:
+            if share.node == 0:  # whose ranks have everything together
+                self._write(Path(directory), merge, share.rank == 0, allow_nonfinite)
+        except NonFiniteWeights as error:  # on the rank that writes, when all others have read all
+            refused = error
+        name = None if refused is None else refused.name
         if self._agreement is not None:
-            self._agreement.tell(None)
+            name = next(filter(None, self._agreement.tell(name)), None)
+        if name is not None:
+            raise NonFiniteWeights(name) from refused
 
-    def _write(self, target: Path, merge: bool, writes: bool) -> None:
+    def _write(self, target: Path, merge: bool, writes: bool, allow_nonfinite: bool) -> None:
         """``writes``: whether this rank writes what the ranks of this node read together."""
         dtype = self._options.precision.dtype
-        exporter = Exporter(self._model, self._reader(), self._shape, self._checkpoint, self._limits[0], writes)
+        exporter = Exporter(
+            self._model, self._reader(), self._shape, self._checkpoint, self._limits[0], writes, allow_nonfinite
+        )
         with self._runtime.io.not_counted():
             if self._model.adapters is None:
                 exporter.checkpoint(target, dtype)
                 return
-            exporter.adapter(target)
-            if merge:
-                exporter.checkpoint(target / MERGED, dtype)
+            refused = None
+            try:
+                if merge:  # first: if it is refused, the adapters of before stay, too
+                    exporter.checkpoint(target / MERGED, dtype)
+            except NonFiniteWeights as error:
+                refused = error
+            exporter.adapter(target, write=refused is None)  # whose records all ranks of the node read together
+            if refused is not None:
+                raise refused
 
     # -- figures --------------------------------------------------------------------------------------------------
 

@@ -474,6 +474,7 @@ def _head_ladder(batch: Batch) -> list[int]:
 def _device_ladder() -> Iterator[BufferCounts]:
     """From what overlaps everything on the device to what just works."""
     yield BufferCounts(device_blocks=2, device_block_gradients=2, device_activations=6)
+    yield BufferCounts(device_blocks=2, device_block_gradients=1, device_activations=6)
     yield BufferCounts(device_blocks=2, device_block_gradients=1, device_activations=4)
     yield BufferCounts(device_blocks=1, device_block_gradients=1, device_activations=4)
 

@@ -1,4 +1,4 @@
-"""A tiny configuration of the same family as a given one, made by rule: what a proof on a small scale can be built from.
+"""A tiny configuration of the same family as a given one, made by rule: what proofs on a small scale are built from.
 
 Every structural choice stays: kinds of layers and their order, grouped and shared keys and values, windows, experts and
 their groups, tying, norms, caps, rotary types. Only sizes shrink, each by what its name says that it counts:
@@ -13,6 +13,7 @@ Whatever is none of these and large is a width; whatever is small stays as it is
 
 import re
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -144,7 +145,9 @@ class _Shrunk:
             small *= 2
         self.small_head_dim = min(self.head_dim, small)
         product = self.small_heads * self.small_head_dim
-        if heads * self.head_dim == width:
+        if self.heads is None:
+            self.small_width = min(width, _HEADS * _HEAD_DIM)
+        elif heads * self.head_dim == width:
             self.small_width = product
         else:
             self.small_width = min(
@@ -362,7 +365,7 @@ class _Shrunk:
             (_GROUPS, at_most(2)),
             (re.compile(r"shared_experts$"), at_most(2)),
             (re.compile(r"zero_expert"), at_most(2)),
-            (_STATE, lambda _, value: min(value, 24 if value > 512 else 16)),
+            (_STATE, lambda _, value: min(value, 24 if value > 512 or value <= 24 else 16)),
             (_HEAD_COUNT, self._few_heads),
             (_HEAD_DIM_NAME, lambda _, value: self._thin(value)),
             (re.compile(r"num_kv_heads|kv_n_heads"), self._few_heads),
@@ -389,7 +392,7 @@ def _is_index_list(name: str, value: Any, depth: int) -> bool:
         return False
     if not all(type(one) is int and 0 <= one < depth for one in value):
         return False
-    return all(first < second for first, second in zip(value, value[1:], strict=False))
+    return all(first < second for first, second in pairwise(value))
 
 
 def _is_by_layer(value: Any) -> bool:

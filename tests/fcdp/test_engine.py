@@ -39,6 +39,30 @@ def test_ranks_skip_a_step_together(model: str, pool: Pool, tmp_path: Path) -> N
     assert ranks[0].losses[::2] == ranks[1].losses[::2] == alone.losses[::2]
 
 
+@pytest.mark.parametrize("layout", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("adapters", [None, AdapterOptions(4, 8.0, 0.0, (ALL_LINEAR,))])
+def test_what_is_not_finite_is_exported_by_no_rank(
+    layout: tuple[int, int], adapters: AdapterOptions | None, model: str, pool: Pool, tmp_path: Path
+) -> None:
+    """With adapters, merged ones: these files go first, so that all of an earlier run's stay together."""
+    poisoned = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        poisoned.model.layers[1].mlp.up_proj.weight[3, 5] = torch.nan
+    poisoned.save_pretrained(tmp_path / "model")
+    options = {"dtype": "fp32"} | ({} if adapters is None else {"adapters": adapters})
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (saved / ("config.json" if adapters is None else "adapter_config.json")).write_text("older")
+    older = [file.name for file in saved.iterdir()]
+    run = Run(str(tmp_path / "model"), tmp_path / "ranks", save=saved, options=options)
+    for said in pool.run(layout, cases.export, run):
+        assert "layers.1.mlp.up_proj.weight holds a NaN" in said and said.endswith(str(older)), said
+    exported = saved if adapters is None else saved / "merged"
+    weights = dict(AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).named_parameters())
+    for name, value in poisoned.named_parameters():
+        assert torch.equal(weights[name].nan_to_num(7), value.nan_to_num(7)), name
+
+
 @pytest.mark.parametrize(
     ("layout", "dtype", "ssds", "options"),
     [
@@ -78,12 +102,14 @@ def test_only_what_no_rank_has_a_gradient_for_is_skipped(dtype: str, pool: Pool,
     run = Run(str(tmp_path / "model"), tmp_path / "ranks", 3, rows=2, options=options)
     alone = cases.train_routed(None, replace(run, folder=tmp_path / "alone", steps=6))
     again = {**options, "resume": True}
+    first = pool.run((2, 1), cases.train_routed, run)[0]
+    cases.set_back(run.folder, 1)  # to step 2: what was counted goes with it
     outcomes = [
-        pool.run((2, 1), cases.train_routed, run)[0],
         cases.train_routed(None, replace(run, steps=4, options=again, leave=((0, 1),))),
         pool.run((1, 2), cases.train_routed, replace(run, steps=6, options=again))[0],
     ]
-    assert [loss for outcome in outcomes for loss in outcome.losses] == alone.losses
+    assert first.losses == alone.losses[:3] and outcomes[0].first == 2
+    assert [loss for outcome in outcomes for loss in outcome.losses] == alone.losses[2:]
     for name, master in alone.masters.items():
         assert torch.equal(outcomes[-1].masters[name], master), name
     missed = load_manifest(tmp_path / "alone" / "rank0" / "ssd0" / "fuyou")["missed"]
