@@ -46,9 +46,9 @@ def explain_missing(model: PreTrainedModel, directory: Path, missing: list[str],
     """
     total = sum(1 for _ in model.named_parameters())
     kind = type(model).__name__
-    base = f"{model.base_model_prefix}."
+    inside = [name for name, _ in model.named_parameters() if name.startswith(f"{model.base_model_prefix}.")]
     some = _some(missing)
-    if len(missing) < total and not any(name.startswith(base) for name in missing):
+    if inside and not any(name.startswith(f"{model.base_model_prefix}.") for name in missing):
         other = (
             f" It has {_some(unused)}, for which a {kind} has no use: it was saved as another kind." if unused else ""
         )
