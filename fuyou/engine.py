@@ -137,7 +137,9 @@ class Engine:
         trainable: train only parameters with these names (``*`` stands for anything) and freeze the others likewise.
         frozen_dtype: ``"int8"`` or ``"nf4"`` keeps frozen matrices of the blocks in 1.016 or 0.5625 bytes per parameter
             on SSD, on their way and in the host's cache; they are brought back into ``dtype`` on the device. Not
-            lossless: every weight is rounded once, when the store is made. None keeps them in ``dtype``.
+            lossless: every weight is rounded once, when the store is made. ``"checkpoint"`` keeps them in the bytes of
+            a compressed checkpoint (FP8, MXFP4, compressed-tensors), which is lossless, and ``"plain"`` in ``dtype``.
+            None takes ``"checkpoint"`` where the checkpoint is compressed, else ``"plain"``.
         freeze_vision_tower, freeze_multi_modal_projector: what of a vision-language model is not trained, where neither
             ``trainable`` nor ``adapters`` say it. What is frozen of both stays on the device for the whole run.
         images: plan memory for batches with images from the start. Without it, that happens when the first one comes.
@@ -282,7 +284,7 @@ class Engine:
             try:
                 prove_family(
                     self.config, adapters=options.adapters, trainable=options.trainable, packed=packed,
-                    router_loss=options.router_loss,
+                    router_loss=options.router_loss, dtype=options.precision.dtype,
                 )  # fmt: skip
             except UserError as error:
                 refusal = error
@@ -336,10 +338,10 @@ class Engine:
         torch.manual_seed(options.seed)
         self._model = OpenModel(
             self.config, options.precision, self._device.torch_device, options.adapters, options.trainable,
-            options.frozen_dtype, options.seed, options.router_loss, options.towers, self._images,
+            options.frozen_dtype, options.seed, options.router_loss, self._checkpoint, options.towers, self._images,
         )  # fmt: skip
         share = share_of(self._topology)
-        self._source = self._model.weights(self._checkpoint)
+        self._source = self._model.weights()
         self._stack, self._shape = self._model.stack, self._model.shape.shared(share)
         if share.rank:
             torch.manual_seed(options.seed + share.rank)  # what drops out differs, as the sequences do

@@ -52,7 +52,7 @@ class Exporter:
             NonFiniteWeights: a tensor holds a NaN or an infinity, and may not; on the rank that writes, when it has
                 read all.
         """
-        model, source, writer = self._model, self._model.checkpoint, None
+        model, source, writer = self._model, self._model.source, None
         if self._writes:
             writer = CheckpointWriter(
                 directory, model.base, model.config, dtype, self._shard, self._allows_nonfinite, source

@@ -16,6 +16,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -75,6 +76,11 @@ OLD = Way("before", DEFAULT_SPINNING, ("--dtype", "bf16"))
 NEW = Way("now", {}, ())
 
 
+def say(what: str) -> None:
+    """Show how far it has come."""
+    print(what, file=sys.stderr, flush=True)
+
+
 @contextlib.contextmanager
 def busy(count: int) -> Iterator[None]:
     """Keep ``count`` processes computing beside us, on our processors."""
@@ -115,6 +121,7 @@ def train(way: Way, job: list[str], hidden: Mapping[str, str], folder: Path) -> 
     words = [*job, *way.arguments, "--output", str(output), "--report", str(report), "--no-save"]
     whole, used = command(words, way, hidden, folder)
     steps = json.loads(report.read_text())["step_seconds"][WARM_STEPS:]
+    say(f"{way.name}: {', '.join(f'{step:.2f}' for step in steps)} s; {used:.0f} s of processors, {whole:.0f} s in all")
     dtype = json.loads((output / "run" / "run.json").read_text())["calls"][-1]["computing_in"]
     shutil.rmtree(output)
     return Run(statistics.median(steps), used, whole, os.getloadavg()[0], dtype)
@@ -135,6 +142,7 @@ def main(
     hide_bf16: bool, demo: bool,
 ) -> None:  # fmt: skip
     """Measure what other processes cost a run, old and new in turns."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started ends with us
     if cpus:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cpus])  # inherited by all that is started here
     hidden = HIDE_BF16 if hide_bf16 else {}

@@ -156,7 +156,9 @@ class CheckpointWriter:
         replaced = {part for name in self._written for part in source.made_from(name)}
         for name in source.shards.tensors:
             if name not in replaced:
-                self._put(name, source.shards.read(name))
+                value = source.shards.read(name)
+                # What stands for fewer bits is written as the numbers that it stands for: the configuration says so.
+                self._put(name, value.to(self.dtype) if name in source.shards.compressed else value)
 
     def _flush(self) -> None:
         if not self._shard:

@@ -8,6 +8,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from common.errors import UserError, did_you_mean
 from common.models.classes import model_class, refusal
+from common.models.compressed import accept_config
 from common.presets import preset_files
 
 
@@ -28,6 +29,7 @@ def load_config(model: str | os.PathLike[str] | PreTrainedConfig) -> tuple[PreTr
     """
     if isinstance(model, PreTrainedConfig):
         _refuse_unsupported(model, model.model_type)
+        accept_config(model, model.model_type, has_weights=False)
         return model, None
 
     name = os.fspath(model)
@@ -36,6 +38,7 @@ def load_config(model: str | os.PathLike[str] | PreTrainedConfig) -> tuple[PreTr
     if (directory / "config.json").is_file():
         config = _read_directory(directory)
         _refuse_unsupported(config, name)
+        accept_config(config, name, has_weights=True)
         return config, directory
     if name in presets:
         fields = tomllib.loads(presets[name].read_text(encoding="utf-8"))
@@ -57,13 +60,6 @@ def _read_directory(directory: Path) -> PreTrainedConfig:
 def _refuse_unsupported(config: PreTrainedConfig, name: str) -> None:
     if model_class(config) is None:
         raise UserError(f"{name} {refusal(config)}.")
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise UserError(
-            f"{name} is quantized ({method}); training needs its weights in fp32, bf16 or fp16. "
-            "Give the checkpoint it was quantized from."
-        )
 
 
 def _not_a_checkpoint(directory: Path) -> str:
