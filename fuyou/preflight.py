@@ -269,7 +269,7 @@ class _Proof:
         labels = tokens.clone()
         if not task_type.generates:
             shape = (ROWS,) if task_type is TaskType.SEQUENCE_CLASSIFICATION else (ROWS, TOKENS)
-            labels = torch.randint(0, self._small.num_labels, shape, generator=generator)
+            labels = torch.randint(0, self._small.num_labels or 2, shape, generator=generator)
         batch = {"input_ids": tokens, "labels": labels}
         if self._claim.packed:
             documents = self._documents()

@@ -55,8 +55,9 @@ class _Header:
 
     @staticmethod
     def read(line: bytes) -> "_Header":
-        content = json.loads(_checked(line))
-        return _Header(**{name: Tally(**one) if isinstance(one, dict) else one for name, one in content.items()})
+        content: dict[str, Any] = json.loads(_checked(line))
+        content.update({name: Tally(**one) for name, one in content.items() if isinstance(one, dict)})
+        return _Header(**content)
 
 
 def any_images(files: tuple[str, ...], scratch: Path) -> bool:
