@@ -78,6 +78,7 @@ def _proof(settings: Settings) -> str:
     assert settings.model is not None
     config, _ = load_config(settings.model)
     began = time.monotonic()
+    settings = with_dtype(settings)
     dtype = Precision.named(settings.dtype, settings.optimizer_dtype).dtype
     prove(config, adapters=peft_config_of(settings), dtype=dtype)
     return f"losses and all gradients of a small {config.model_type}, block by block ({time.monotonic() - began:.1f} s)"
