@@ -73,11 +73,13 @@ def _proof(settings: Settings) -> str:
         UserError: it does not.
     """
     from fuyou import prove
+    from fuyou.records import Precision
 
     assert settings.model is not None
     config, _ = load_config(settings.model)
     began = time.monotonic()
-    prove(config, adapters=peft_config_of(settings))
+    dtype = Precision.named(settings.dtype, settings.optimizer_dtype).dtype
+    prove(config, adapters=peft_config_of(settings), dtype=dtype)
     return f"losses and all gradients of a small {config.model_type}, block by block ({time.monotonic() - began:.1f} s)"
 
 

@@ -148,7 +148,7 @@ class Settings:
     peft_config: Path | None = None
     """An ``adapter_config.json``, or its directory."""
     frozen_dtype: str | None = None
-    """What frozen weights are kept in; None: ``dtype``."""
+    """What frozen weights are kept in; None: ``dtype``, or a compressed checkpoint's own bytes."""
     merge: bool = False
     """Whether to write the merged model beside the adapters."""
     sample: str | None = None

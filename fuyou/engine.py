@@ -133,7 +133,9 @@ class Engine:
         trainable: train only parameters with these names (``*`` stands for anything) and freeze the others likewise.
         frozen_dtype: ``"int8"`` or ``"nf4"`` keeps frozen matrices of the blocks in 1.016 or 0.5625 bytes per parameter
             on SSD, on their way and in the host's cache; they are brought back into ``dtype`` on the device. Not
-            lossless: every weight is rounded once, when the store is made. None keeps them in ``dtype``.
+            lossless: every weight is rounded once, when the store is made. ``"checkpoint"`` keeps them in the bytes of
+            a compressed checkpoint (FP8, MXFP4, compressed-tensors), which is lossless, and ``"plain"`` in ``dtype``.
+            None takes ``"checkpoint"`` where the checkpoint is compressed, else ``"plain"``.
         automatic: let the planner choose ``deferred_fraction``, ``kept_activations`` and ``clip_by`` where they are not
             given, by simulation of this run on this machine. Needs ``batch_shape`` and a profile of this machine with
             this model (``finetune --profile``); without one nothing is chosen. Costs 0.1 to 3 s at the start, and
@@ -270,7 +272,7 @@ class Engine:
             try:
                 prove_family(
                     self.config, adapters=options.adapters, trainable=options.trainable, packed=packed,
-                    router_loss=options.router_loss,
+                    router_loss=options.router_loss, dtype=options.precision.dtype,
                 )  # fmt: skip
             except UserError as error:
                 refusal = error
@@ -324,10 +326,10 @@ class Engine:
         torch.manual_seed(options.seed)
         self._model = OpenModel(
             self.config, options.precision, self._device.torch_device, options.adapters, options.trainable,
-            options.frozen_dtype, options.seed, options.router_loss,
+            options.frozen_dtype, options.seed, options.router_loss, self._checkpoint,
         )  # fmt: skip
         share = share_of(self._topology)
-        self._source = self._model.weights(self._checkpoint)
+        self._source = self._model.weights()
         self._stack, self._shape = self._model.stack, self._model.shape.shared(share)
         if share.rank:
             torch.manual_seed(options.seed + share.rank)  # what drops out differs, as the sequences do
