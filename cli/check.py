@@ -51,7 +51,8 @@ def run_check(settings: Settings) -> None:
     """
     paint = Paint()
     directories = directories_at_hand(settings)
-    store = training_of(with_dtype(settings)).record_bytes if settings.model else None
+    settings = with_dtype(settings)
+    store = training_of(settings).record_bytes if settings.model else None
     _section(paint, "versions", list(versions().items()))
     machine = look_at_machine()
     _section(paint, "machine", list(_machine_rows(machine)))
@@ -78,7 +79,6 @@ def _proof(settings: Settings) -> str:
     assert settings.model is not None
     config, _ = load_config(settings.model)
     began = time.monotonic()
-    settings = with_dtype(settings)
     dtype = Precision.named(settings.dtype, settings.optimizer_dtype).dtype
     prove(config, adapters=peft_config_of(settings), dtype=dtype)
     return f"losses and all gradients of a small {config.model_type}, block by block ({time.monotonic() - began:.1f} s)"
