@@ -181,6 +181,9 @@ class _Proof:
             value.requires_grad_(name in names and name not in frozen)
         _copy_buffers(whole, opened.stack.model)
         step = SmallStep(opened, values)
+        with torch.no_grad():
+            for name, kept in step.values.items():
+                values[name].copy_(kept)
         for number in range(2):  # with dropout and all that the configuration asks for
             self._step(number, whole, opened, step, ROWS)
         if claim.dtype != torch.float32:  # in which a row alone may be rounded otherwise

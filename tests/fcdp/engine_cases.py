@@ -4,6 +4,7 @@ import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -100,6 +101,14 @@ def train(topology: fcdp.Topology | None, run: Run) -> Outcome:
         if run.save is not None:
             engine.save_pretrained(run.save)
     return outcome
+
+
+def train_unlike(topology: fcdp.Topology | None, run: Run) -> Outcome:
+    """Train on ranks of which the first alone is fast in bf16; in a run that goes on, all but the first are."""
+    first = topology is None or topology.rank == 0
+    fastest = "bf16" if first != run.options.get("resume", False) else "fp32"
+    with mock.patch("fuyou.engine.fastest_dtype", return_value=fastest):
+        return train(topology, run)
 
 
 def export(topology: fcdp.Topology | None, run: Run) -> str:
