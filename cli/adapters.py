@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import PreTrainedModel
 
+    from common.models.towers import TowerFreezing
+
 ADAPTER_CONFIG = "adapter_config.json"
 """As in ``common.models.adapters``, which takes long to import."""
 
@@ -29,6 +31,13 @@ def peft_config_of(settings: Settings) -> "PeftConfig | None":
     return AdapterOptions(settings.lora_rank, settings.lora_alpha, settings.lora_dropout, targets).peft_config()
 
 
+def towers_of(settings: Settings) -> "TowerFreezing":
+    """What of a vision-language model is frozen."""
+    from common.models.towers import TowerFreezing
+
+    return TowerFreezing(settings.train_vision != "all", settings.train_vision is None)
+
+
 def trainable_parameters(settings: Settings, model: "PreTrainedModel") -> int:
     """How many numbers are trained when ``model``, which is on the meta device and changed, is given its adapters.
 
@@ -39,5 +48,6 @@ def trainable_parameters(settings: Settings, model: "PreTrainedModel") -> int:
 
     config = peft_config_of(settings)
     assert config is not None
+    towers_of(settings).without_adapters(config, model)
     names = Adapters(model, config, settings.seed).trainable_names
     return sum(model.get_parameter(name).numel() for name in names)

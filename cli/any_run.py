@@ -121,10 +121,11 @@ def _where(job: Job, kept: str, place: str, steps: int) -> str:
     lines = {"run": f"{job.output / RUN} (configuration, versions, metrics)"}
     lines[kept] = f"{place} (may be deleted when this run is not to be continued)"
     if settings.save:
-        loads = "PeftModel" if settings.trains_adapters else "AutoModelForCausalLM"
+        model = job.task_type.auto_class
+        loads = "PeftModel" if settings.trains_adapters else model
         lines["saved"] = f"{job.output}, for {loads}.from_pretrained"
         if settings.merge:
-            lines["merged"] = f"{job.output / MERGED}, for AutoModelForCausalLM.from_pretrained"
+            lines["merged"] = f"{job.output / MERGED}, for {model}.from_pretrained"
     if settings.report is not None:
         lines["report"] = str(settings.report)
     if settings.trace is not None and steps:

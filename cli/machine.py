@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from cli.adapters import peft_config_of
+from cli.adapters import peft_config_of, towers_of
 from cli.naming import naming
 from cli.settings import Settings
 from common.errors import UserError
@@ -70,7 +70,8 @@ def training_of(settings: Settings) -> Training:
         precision=Precision.named(settings.dtype, settings.optimizer_dtype),
         clips=waits, single_slot=settings.single_slot, micro_batch=settings.micro_batch,
         host_cache=settings.host_cache, adapters=peft_config_of(settings),
-        frozen=FrozenDtype.named(settings.frozen_dtype), router_loss=settings.router_loss,
+        frozen=FrozenDtype.named(settings.frozen_dtype), towers=towers_of(settings),
+        router_loss=settings.router_loss,
         commit_every=settings.commit_interval, clip_by=clip_by_named(settings.clip_by),
         clipped_share=_strikes(settings).share if settings.max_grad_norm > 0 else 0.0,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from common.errors import UserError
 ALWAYS = frozenset({"config", "write_config", "debug"})
 """Options that say what to do with options, or with errors."""
 
-_MODEL = frozenset({"model", "dtype", "optimizer_dtype", "single_slot", "seed"})
+_MODEL = frozenset({"model", "dtype", "optimizer_dtype", "single_slot", "seed", "train_vision"})
 _ADAPTERS = frozenset({"lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "peft_config"})
 _BATCH = frozenset({"batch_size", "seq_len", "micro_batch"})
 _STEP = _MODEL | _ADAPTERS | _BATCH | {"frozen_dtype", "host_cache", "max_grad_norm", "clip_by", "on_nonfinite",

@@ -11,7 +11,7 @@ from click.shell_completion import CompletionItem, get_completion_class
 from cli.config import load_config_file
 from cli.grouped import Checked, FiniteFloat, GroupedCommand, GroupedOption
 from cli.schedule import SCHEDULES, Warmup
-from cli.settings import CLIP_BY, ROUTER_LOSS, TRACKERS
+from cli.settings import CLIP_BY, ROUTER_LOSS, TRACKERS, TRAIN_VISION
 from common.errors import UserError
 from common.presets import preset_files
 from common.units import parse_bytes
@@ -173,6 +173,11 @@ def build_command(run: Callable[..., int]) -> click.Command:
         type=click.Choice(["fp32", "bf16"]),
         default="fp32",
         help="Of Adam's two moments; bf16 is rounded stochastically.",
+    )
+    add(
+        "--train-vision",
+        type=click.Choice(TRAIN_VISION),
+        help="Of a vision-language model: train the projector, or all that turns images into tokens. Default: frozen.",
     )
     add("--io", type=click.Choice(["auto", "kvikio", "posix"]), default="auto", help="How SSDs are read and written.")
     add("--single-slot", is_flag=True, help="Half the space on SSD, but a crash loses the run.")

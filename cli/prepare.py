@@ -9,17 +9,20 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from cli.adapters import ADAPTER_CONFIG, peft_config_of, trainable_parameters
+from cli.adapters import ADAPTER_CONFIG, peft_config_of, towers_of, trainable_parameters
 from cli.computing_dtype import with_dtype
 from cli.machine import sequence_length, training_of
 from cli.naming import naming
 from cli.schedule import LearningRate
 from cli.settings import Settings
 from cli.trackers import check_trackers
-from common.data import Batches, DataConfig, RandomBatches, open_data
+from common.data import Batches, DataConfig, PackedBatches, RandomBatches, open_data
 from common.data.files import find_files
+from common.data.image_batches import ImageBatches, any_images, open_image_data
+from common.data.image_encoding import load_processor
 from common.errors import UserError
 from common.hardware import Gpu, describe_machine, pick_gpu, torch_name
+from common.models.classes import TaskType, task_type_of
 from common.models.compressed import method_of
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
@@ -64,6 +67,10 @@ class Job:
     """What is trained, if not the weights."""
     held_out: Batches | None = None
     """To evaluate with, in a fixed order."""
+    frozen_parameters: int = 0
+    """Of the model's, those in towers that are not trained, where the weights are."""
+    task_type: TaskType = TaskType.CAUSAL_LM
+    """What the model's head is for."""
     quantised_bytes: int | None = None
     """What the store takes if frozen weights are in fewer bits; None: they are not."""
 
@@ -107,7 +114,8 @@ class Job:
         width, nodes = 2 if settings.dtype == "bf16" else 4, settings.nodes or 1
         if settings.trains_adapters:  # every node has the parameters, all together the states
             return self.parameters * width + self.adapter_parameters * (4 + moments // nodes) * slots
-        return self.parameters * slots * (width * nodes + 4 - width + moments) // nodes
+        trained = self.parameters - self.frozen_parameters
+        return self.frozen_parameters * width + trained * slots * (width * nodes + 4 - width + moments) // nodes
 
     @property
     def fixed_settings(self) -> dict[str, Any]:
@@ -194,6 +202,11 @@ def check(settings: Settings) -> Checked:
     """
     with naming("--model"):
         config, checkpoint = load_config(settings.model)
+    if not task_type_of(config).generates:
+        raise UserError(
+            f"{settings.model} is {task_type_of(config).value}, and this command trains models that write text: use "
+            "fuyou.Engine, whose batches take its labels."
+        )
     peft_config_of(settings)
     emulated = is_emulated(settings.gpu)
     if emulated and settings.save:
@@ -228,15 +241,19 @@ def prepare(settings: Settings) -> Job:
     tokenizer = tokenizer_of(settings, checkpoint) if settings.data or settings.eval_data else None
     model = build_meta_model(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    frozen = 0 if settings.trains_adapters else sum(
+        model.get_parameter(name).numel() for name in towers_of(settings).frozen(model)
+    )  # fmt: skip
     adapter_parameters = trainable_parameters(settings, model) if settings.trains_adapters else 0
-    batches, data_key = _open_batches(settings, tokenizer, seq_len, text.vocab_size, output)
+    data = _Data(settings, checkpoint, tokenizer, seq_len, output, task_type_of(config))
+    batches, data_key = data.batches(text.vocab_size)
+    seq_len = getattr(batches, "seq_len", seq_len)
     total = _total_steps(settings, batches)
     rate = LearningRate(settings.schedule, settings.lr, settings.warmup.steps(total), total)
     job = Job(
         settings, type(model).__name__, text.vocab_size, parameters, checkpoint, found.gpu, output, found.ssd,
-        found.run_name, seq_len, batches, data_key, rate, adapter_parameters,
-        _open_held_out(settings, tokenizer, seq_len, output),
-        _quantised_bytes(settings) if _keeps_fewer_bits(settings, checkpoint) else None,
+        found.run_name, seq_len, batches, data_key, rate, adapter_parameters, data.held_out(), frozen,
+        task_type_of(config), _quantised_bytes(settings) if _keeps_fewer_bits(settings, checkpoint) else None,
     )  # fmt: skip
     if settings.save:
         _check_space(job)
@@ -312,26 +329,49 @@ def tokenizer_of(settings: Settings, checkpoint: Path | None, option: str = "--d
         ) from error
 
 
-def _open_batches(
-    settings: Settings, tokenizer: PreTrainedTokenizerBase | None, seq_len: int, vocab_size: int, output: Path
-) -> tuple[Batches, str]:
-    if tokenizer is None or not settings.data:
-        return RandomBatches(vocab_size, seq_len, settings.batch_size, settings.seed), RANDOM_TOKENS
-    config = DataConfig(settings.data, seq_len, settings.batch_size, settings.seed, truncate=settings.truncate)
-    with naming("--data"):
-        batches = open_data(config, tokenizer, output / "data")
-    return batches, batches.digest
+@dataclass(frozen=True)
+class _Data:
+    """What is needed to open data files."""
 
+    settings: Settings
+    checkpoint: Path | None
+    tokenizer: PreTrainedTokenizerBase | None
+    seq_len: int
+    output: Path
+    task_type: TaskType
 
-def _open_held_out(
-    settings: Settings, tokenizer: PreTrainedTokenizerBase | None, seq_len: int, output: Path
-) -> Batches | None:
-    """The data of ``--eval-data``, in the order of their files."""
-    if tokenizer is None or not settings.eval_data:
-        return None
-    config = DataConfig(settings.eval_data, seq_len, settings.batch_size, shuffle=False, truncate=settings.truncate)
-    with naming("--eval-data"):
-        return open_data(config, tokenizer, output / "data")
+    def batches(self, vocab_size: int) -> tuple[Batches, str]:
+        """Return the data of ``--data``, and what changes with them; random tokens where there are none."""
+        settings = self.settings
+        if self.tokenizer is None or not settings.data:
+            return RandomBatches(vocab_size, self.seq_len, settings.batch_size, settings.seed), RANDOM_TOKENS
+        with naming("--data"):
+            config = DataConfig(
+                settings.data, self.seq_len, settings.batch_size, settings.seed, truncate=settings.truncate
+            )
+            batches = self._open(config)
+        return batches, batches.digest
+
+    def held_out(self) -> Batches | None:
+        """Return the data of ``--eval-data``, in the order of their files."""
+        settings = self.settings
+        if self.tokenizer is None or not settings.eval_data:
+            return None
+        with naming("--eval-data"):
+            files, rows = settings.eval_data, settings.batch_size
+            return self._open(DataConfig(files, self.seq_len, rows, shuffle=False, truncate=settings.truncate))
+
+    def _open(self, config: DataConfig) -> PackedBatches | ImageBatches:
+        folder = self.output / "data"
+        if any_images(config.files, folder):
+            assert self.checkpoint is not None and self.tokenizer is not None
+            if self.task_type is not TaskType.IMAGE_TEXT_TO_TEXT:
+                raise UserError(
+                    f"The data hold images, and {self.checkpoint} is {self.task_type.value}: it reads text only."
+                )
+            return open_image_data(config, load_processor(self.checkpoint), folder)
+        assert self.tokenizer is not None
+        return open_data(config, self.tokenizer, folder)
 
 
 def _total_steps(settings: Settings, batches: Batches) -> int:

@@ -28,6 +28,9 @@ CLIP_BY = ("auto", "deferral", "speculation")
 ROUTER_LOSS = ("auto", "on", "off")
 """What ``--clip-by`` takes: names of :class:`fuyou.clipping.ClipBy`, which takes long to import."""
 
+TRAIN_VISION = ("projector", "all")
+"""What ``--train-vision`` takes."""
+
 _ONLY_NODES = (
     "gpus_per_node", "rdzv_endpoint", "node_timeout", "max_restarts", "strategy", "levels", "cluster", "quantise",
     "device_cache_threshold",
@@ -111,6 +114,8 @@ class Settings:
     """Trackers that get every step's figures."""
     single_slot: bool = False
     """Half the space on SSD, and no way to continue after a crash."""
+    train_vision: str | None = None
+    """What of a vision-language model's towers is trained beside its language model: projector, all; None: nothing."""
     unproven: bool = False
     """Whether to leave out the proof that streaming this family is exact."""
     io: str = "auto"

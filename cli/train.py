@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
-from cli.adapters import peft_config_of
+from cli.adapters import peft_config_of, towers_of
 from cli.any_run import check_ids, check_same_run, conclude, measurements, save, say_resumed
 from cli.evaluation import is_due, look
 from cli.interrupts import Interrupts, Stopped
@@ -20,6 +20,7 @@ from cli.report import Measurements, Report
 from cli.said import Said
 from cli.sample import continuation, print_sample
 from cli.settings import Settings
+from common.data.image_batches import ImageBatches
 from common.errors import UserError
 from common.store import DirectoryLock
 from fuyou import Engine, NonFiniteLoss, StepReport
@@ -154,6 +155,9 @@ def engine_options(job: Job) -> dict[str, Any]:
         "io": settings.io,
         "adapters": peft_config_of(settings),
         "frozen_dtype": settings.frozen_dtype,
+        "images": isinstance(job.batches, ImageBatches) or isinstance(job.held_out, ImageBatches),
+        "freeze_vision_tower": towers_of(settings).freeze_vision_tower,
+        "freeze_multi_modal_projector": towers_of(settings).freeze_multi_modal_projector,
     }
 
 

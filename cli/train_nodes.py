@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import common
-from cli.adapters import peft_config_of, trainable_parameters
+from cli.adapters import peft_config_of, towers_of, trainable_parameters
 from cli.any_run import check_ids, check_same_run, conclude, measurements, save, say_resumed
 from cli.choose_strategy import DEFAULT, choose_strategy
 from cli.computing_dtype import with_dtype_of_all
@@ -216,6 +216,7 @@ def _open_trainer(job: Job, topology: Topology, launches: set[str]) -> Trainer:
         seed=settings.seed,
         host_cache_bytes=None if settings.host_cache is None else settings.host_cache // topology.ranks_per_node,
         on_nonfinite=settings.on_nonfinite,
+        towers=towers_of(settings),
         router_loss=settings.router_loss,
         device_cache_threshold=0.9 if settings.device_cache_threshold is None else settings.device_cache_threshold,
     )

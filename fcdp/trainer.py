@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from common.data import document_mask
+from common.data.rows import take_rows
 from common.errors import UserError
 from common.memory_meter import PeakMeter
 from common.models.adapters import MERGED, Adapters
@@ -28,6 +29,7 @@ from common.models.flops import active_parameters, hardware_flops_per_token, mod
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from common.models.sources import CheckpointSource, RandomSource, WeightSource
+from common.models.towers import DEFAULT_FREEZING, TowerFreezing
 from common.telling import first_alone, tell
 from fcdp.commits import Commits
 from fcdp.shard import fully_shard, sharding
@@ -68,6 +70,8 @@ class TrainerConfig:
     device_cache_threshold: float = 0.9
     on_nonfinite: str = "stop"
     """Or ``skip``; see :mod:`fuyou.nonfinite`."""
+    towers: TowerFreezing = DEFAULT_FREEZING
+    """What of a vision-language model is not trained."""
     router_loss: str = "auto"
     """Whether a mixture of experts' router loss is a part of the loss: ``auto`` (as the configuration has it), ``on``
     or ``off``. It is that of a micro-batch of all ranks together, on average over micro-batches."""
@@ -131,14 +135,15 @@ class Trainer:
         stack = StreamedModel(self._plain, torch.device("cpu"))
         self._router_loss = find_router_loss(stack, config.router_loss) if wanted else None
         self._block_prefix, self._isolates_documents = stack.block_prefix, stack.isolates_documents
-        self._source: WeightSource = (
-            CheckpointSource(self._checkpoint, self._plain)
-            if self._checkpoint
-            else RandomSource(self._plain, config.seed)
-        )
+        self._stored = CheckpointSource(self._checkpoint, self._plain) if self._checkpoint else None
+        self._source: WeightSource = self._stored or RandomSource(self._plain, config.seed)
         self._source.check()
         self._model: Any = build_meta_model(self.config, dtype=self._dtype)
+        if adapters is not None:
+            config.towers.without_adapters(adapters, self._model)
         self._adapters = None if adapters is None else Adapters(self._model, adapters, config.seed)
+        for name in config.towers.frozen(self._model) if adapters is None else ():
+            self._model.get_parameter(name).requires_grad_(False)
         switch_router_logits(self._model, self._router_loss is not None)
         widen(self._model)
         if self._model.supports_gradient_checkpointing:
@@ -345,7 +350,7 @@ class Trainer:
         most = math.ceil(rows / self._topology.world_size)
         return math.ceil(most / (self._options.micro_batch or most))
 
-    def _split(self, batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    def _split(self, batch: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
         """This rank's rows, in as many micro-batches as every rank has: collectives must match."""
         rows, world, rank = batch["input_ids"].shape[0], self._topology.world_size, self._topology.rank
         if rows < world:
@@ -357,19 +362,22 @@ class Trainer:
         for start in range(first, first + count * width, width):
             stop = min(start + width, last)
             if start < stop:
-                part = {name: value[start:stop] for name, value in batch.items()}
+                part = take_rows(batch, start, stop)
                 part["counts"] = torch.ones_like(part["targets"])
             else:  # this rank has a sequence less than others: one more, that teaches nothing
-                part = {name: value[:1] for name, value in batch.items()}
+                part = take_rows(batch, 0, 1)
                 part["targets"] = torch.full_like(part["targets"], -100)
                 part["counts"] = torch.zeros_like(part["targets"])
-            parts.append({name: value.to(self._device, non_blocking=True) for name, value in part.items()})
+            parts.append({
+                name: value.to(self._device, self._dtype if value.is_floating_point() else None, non_blocking=True)
+                for name, value in part.items()
+            })  # fmt: skip
         return parts
 
     def _forward(self, part: dict[str, torch.Tensor]) -> Any:
         """What the model returns: ``logits``, and ``router_logits`` if they are asked for."""
-        inputs = {"input_ids": part["input_ids"], "position_ids": part["position_ids"]}
-        if not self._isolates_documents:
+        inputs = {name: value for name, value in part.items() if name not in ("targets", "labels", "counts")}
+        if "position_ids" in part and "attention_mask" not in part and not self._isolates_documents:
             inputs["attention_mask"] = document_mask(part["position_ids"], self._dtype)
         return self._model(**inputs, use_cache=False)
 
@@ -426,7 +434,9 @@ class Trainer:
     def _export(self, directory: Path, blocks: Iterator[dict[str, torch.Tensor]], allow_nonfinite: bool) -> None:
         leads, writer = self._topology.rank == 0, None
         if leads:
-            writer = CheckpointWriter(directory, self._plain, self.config, self._dtype, _SHARD_BYTES, allow_nonfinite)
+            writer = CheckpointWriter(
+                directory, self._plain, self.config, self._dtype, _SHARD_BYTES, allow_nonfinite, self._stored
+            )
         for named in blocks:
             if writer is not None:
                 writer.add(named)
@@ -442,8 +452,11 @@ class Trainer:
     def _merged(self, adapters: Adapters) -> Iterator[dict[str, torch.Tensor]]:
         """Weights with their adapters added; on the first rank, which writes them. On others nothing."""
         for named in gather_blocks(self._model, self._block_prefix, None, adapters.layers):
-            leads = self._topology.rank == 0
-            yield adapters.merge({name: value.cpu() for name, value in named.items()}) if leads else {}
+            if self._topology.rank:
+                yield {}
+                continue
+            merged = adapters.merge({name: value.cpu() for name, value in named.items()})
+            yield merged if self._stored is None else adapters.changed(merged)
 
     def newest_commit(self) -> int | None:
         """The step that :meth:`resume` would continue from."""

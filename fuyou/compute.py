@@ -2,16 +2,19 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
 from common.data import document_mask
+from common.data.rows import take_rows
 from common.errors import FinetuneError
+from common.models.classes import TaskType
 from fuyou.absent_gradients import mark_absent
 from fuyou.block_calls import BlockCalls
 from fuyou.data_plane import DataPlane
 from fuyou.gradients import GradientSum, round_in_place, sum_of_squares
-from fuyou.loss import cross_entropy, shifted_labels
+from fuyou.loss import cross_entropy, targets_of
 from fuyou.memory_plan import MemoryPlan
 from fuyou.recompute import Recomputations, Recorded
 from fuyou.records import Record
@@ -27,12 +30,13 @@ class StepComputation:
         stack: the model's parts.
         plane: buffers, and the executor that the other tasks run in.
         tasks: the step.
-        batch: ``input_ids``, ``labels`` and the rest, ``[B, S]`` each.
+        batch: ``input_ids``, ``labels`` and the rest, ``[B, S]`` each; or lists, see :mod:`common.data.rows`.
         plan: how the batch is split.
         recomputations: how blocks are computed again; remembers from step to step.
         began: when the step began, on :func:`time.monotonic`'s clock.
         items: labels in the batches of all ranks together; None: this is the only one.
         router_loss: that is a part of the loss, if any is.
+        task_type: what the head is for.
     """
 
     def __init__(
@@ -40,18 +44,20 @@ class StepComputation:
         stack: StreamedModel,
         plane: DataPlane,
         tasks: StepList,
-        batch: Mapping[str, torch.Tensor],
+        batch: Mapping[str, Any],
         plan: MemoryPlan,
         recomputations: Recomputations,
         began: float,
         items: int | None = None,
         router_loss: RouterLoss | None = None,
+        task_type: TaskType = TaskType.CAUSAL_LM,
     ):
         self._stack, self._plane, self.tasks, self.began = stack, plane, tasks, began
         self._plan, self._recomputations = plan, recomputations
         self._dtype = plane.shape.precision.dtype
         self._device = plane.device.torch_device
-        targets = shifted_labels(batch["labels"])
+        self._task_type = task_type
+        targets = targets_of(batch["labels"], task_type)
         # On the device: CUDA divides by a number of the host's as multiplication by its reciprocal, which is not what
         # an ordinary loop (transformers' loss divides by such a tensor) gives.
         labels = (targets != -100).sum() if items is None else torch.tensor(items)
@@ -71,14 +77,15 @@ class StepComputation:
         self._next: Task | None = next(self._todo, None)
         self.loss = float("nan")
 
-    def _split(self, batch: Mapping[str, torch.Tensor], targets: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+    def _split(self, batch: Mapping[str, Any], targets: torch.Tensor) -> list[dict[str, torch.Tensor]]:
         rows = min(batch["input_ids"].shape[0], self._plan.batch.micro_rows)
         result = []
         for start in range(0, batch["input_ids"].shape[0], rows):
+            taken = take_rows(batch, start, start + rows)
             micro = {
-                name: batch[name][start : start + rows].to(self._device, non_blocking=True)
-                for name in ("input_ids", "position_ids", "attention_mask")
-                if batch.get(name) is not None
+                name: value.to(self._device, self._dtype if value.is_floating_point() else None, non_blocking=True)
+                for name, value in taken.items()
+                if name != "labels"
             }
             micro["targets"] = targets[start : start + rows].to(self._device, non_blocking=True)
             result.append(micro)
@@ -255,7 +262,8 @@ class StepComputation:
         inputs = self._micro[micro]
         batch = {name: value[:, columns] for name, value in inputs.items() if name in ("input_ids", "position_ids")}
         part = hidden if whole else hidden.narrow(dim, columns.start, columns.stop - columns.start)
-        return self._stack.head(batch, part)
+        logits = self._stack.head(batch, part)
+        return logits.unsqueeze(1) if self._task_type is TaskType.SEQUENCE_CLASSIFICATION else logits
 
     def _loss(
         self, micro: int, logits: torch.Tensor, columns: slice, gradient: bool
@@ -264,9 +272,9 @@ class StepComputation:
         return cross_entropy(logits, self._micro[micro]["targets"][:, columns], self._items, gradient)
 
     def _columns(self, micro: int) -> list[slice]:
-        """The ranges of tokens that go through the head at once."""
+        """The ranges of tokens that go through the head at once: all, where it looks for the end of each row."""
         length = self._micro[micro]["input_ids"].shape[1]
-        width = self._plan.head_columns
+        width = length if self._task_type is TaskType.SEQUENCE_CLASSIFICATION else self._plan.head_columns
         return [slice(start, min(start + width, length)) for start in range(0, length, width)]
 
     def _model_inputs(self, micro: int) -> dict[str, torch.Tensor]:
@@ -320,7 +328,7 @@ class StepComputation:
     def _views(self, task: Task) -> Iterator[tuple[Record, dict[str, torch.Tensor]]]:
         """The task's records, and their parameters in the device buffers by their first names."""
         assert task.visit is not None
-        for index, buffer in zip(task.visit.records, (task.source, task.adapter), strict=False):
+        for index, buffer in task.parameters:
             record = self._plane.shape.records[index]
             flat = self._flat(record, buffer, decoded=task.micro > 0)
             # Each apart: some adapters swap a weight in place, which must not look like a change of its neighbours.

@@ -13,13 +13,16 @@ import torch
 from peft import PeftConfig
 from transformers import PreTrainedConfig
 
+from common.data.rows import holds_images
 from common.errors import FinetuneError, UserError
 from common.hardware import memory_available_bytes
 from common.memory_meter import PeakMeter, proportional_set_bytes
 from common.models.adapters import MERGED, AdapterOptions
+from common.models.classes import TaskType
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
 from common.models.presets import load_config
 from common.models.saving import NonFiniteWeights
+from common.models.towers import TowerFreezing
 from common.store import Layout
 from common.store.directories import usable
 from common.units import format_bytes, parse_bytes
@@ -38,6 +41,7 @@ from fuyou.engine_config import EngineConfig
 from fuyou.exporting import Exporter
 from fuyou.frozen import FrozenDtype
 from fuyou.keeping import Keeping
+from fuyou.loss import targets_of
 from fuyou.memory_plan import MemoryPlan
 from fuyou.nodes.agreement import Agreement
 from fuyou.nodes.choosing import choose_together
@@ -136,6 +140,9 @@ class Engine:
             lossless: every weight is rounded once, when the store is made. ``"checkpoint"`` keeps them in the bytes of
             a compressed checkpoint (FP8, MXFP4, compressed-tensors), which is lossless, and ``"plain"`` in ``dtype``.
             None takes ``"checkpoint"`` where the checkpoint is compressed, else ``"plain"``.
+        freeze_vision_tower, freeze_multi_modal_projector: what of a vision-language model is not trained, where neither
+            ``trainable`` nor ``adapters`` say it. What is frozen of both stays on the device for the whole run.
+        images: plan memory for batches with images from the start. Without it, that happens when the first one comes.
         automatic: let the planner choose ``deferred_fraction``, ``kept_activations`` and ``clip_by`` where they are not
             given, by simulation of this run on this machine. Needs ``batch_shape`` and a profile of this machine with
             this model (``finetune --profile``); without one nothing is chosen. Costs 0.1 to 3 s at the start, and
@@ -195,6 +202,9 @@ class Engine:
         adapters: PeftConfig | AdapterOptions | None = None,
         trainable: Sequence[str] | None = None,
         frozen_dtype: str | None = None,
+        freeze_vision_tower: bool = True,
+        freeze_multi_modal_projector: bool = True,
+        images: bool = False,
         automatic: bool = False,
         topology: Topology | None = None,
         leave_ssd: Sequence[str | os.PathLike[str]] = (),
@@ -214,8 +224,10 @@ class Engine:
             kept_activations if isinstance(kept_activations, Keeping) else parse_bytes(kept_activations or 0),
             adapters.peft_config() if isinstance(adapters, AdapterOptions) else adapters,
             None if trainable is None else tuple(trainable), FrozenDtype.named(frozen_dtype), router_loss,
+            TowerFreezing(freeze_vision_tower, freeze_multi_modal_projector),
         )  # fmt: skip
         self.lr = lr
+        self._images = images
         self._closed = False
         self._link: OptimizerLink | None = None
         self._opened: Runtime | None = None
@@ -326,7 +338,7 @@ class Engine:
         torch.manual_seed(options.seed)
         self._model = OpenModel(
             self.config, options.precision, self._device.torch_device, options.adapters, options.trainable,
-            options.frozen_dtype, options.seed, options.router_loss, self._checkpoint,
+            options.frozen_dtype, options.seed, options.router_loss, self._checkpoint, options.towers, self._images,
         )  # fmt: skip
         share = share_of(self._topology)
         self._source = self._model.weights()
@@ -456,13 +468,16 @@ class Engine:
 
     # -- training -------------------------------------------------------------------------------------------------
 
-    def __call__(self, **batch: torch.Tensor) -> EngineOutput:
+    def __call__(self, **batch: Any) -> EngineOutput:
         """The streamed forward pass.
 
         Args:
-            batch: ``input_ids`` and ``labels`` int64 ``[B, S]`` (not shifted, -100 where no loss is wanted);
-                optionally ``position_ids`` ``[B, S]`` (restarting at each document of a packed row) and
-                ``attention_mask``.
+            batch: ``input_ids`` and ``labels`` int64 ``[B, S]`` (not shifted, -100 where no loss is wanted; of a
+                sequence classifier ``[B]``);
+                optionally ``position_ids`` ``[B, S]`` (restarting at each document of a packed row),
+                ``attention_mask``, and whatever else the model's own forward takes: of images, what the family's
+                processor returns (``pixel_values``, ``image_grid_thw``, ...), as lists with one entry for each
+                sequence (see :mod:`common.data.rows`).
 
         Raises:
             NonFiniteLoss: the loss is NaN or infinite; the last committed step is intact.
@@ -556,7 +571,7 @@ class Engine:
         return self._nonfinite.leaves_out(step, loss, norm, self.committed_step)
 
     @torch.no_grad()
-    def eval_loss(self, **batch: torch.Tensor) -> float:
+    def eval_loss(self, **batch: Any) -> float:
         """Mean loss over a batch, forward only; nothing changes but pending updates, which are applied first."""
         self.flush()
         plane = self._prepare(batch)
@@ -565,7 +580,7 @@ class Engine:
         self._run_forward(computation, tasks)
         return self._whole_loss(computation)
 
-    def _evaluation(self, batch: dict[str, torch.Tensor]) -> StepList:
+    def _evaluation(self, batch: dict[str, Any]) -> StepList:
         """The tasks of a forward pass that changes nothing."""
         return self._runtime.scheduler.evaluation(self.step_count, self._runtime.batch_shape(*batch["input_ids"].shape))
 
@@ -622,6 +637,8 @@ class Engine:
         """
         if self.emulated:
             raise UserError("A run on an emulated device computes nothing, so there is nothing that it could say.")
+        if not self._model.task_type.generates:
+            raise UserError(f"This model is {self._model.task_type.value}: it does not say how a sequence goes on.")
         if input_ids.dim() != 2 or input_ids.shape[0] != 1 or not input_ids.numel():
             raise UserError(f"next_logits takes one sequence, [1, tokens], not {list(input_ids.shape)}.")
         self.flush()
@@ -646,13 +663,13 @@ class Engine:
         self._runtime.plane.executor.drain()
 
     def _computation(
-        self, plane: DataPlane, tasks: StepList, batch: dict[str, torch.Tensor], began: float
+        self, plane: DataPlane, tasks: StepList, batch: dict[str, Any], began: float
     ) -> StepComputation | TimedComputation:
         if isinstance(self._device, EmulatedDevice):
             return TimedComputation(self._device, plane.executor, tasks, batch["input_ids"].numel(), began)
         return StepComputation(
             self._stack, plane, tasks, batch, self.memory_plan, self._runtime.recomputations, began, self._items,
-            self._model.router_loss,
+            self._model.router_loss, self._model.task_type,
         )  # fmt: skip
 
     def _commit_requested(self) -> int:
@@ -660,32 +677,36 @@ class Engine:
         submitted = self._runtime.scheduler.commit_step
         return submitted if submitted is not None else self.committed_step
 
-    def _prepare(self, batch: dict[str, torch.Tensor]) -> DataPlane:
+    def _prepare(self, batch: dict[str, Any]) -> DataPlane:
         """Check the batch, and find room for it."""
         if self._closed:
             raise FinetuneError("The engine has been closed.")
-        for name in ("input_ids", "labels"):
-            if batch.get(name) is None or batch[name].dim() != 2:
-                raise UserError(f"A batch needs {name} of shape [sequences, tokens].")
+        per_row = self._model.task_type is TaskType.SEQUENCE_CLASSIFICATION
+        for name, dims in (("input_ids", 2), ("labels", 1 if per_row else 2)):
+            if batch.get(name) is None or batch[name].dim() != dims or batch[name].is_floating_point():
+                shape = "[sequences, tokens]" if dims == 2 else "[sequences], one class each"
+                raise UserError(f"A batch needs {name}, int64 of shape {shape}.")
         items = self._count_labels(batch)
         if not items:
             raise UserError("No token of this batch has a label (all are -100): there is nothing to learn from it.")
         self._items = items if self._agreement is not None else None
         return self._fitting_plane(batch)
 
-    def _count_labels(self, batch: dict[str, torch.Tensor]) -> int:
+    def _count_labels(self, batch: dict[str, Any]) -> int:
         """In the batches of all ranks."""
-        items = int((batch["labels"][:, 1:] != -100).sum())
+        items = int((targets_of(batch["labels"], self._model.task_type) != -100).sum())
         return items if self._agreement is None else sum(self._agreement.tell(items))
 
-    def _fitting_plane(self, batch: dict[str, torch.Tensor]) -> DataPlane:
+    def _fitting_plane(self, batch: dict[str, Any]) -> DataPlane:
         """Buffers in which the batch has room, on every rank."""
         rows, seq_len = batch["input_ids"].shape
+        images = holds_images(batch)
         if self._agreement is not None:  # all or none of the ranks make their buffers anew
-            rows, seq_len = (max(sizes) for sizes in zip(*self._agreement.tell((rows, seq_len)), strict=True))
-        if not self._runtime.fits(rows, seq_len):
+            told = self._agreement.tell((rows, seq_len, images))
+            rows, seq_len, images = (max(sizes) for sizes in zip(*told, strict=True))
+        if not self._runtime.fits(rows, seq_len, images):
             self.flush()
-            self._runtime.fit(rows, seq_len)
+            self._runtime.fit(rows, seq_len, images)
         return self._runtime.plane
 
     # -- committing -----------------------------------------------------------------------------------------------

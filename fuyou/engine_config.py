@@ -7,6 +7,7 @@ from peft import PeftConfig
 
 from common.errors import UserError
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
+from common.models.towers import DEFAULT_FREEZING, TowerFreezing
 from fuyou.adam import AdamConfig
 from fuyou.clipping import ClipBy, Strikes, speculation_obstacle
 from fuyou.deferral import interleaved
@@ -44,6 +45,7 @@ class EngineConfig:
     """None leaves it to the checkpoint."""
     router_loss: str
     """Whether it is a part of the loss, see :mod:`fuyou.router_loss`."""
+    towers: TowerFreezing = DEFAULT_FREEZING
 
     def __post_init__(self) -> None:
         checks = {

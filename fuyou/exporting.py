@@ -43,7 +43,8 @@ class Exporter:
         self._shard = max(_LEAST_SHARD, min(_LARGEST_SHARD, host_limit // 3))
 
     def checkpoint(self, directory: Path, dtype: torch.dtype) -> None:
-        """A Hugging Face checkpoint in ``dtype``; adapters are merged into the weights they adapt.
+        """A Hugging Face checkpoint: what was trained in ``dtype``, adapters merged into the weights they adapt, and
+        all else as training found it.
 
         Memory: a shard and, with adapters, one block in ``dtype`` and its adapters.
 
@@ -51,18 +52,28 @@ class Exporter:
             NonFiniteWeights: a tensor holds a NaN or an infinity, and may not; on the rank that writes, when it has
                 read all.
         """
-        model, writer = self._model, None
+        model, source, writer = self._model, self._model.source, None
         if self._writes:
-            writer = CheckpointWriter(directory, model.base, model.config, dtype, self._shard, self._allows_nonfinite)
+            writer = CheckpointWriter(
+                directory, model.base, model.config, dtype, self._shard, self._allows_nonfinite, source
+            )
         together: dict[int, set[int]] = {}
         for visit in self._shape.visits(train=False):  # where embedding and head are tied, both use one record
             together.setdefault(visit.record, set()).update(visit.records)
         for indices in together.values():
+            if source is not None and not any(self._shape.records[index].trainable for index in indices):
+                continue  # the checkpoint has it, as it was
             values: dict[str, torch.Tensor] = {}
             for index in sorted(indices):
-                values |= self._values(self._shape.records[index])
-            if writer is not None:
-                writer.add(values if model.adapters is None else model.adapters.merge(values))
+                record = self._shape.records[index]
+                if model.adapters is not None or record.trainable or source is None:
+                    values |= self._values(record)
+            if writer is None:
+                continue
+            if model.adapters is not None:
+                values = model.adapters.merge(values)
+                values = values if source is None else model.adapters.changed(values)
+            writer.add(values)
         if writer is None:
             return
         writer.finish()

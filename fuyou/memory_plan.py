@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 
 from common.buffers import round_up
 from common.errors import UserError
+from common.models.image_memory import NO_IMAGES
 from common.units import format_bytes
 from fuyou.frozen import ROW_ELEMENTS, FrozenDtype
 from fuyou.loss import pass_bytes
@@ -300,7 +301,10 @@ class MemoryPlanner:
             for name in names
         }
         few = min(2, self.adapters)
-        return replace(counts, device_adapters=few, device_adapter_gradients=few, **none)
+        towers = len(self.shape.of_kind(Kind.TOWER))
+        return replace(
+            counts, device_adapters=few, device_adapter_gradients=few, device_towers=towers, host_towers=towers, **none
+        )
 
     def _adapter_ladder(self) -> list[tuple[int, int]]:
         """Host buffers for adapters and for their gradients: all of them, as a rule; else as many as pass through."""
@@ -371,6 +375,8 @@ class MemoryPlanner:
         head = logits + 3 * shape.trained_parameter(Kind.OUTER) * width
         head += tokens * shape.outer_adapting.per_token + shape.outer_adapting.fixed
         workspace = self._block_workspace(batch) + max(2 * shape.trained_parameter(Kind.BLOCK) * width, head)
+        images = shape.image_memory if shape.images else NO_IMAGES
+        workspace = max(workspace, batch.micro_tokens * images.working * width)  # blocks do not run meanwhile
 
         trained = {kind: shape.trained_elements(kind) for kind in (Kind.BLOCK, Kind.OUTER)}
         wide_blocks = precision.split and several and bool(trained[Kind.BLOCK])
@@ -388,6 +394,7 @@ class MemoryPlanner:
             + counts.device_activations * activation
             + counts.device_kept * kept
             + batch.rows * shape.carried_bytes(batch.seq_len)
+            + batch.rows * batch.seq_len * images.kept * width
             + workspace
             + REDUCTION_BYTES * ((shape.share.ranks_per_node > 1) + (shape.share.nodes > 1))
         )
@@ -438,8 +445,10 @@ class MemoryPlanner:
             )
         smaller = "" if batch.micro_rows == 1 or len(batches) > 1 else " A smaller --micro-batch needs less."
         block, outer = (max(r.numel for r in self.shape.of_kind(kind)) for kind in (Kind.BLOCK, Kind.OUTER))
+        towers = sum(record.numel for record in self.shape.of_kind(Kind.TOWER))
+        beside = f", {towers:,} of them in towers that stay on the device" if towers else ""
         return UserError(
-            f"One block of this model ({block:,} parameters; {outer:,} outside the blocks) with a "
+            f"One block of this model ({block:,} parameters; {outer + towers:,} outside the blocks{beside}) with a "
             f"micro-batch of {batch.micro_rows} x {batch.seq_len} tokens needs {' and '.join(needs)}.{smaller}"
         )
 

@@ -11,7 +11,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from common.errors import UserError
 from common.models.adapter_memory import AdapterMemory, adapter_memory
 from common.models.compressed import CompressedParameter
+from common.models.image_memory import image_memory
 from common.models.structure import fp32_parameters, parameter_names
+from common.models.towers import tower_parameters
 from fuyou.frozen import FrozenDtype
 from fuyou.records import Kind, Precision, Record, wants_decay
 from fuyou.stack import StreamedModel
@@ -75,7 +77,7 @@ def model_records(
     compressed: Mapping[str, CompressedParameter] | None = None,
 ) -> StepShape:
     """One record per block, one for what runs before the blocks, one for what runs after; and where some parameters
-    are frozen (``requires_grad`` is False) and some are not, one more for the latter.
+    are frozen (``requires_grad`` is False) and some are not, one more for the latter; and one for frozen towers.
 
     Where a parameter is used on both sides (tied embeddings), both sides are one record.
 
@@ -95,7 +97,8 @@ def model_records(
     if not any(parameter.requires_grad for parameter in stack.model.parameters()):
         raise UserError("All parameters of the model are frozen: there is nothing to train.")
     blocks = [_Group() for _ in stack.blocks]
-    before, after, both = _Group(), _Group(), _Group()
+    before, after, both, tower = _Group(), _Group(), _Group(), _Group()
+    towers = set(tower_parameters(stack.model))
     prefix = f"{stack.block_prefix}."
     for names in parameter_names(stack.model):
         parameter = stack.model.get_parameter(names[0])
@@ -103,23 +106,27 @@ def model_records(
         entry = (names, shape, wants_decay(names[0], shape))
         if names[0].startswith(prefix):
             group = blocks[int(names[0].removeprefix(prefix).partition(".")[0])]
+        elif names[0] in towers and not parameter.requires_grad:
+            group = tower
         else:
             sides = {stack.runs_before_blocks(name) for name in names}
             group = both if len(sides) == 2 else before if True in sides else after
         group.add(entry, parameter.requires_grad)
-    made = _step_shape(blocks, before, after, both, _Records(precision, frozen, compressed or {}), precision)
+    made = _step_shape(blocks, before, after, both, tower, _Records(precision, frozen, compressed or {}), precision)
     adapted = [name for name, module in stack.model.named_modules() if isinstance(module, BaseTunerLayer)]
     outside = (stack.model.get_submodule(name) for name in adapted if not name.startswith(prefix))
     return replace(
         made, block_adapting=AdapterMemory.most(adapter_memory(block) for block in stack.blocks),
         outer_adapting=AdapterMemory.most(adapter_memory(module) for module in outside),
         hidden_size=stack.hidden_size, carried_bytes=stack.carried_bytes if stack.links else no_bytes,
+        image_memory=image_memory(stack.model),
     )  # fmt: skip
 
 
 def _step_shape(
-    blocks: list[_Group], before: _Group, after: _Group, both: _Group, records: _Records, precision: Precision
-) -> StepShape:
+    blocks: list[_Group], before: _Group, after: _Group, both: _Group, tower: _Group, records: _Records,
+    precision: Precision,
+) -> StepShape:  # fmt: skip
     first, last = before.joined(_Group()), after
     if both.frozen or both.trained or not _any(before) or not _any(after):
         # In the model's order, as far as that goes: what is tied is the embedding, which comes first.
@@ -140,9 +147,10 @@ def _step_shape(
     adapters = tuple(
         records.adapter(f"block {layer}", group.trained if group.frozen else []) for layer, group in enumerate(blocks)
     )
+    towers = records.main("towers", Kind.TOWER, tower) if tower.frozen else -1
     return StepShape(
         tuple(records.made), embedding, head, layers, precision, adapters if max(adapters) >= 0 else (),
-        embedding_adapter, head_adapter,
+        embedding_adapter, head_adapter, towers,
     )  # fmt: skip
 
 

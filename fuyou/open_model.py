@@ -11,9 +11,11 @@ from transformers import PreTrainedConfig
 
 from common.errors import UserError, did_you_mean
 from common.models.adapters import Adapters
+from common.models.classes import task_type_of
 from common.models.compressed import CompressedParameter, method_of
 from common.models.meta import build_meta_model
 from common.models.sources import CheckpointSource, RandomSource, WeightSource
+from common.models.towers import DEFAULT_FREEZING, TowerFreezing
 from fuyou.frozen import FrozenDtype
 from fuyou.model_records import fingerprint, model_records
 from fuyou.records import Precision
@@ -35,6 +37,8 @@ class OpenModel:
         router_loss: whether a mixture of experts' router loss is a part of the loss, see :mod:`fuyou.router_loss`.
         checkpoint: where weights come from; None for random ones. It is opened only if it is compressed and something
             is frozen, for then the records depend on what is in it.
+        towers: what of a vision-language model's towers is frozen, if ``trainable`` does not say it.
+        images: whether batches come with images.
 
     Attributes:
         base: the model as it was, for its names: without adapters, it is the one that ``stack`` runs.
@@ -60,18 +64,27 @@ class OpenModel:
         seed: int = 0,
         router_loss: str = "auto",
         checkpoint: Path | None = None,
+        towers: TowerFreezing = DEFAULT_FREEZING,
+        images: bool = False,
     ):
         if adapters is not None and trainable is not None:
             raise UserError("adapters freeze all other parameters: give either adapters or trainable.")
         self.config, self._seed, self._checkpoint = config, seed, checkpoint
-        self._source: CheckpointSource | None = None
+        #: What the model's head is for.
+        self.task_type = task_type_of(config)
+        #: What training begins with, once :meth:`weights` was asked for it; None if that is random.
+        self.source: CheckpointSource | None = None
         model = self.base = build_meta_model(config, dtype=precision.dtype)
         self.adapters: Adapters | None = None
         if adapters is not None:
             model = build_meta_model(config, dtype=precision.dtype)
+            towers.without_adapters(adapters, model)
             self.adapters = Adapters(model, adapters, seed)
         elif trainable is not None:
             self._freeze_all_but(trainable)
+        else:
+            for name in towers.frozen(model):
+                model.get_parameter(name).requires_grad_(False)
         wanted = wants_router_loss(model, router_loss)
         self.stack = StreamedModel(model, device)
         self.router_loss = find_router_loss(self.stack, router_loss) if wanted else None
@@ -80,7 +93,7 @@ class OpenModel:
         if frozen is None:
             frozen = FrozenDtype.CHECKPOINT if compressed else FrozenDtype.PLAIN
         records = model_records(self.stack, precision, frozen, compressed)
-        self.shape = replace(records, router_experts=experts)
+        self.shape = replace(records, router_experts=experts, images=images)
 
     def weights(self) -> WeightSource:
         """Where first values come from; checked, and the model's buffers filled from it.
@@ -88,9 +101,9 @@ class OpenModel:
         Raises:
             UserError, FinetuneError: see :meth:`WeightSource.check`.
         """
-        source: WeightSource = RandomSource(self.base, self._seed)
-        if self._checkpoint is not None:
-            source = self._source or CheckpointSource(self._checkpoint, self.base)
+        if self._checkpoint is not None and self.source is None:
+            self.source = CheckpointSource(self._checkpoint, self.base)
+        source: WeightSource = self.source or RandomSource(self.base, self._seed)
         source.check()
         for name, value in source.read_buffers():
             self.base.get_buffer(name).copy_(value)
@@ -123,7 +136,7 @@ class OpenModel:
             return {}
         found: dict[str, CompressedParameter | None] = {}
         if self._checkpoint is not None and method_of(self._checkpoint) is not None:
-            source = self._source = CheckpointSource(self._checkpoint, self.base)
+            source = self.source = CheckpointSource(self._checkpoint, self.base)
             before = self.adapters.base_names if self.adapters is not None else {}
             found = {name: source.compressed(before.get(name, name)) for name in names}
         compressed = {name: one for name, one in found.items() if one is not None}

@@ -32,7 +32,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import FinetuneError, UserError
 from common.models.adapters import ALL_LINEAR
+from common.models.classes import TaskType, task_type_of
 from common.models.miniature import TOKENS, VOCABULARY, miniature
+from fuyou.loss import targets_of
 from fuyou.open_model import OpenModel
 from fuyou.profiling.cache import cache_directory
 from fuyou.records import Precision
@@ -260,7 +262,11 @@ class _Proof:
         most = getattr(self._small.get_text_config(decoder=True), "vocab_size", VOCABULARY)
         ordinary = (4, VOCABULARY // 2) if most >= VOCABULARY else (0, most)  # special tokens lie at the ends
         tokens = torch.randint(*ordinary, (ROWS, TOKENS), generator=generator)
+        task_type = task_type_of(self._small)
         labels = tokens.clone()
+        if not task_type.generates:
+            shape = (ROWS,) if task_type is TaskType.SEQUENCE_CLASSIFICATION else (ROWS, TOKENS)
+            labels = torch.randint(0, self._small.num_labels or 2, shape, generator=generator)
         batch = {"input_ids": tokens, "labels": labels}
         if self._claim.packed:
             documents = self._documents()
@@ -276,10 +282,10 @@ class _Proof:
 
     def _in_memory(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> _Pass:
         parts = [
-            {name: batch[name][:, piece].contiguous() for name in ("input_ids", "labels")}
+            {name: batch[name][..., piece].contiguous() for name in ("input_ids", "labels")}
             for piece in self._documents()
         ]
-        counts = [int((part["labels"][:, 1:] != -100).sum()) for part in parts]
+        counts = [int((targets_of(part["labels"], task_type_of(self._small)) != -100).sum()) for part in parts]
         model.zero_grad(set_to_none=True)
         total = 0.0
         for part, count in zip(parts, counts, strict=True):

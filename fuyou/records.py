@@ -91,6 +91,8 @@ class Kind(Enum):
     """Outside the stack, likewise: may be many times larger than a block."""
     ADAPTER = "adapter"
     """What is trained of modules whose other parameters are frozen."""
+    TOWER = "tower"
+    """What is frozen of what turns images into input of the embedding: stays on the device."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """What runs the steps: buffers, workers and the schedule, made for a size of batch, and made again for a larger one."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from common.store import Pace, Store
@@ -79,12 +80,14 @@ class Runtime:
         self.accounting: Accounting
         self.io = IoCounter(self._io_now)
 
-    def plan(self, rows: int, seq_len: int) -> None:
-        """Divide the budgets for batches of this size.
+    def plan(self, rows: int, seq_len: int, images: bool = False) -> None:
+        """Divide the budgets for batches of this size, with ``images`` or without.
 
         Raises:
             UserError: they do not hold what a step needs.
         """
+        if images:
+            self._planner.shape = replace(self._planner.shape, images=True)
         self.memory_plan = self._planner.plan(rows, seq_len, self._options.micro_batch)
 
     def attach(self, files: RunFiles, extents: list[RecordExtents]) -> None:
@@ -134,23 +137,24 @@ class Runtime:
         """Whether buffers and workers are there."""
         return self._plane is not None
 
-    def fit(self, rows: int, seq_len: int) -> None:
+    def fit(self, rows: int, seq_len: int, images: bool = False) -> None:
         """Make sure that there are buffers in which such a batch has room. Nothing may be pending where there are not.
 
         Raises:
             UserError: the budgets do not hold it.
         """
-        if self.fits(rows, seq_len):
+        if self.fits(rows, seq_len, images):
             return
         planned = self.memory_plan.batch
-        self.plan(max(rows, planned.rows), max(seq_len, planned.seq_len))
+        self.plan(max(rows, planned.rows), max(seq_len, planned.seq_len), images)
         self.close()
         self.open(self._commits)
 
-    def fits(self, rows: int, seq_len: int) -> bool:
+    def fits(self, rows: int, seq_len: int, images: bool = False) -> bool:
         """Whether there are buffers in which such a batch has room."""
         planned = self.memory_plan.batch
-        return self.is_open and rows <= planned.rows and seq_len <= planned.seq_len
+        counted = self._planner.shape.images or not images
+        return self.is_open and rows <= planned.rows and seq_len <= planned.seq_len and counted
 
     def batch_shape(self, rows: int, seq_len: int) -> BatchShape:
         """How the schedule sees a batch."""

@@ -184,6 +184,7 @@ class Scheduler:
     def _visit(self, visit: Visit, train: bool = True) -> None:
         records = [self.shape.records[index] for index in visit.records]
         places = [self._on_device(record) for record in records]
+        buffers = {index: place for index, (place, _) in zip(visit.records, places, strict=True)}
         ready = [upload for _, upload in places]
         gradient, continues = -1, False
         trained = self.shape.records[visit.trained] if visit.trained >= 0 else None
@@ -197,8 +198,8 @@ class Scheduler:
             kept_input, kept_output = self._kept_arguments(visit, micro) if train else ([], [])
             compute = Task(
                 Op.COMPUTE, list(ready), flops=flops, tokens=self._batch.tokens,
-                step=self._list.step, record=visit.record, visit=visit, micro=micro, source=places[0][0],
-                adapter=places[1][0] if len(places) > 1 else -1, gradient=gradient,
+                step=self._list.step, record=visit.record, visit=visit, micro=micro, source=buffers[visit.record],
+                adapter=buffers.get(visit.adapter, -1), tower=buffers.get(visit.tower, -1), gradient=gradient,
                 first=gradient >= 0 and micro == 0 and not continues, last=micro == self._batch.micro_batches - 1,
             )  # fmt: skip
             # Uploads share a lane: what is large and finds its buffer free comes before what may have to wait for one.

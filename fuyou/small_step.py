@@ -49,6 +49,7 @@ class SmallStep:
 
     def __init__(self, model: OpenModel, parameters: Mapping[str, torch.Tensor]):
         self._stack, self._shape, self._router_loss = model.stack, model.shape, model.router_loss
+        self._task_type = model.task_type
         self._flat = {record.index: _flat(record, parameters) for record in self._shape.records}
         # As in a run: what a step has learnt about recomputing blocks, the next one makes use of.
         self._recomputations = Recomputations()
@@ -71,7 +72,7 @@ class SmallStep:
         self.gradients = {}
         step = StepComputation(
             self._stack, cast(DataPlane, plane), tasks, batch, plan, self._recomputations, time.monotonic(),
-            router_loss=self._router_loss,
+            router_loss=self._router_loss, task_type=self._task_type,
         )  # fmt: skip
         loss = float(step.forward())
         if step.router is not None:
@@ -86,8 +87,7 @@ class SmallStep:
         records = self._shape.records
 
         def start(task: Task) -> None:
-            assert task.visit is not None
-            for index, buffer in zip(task.visit.records, (task.source, task.adapter), strict=False):
+            for index, buffer in task.parameters:
                 parameters[records[index].kind].made[buffer] = self._flat[index].view(torch.uint8)
 
         def finish(task: Task) -> None:

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from common.errors import FinetuneError, UserError
 from common.models.structure import find_blocks
+from common.models.towers import tower_parameters
 from fuyou.block_calls import BlockCalls, Links, Recorder, paths
 from fuyou.block_probe import TENSOR, BlockProbe
 from fuyou.survey import LookBack, Used
@@ -104,6 +105,7 @@ class StreamedModel:
         """Run what comes before the blocks without its parameters, to see what that is, which masks it makes, and what
         links the blocks."""
         inside = {module for block in self.blocks for module in block.modules()}
+        self._towers = frozenset(tower_parameters(self.model))
         owners = {owner for owner, _, _ in self._owners.values()} - inside
         #: Modules outside the blocks that have parameters of their own.
         self._outer = owners
@@ -214,9 +216,10 @@ class StreamedModel:
         return self._carried_bytes[seq_len]
 
     def runs_before_blocks(self, name: str) -> bool:
-        """Whether the parameter ``name`` belongs to a module that runs before the blocks."""
+        """Whether the parameter ``name`` belongs to a module that runs before the blocks, as towers do."""
         owner, attribute, _ = self._owners[name]
-        return self._runners.get(owner) in self.before or (owner, attribute) in self._read_before
+        before = self._runners.get(owner) in self.before or (owner, attribute) in self._read_before
+        return before or name in self._towers
 
     def dtype_of(self, name: str) -> torch.dtype:
         """What the model computes with in the place of the parameter ``name``."""

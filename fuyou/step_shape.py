@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 
 from common.models.adapter_memory import NO_ADAPTERS, AdapterMemory
+from common.models.image_memory import NO_IMAGES, ImageMemory
 from fuyou.records import Kind, Precision, Record
 from fuyou.share import Share
 from fuyou.tasks import Phase, Visit
@@ -19,12 +20,14 @@ class BufferCounts:
     device_blocks: int = 2
     device_outer: int = 1
     device_adapters: int = 0
+    device_towers: int = 0
     device_block_gradients: int = 2
     device_outer_gradients: int = 1
     device_adapter_gradients: int = 0
     host_blocks: int = 3
     host_outer: int = 1
     host_adapters: int = 0
+    host_towers: int = 0
     host_block_gradients: int = 2
     host_outer_gradients: int = 1
     host_adapter_gradients: int = 0
@@ -39,26 +42,28 @@ class BufferCounts:
         """Buffers on the device for parameters of records of this kind."""
         return {
             Kind.BLOCK: self.device_blocks, Kind.OUTER: self.device_outer, Kind.ADAPTER: self.device_adapters,
+            Kind.TOWER: self.device_towers,
         }[kind]  # fmt: skip
 
     def host(self, kind: Kind) -> int:
         """The same on the host."""
         return {
             Kind.BLOCK: self.host_blocks, Kind.OUTER: self.host_outer, Kind.ADAPTER: self.host_adapters,
+            Kind.TOWER: self.host_towers,
         }[kind]  # fmt: skip
 
     def device_gradients(self, kind: Kind) -> int:
         """Buffers on the device for gradients of records of this kind."""
         return {
             Kind.BLOCK: self.device_block_gradients, Kind.OUTER: self.device_outer_gradients,
-            Kind.ADAPTER: self.device_adapter_gradients,
+            Kind.ADAPTER: self.device_adapter_gradients, Kind.TOWER: 0,
         }[kind]  # fmt: skip
 
     def host_gradients(self, kind: Kind) -> int:
         """The same on the host."""
         return {
             Kind.BLOCK: self.host_block_gradients, Kind.OUTER: self.host_outer_gradients,
-            Kind.ADAPTER: self.host_adapter_gradients,
+            Kind.ADAPTER: self.host_adapter_gradients, Kind.TOWER: 0,
         }[kind]  # fmt: skip
 
 
@@ -111,6 +116,8 @@ class StepShape:
     embedding_adapter: int = -1
     head_adapter: int = -1
     """The same outside the blocks."""
+    tower: int = -1
+    """Index of the record of what is frozen of the towers, which the embedding uses; -1 if there is none."""
     block_adapting: AdapterMemory = NO_ADAPTERS
     """What adapters take while the block computes that needs most for them."""
     outer_adapting: AdapterMemory = NO_ADAPTERS
@@ -118,6 +125,9 @@ class StepShape:
     hidden_size: int = 0
     """Elements of the hidden states between blocks, per token; 0: as many as the configuration says."""
     carried_bytes: Callable[[int], int] = no_bytes
+    image_memory: ImageMemory = NO_IMAGES
+    """What images take, per token; counted where batches come with ``images``."""
+    images: bool = False
     """What a row of so many tokens keeps on the device because it links blocks beside hidden states."""
     router_experts: int = 0
     """That routers choose among, if their loss is a part of the loss; else 0."""
@@ -200,13 +210,13 @@ class StepShape:
     def visits(self, train: bool) -> list[Visit]:
         """The visits of a step, in order. What nothing trainable lies below is not visited in the backward pass."""
         layers = range(len(self.blocks))
-        forward = [Visit(Phase.EMBED_FORWARD, self.embedding, -1, self.embedding_adapter)]
+        forward = [Visit(Phase.EMBED_FORWARD, self.embedding, -1, self.embedding_adapter, self.tower)]
         forward += [Visit(Phase.BLOCK_FORWARD, self.blocks[i], i, self._adapter(i)) for i in layers]
         if not train:
             return [*forward, Visit(Phase.HEAD_EVAL, self.head, len(layers), self.head_adapter)]
         backward = [Visit(Phase.HEAD, self.head, len(layers), self.head_adapter)]
         backward += [Visit(Phase.BLOCK_BACKWARD, self.blocks[i], i, self._adapter(i)) for i in reversed(layers)]
-        backward += [Visit(Phase.EMBED_BACKWARD, self.embedding, -1, self.embedding_adapter)]
+        backward += [Visit(Phase.EMBED_BACKWARD, self.embedding, -1, self.embedding_adapter, self.tower)]
         backward = [self._trains(visit) for visit in backward]
         last = max((index for index, visit in enumerate(backward) if visit.trained >= 0), default=0)
         backward = backward[: last + 1]

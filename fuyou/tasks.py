@@ -95,6 +95,8 @@ class Visit:
     """Index of the block, 0 to L - 1; -1 outside the stack."""
     adapter: int = -1
     """Record that is trained beside ``record``, which is frozen then; -1 if there is none."""
+    tower: int = -1
+    """Record of frozen towers that the embedding uses; -1 if there is none."""
     trained: int = -1
     """Record whose gradient a backward visit adds to: ``record``, ``adapter``, or -1 for none."""
     completes: bool = True
@@ -105,7 +107,7 @@ class Visit:
     @property
     def records(self) -> tuple[int, ...]:
         """All records that the visit uses."""
-        return (self.record,) if self.adapter < 0 else (self.record, self.adapter)
+        return tuple(index for index in (self.record, self.adapter, self.tower) if index >= 0)
 
 
 @dataclass(eq=False, slots=True)
@@ -131,6 +133,8 @@ class Task:
     """Likewise, that it writes to; -1 if an update is not written."""
     adapter: int = -1
     """Device buffer of the adapter that a compute task uses beside its record, if there is one."""
+    tower: int = -1
+    """Likewise, of the towers."""
     gradient: int = -1
     """Gradient slot of an update, or of the compute task that accumulates into it."""
     inputs: tuple[int, ...] = ()
@@ -151,6 +155,14 @@ class Task:
     """CUDA event after which the result is really there, for tasks that are only queued when they are done."""
     began: float = 0.0
     ended: float = 0.0
+
+    @property
+    def parameters(self) -> "list[tuple[int, int]]":
+        """The records that a compute task uses, each with the device buffer that it is in."""
+        assert self.visit is not None
+        visit = self.visit
+        places = (visit.record, self.source), (visit.adapter, self.adapter), (visit.tower, self.tower)
+        return [(record, buffer) for record, buffer in places if record >= 0]
 
     def __repr__(self) -> str:
         where = f" {self.visit.phase.value} layer {self.visit.layer}" if self.visit else ""

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from common.data.encoding import Encoded, Encoder
 from common.data.files import find_files, read_records, reading
 from common.data.fitting import Fitting
-from common.data.order import shuffled
+from common.data.order import draw_rows
 from common.data.packing import TRAINED, Packer, cut, unpack
 from common.data.shapes import examples_of_records, examples_of_text_file
 from common.data.token_file import Header, TokenFile, cache_key, remove_unfinished, write_token_file
@@ -99,24 +99,13 @@ class PackedBatches(Batches):
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """As :meth:`Batches.batch`: rows that are read when they are asked for."""
         size = self._config.batch_size
-        ids, labels, positions = unpack(self._file.read(self._rows_of(range(step * size, (step + 1) * size))))
+        draws, seed = range(step * size, (step + 1) * size), self._config.seed if self._config.shuffle else None
+        ids, labels, positions = unpack(self._file.read(draw_rows(draws, self.rows, seed)))
         return {
             "input_ids": torch.from_numpy(ids),
             "labels": torch.from_numpy(labels),
             "position_ids": torch.from_numpy(positions),
         }
-
-    def _rows_of(self, draws: range) -> np.ndarray:
-        """The rows at some places of the endless sequence of epochs."""
-        chosen = []
-        while draws:
-            epoch, start = divmod(draws[0], self.rows)
-            places = np.arange(start, min(start + len(draws), self.rows))
-            if self._config.shuffle:
-                places = shuffled(places, self.rows, (self._config.seed, epoch))
-            chosen.append(places)
-            draws = draws[len(places) :]
-        return np.concatenate(chosen)
 
     def close(self) -> None:
         """Close the token file."""

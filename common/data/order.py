@@ -6,6 +6,23 @@ import numpy.typing as npt
 _MASK = (1 << 64) - 1
 
 
+def draw_rows(draws: range, rows: int, seed: int | None) -> np.ndarray:
+    """Return the rows at some places of an endless sequence of epochs, each of which has all of ``rows`` once.
+
+    Args:
+        seed: chooses a fresh order for every epoch; None leaves the rows in theirs.
+    """
+    chosen = []
+    while draws:
+        epoch, start = divmod(draws[0], rows)
+        places = np.arange(start, min(start + len(draws), rows))
+        if seed is not None:
+            places = shuffled(places, rows, (seed, epoch))
+        chosen.append(places)
+        draws = draws[len(places) :]
+    return np.concatenate(chosen)
+
+
 def shuffled(indices: np.ndarray, count: int, key: tuple[int, int]) -> np.ndarray:
     """Where a random permutation of ``range(count)``, chosen by ``key``, sends ``indices`` (int64, any shape).
 

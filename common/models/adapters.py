@@ -293,6 +293,18 @@ class Adapters:
             for name, parameter in meta.items():
                 _set_parameter(self.model, name, parameter)
 
+    def changed(self, merged: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return those of the weights from :meth:`merge` that training can have changed: of adapted modules, and what
+        was trained itself."""
+        layers = self.layers
+        now = {before: name for name, before in self.base_names.items()}
+        return {
+            name: value
+            for name, value in merged.items()
+            if now[name].startswith(tuple(f"{layer}." for layer in layers))
+            or self.model.get_parameter(now[name]).requires_grad
+        }
+
     def _inject(self, seed: int) -> PeftModel:
         try:
             with torch.random.fork_rng(devices=[]), warnings.catch_warnings():

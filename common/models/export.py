@@ -12,11 +12,13 @@ from common.errors import FinetuneError
 from common.models.conversion import to_disk
 from common.models.saving import NonFiniteWeights, begin, discard, first_nonfinite, move_into_place, save_tensors
 from common.models.shards import INDEX, SINGLE
+from common.models.sources import CheckpointSource
 from common.models.structure import fp32_parameters, stored_names
 
 _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
     "spiece.model", "sentencepiece*.model", "*.tiktoken", "chat_template*", "additional_chat_templates",
+    "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
 
 
@@ -33,6 +35,9 @@ class CheckpointWriter:
         dtype: of the weights on disk. Parameters that the family insists on keeping in fp32 are written in fp32.
         shard_bytes: a shard is written when the next tensor would make it larger. Memory: this, and what is added at
             once.
+        source: the checkpoint that training began with, if there was one. Every tensor in it that no added parameter
+            takes the place of goes into the new one as it is, whether the model has a use for it or not; and what is
+            added gets the names that it has there.
         allow_nonfinite: whether tensors may hold NaNs and infinities. If not, nothing is written from the first such
             tensor on, and :meth:`finish` refuses: until then all ranks may have to read on together.
     """
@@ -45,6 +50,7 @@ class CheckpointWriter:
         dtype: torch.dtype,
         shard_bytes: int,
         allow_nonfinite: bool = False,
+        source: CheckpointSource | None = None,
     ) -> None:
         self.directory = directory
         self.model = model
@@ -57,6 +63,14 @@ class CheckpointWriter:
         self._parameters = sum(parameter.numel() for parameter in model.parameters())
         self._allows_nonfinite = allow_nonfinite
         self._nonfinite: str | None = None
+        self._source = source
+        #: Names on disk, by those that ``save_pretrained`` would give.
+        self._names: dict[str, list[str]] = {}
+        if source is not None:
+            meta: dict[str, torch.Tensor] = {
+                self._stored_name[name]: parameter for name, parameter in model.named_parameters()
+            }
+            self._names = source.stored_names(to_disk(model, meta))
         self._written: set[str] = set()
         self._shard: dict[str, torch.Tensor] = {}
         self._shard_size = 0
@@ -90,16 +104,24 @@ class CheckpointWriter:
 
         Raises:
             NonFiniteWeights: a tensor holds a NaN or an infinity; the directory is left as it was.
-            FinetuneError: parameters are missing; the directory is left as it was.
+            FinetuneError: parameters are missing, or the source cannot be read any more; the directory is left as it
+                was.
         """
+        source = self._source
         missing = sorted(self._shapes.keys() - self._written)
+        if source is not None:
+            missing = [name for name in missing if not source.made_from(name)]
         if missing:
             raise FinetuneError(f"Export incomplete: {len(missing)} parameters never came, {missing[0]} among them.")
         ignored = set(self.model._keys_to_ignore_on_save or ())
         buffers = self.model.state_dict().keys() - self._stored_name.keys() - ignored
+        if source is not None:
+            buffers = {name for name in buffers if not source.made_from(name)}
         self._append({name: self.model.get_buffer(name).clone() for name in sorted(buffers)})
         if self._nonfinite is not None:
             raise NonFiniteWeights(self._nonfinite)
+        if source is not None:
+            self._copy_untouched(source)
         self._flush()
         self._write_configs()
         self._move_into_place(self._name_shards())
@@ -109,6 +131,7 @@ class CheckpointWriter:
         discard(self.directory)
 
     def _append(self, named: dict[str, torch.Tensor]) -> None:
+        """Put tensors, by name in the model, under their names on disk."""
         if self._nonfinite is None and not self._allows_nonfinite:
             self._nonfinite = first_nonfinite(named)
             if self._nonfinite is not None:
@@ -117,10 +140,25 @@ class CheckpointWriter:
         if self._nonfinite is not None:
             return
         for name, value in to_disk(self.model, named).items():
-            if self._shard and self._shard_size + value.nbytes > self.shard_bytes:
-                self._flush()
-            self._shard[name] = value.contiguous()
-            self._shard_size += value.nbytes
+            first, *others = self._names.get(name) or [name]
+            self._put(first, value.contiguous())
+            for other in others:  # a tied parameter: tensors in a file share no memory
+                self._put(other, value.clone())
+
+    def _put(self, name: str, value: torch.Tensor) -> None:
+        if self._shard and self._shard_size + value.nbytes > self.shard_bytes:
+            self._flush()
+        self._shard[name] = value
+        self._shard_size += value.nbytes
+
+    def _copy_untouched(self, source: CheckpointSource) -> None:
+        """Write every tensor of the source that nothing written takes the place of, in the order of its files."""
+        replaced = {part for name in self._written for part in source.made_from(name)}
+        for name in source.shards.tensors:
+            if name not in replaced:
+                value = source.shards.read(name)
+                # What stands for fewer bits is written as the numbers that it stands for: the configuration says so.
+                self._put(name, value.to(self.dtype) if name in source.shards.compressed else value)
 
     def _flush(self) -> None:
         if not self._shard:
@@ -148,7 +186,8 @@ class CheckpointWriter:
 
     def _write_configs(self) -> None:
         self.config.dtype = self.dtype
-        self.config.architectures = [type(self.model).__name__]
+        if not self.config.architectures or type(self.model).__name__ not in self.config.architectures:
+            self.config.architectures = [type(self.model).__name__]
         self.config.save_pretrained(self._folder)
         if self.model.can_generate():
             # Not save_pretrained: it refuses generation configs that the hub is full of.
@@ -161,7 +200,7 @@ class CheckpointWriter:
 
 
 def copy_tokenizer_files(source: Path, directory: Path) -> list[str]:
-    """Copy a checkpoint's tokenizer and chat templates. Returns what was copied, by name."""
+    """Copy a checkpoint's tokenizer, chat templates and processor. Returns what was copied, by name."""
     found = sorted({path for pattern in _TOKENIZER_FILES for path in source.glob(pattern)})
     if source.resolve() == directory.resolve():
         return [path.name for path in found]

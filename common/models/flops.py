@@ -4,7 +4,7 @@ Conventions, the usual ones for reporting throughput:
 
 * 6 per parameter and token: 2 forward, 4 backward; a frozen one has no gradient and takes 4. *All* parameters count,
   embeddings, norms and biases included, tied ones once. In a mixture of experts only the experts that a token visits
-  count.
+  count. Towers (of vision-language models) are left out: no token of text passes through them.
 * Attention scores and their product with the values: 12 x layers x width x sequence length per token, width being all
   heads together. Causal attention counts as dense, and a sliding window as a full one.
 * Model FLOPs leave recomputation out. Hardware FLOPs add a second forward of every block, which is what the
@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.models.meta import build_meta_model
 from common.models.structure import find_blocks
+from common.models.towers import tower_parameters
 
 
 def model_flops_per_token(model: PreTrainedModel | PreTrainedConfig, seq_len: int) -> float:
@@ -43,9 +44,9 @@ def active_parameters(model: PreTrainedModel, part: nn.Module, trained: bool = F
     config = model.config.get_text_config()
     experts = _first(config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts") or 0
     visited = _first(config, "num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts", "moe_k") or experts
-    total = 0.0
+    total, towers = 0.0, {id(model.get_parameter(name)) for name in tower_parameters(model)}
     for name, parameter in part.named_parameters():
-        if trained and not parameter.requires_grad:
+        if (trained and not parameter.requires_grad) or id(parameter) in towers:
             continue
         # Fused into one [experts, rows, columns], or a list of modules called "experts".
         fused = parameter.ndim == 3 and parameter.shape[0] == experts

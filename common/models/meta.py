@@ -7,19 +7,20 @@ from typing import Any
 import torch
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from common.errors import FinetuneError, UserError
+from common.models.classes import config_for, model_class, refusal
 from common.models.structure import keeps_fp32
 
 
 def build_meta_model(
     config: PreTrainedConfig, attn_implementation: str | None = None, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """A causal language model in which only the buffers take memory.
+    """A model in which only the buffers take memory, of the class that :mod:`common.models.classes` finds.
 
     Parameters are on the meta device, tied where the configuration says so. Buffers (rotary frequencies and the like)
-    are on the CPU with the values that ``AutoModelForCausalLM.from_config`` gives them. A *persistent* buffer that the
+    are on the CPU with the values that the class's own initialisation gives them. A *persistent* buffer that the
     family fills only from checkpoints is NaN until :meth:`CheckpointSource.read_buffers` has been copied into it.
 
     The model is in training mode and does not fill key-value caches. ``config`` is copied, not changed: export it, not
@@ -34,11 +35,14 @@ def build_meta_model(
         UserError: transformers refuses the configuration.
         FinetuneError: the family leaves a non-persistent buffer uninitialised.
     """
-    config = copy.deepcopy(config)
-    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    chosen = model_class(config)
+    if chosen is None:
+        raise UserError(f"This {refusal(config)}.")
+    config = config_for(chosen, copy.deepcopy(config))
+    options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     try:
         with torch.device("meta"), _NoRandomValues():
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **options)
+            model = chosen._from_config(config, dtype=dtype, **options)
     except Exception as error:  # anything: each family checks its own fields in its own way
         raise UserError(f"transformers cannot build this {config.model_type!r} configuration: {error}") from error
     model.tie_weights()  # transformers 5.0 does not do it on the meta device

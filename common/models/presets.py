@@ -4,9 +4,10 @@ import os
 import tomllib
 from pathlib import Path
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from common.errors import UserError, did_you_mean
+from common.models.classes import model_class, refusal
 from common.models.compressed import accept_config
 from common.presets import preset_files
 
@@ -24,7 +25,7 @@ def load_config(model: str | os.PathLike[str] | PreTrainedConfig) -> tuple[PreTr
 
     Raises:
         UserError: no such directory or preset; the directory is no checkpoint; or its configuration is not one that
-            ``AutoModelForCausalLM`` can build from transformers' own code.
+            :func:`common.models.classes.model_class` finds a class of transformers for.
     """
     if isinstance(model, PreTrainedConfig):
         _refuse_unsupported(model, model.model_type)
@@ -57,12 +58,8 @@ def _read_directory(directory: Path) -> PreTrainedConfig:
 
 
 def _refuse_unsupported(config: PreTrainedConfig, name: str) -> None:
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        own_code = " (its code comes with the checkpoint, and is not run)" if hasattr(config, "auto_map") else ""
-        raise UserError(
-            f"{name} is a {config.model_type!r} model{own_code}, which transformers cannot build as a causal language "
-            "model (AutoModelForCausalLM). Give a decoder such as Llama, Qwen, Mistral, Gemma or GPT-2."
-        )
+    if model_class(config) is None:
+        raise UserError(f"{name} {refusal(config)}.")
 
 
 def _not_a_checkpoint(directory: Path) -> str:

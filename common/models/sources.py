@@ -1,7 +1,7 @@
 """Where weights come from: a checkpoint or random numbers, in the memory of about one parameter."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Protocol
@@ -141,6 +141,25 @@ class CheckpointSource:
         if compressed is None:
             return self._made_by[source].convert(self.model, self.shards.read)
         return {source: compressed.assemble(self.read_compressed(source)).view(self._stored_shape[source])}
+
+    def made_from(self, name: str) -> list[str]:
+        """Return the names on disk of all tensors that the parameter or buffer ``name`` is made from; of a tied
+        parameter that is stored under several names, those of all of them."""
+        aliases = self.aliases.get(name, (name,))
+        return [part for alias in aliases if alias in self._made_by for _, part in self._made_by[alias].parts]
+
+    def stored_names(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Return for the names that ``save_pretrained`` gives to tensors the names that the checkpoint has for the same
+        ones: several where it holds a tied parameter more than once, none where it stores them in another way."""
+        found: dict[str, list[str]] = {}
+        for conversion in plan_conversions(self.model, names)[0]:
+            written = [name for _, name in conversion.parts]
+            for alias in self.aliases.get(conversion.first, (conversion.first,)):
+                parts = [name for _, name in self._made_by[alias].parts] if alias in self._made_by else []
+                if len(parts) == len(written):
+                    for name, part in zip(written, parts, strict=True):
+                        found.setdefault(name, []).append(part)
+        return found
 
     def _sources(self, name: str) -> list[str]:
         """Those of a parameter's names that the checkpoint has: a tied one may be stored under any of them."""

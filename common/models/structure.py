@@ -9,16 +9,21 @@ from common.errors import UserError
 
 
 def find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """The dotted name of the model's list of blocks, and the list: of all ``ModuleList``s the one with most parameters.
+    """The dotted name of the model's list of blocks, and the list: of all ``ModuleList``s the one with most parameters,
+    in a vision-language model of those of its language model.
 
     Raises:
         UserError: there is no such list; it holds less than half of what is neither embedding nor head; a parameter of
             one block is also used elsewhere, so that blocks cannot be updated one by one.
     """
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    prefix, language = language_model(model)
+    lists = [
+        (name, module) for name, module in language.named_modules(prefix=prefix) if isinstance(module, nn.ModuleList)
+    ]
     # max keeps the first of equals, and named_modules goes from the outside in: experts never win over their block.
     name, blocks = max(lists, key=lambda item: _count(item[1]), default=("", nn.ModuleList()))
-    rest = _count(model) - sum(_count(module) for module in _embeddings(model))
+    outside = {id(parameter) for module in _embeddings(model) for parameter in module.parameters()}
+    rest = sum(parameter.numel() for parameter in language.parameters() if id(parameter) not in outside)
     if _count(blocks) * 2 < rest or not len(blocks):
         share = f"its largest, {name!r}, holds {_count(blocks):,}" if lists else "it has none at all"
         raise UserError(
@@ -27,6 +32,17 @@ def find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
         )
     _refuse_sharing(model, name, blocks)
     return name, blocks
+
+
+def language_model(model: PreTrainedModel) -> tuple[str, PreTrainedModel]:
+    """Return the dotted name and the module of the part that reads text: the whole model, as a rule, and of a model
+    that takes images or sound as well the outermost part that is made from the configuration's text part."""
+    text = type(model.config.get_text_config())
+    if text is not type(model.config):
+        for name, module in model.named_modules():
+            if isinstance(module, PreTrainedModel) and module is not model and type(module.config) is text:
+                return name, module
+    return "", model
 
 
 def parameter_names(model: nn.Module) -> list[tuple[str, ...]]:

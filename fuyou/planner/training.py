@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
 from common.models.presets import load_config
+from common.models.towers import DEFAULT_FREEZING, TowerFreezing
 from fuyou.clipping import ClipBy, Strikes, speculation_obstacle
 from fuyou.frozen import FrozenDtype
 from fuyou.keeping import Keeping
@@ -118,6 +119,7 @@ def training(
     host_cache: int | None = None,
     adapters: PeftConfig | None = None,
     frozen: FrozenDtype | None = None,
+    towers: TowerFreezing = DEFAULT_FREEZING,
     router_loss: str = "auto",
     commit_every: int = 1,
     clip_by: ClipBy | None = None,
@@ -132,6 +134,7 @@ def training(
         precision: None computes in bf16 with fp32 moments.
         adapters: what is trained, if the weights are frozen.
         frozen: how frozen matrices are kept; None: in a compressed checkpoint's own bytes, else as they compute.
+        towers: what of a vision-language model's towers is frozen.
         router_loss: see :mod:`fuyou.router_loss`.
         commit_every: steps from one commit to the next.
         clip_by: how gradients are clipped; None leaves it to the planner.
@@ -143,7 +146,14 @@ def training(
     precision = precision or Precision(torch.bfloat16, torch.float32)
     config, checkpoint = load_config(model)
     opened = OpenModel(
-        config, precision, torch.device("cpu"), adapters, frozen=frozen, router_loss=router_loss, checkpoint=checkpoint
+        config,
+        precision,
+        torch.device("cpu"),
+        adapters,
+        frozen=frozen,
+        router_loss=router_loss,
+        checkpoint=checkpoint,
+        towers=towers,
     )
     meta = opened.stack.model
     name = os.fspath(model) if not isinstance(model, PreTrainedConfig) else type(meta).__name__

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from common.errors import FinetuneError
@@ -12,8 +12,9 @@ from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from common.models.saving import INCOMPLETE, NonFiniteWeights, first_nonfinite
 from common.models.shards import INDEX, SINGLE
+from common.models.sources import CheckpointSource
 from common.models.structure import find_blocks, parameter_names
-from tests.common.models.families import FAMILIES, family_config, peak_bytes, real_model, reset_peak_bytes
+from tests.common.models.families import FAMILIES, family_config, peak_bytes, real_model, reset_peak_bytes, saved
 
 
 def outer_names(model, prefix: str) -> list[str]:
@@ -214,3 +215,54 @@ def test_first_nonfinite(dtype):
     if dtype.is_floating_point:
         tensors["b"][-1] = torch.nan
         assert first_nonfinite(tensors) == "b"
+
+
+class TestWithSource:
+    """What is exported beside a checkpoint that training began with."""
+
+    def checkpoint(self, directory: Path, **extra: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A tied model whose checkpoint stores the head as well, with tensors that the model has no use for."""
+        model = real_model(family_config("llama", tie_word_embeddings=True, num_hidden_layers=2))
+        stored = {name: value.clone() for name, value in model.state_dict().items()}
+        stored |= {"mtp.layers.0.weight": torch.randn(3, 5, dtype=torch.bfloat16), "counts": torch.arange(4)}
+        directory.mkdir()
+        model.config.save_pretrained(directory)
+        save_file(stored, directory / "model.safetensors")
+        return stored
+
+    def test_every_tensor_is_there_and_what_was_not_added_is_as_it_was(self, tmp_path: Path) -> None:
+        stored = self.checkpoint(tmp_path / "source")
+        config, directory = load_config(tmp_path / "source")
+        meta = build_meta_model(config)
+        source = CheckpointSource(directory, meta)
+        writer = CheckpointWriter(tmp_path / "new", meta, config, torch.bfloat16, 1 << 20, source=source)
+        changed = {
+            "model.embed_tokens.weight": torch.ones(199, 32),
+            "model.layers.1.mlp.up_proj.weight": torch.ones(48, 32),
+        }
+        writer.add(changed)
+        writer.finish()
+        found = load_file(tmp_path / "new" / "model.safetensors")
+        assert found.keys() == stored.keys()
+        touched = {*changed, "lm_head.weight"}  # stored under both of its names, as it was before
+        for name, value in found.items():
+            if name in touched:
+                assert value.dtype == torch.bfloat16 and bool((value == 1).all())
+            else:
+                assert torch.equal(value, stored[name]) and value.dtype == stored[name].dtype
+
+    def test_experts_stored_one_by_one_keep_their_names(self, tmp_path: Path) -> None:
+        saved(tmp_path / "source", family_config("mixtral", num_hidden_layers=1))
+        before = load_file(tmp_path / "source" / "model.safetensors")
+        config, directory = load_config(tmp_path / "source")
+        meta = build_meta_model(config)
+        writer = CheckpointWriter(
+            tmp_path / "new", meta, config, torch.float32, 1 << 20, source=CheckpointSource(directory, meta)
+        )
+        name = next(name for name, _ in meta.named_parameters() if name.endswith("experts.down_proj"))
+        writer.add({name: torch.ones(meta.get_parameter(name).shape)})
+        writer.finish()
+        after = load_file(tmp_path / "new" / "model.safetensors")
+        assert after.keys() == before.keys()
+        assert {name for name in after if bool((after[name] == 1).all())} == {name for name in before if "w2" in name}
+        assert sum(torch.equal(after[name], before[name]) for name in before) == len(before) - 4

@@ -1,0 +1,117 @@
+"""Conversations with images: the ways in which data files put them, brought into one.
+
+A message's ``content`` is a string or a list of parts. An image is a part, ``{"type": "image"}`` with ``path``, ``url``
+or ``image``, or OpenAI's ``{"type": "image_url", "image_url": {"url": ...}}``; or a part without any of these, or
+``<image>`` in a string, which stands for the next one of the record's ``images``. Images are local files, ``data:``
+URLs or, in Parquet files, bytes.
+"""
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+from common.errors import UserError
+
+PLACEHOLDER = "<image>"
+"""In a string, where an image is to go."""
+
+_KEYS = ("image", "path", "url", "image_url", "bytes")
+_COLUMNS = ("images", "image")
+_CONVERSATIONS = ("messages", "prompt", "completion")
+
+
+def has_images(record: dict[str, Any]) -> bool:
+    """Return whether a record of a data file holds a conversation with images."""
+    if any(record.get(column) for column in _COLUMNS):
+        return True
+    columns = [value for name in _CONVERSATIONS if isinstance(value := record.get(name), list)]
+    return any(
+        isinstance(part, dict) and part.get("type") in ("image", "image_url")
+        for messages in columns
+        for message in messages
+        if isinstance(message, dict) and isinstance(message.get("content"), list)
+        for part in message["content"]
+    )
+
+
+def with_images(record: dict[str, Any], where: str, directory: Path) -> dict[str, Any]:
+    """Return a record whose messages have lists of parts as contents, and whose images one ``url`` each: the absolute
+    path of a file that is there, or a ``data:`` URL.
+
+    Args:
+        where: file and line, for error messages.
+        directory: of the data file, from which relative paths are read.
+
+    Raises:
+        UserError: the record has no messages, an image is not there, or placeholders and images differ in number.
+    """
+    given: Any = next((record[column] for column in _COLUMNS if record.get(column)), [])
+    column = iter(given if isinstance(given, list) else [given])
+    made = {name: value for name, value in record.items() if name not in _COLUMNS}
+    columns = [name for name in _CONVERSATIONS if isinstance(record.get(name), list)]
+    if not columns:
+        raise UserError(f'{where} has images, but no "messages": a list of {{"role": ..., "content": ...}}.')
+    for name in columns:
+        made[name] = [
+            {**message, "content": list(_parts(message.get("content"), column, where, directory))}
+            if isinstance(message, dict)
+            else message
+            for message in record[name]
+        ]
+    left = sum(1 for _ in column)
+    if left and not any(part["type"] == "image" for name in columns for one in made[name] for part in one["content"]):
+        raise UserError(f"{where} has {left} images, but no {PLACEHOLDER} in its messages to say where they go.")
+    if left:
+        raise UserError(f"{where} has {left} more images than places for them in its messages.")
+    return made
+
+
+def _parts(content: Any, column: Iterator[Any], where: str, directory: Path) -> Iterator[dict[str, Any]]:
+    if content is None:
+        return
+    if isinstance(content, str):
+        for number, text in enumerate(content.split(PLACEHOLDER)):
+            if number:
+                yield _next_image(column, where, directory)
+            if text:
+                yield {"type": "text", "text": text}
+        return
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise UserError(f"{where}: the content of a message is neither a string nor a list of parts.")
+    for part in content:
+        kind = part.get("type")
+        if kind in ("image", "image_url"):
+            value = next((part[key] for key in _KEYS if part.get(key)), None)
+            yield _next_image(column, where, directory) if value is None else _image(value, where, directory)
+        elif kind in ("text", "input_text", None) and isinstance(part.get("text"), str):
+            yield {"type": "text", "text": part["text"]}
+        else:
+            raise UserError(f"{where}: a part of type {kind!r} cannot be trained on; there are text and image.")
+
+
+def _next_image(column: Iterator[Any], where: str, directory: Path) -> dict[str, Any]:
+    value = next(column, None)
+    if value is None:
+        raise UserError(f"{where} has more places for images in its messages than images.")
+    return _image(value, where, directory)
+
+
+def _image(value: Any, where: str, directory: Path) -> dict[str, Any]:
+    """An image part of what a data file has in its place."""
+    while isinstance(value, dict):  # OpenAI's image_url, or what the datasets library makes of an image
+        value = next((value[key] for key in ("bytes", "url", "path") if value.get(key)), None)
+    if isinstance(value, bytes):
+        return {"type": "image", "url": "data:image/any;base64," + base64.b64encode(value).decode()}
+    if not isinstance(value, str):
+        raise UserError(f"{where}: an image is given as {type(value).__name__}; give a file or a data: URL.")
+    if value.startswith("data:"):
+        return {"type": "image", "url": value}
+    if value.startswith(("http:", "https:")):
+        raise UserError(f"{where}: the image {value} is on the network, and nothing is downloaded: give a local file.")
+    path = Path(unquote(urlparse(value).path) if value.startswith("file:") else value).expanduser()
+    path = path if path.is_absolute() else directory / path
+    if not path.is_file():
+        raise UserError(f"{where}: there is no image {path}.")
+    return {"type": "image", "url": str(path)}

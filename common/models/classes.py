@@ -1,0 +1,129 @@
+"""Which of transformers' model classes a configuration stands for."""
+
+from enum import Enum
+from typing import Any
+
+import transformers
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+
+class TaskType(Enum):
+    """What a model's head is for."""
+
+    CAUSAL_LM = "a causal language model"
+    IMAGE_TEXT_TO_TEXT = "a vision-language model"
+    SEQUENCE_CLASSIFICATION = "a sequence classifier"
+    TOKEN_CLASSIFICATION = "a token classifier"
+
+    @property
+    def generates(self) -> bool:
+        """Whether the head predicts the next token."""
+        return self in (TaskType.CAUSAL_LM, TaskType.IMAGE_TEXT_TO_TEXT)
+
+    @property
+    def auto_class(self) -> str:
+        """Name of transformers' class that loads such models."""
+        return {
+            TaskType.CAUSAL_LM: "AutoModelForCausalLM",
+            TaskType.IMAGE_TEXT_TO_TEXT: "AutoModelForImageTextToText",
+            TaskType.SEQUENCE_CLASSIFICATION: "AutoModelForSequenceClassification",
+            TaskType.TOKEN_CLASSIFICATION: "AutoModelForTokenClassification",
+        }[self]
+
+
+_MAPPINGS = {
+    TaskType.CAUSAL_LM: MODEL_FOR_CAUSAL_LM_MAPPING,
+    TaskType.IMAGE_TEXT_TO_TEXT: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    TaskType.SEQUENCE_CLASSIFICATION: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    TaskType.TOKEN_CLASSIFICATION: MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+}
+
+
+def model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """Return the class that ``config`` is to be built as; None if transformers has none that can be trained here.
+
+    It is the one that the configuration names (``architectures``). One that names none is whole: a vision-language
+    model where the family is one, or else a causal language model.
+    """
+    named = _named(config)
+    if named is not None:
+        return named[1]
+    if _lost_head(config) is not None:
+        return None
+    for task in (_whole(config), TaskType.CAUSAL_LM, TaskType.IMAGE_TEXT_TO_TEXT):
+        found = _classes(config, task)
+        if found:
+            return found[0]
+    return None
+
+
+def task_type_of(config: PreTrainedConfig) -> TaskType:
+    """Return what the head of the model that ``config`` is built as is for."""
+    chosen = model_class(config)
+    for task in (_whole(config), *TaskType):  # a class may be in two mappings
+        if chosen in _classes(config, task):
+            return task
+    return TaskType.CAUSAL_LM
+
+
+def refusal(config: PreTrainedConfig) -> str:
+    """Say in the rest of a sentence that begins with the model's name why :func:`model_class` gives None."""
+    lost = _lost_head(config)
+    if lost is not None:
+        return (
+            f"is a {lost}, whose head is none of those that can be trained: those of causal language models, "
+            "vision-language models, sequence and token classifiers. To train the rest of it as a causal language "
+            'model, name that class in "architectures" of its config.json'
+        )
+    own_code = " (its code comes with the checkpoint, and is not run)" if hasattr(config, "auto_map") else ""
+    return (
+        f"is a {config.model_type!r} model{own_code}, which transformers cannot build as a causal language model "
+        "(AutoModelForCausalLM) nor as a vision-language model (AutoModelForImageTextToText). Give a decoder such as "
+        "Llama, Qwen, Mistral, Gemma or GPT-2"
+    )
+
+
+def config_for(chosen: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return what ``chosen`` is built from: ``config``, or the part of it that is about text."""
+    text = config.get_text_config()
+    wanted: Any = chosen.config_class
+    return text if isinstance(text, wanted) and not isinstance(config, wanted) else config
+
+
+def _whole(config: PreTrainedConfig) -> TaskType:
+    """What a model without a head of another kind is for, if it has all the parts that its configuration has."""
+    return TaskType.IMAGE_TEXT_TO_TEXT if config.get_text_config() is not config else TaskType.CAUSAL_LM
+
+
+def _classes(config: PreTrainedConfig, task: TaskType) -> tuple[type[PreTrainedModel], ...]:
+    mapping = _MAPPINGS[task]
+    if type(config) not in mapping:
+        return ()
+    found: Any = mapping[type(config)]
+    return tuple(found) if isinstance(found, list | tuple) else (found,)
+
+
+def _named(config: PreTrainedConfig) -> tuple[TaskType, type[PreTrainedModel]] | None:
+    """The first of the configuration's ``architectures`` that can be trained."""
+    for name in getattr(config, "architectures", None) or ():
+        for task in TaskType:
+            for found in _classes(config, task):
+                if found.__name__ == name:
+                    return task, found
+    return None
+
+
+def _lost_head(config: PreTrainedConfig) -> str | None:
+    """The class that the configuration names, if it has a head that no class we know has."""
+    for name in getattr(config, "architectures", None) or ():
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel) and "For" in name:
+            return name
+    return None

@@ -1,0 +1,205 @@
+"""Conversations with images: however a file puts them, they become rows with the right labels and pixels."""
+
+import base64
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+pytest.importorskip("PIL", reason="pip install 'fuyou[images]'")
+
+from common.data import DataConfig
+from common.data.image_batches import ImageBatches, any_images, open_image_data
+from common.data.image_content import has_images, with_images
+from common.data.image_encoding import load_processor
+from common.errors import FinetuneError, UserError
+from tests.common.data.processors import REWRITING_TEMPLATE, TEMPLATE, chat, draw, make_processor, write
+
+ASK = {"type": "text", "text": "What is the capital of France?"}
+
+
+def opened(files: Sequence[Path], folder: Path, seq_len: int = 128, template: str | None = None) -> ImageBatches:
+    processor = make_processor() if template is None else make_processor(template)
+    config = DataConfig(tuple(map(str, files)), seq_len, 2, shuffle=False)
+    return open_image_data(config, processor, folder / "cache")
+
+
+def test_all_ways_of_putting_an_image_give_the_same_conversation(tmp_path: Path) -> None:
+    path = draw(tmp_path / "a picture.png", 0)
+    url = "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
+    parts: list[Any] = [
+        {"type": "image", "path": "a picture.png"},
+        {"type": "image", "url": str(path)},
+        {"type": "image", "image": path.as_uri()},
+        {"type": "image_url", "image_url": {"url": "a picture.png"}},
+    ]
+    expected = [
+        {"role": "user", "content": [{"type": "image", "url": str(path)}, ASK]},
+        {"role": "assistant", "content": [{"type": "text", "text": "Paris"}]},
+    ]
+    for part in parts:
+        record = chat([part, ASK], "Paris")
+        assert has_images(record)
+        assert with_images(record, "here", tmp_path) == {"messages": expected}
+    for content in ([{"type": "image"}, ASK], "<image>" + ASK["text"]):
+        record = {**chat(content, "Paris"), "images": ["a picture.png"]}
+        assert has_images(record) and with_images(record, "here", tmp_path) == {"messages": expected}
+    record = chat([{"type": "image_url", "image_url": {"url": url}}, ASK], "Paris")
+    assert with_images(record, "here", tmp_path)["messages"][0]["content"][0] == {"type": "image", "url": url}
+    record = {**chat("<image>" + ASK["text"], "Paris"), "images": [{"bytes": path.read_bytes(), "path": None}]}
+    embedded = with_images(record, "here", tmp_path)["messages"][0]["content"][0]["url"]
+    assert base64.b64decode(embedded.partition(",")[2]) == path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("record", "match"),
+    [
+        (chat([{"type": "image", "path": "gone.png"}], "x"), "here: there is no image .*gone.png"),
+        (chat([{"type": "image", "url": "https://a/b.png"}], "x"), "nothing is downloaded: give a local file"),
+        (chat([{"type": "image"}], "x"), "more places for images in its messages than images"),
+        ({**chat("hello", "x"), "images": ["a", "b"]}, "has 2 images, but no <image> in its messages"),
+        (chat([{"type": "video", "path": "a.mp4"}], "x"), "a part of type 'video' cannot be trained on"),
+        ({"text": "hello", "images": ["a"]}, 'has images, but no "messages"'),
+        (chat([{"type": "image", "image": 3}], "x"), "an image is given as int"),
+    ],
+)
+def test_what_is_wrong_with_a_record_is_said(record: dict[str, Any], match: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=match):
+        with_images(record, "here", tmp_path)
+
+
+def test_rows_are_what_the_processor_makes_of_each_conversation(tmp_path: Path) -> None:
+    for number in range(3):
+        draw(tmp_path / f"{number}.png", number)
+    first = chat([{"type": "image", "path": "0.png"}, ASK], "Paris")
+    second = chat(
+        [{"type": "image", "path": "1.png"}, {"type": "image", "path": "2.png"}, ASK], "Paris Paris", "?", "Yes"
+    )
+    data = write(tmp_path / "data.jsonl", first, chat("Thank you!", "The lazy dog"), second)
+    batches = opened([data], tmp_path)
+    assert (batches.rows, batches.steps_per_epoch, batches.seq_len) == (3, 2, 128)
+    processor = make_processor()
+    batch = batches.batch(0)
+    assert batch["input_ids"].shape == batch["labels"].shape == batch["attention_mask"].shape == (2, 128)
+    assert batch["pixel_values"][1] is None and batch["pixel_values"][0].shape == (1, 3, 16, 16)
+    assert batches.batch(1)["pixel_values"][0].shape == (2, 3, 16, 16)
+    for step, row, turns in ((0, 0, ["Paris"]), (0, 1, ["The lazy dog"]), (1, 0, ["Paris Paris", "Yes"])):
+        batch = batches.batch(step)
+        ids, labels, mask = (batch[name][row] for name in ("input_ids", "labels", "attention_mask"))
+        trained = processor.tokenizer.decode(labels[labels != -100])
+        assert trained == "".join(f"{turn}</s>\n" for turn in turns)
+        assert torch.equal(labels[labels != -100], ids[labels != -100])
+        assert not mask[int(mask.sum()) :].any() and (ids[int(mask.sum()) :] == processor.tokenizer.pad_token_id).all()
+    images = int((batch["input_ids"][0] == processor.tokenizer.image_token_id).sum())
+    assert images == 8 and int(batch["token_type_ids"][0].sum()) == 8
+    assert "3 conversations with 3 images" in batches.description
+    assert all(torch.equal(batch[name], batches.batch(1)[name]) for name in ("input_ids", "labels"))
+
+
+def test_a_turn_that_is_rendered_anew_makes_a_row_of_its_own(tmp_path: Path) -> None:
+    draw(tmp_path / "0.png", 0)
+    data = write(tmp_path / "data.jsonl", chat([{"type": "image", "path": "0.png"}, ASK], "Paris", "Sure?", "Yes"))
+    batches = opened([data], tmp_path, template=REWRITING_TEMPLATE)
+    assert batches.rows == 2
+    batch, tokenizer = batches.batch(0), make_processor().tokenizer
+    said = [tokenizer.decode(labels[labels != -100]) for labels in batch["labels"]]
+    assert said == ["Paris</s>\n", "Yes</s>\n"]
+    assert all(pixels.shape == (1, 3, 16, 16) for pixels in batch["pixel_values"])
+
+
+def test_what_does_not_fit_is_left_out_and_counted(tmp_path: Path) -> None:
+    draw(tmp_path / "0.png", 0)
+    image = {"type": "image", "path": "0.png"}
+    data = write(tmp_path / "data.jsonl", chat([image], "yes"), chat([image], "long " * 40), chat([image, ASK]))
+    batches = opened([data], tmp_path, seq_len=64)
+    assert batches.rows == 1
+    assert f"left out: 1 longer than --seq-len; first {data}, line 2" in batches.description
+    assert f"left out: 1 without an answer of the assistant; first {data}, line 3" in batches.description
+    with pytest.raises(UserError, match=r"All 1 conversations in .* are longer than --seq-len 8: raise it"):
+        opened([write(tmp_path / "long.jsonl", chat([image], "yes"))], tmp_path, seq_len=8)
+    assert [file.suffix for file in (tmp_path / "cache").iterdir() if file.suffix in (".lines", ".tmp")] == []
+
+
+def test_prepared_data_are_used_again_and_checked(tmp_path: Path) -> None:
+    picture = draw(tmp_path / "0.png", 0)
+    data = write(tmp_path / "data.jsonl", chat([{"type": "image", "path": "0.png"}, ASK], "Paris"))
+    digest = opened([data], tmp_path).digest
+    index = next((tmp_path / "cache").glob("images-*.jsonl"))
+    made = index.stat().st_mtime_ns
+    again = opened([data], tmp_path)
+    assert (again.digest, index.stat().st_mtime_ns) == (digest, made)
+    picture.write_bytes(b"no picture")
+    with pytest.raises(UserError, match=r"line 1: the image .*0.png cannot be read"):
+        again.batch(0)
+    content = bytearray(index.read_bytes())
+    content[-20] ^= 1
+    index.write_bytes(content)
+    with pytest.raises(FinetuneError, match="prepared data are damaged: line 2"):
+        opened([data], tmp_path).batch(0)
+
+
+def test_files_with_images_are_told_from_others(tmp_path: Path) -> None:
+    draw(tmp_path / "0.png", 0)
+    with_image = write(tmp_path / "with.jsonl", chat("no", "x"), chat([{"type": "image", "path": "0.png"}], "x"))
+    without = write(tmp_path / "without.jsonl", {"text": 'the word "image" alone'}, chat("hello", "x"))
+    table = pa.Table.from_pylist([{**chat("<image>", "x"), "images": [{"bytes": b"1", "path": None}]}])
+    pq.write_table(table, tmp_path / "with.parquet")
+    pq.write_table(pa.Table.from_pylist([chat("hello", "x")]), tmp_path / "without.parquet")
+    (tmp_path / "list.json").write_text(json.dumps([{**chat("<image>", "x"), "images": ["0.png"]}]))
+    for name, found in {"with.jsonl": True, "with.parquet": True, "list.json": True, "without.parquet": False}.items():
+        assert any_images((str(tmp_path / name),), tmp_path / "scratch") is found, name
+    assert not any_images((str(without),), tmp_path / "scratch")
+    assert any_images((str(without), str(with_image)), tmp_path / "scratch")
+
+
+def test_a_checkpoint_without_a_processor_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no processor that transformers can load"):
+        load_processor(tmp_path)
+    make_processor().save_pretrained(tmp_path / "good")
+    assert type(load_processor(tmp_path / "good")).__name__ == "Gemma3Processor"
+    make_processor().tokenizer.save_pretrained(tmp_path / "text")
+    with pytest.raises(UserError, match="has no processor that transformers can load"):
+        load_processor(tmp_path / "text")
+
+
+def test_tools_reach_the_template_and_unknown_roles_are_refused(tmp_path: Path) -> None:
+    draw(tmp_path / "0.png", 0)
+    image = {"type": "image", "path": "0.png"}
+    template = "{% if tools %}{{ tools | length }}{{ tools[0]['name'] }}{% endif %}" + TEMPLATE
+    records = [chat([image], "yes"), {**chat([image], "yes"), "tools": [{"name": "look"}]}]
+    batches = opened([write(tmp_path / "data.jsonl", *records)], tmp_path, template=template)
+    plain, with_tools = (make_processor().tokenizer.decode(ids) for ids in batches.batch(0)["input_ids"])
+    assert "1look" in with_tools and "1look" not in plain
+    wrong = chat([image], "yes")
+    wrong["messages"][1]["role"] = "gpt"
+    with pytest.raises(UserError, match=r"line 1: message 2 of 'messages' has the role 'gpt'.* Write 'assistant'"):
+        opened([write(tmp_path / "wrong.jsonl", wrong)], tmp_path)
+
+
+def test_long_conversations_end_behind_the_last_answer_that_fits(tmp_path: Path) -> None:
+    draw(tmp_path / "0.png", 0)
+    turns = ([{"type": "image", "path": "0.png"}], "yes", "And?", "no", "And?", "long " * 40)
+    data = write(tmp_path / "data.jsonl", chat(*turns))
+    batches = opened([data], tmp_path, seq_len=64)
+    batch, tokenizer = batches.batch(0), make_processor().tokenizer
+    assert tokenizer.decode(batch["labels"][0][batch["labels"][0] != -100]) == "yes</s>\nno</s>\n"
+    assert (
+        f"cut behind the last answer that fits: 1 longer than --seq-len (--drop-long drops them); first {data}, line 1"
+        in (batches.description)
+    )
+    config = DataConfig((str(data),), 64, 1, truncate=False)
+    with pytest.raises(UserError, match="All 1 conversations"):
+        open_image_data(config, make_processor(), tmp_path / "cache")
+
+
+def test_turns_of_weight_0_are_not_trained_on(tmp_path: Path) -> None:
+    draw(tmp_path / "0.png", 0)
+    record = chat([{"type": "image", "path": "0.png"}], "yes", "And?", "no")
+    record["messages"][1]["weight"] = 0
+    batch = opened([write(tmp_path / "data.jsonl", record)], tmp_path).batch(0)
+    assert make_processor().tokenizer.decode(batch["labels"][0][batch["labels"][0] != -100]) == "no</s>\n"
