@@ -4,6 +4,7 @@ Every rank calls everything alike and gives the whole batch, of which it takes i
 over all labels of the batch, so they do not depend on how many ranks there are, but for rounding.
 """
 
+import contextlib
 import math
 import os
 import time
@@ -19,12 +20,13 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from common.data import document_mask
+from common.data import Documents
 from common.errors import UserError
 from common.memory_meter import PeakMeter
 from common.models.adapters import MERGED, Adapters
 from common.models.export import CheckpointWriter, copy_tokenizer_files
 from common.models.flops import active_parameters, hardware_flops_per_token, model_flops_per_token
+from common.models.isolation import Separator, takes_positions
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from common.models.sources import CheckpointSource, RandomSource, WeightSource
@@ -35,7 +37,7 @@ from fcdp.strategy import Strategy
 from fcdp.topology import Topology
 from fcdp.weights import gather_blocks, load, materialise, whole, widen
 from fuyou.gradients import sum_of_squares
-from fuyou.loss import cross_entropy, shifted_labels
+from fuyou.loss import cross_entropy, targets_of
 from fuyou.nonfinite import NonFinitePolicy
 from fuyou.records import DTYPES, wants_decay
 from fuyou.stack import StreamedModel
@@ -117,7 +119,7 @@ class Trainer:
         self.config, self._checkpoint = load_config(model)
         self._plain = build_meta_model(self.config, dtype=self._dtype)
         stack = StreamedModel(self._plain, torch.device("cpu"))
-        self._block_prefix, self._isolates_documents = stack.block_prefix, stack.isolates_documents
+        self._block_prefix, self._family = stack.block_prefix, stack.family
         self._source: WeightSource = (
             CheckpointSource(self._checkpoint, self._plain)
             if self._checkpoint
@@ -139,6 +141,7 @@ class Trainer:
         )
         materialise(self._model, self._device)
         self._sharding = sharding(self._model)
+        self._separator: Separator | None = None
         self._optimizer = self._make_optimizer()
         self._commits = Commits(commits)
         first_alone(self._commits.lock)
@@ -246,7 +249,7 @@ class Trainer:
         """Forward, backward and update.
 
         Args:
-            batch: ``input_ids`` and ``labels`` int64 ``[B, S]`` (not shifted, -100 where no loss is wanted) and
+            batch: ``input_ids`` and ``labels`` int64 ``[B, S]`` (as the family's own loss takes them) and
                 ``position_ids`` ``[B, S]``, restarting at each document: of all ranks together, the same on each.
             lr: learning rate of this step.
             stop: this rank wishes to stop after this step: all ranks will know.
@@ -259,7 +262,7 @@ class Trainer:
         began, sent = time.monotonic(), self._sharding.traffic.across
         step, world, rank = self.step_count + 1, self._topology.world_size, self._topology.rank
         torch.manual_seed(((self._options.seed << 20) + step) * 65_537 % (1 << 62) + rank)
-        targets = shifted_labels(batch["labels"])
+        targets = targets_of(batch["labels"], self._family.shifts_labels)
         items = int((targets != -100).sum())
         if items == 0:
             raise UserError("No token of this batch has a label (all are -100): there is nothing to learn from it.")
@@ -268,9 +271,10 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, part in enumerate(parts):
             self._sharding.set_is_last_micro_batch(index == len(parts) - 1)
-            logits = self._logits(part)
-            loss, gradient = cross_entropy(logits, part["targets"], share, gradient=True)
-            logits.backward(gradient)
+            with self._apart(part):  # in the backward pass, too: blocks are computed again there
+                logits = self._logits(part)
+                loss, gradient = cross_entropy(logits, part["targets"], share, gradient=True)
+                logits.backward(gradient)
             total += loss / world
         loss_value, norm, stopping, all_sent = self._agree(total, stop, self._sharding.traffic.across - sent)
         try:
@@ -299,12 +303,13 @@ class Trainer:
         Args:
             batch: as for :meth:`train_step`; at least one label.
         """
-        targets = shifted_labels(batch["labels"])
+        targets = targets_of(batch["labels"], self._family.shifts_labels)
         items = torch.tensor(int((targets != -100).sum()), device=self._device)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         self._model.eval()
         for part in self._split({**batch, "targets": targets}):
-            total += cross_entropy(self._logits(part), part["targets"], items, gradient=False)[0]
+            with self._apart(part):
+                total += cross_entropy(self._logits(part), part["targets"], items, gradient=False)[0]
         self._model.train()
         self._sharding.reshard()  # some stay whole after a forward pass, expecting a backward pass
         dist.all_reduce(total)
@@ -335,11 +340,24 @@ class Trainer:
         return parts
 
     def _logits(self, part: dict[str, torch.Tensor]) -> torch.Tensor:
-        inputs = {"input_ids": part["input_ids"], "position_ids": part["position_ids"]}
-        if not self._isolates_documents:
-            inputs["attention_mask"] = document_mask(part["position_ids"], self._dtype)
-        logits: torch.Tensor = self._model(**inputs, use_cache=False).logits
+        positions = {"position_ids": part["position_ids"]} if takes_positions(self._plain) else {}
+        logits: torch.Tensor = self._model(input_ids=part["input_ids"], **positions, use_cache=False).logits
         return logits
+
+    @contextlib.contextmanager
+    def _apart(self, part: dict[str, torch.Tensor]) -> Iterator[None]:
+        """Keep the documents of packed rows apart.
+
+        Raises:
+            UserError: this family has no way to do so.
+        """
+        documents = Documents.of(part["position_ids"])
+        if documents is not None and self._separator is None:
+            self._family.check_documents(masked=False)
+            assert self._family.isolation is not None
+            self._separator = Separator(self._model, self._family.isolation)
+        with contextlib.nullcontext() if self._separator is None else self._separator.apart(documents):
+            yield
 
     def _agree(self, loss: torch.Tensor, stop: bool, sent: int) -> tuple[float, float, bool, float]:
         """Loss and gradient norm of the whole batch, whether any rank asked to stop, and what all ranks have sent to

@@ -5,11 +5,10 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from common.data import document_mask
 from common.errors import FinetuneError
 from fuyou.data_plane import DataPlane
 from fuyou.gradients import GradientSum, round_in_place, sum_of_squares
-from fuyou.loss import cross_entropy, shifted_labels
+from fuyou.loss import cross_entropy, targets_of
 from fuyou.memory_plan import MemoryPlan
 from fuyou.recompute import Recomputations, Recorded
 from fuyou.records import Record
@@ -46,7 +45,7 @@ class StepComputation:
         self._plan, self._recomputations = plan, recomputations
         self._dtype = plane.shape.precision.dtype
         self._device = plane.device.torch_device
-        targets = shifted_labels(batch["labels"])
+        targets = targets_of(batch["labels"], stack.family.shifts_labels)
         # On the device: CUDA divides by a number of the host's as multiplication by its reciprocal, which is not what
         # an ordinary loop (transformers' loss divides by such a tensor) gives.
         labels = (targets != -100).sum() if items is None else torch.tensor(items)
@@ -240,11 +239,7 @@ class StepComputation:
         return [slice(start, min(start + width, length)) for start in range(0, length, width)]
 
     def _model_inputs(self, micro: int) -> dict[str, torch.Tensor]:
-        inputs = {name: value for name, value in self._micro[micro].items() if name != "targets"}
-        positions = inputs.get("position_ids")
-        if positions is not None and "attention_mask" not in inputs and not self._stack.isolates_documents:
-            inputs["attention_mask"] = document_mask(positions, self._dtype)
-        return inputs
+        return {name: value for name, value in self._micro[micro].items() if name != "targets"}
 
     def _call(self, micro: int) -> BlockCalls:
         calls = self._calls[micro]

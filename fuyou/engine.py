@@ -13,6 +13,7 @@ import torch
 from peft import PeftConfig
 from transformers import PreTrainedConfig
 
+from common.data import restarts
 from common.errors import FinetuneError, UserError
 from common.hardware import memory_available_bytes
 from common.memory_meter import PeakMeter, proportional_set_bytes
@@ -35,6 +36,7 @@ from fuyou.engine_config import EngineConfig
 from fuyou.exporting import Exporter
 from fuyou.frozen import FrozenDtype
 from fuyou.keeping import Keeping
+from fuyou.loss import targets_of
 from fuyou.memory_plan import MemoryPlan
 from fuyou.nodes.agreement import Agreement
 from fuyou.nodes.choosing import choose_together
@@ -383,13 +385,14 @@ class Engine:
         """The streamed forward pass.
 
         Args:
-            batch: ``input_ids`` and ``labels`` int64 ``[B, S]`` (not shifted, -100 where no loss is wanted);
-                optionally ``position_ids`` ``[B, S]`` (restarting at each document of a packed row) and
+            batch: ``input_ids`` and ``labels`` int64 ``[B, S]`` (-100 where no loss is wanted; not shifted, unless the
+                family's own loss wants them so: BART's kind compares a position with the label at the same place);
+                optionally ``position_ids`` ``[B, S]`` (restarting at each document of a packed row) or
                 ``attention_mask``.
 
         Raises:
             NonFiniteLoss: the loss is NaN or infinite; the last committed step is intact.
-            UserError: the batch does not fit the budgets.
+            UserError: the batch does not fit the budgets, or documents of a row would see each other.
         """
         if not torch.is_grad_enabled():
             return EngineOutput(torch.tensor(self.eval_loss(**batch)))
@@ -578,6 +581,9 @@ class Engine:
         for name in ("input_ids", "labels"):
             if batch.get(name) is None or batch[name].dim() != 2:
                 raise UserError(f"A batch needs {name} of shape [sequences, tokens].")
+        if restarts(batch.get("position_ids")):
+            mask = batch.get("attention_mask")
+            self._stack.family.check_documents(masked=mask is not None and mask.dim() == 2)
         items = self._count_labels(batch)
         if not items:
             raise UserError("No token of this batch has a label (all are -100): there is nothing to learn from it.")
@@ -586,7 +592,7 @@ class Engine:
 
     def _count_labels(self, batch: dict[str, torch.Tensor]) -> int:
         """In the batches of all ranks."""
-        items = int((batch["labels"][:, 1:] != -100).sum())
+        items = int((targets_of(batch["labels"], self._stack.family.shifts_labels) != -100).sum())
         return items if self._agreement is None else sum(self._agreement.tell(items))
 
     def _fitting_plane(self, batch: dict[str, torch.Tensor]) -> DataPlane:

@@ -27,6 +27,16 @@ def shifted_labels(labels: torch.Tensor) -> torch.Tensor:
     return functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous()
 
 
+def targets_of(labels: torch.Tensor, shifts: bool) -> torch.Tensor:
+    """Return what each position is to predict, int64 ``[B, S]``, of ``labels`` as a family's own loss takes them.
+
+    Args:
+        labels: int64 ``[B, S]``, -100 where no loss is wanted.
+        shifts: whether the family compares a position with the label of the next one; if not, with its own.
+    """
+    return shifted_labels(labels) if shifts else labels
+
+
 def cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, items: torch.Tensor, gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:

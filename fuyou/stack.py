@@ -15,6 +15,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,8 +23,11 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
+from common.data.isolation import Documents
 from common.errors import FinetuneError, UserError
+from common.models.isolation import Separator, takes_positions
 from common.models.structure import find_blocks
+from fuyou.family import Family, family_of
 
 
 class _Reached(Exception):
@@ -37,6 +41,8 @@ class BlockCalls:
     arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     first_hidden: torch.Tensor | None = None
     """The first block's input, until the embedding hands it out."""
+    documents: Documents | None = None
+    """Those that share the rows; None: every row is one."""
 
 
 class _StandIn(nn.Module):
@@ -85,23 +91,22 @@ class StreamedModel:
         self._returns_tuple = False
         #: Modules that run before the blocks and use parameters; see :meth:`_survey`.
         self.before: frozenset[nn.Module] = frozenset()
-        #: Whether the family itself keeps packed documents apart, given position ids that restart at each.
-        self.isolates_documents = False
+        self._takes_positions = takes_positions(model)
         self._survey()
 
     # -- which parameters belong where ----------------------------------------------------------------------------
 
     def _survey(self) -> None:
-        """Run what comes before the blocks without its parameters, to see what that is and which masks it makes."""
+        """Run what comes before the blocks without its parameters, to see what that is."""
         inside = {module for block in self.blocks for module in block.modules()}
         self._runners = _runners(self.model, {owner for owner, _, _ in self._owners.values()} - inside)
         outside = set(self._runners.values())
         called: list[nn.Module] = []
         hooks = [module.register_forward_pre_hook(lambda module, _: called.append(module)) for module in outside]
-        packed = torch.arange(8, device=self.device).remainder(4).unsqueeze(0)  # two documents of four tokens
+        ids = torch.zeros(1, 8, dtype=torch.long, device=self.device)
         try:
             with self._skipped(outside):
-                _, calls = self.embed({"input_ids": torch.zeros_like(packed), "position_ids": packed})
+                self.embed({"input_ids": ids})
         except FinetuneError:
             raise
         except Exception as error:
@@ -113,9 +118,6 @@ class StreamedModel:
             for hook in hooks:
                 hook.remove()
         self.before = frozenset(called)
-        self.isolates_documents = any(
-            _closed(value, 4, 3) for args, kwargs in calls.arguments for value in (*args, *kwargs.values())
-        )
 
     def runs_before_blocks(self, name: str) -> bool:
         """Whether the parameter ``name`` belongs to a module that runs before the blocks."""
@@ -124,6 +126,20 @@ class StreamedModel:
     def dtype_of(self, name: str) -> torch.dtype:
         """What the model computes with in the place of the parameter ``name``."""
         return self._owners[name][2].dtype
+
+    @property
+    def family(self) -> Family:
+        """What was tried out on a small model of the same configuration."""
+        return family_of(self.model)
+
+    @cached_property
+    def _separator(self) -> Separator:
+        isolation = self.family.isolation
+        assert isolation is not None, "rows of several documents are refused before"
+        return Separator(self.model, isolation)
+
+    def _apart(self, documents: Documents | None) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if documents is None else self._separator.apart(documents)
 
     @contextmanager
     def bound(self, parameters: Mapping[str, torch.Tensor], *, before: bool | None = None) -> Iterator[None]:
@@ -148,15 +164,18 @@ class StreamedModel:
         """Run what comes before the blocks.
 
         Args:
-            batch: ``input_ids`` int64 ``[B, S]`` and, if any, ``position_ids`` and ``attention_mask``.
+            batch: ``input_ids`` int64 ``[B, S]`` and, if any, ``position_ids`` and ``attention_mask``. Without a mask,
+                documents at which positions restart are kept apart.
 
         Returns:
             The first block's input ``[B, S, H]``, and what each block is called with.
         """
-        self._calls = calls = BlockCalls()
+        positions = None if "attention_mask" in batch else batch.get("position_ids")
+        self._calls = calls = BlockCalls(documents=Documents.of(positions))
+        known = {name: value for name, value in batch.items() if name != "position_ids" or self._takes_positions}
         try:
-            with contextlib.suppress(_Reached), self._stood_in():
-                self.model(**batch, use_cache=False)
+            with contextlib.suppress(_Reached), self._stood_in(), self._apart(calls.documents):
+                self.model(**known, use_cache=False)
         finally:
             self._calls = None
         hidden, calls.first_hidden = calls.first_hidden, None
@@ -170,12 +189,17 @@ class StreamedModel:
     def block(self, index: int, hidden: torch.Tensor, calls: BlockCalls) -> torch.Tensor:
         """Run block ``index`` on ``hidden`` ``[B, S, H]``; same shape comes out."""
         args, kwargs = calls.arguments[index]
-        result = self.blocks[index](hidden, *args, **kwargs)
+        with self._apart(calls.documents):
+            result = self.blocks[index](hidden, *args, **kwargs)
         self._returns_tuple = not isinstance(result, torch.Tensor)
         return result[0] if self._returns_tuple else result
 
     def head(self, batch: Mapping[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
-        """Run what comes after the blocks: logits ``[B, S, V]`` from the last block's output ``[B, S, H]``."""
+        """Run what comes after the blocks: logits ``[B, S, V]`` from the last block's output ``[B, S, H]``.
+
+        Positions are of no use to it, and would make it build masks that nobody looks at.
+        """
+        batch = {name: value for name, value in batch.items() if name != "position_ids"}
         self._stack_output = hidden
         try:
             with self._stood_in(), self._skipped(self.before):
@@ -251,10 +275,3 @@ def _runners(model: nn.Module, owners: set[nn.Module]) -> dict[nn.Module, nn.Mod
                 found[owner] = module
     return found
 
-
-def _closed(mask: Any, query: int, key: int) -> bool:
-    """Whether ``mask`` is an attention mask (``[.., 8, 8]``) that hides ``key`` from ``query``."""
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or mask.shape[-2:] != (8, 8):
-        return False
-    value = mask[0, 0, query, key]
-    return not bool(value) if mask.dtype == torch.bool else float(value) < -1
