@@ -24,6 +24,7 @@ from common.models.presets import load_config
 from common.store.directories import usable
 from common.units import format_bytes, format_count
 from fuyou.emulated import is_emulated
+from fuyou.family import Family, family_of
 from fuyou.share import Share
 
 DEFAULT_STEPS = 10
@@ -211,13 +212,14 @@ def prepare(settings: Settings) -> Job:
     model = build_meta_model(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     adapter_parameters = trainable_parameters(settings, model) if settings.trains_adapters else 0
-    batches, data_key = _open_batches(settings, tokenizer, seq_len, text.vocab_size, output)
+    family = family_of(model)
+    batches, data_key = _open_batches(settings, tokenizer, seq_len, text.vocab_size, output, family)
     total = _total_steps(settings, batches)
     rate = LearningRate(settings.schedule, settings.lr, settings.warmup.steps(total), total)
     job = Job(
         settings, type(model).__name__, text.vocab_size, parameters, checkpoint, found.gpu, output, found.ssd,
         found.run_name, seq_len, batches, data_key, rate, adapter_parameters,
-        _open_held_out(settings, tokenizer, seq_len, output),
+        _open_held_out(settings, tokenizer, seq_len, output, family),
         _quantised_bytes(settings) if settings.frozen_dtype is not None else None,
     )  # fmt: skip
     if settings.save:
@@ -285,23 +287,29 @@ def tokenizer_of(settings: Settings, checkpoint: Path | None, option: str = "--d
 
 
 def _open_batches(
-    settings: Settings, tokenizer: PreTrainedTokenizerBase | None, seq_len: int, vocab_size: int, output: Path
-) -> tuple[Batches, str]:
+    settings: Settings, tokenizer: PreTrainedTokenizerBase | None, seq_len: int, vocab_size: int, output: Path,
+    family: Family,
+) -> tuple[Batches, str]:  # fmt: skip
+    ahead = not family.shifts_labels
     if tokenizer is None or not settings.data:
-        return RandomBatches(vocab_size, seq_len, settings.batch_size, settings.seed), RANDOM_TOKENS
-    config = DataConfig(settings.data, seq_len, settings.batch_size, settings.seed)
+        return RandomBatches(vocab_size, seq_len, settings.batch_size, settings.seed, ahead), RANDOM_TOKENS
+    packed = family.isolation is not None
+    config = DataConfig(settings.data, seq_len, settings.batch_size, settings.seed, packed=packed, labels_ahead=ahead)
     with naming("--data"):
         batches = open_data(config, tokenizer, output / "data")
     return batches, batches.digest
 
 
 def _open_held_out(
-    settings: Settings, tokenizer: PreTrainedTokenizerBase | None, seq_len: int, output: Path
+    settings: Settings, tokenizer: PreTrainedTokenizerBase | None, seq_len: int, output: Path, family: Family
 ) -> Batches | None:
     """The data of ``--eval-data``, in the order of their files."""
     if tokenizer is None or not settings.eval_data:
         return None
-    config = DataConfig(settings.eval_data, seq_len, settings.batch_size, shuffle=False)
+    config = DataConfig(
+        settings.eval_data, seq_len, settings.batch_size, shuffle=False, packed=family.isolation is not None,
+        labels_ahead=not family.shifts_labels,
+    )  # fmt: skip
     with naming("--eval-data"):
         return open_data(config, tokenizer, output / "data")
 

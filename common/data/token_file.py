@@ -44,10 +44,11 @@ class Header:
     """Of all rows in order: the same data, wherever they lie."""
 
 
-def cache_key(files: list[Path], seq_len: int, tokenizer: PreTrainedTokenizerBase) -> str:
+def cache_key(files: list[Path], seq_len: int, tokenizer: PreTrainedTokenizerBase, packed: bool = True) -> str:
     """Changes with everything that the token file depends on; files are known by path, size and time of change."""
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    text = json.dumps([FORMAT_VERSION, seq_len, stats, tokenizer_identity(tokenizer)])
+    alone = [] if packed else ["one document per row"]
+    text = json.dumps([FORMAT_VERSION, seq_len, stats, tokenizer_identity(tokenizer), *alone])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
