@@ -6,7 +6,7 @@ need not be computed again, and outputs that were kept from the forward pass mak
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -168,9 +168,9 @@ class Tracer(TorchDispatchMode):
         super().__exit__(*error)
         self._hooks.__exit__(*error)
 
-    def finish(self, result: torch.Tensor) -> BlockTrace:
-        """The trace; ``result`` is what the block returned."""
-        return BlockTrace(self._operators, frozenset(self._saved), not _has_custom_function(result))
+    def finish(self, *results: torch.Tensor) -> BlockTrace:
+        """The trace; ``results`` are what a backward pass begins at."""
+        return BlockTrace(self._operators, frozenset(self._saved), not _has_custom_function(results))
 
     def _save(self, value: torch.Tensor) -> torch.Tensor:
         self._saved |= self._writers.get(_storage(value), set())
@@ -265,8 +265,8 @@ def _flops(function: Any, args: Any, kwargs: Any, result: Any) -> float:
     return 0.0
 
 
-def _has_custom_function(result: torch.Tensor) -> bool:
-    todo: list[Any] = [result.grad_fn]
+def _has_custom_function(results: Sequence[torch.Tensor]) -> bool:
+    todo: list[Any] = [result.grad_fn for result in results]
     seen: set[Any] = set()
     while todo:
         node = todo.pop()

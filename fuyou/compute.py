@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from common.errors import FinetuneError
+from fuyou.block_calls import BlockCalls
 from fuyou.data_plane import DataPlane
 from fuyou.gradients import GradientSum, round_in_place, sum_of_squares
 from fuyou.loss import cross_entropy, targets_of
 from fuyou.memory_plan import MemoryPlan
 from fuyou.recompute import Recomputations, Recorded
 from fuyou.records import Record
-from fuyou.stack import BlockCalls, StreamedModel
+from fuyou.stack import StreamedModel
 from fuyou.tasks import BEFORE_HEAD_PHASES, FORWARD_PHASES, Activation, Op, Phase, StepList, Task
 
 
@@ -201,15 +202,19 @@ class StepComputation:
 
             result, saved = self._recomputations.backward(layer, hidden, calls, run, self._kept(task), recorded)
             self._saved.append(saved)
-            torch.autograd.backward(result, self._activation(task.inputs[1], shape))
+            calls.backward(result, self._activation(task.inputs[1], shape))
         self._pass_on(task, hidden)
 
     @torch.enable_grad()
     def _embed_backward(self, task: Task) -> None:
         with self._stack.bound(self._leaves(task), before=True), self._replayed(-1, task.micro):
-            hidden, _ = self._stack.embed(self._model_inputs(task.micro))
+            hidden, again = self._stack.embed(self._model_inputs(task.micro))
+            values, gradients = self._call(task.micro).embedding_gradients(again)
             if hidden.requires_grad:
-                torch.autograd.backward(hidden, self._activation(task.inputs[0], hidden.shape))
+                values.append(hidden)
+                gradients.append(self._activation(task.inputs[0], hidden.shape))
+            if values:
+                torch.autograd.backward(values, gradients)
 
     # -- parts ----------------------------------------------------------------------------------------------------
 
@@ -221,10 +226,12 @@ class StepComputation:
 
     def _logits(self, micro: int, hidden: torch.Tensor, columns: slice) -> torch.Tensor:
         """``[b, s, V]`` for this range of tokens."""
-        whole = columns == slice(0, hidden.shape[1])
+        dim = self._stack.token_dim
+        whole = columns == slice(0, hidden.shape[dim])
         inputs = self._micro[micro]
         batch = {name: value[:, columns] for name, value in inputs.items() if name in ("input_ids", "position_ids")}
-        return self._stack.head(batch, hidden if whole else hidden[:, columns])
+        part = hidden if whole else hidden.narrow(dim, columns.start, columns.stop - columns.start)
+        return self._stack.head(batch, part)
 
     def _loss(
         self, micro: int, logits: torch.Tensor, columns: slice, gradient: bool
@@ -246,9 +253,8 @@ class StepComputation:
         assert calls is not None
         return calls
 
-    def _hidden_shape(self, micro: int) -> tuple[int, int, int]:
-        rows, length = self._micro[micro]["input_ids"].shape
-        return rows, length, self._stack.hidden_size
+    def _hidden_shape(self, micro: int) -> tuple[int, ...]:
+        return self._call(micro).hidden_shape
 
     def _activation(self, index: int, shape: tuple[int, ...]) -> torch.Tensor:
         buffers = self._plane.activations[Activation.HIDDEN]
@@ -337,7 +343,8 @@ class NextToken(StepComputation):
     @torch.no_grad()
     def _head_eval(self, task: Task) -> None:
         hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro))
-        last = slice(hidden.shape[1] - 1, hidden.shape[1])
+        length = hidden.shape[self._stack.token_dim]
+        last = slice(length - 1, length)
         with self._stack.bound(self._parameters(task), before=False):
             self.logits = self._logits(task.micro, hidden, last)[0, -1].float().cpu()
         self._losses.append(torch.zeros(()))

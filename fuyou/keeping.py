@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from common.errors import UserError
+from fuyou.block_probe import on_meta
 from fuyou.block_trace import AttentionOf, BlockTrace, Operator, Tracer
 from fuyou.residency import spread
 from fuyou.stack import StreamedModel
@@ -187,12 +188,10 @@ def _trace_block(stack: StreamedModel, seq_len: int, device: str, dtype: torch.d
     def to_meta(value: Any) -> Any:
         return value.to("meta") if isinstance(value, torch.Tensor) else value
 
-    ids = torch.zeros(1, seq_len, dtype=torch.long, device=stack.device)
-    with torch.no_grad(), stack._skipped(stack.before):
-        _, calls = stack.embed({"input_ids": ids})
+    _, calls = stack.embed_hollow(torch.zeros(1, seq_len, dtype=torch.long, device=stack.device))
     args, kwargs = tree_map(to_meta, calls.arguments[layer])
-    hidden = torch.empty(1, seq_len, stack.hidden_size, dtype=dtype, device="meta", requires_grad=True)
-    with torch.enable_grad(), AttentionOf(device), Tracer() as tracer:
+    hidden = torch.empty(calls.hidden_shape, dtype=dtype, device="meta", requires_grad=True)
+    with on_meta(stack.blocks[layer]), torch.enable_grad(), AttentionOf(device), Tracer() as tracer:
         result = stack.blocks[layer](hidden, *args, **kwargs)
     return tracer.finish(result if isinstance(result, torch.Tensor) else result[0])
 

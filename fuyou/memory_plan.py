@@ -338,7 +338,8 @@ class MemoryPlanner:
         return max((one.decoded_nbytes + several * one.device_nbytes for one in encoded), default=0)
 
     def _block_workspace(self, batch: Batch) -> int:
-        per_token = activation_elements_per_token(self.config) * self.shape.precision.parameter_bytes
+        streams = max(1, self.shape.hidden_size // self.config.get_text_config().hidden_size)
+        per_token = streams * activation_elements_per_token(self.config) * self.shape.precision.parameter_bytes
         adapting = self.shape.block_adapting
         return int(batch.micro_tokens * (per_token + adapting.per_token)) + adapting.fixed
 
@@ -347,7 +348,7 @@ class MemoryPlanner:
         shape, precision, several = self.shape, self.shape.precision, batch.micro_batches > 1
         width = precision.parameter_bytes
         text = self.config.get_text_config()
-        activation = round_up(batch.micro_tokens * text.hidden_size * width, 4096)
+        activation = round_up(batch.micro_tokens * (shape.hidden_size or text.hidden_size) * width, 4096)
         kept = round_up(self._kept_bytes(batch), 4096) if self._kept_layers else 0
 
         tokens, vocabulary = columns * batch.micro_rows, text.vocab_size
@@ -375,6 +376,7 @@ class MemoryPlanner:
             + counts.device_adapter_gradients * shape.device_gradient_nbytes(Kind.ADAPTER)
             + counts.device_activations * activation
             + counts.device_kept * kept
+            + batch.rows * shape.carried_bytes(batch.seq_len)
             + workspace
             + REDUCTION_BYTES * ((shape.share.ranks_per_node > 1) + (shape.share.nodes > 1))
         )

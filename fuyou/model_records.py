@@ -14,7 +14,7 @@ from common.models.structure import fp32_parameters, parameter_names
 from fuyou.frozen import FrozenDtype
 from fuyou.records import Kind, Precision, Record, wants_decay
 from fuyou.stack import StreamedModel
-from fuyou.step_shape import StepShape
+from fuyou.step_shape import StepShape, no_bytes
 
 #: Names, shape, and whether weight decay applies.
 Entry = tuple[tuple[str, ...], Sequence[int], bool]
@@ -96,6 +96,7 @@ def model_records(stack: StreamedModel, precision: Precision, frozen: FrozenDtyp
     return replace(
         made, block_adapting=AdapterMemory.most(adapter_memory(block) for block in stack.blocks),
         outer_adapting=AdapterMemory.most(adapter_memory(module) for module in outside),
+        hidden_size=stack.hidden_size, carried_bytes=stack.carried_bytes if stack.links else no_bytes,
     )  # fmt: skip
 
 

@@ -17,8 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fuyou.block_calls import BlockCalls
 from fuyou.block_trace import ALIGN_BYTES, BlockTrace, TensorSpec, Tracer, argument_index, makes_views
-from fuyou.stack import BlockCalls
 
 _clone = torch.ops.aten.clone.default
 _RUN, _LEAVE_OUT = -1, -2
@@ -199,7 +199,7 @@ class Recomputations:
                 return run(), 0.0
             with Tracer() as tracer:
                 result = run()
-            self._scripts[kind] = self._script(tracer.finish(result), layer)
+            self._scripts[kind] = self._script(tracer.finish(result, *calls.roots()), layer)
             return result, 0.0
         try:
             with _Recompute(script, recorded.kept, buffer) as mode:
@@ -224,13 +224,7 @@ class Recomputations:
 
 def _kind(layer: int, hidden: torch.Tensor, calls: BlockCalls) -> Hashable:
     """What must be the same for a block to run the same operators on the same shapes."""
-    args, kwargs = calls.arguments[layer]
-    described = tuple(
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
-        for leaf in tree_leaves((args, [kwargs[name] for name in sorted(kwargs)]))
-        if isinstance(leaf, torch.Tensor | bool | int | float | str | None)
-    )
-    return layer, tuple(hidden.shape), tuple(sorted(kwargs)), described
+    return layer, tuple(hidden.shape), calls.describe(layer)
 
 
 def _with_statistics(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -8,41 +8,37 @@ what the block is called with (masks, position embeddings: they differ by layer 
 * The *head* is a forward pass whose last stand-in hands out the blocks' true result. Modules before the blocks run on
   the meta device in it: their parameters need not be there, and what they return is never looked at.
 
-So the head can run on any range of tokens, which bounds the memory of its logits.
+So the head can run on any range of tokens, which bounds the memory of its logits. What else than hidden states links
+blocks is found out when the model is split, by a survey: a run of the embedding without weights, in which one block of
+each kind runs on the meta device (:mod:`fuyou.block_calls`).
 """
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import TreeSpec, tree_map, tree_unflatten
 from transformers import PreTrainedModel
 
 from common.data.isolation import Documents
 from common.errors import FinetuneError, UserError
 from common.models.isolation import Separator, takes_positions
 from common.models.structure import find_blocks
+from fuyou.block_calls import BlockCalls, Links, Recorder, paths
+from fuyou.block_probe import TENSOR, BlockProbe
 from fuyou.family import Family, family_of
+from fuyou.survey import LookBack, Used
+
+#: Tokens of the row that a survey runs.
+_SURVEYED = 8
 
 
 class _Reached(Exception):
     """The forward pass has called every block: the embedding is done."""
-
-
-@dataclass
-class BlockCalls:
-    """What the model called each block with, for one micro-batch, beside the hidden states."""
-
-    arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
-    first_hidden: torch.Tensor | None = None
-    """The first block's input, until the embedding hands it out."""
-    documents: Documents | None = None
-    """Those that share the rows; None: every row is one."""
 
 
 class _StandIn(nn.Module):
@@ -73,10 +69,9 @@ class StreamedModel:
     def __init__(self, model: PreTrainedModel, device: torch.device):
         self.model = model
         self.device = device
+        self._name = type(model).__name__
         self.block_prefix, self._list = find_blocks(model)
         self.blocks: list[nn.Module] = list(self._list)
-        #: Size of the hidden states that blocks take and give.
-        self.hidden_size: int = model.config.get_text_config().hidden_size
         self._stand_ins = [_StandIn(self, index, block) for index, block in enumerate(self.blocks)]
         self._owners: dict[str, tuple[nn.Module, str, nn.Parameter]] = {}  # parameter name -> module, attribute, meta
         for prefix, module in model.named_modules():
@@ -86,42 +81,143 @@ class StreamedModel:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     self._owners[f"{prefix}.{name}" if prefix else name] = (module, name, parameter)
-        self._calls: BlockCalls | None = None
+        self._calls: BlockCalls | None = None  # while the embedding runs
+        self._recorder = Recorder(self._name)
+        self._recording = ExitStack()
+        self._probe: BlockProbe | None = None
         self._stack_output: torch.Tensor | None = None
-        self._returns_tuple = False
+        self._look_back: LookBack | None = None
+        self._returns: dict[type[nn.Module], tuple[TreeSpec, list[Any]]] = {}
+        self._carried_bytes: dict[int, int] = {}
+        #: What links blocks beside hidden states.
+        self.links = Links()
         #: Modules that run before the blocks and use parameters; see :meth:`_survey`.
         self.before: frozenset[nn.Module] = frozenset()
+        #: Elements of the hidden states, per token.
+        self.hidden_size = 0
+        #: Which dimension of the hidden states counts tokens.
+        self.token_dim = 1
         self._takes_positions = takes_positions(model)
         self._survey()
 
     # -- which parameters belong where ----------------------------------------------------------------------------
 
     def _survey(self) -> None:
-        """Run what comes before the blocks without its parameters, to see what that is."""
+        """Run what comes before the blocks without its parameters, to see what that is, and what links the blocks."""
         inside = {module for block in self.blocks for module in block.modules()}
-        self._runners = _runners(self.model, {owner for owner, _, _ in self._owners.values()} - inside)
+        owners = {owner for owner, _, _ in self._owners.values()} - inside
+        #: Modules outside the blocks that have parameters of their own.
+        self._outer = owners
+        holders = {owner for owner in owners if any(module in inside for module in owner.modules())}
+        self._runners = _runners(self.model, owners - holders)
         outside = set(self._runners.values())
         called: list[nn.Module] = []
-        hooks = [module.register_forward_pre_hook(lambda module, _: called.append(module)) for module in outside]
-        ids = torch.zeros(1, 8, dtype=torch.long, device=self.device)
+        between: list[nn.Module] = []
+
+        def note(module: nn.Module, _: Any) -> None:
+            (between if self._calls is not None and self._calls.arguments else called).append(module)
+
+        hooks = [module.register_forward_pre_hook(note) for module in outside]
+        ids = torch.zeros(1, _SURVEYED, dtype=torch.long, device=self.device)
         try:
-            with self._skipped(outside):
-                self.embed({"input_ids": ids})
+            with self._skipped(outside), self._hollow_outside(), torch.enable_grad():
+                self._probe = BlockProbe(self._returns)
+                direct = {id(value): (owner, name) for owner in owners for name, value in owner._parameters.items()}
+                with Used(direct) as used:
+                    hidden, calls = self._embed({"input_ids": ids}, Links())
+                if between:
+                    raise UserError(
+                        f"{self._name} cannot be split at its blocks: it computes with parameters outside "
+                        f"of them ({type(between[0]).__name__}) between one block and the next."
+                    )
+                self.before = frozenset(called)
+                self._read_before = {direct[identity] for identity in used.found}
+                self._find_links(calls, self._probe)
+                self._measure_hidden(hidden)
+                self._check_head(hidden)
         except FinetuneError:
             raise
         except Exception as error:
             raise UserError(
-                f"{type(self.model).__name__} cannot be split at its blocks: running what comes before them failed "
+                f"{self._name} cannot be split at its blocks: running what comes before them failed "
                 f"({type(error).__name__}: {error})."
             ) from error
         finally:
+            self._probe = None
             for hook in hooks:
                 hook.remove()
-        self.before = frozenset(called)
+
+    def _find_links(self, calls: BlockCalls, probe: BlockProbe) -> None:
+        carried, consumed = set(), set()
+        for block, (args, kwargs) in enumerate(calls.arguments):
+            for path, leaf in paths(args, kwargs):
+                if isinstance(leaf, torch.Tensor):
+                    key = calls.key_of(leaf)
+                    if key is not None:
+                        consumed.add(key)
+                    elif leaf.requires_grad:
+                        carried.add((block, path))
+        self.links = Links(frozenset(carried), frozenset(consumed), bool(probe.left))
+
+    def _measure_hidden(self, hidden: torch.Tensor) -> None:
+        """Find the dimension that counts tokens: the one that is shorter where there are fewer of them."""
+        _, fewer = self._embed(
+            {"input_ids": torch.zeros(1, _SURVEYED - 1, dtype=torch.long, device=self.device)}, Links()
+        )
+        changed = [dim for dim, size in enumerate(hidden.shape) if size != fewer.hidden_shape[dim]]
+        if hidden.dtype != self.model.dtype:
+            name = str(hidden.dtype).removeprefix("torch.")
+            raise UserError(
+                f"{self._name} carries hidden states in {name} from block to block where its weights are "
+                f"{str(self.model.dtype).removeprefix('torch.')}: train it with --dtype fp32."
+            )
+        if len(changed) != 1 or hidden.shape[changed[0]] != _SURVEYED:
+            raise UserError(
+                f"{self._name} cannot be split at its blocks: hidden states of {_SURVEYED} tokens have the "
+                f"shape {tuple(hidden.shape)}, in which no dimension counts them."
+            )
+        self.token_dim, self.hidden_size = changed[0], hidden.numel() // _SURVEYED
+
+    def _check_head(self, hidden: torch.Tensor) -> None:
+        """See that what comes after the blocks uses nothing from before but the last block's output."""
+        ids = torch.zeros(1, _SURVEYED, dtype=torch.long, device=self.device)
+        with LookBack() as self._look_back:
+            self._stack_output = torch.zeros_like(hidden)
+            try:
+                with self._stood_in():
+                    self.model(input_ids=ids, use_cache=False)
+            finally:
+                self._stack_output = None
+        looked_back, self._look_back = self._look_back.found, None
+        if looked_back:
+            raise UserError(
+                f"{self._name} cannot be split at its blocks: after the last one it uses again what was "
+                "computed before."
+            )
+
+    def carried_bytes(self, seq_len: int) -> int:
+        """What a row of ``seq_len`` tokens keeps on the device from the forward to the backward pass because it links
+        blocks (:attr:`links`), gradients included."""
+        if not self.links:
+            return 0
+        if seq_len not in self._carried_bytes:
+            self._probe = probe = BlockProbe(self._returns, everything=True)
+            try:
+                _, calls = self.embed_hollow(torch.zeros(1, seq_len, dtype=torch.long, device=self.device))
+            finally:
+                self._probe = None
+            kept = {id(value): value for value in calls.carried()}
+            made = [probe.values[key] for key in self.links.consumed if key in probe.values] + probe.left
+            kept.update({id(value): value for value in made})
+            self._carried_bytes[seq_len] = sum(
+                value.numel() * value.itemsize * (2 if value.is_floating_point() else 1) for value in kept.values()
+            )
+        return self._carried_bytes[seq_len]
 
     def runs_before_blocks(self, name: str) -> bool:
         """Whether the parameter ``name`` belongs to a module that runs before the blocks."""
-        return self._runners.get(self._owners[name][0]) in self.before
+        owner, attribute, _ = self._owners[name]
+        return self._runners.get(owner) in self.before or (owner, attribute) in self._read_before
 
     def dtype_of(self, name: str) -> torch.dtype:
         """What the model computes with in the place of the parameter ``name``."""
@@ -170,39 +266,48 @@ class StreamedModel:
         Returns:
             The first block's input ``[B, S, H]``, and what each block is called with.
         """
-        positions = None if "attention_mask" in batch else batch.get("position_ids")
-        self._calls = calls = BlockCalls(documents=Documents.of(positions))
+        return self._embed(batch, self.links)
+
+    @torch.no_grad()
+    def embed_hollow(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, BlockCalls]:
+        """The same without parameters: everything has the right shape, and nothing a meaning."""
+        with self._skipped(self.before), self._hollow_outside():
+            return self._embed({"input_ids": input_ids}, self.links)
+
+    def _embed(self, batch: Mapping[str, torch.Tensor], links: Links) -> tuple[torch.Tensor, BlockCalls]:
+        documents = None if "attention_mask" in batch else Documents.of(batch.get("position_ids"))
         known = {name: value for name, value in batch.items() if name != "position_ids" or self._takes_positions}
+        self._calls = calls = BlockCalls(links, documents=documents)
+        self._recorder = Recorder(self._name)
         try:
-            with contextlib.suppress(_Reached), self._stood_in(), self._apart(calls.documents):
+            with contextlib.suppress(_Reached), self._recording, self._stood_in(), self._apart(documents):
                 self.model(**known, use_cache=False)
         finally:
             self._calls = None
         hidden, calls.first_hidden = calls.first_hidden, None
         if hidden is None or len(calls.arguments) != len(self.blocks):
-            raise FinetuneError(
-                f"{type(self.model).__name__} called {len(calls.arguments)} of its {len(self.blocks)} blocks; it "
-                "cannot be streamed."
+            raise UserError(
+                f"{self._name} called {len(calls.arguments)} of its {len(self.blocks)} blocks; it cannot be streamed."
             )
         return hidden, calls
 
     def block(self, index: int, hidden: torch.Tensor, calls: BlockCalls) -> torch.Tensor:
-        """Run block ``index`` on ``hidden`` ``[B, S, H]``; same shape comes out."""
-        args, kwargs = calls.arguments[index]
+        """Run block ``index`` on the output of the block before it; same shape comes out.
+
+        With gradients enabled, ``calls.backward`` is the way back.
+        """
         with self._apart(calls.documents):
-            result = self.blocks[index](hidden, *args, **kwargs)
-        self._returns_tuple = not isinstance(result, torch.Tensor)
-        return result[0] if self._returns_tuple else result
+            return calls.run(index, self.blocks[index], hidden)
 
     def head(self, batch: Mapping[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
-        """Run what comes after the blocks: logits ``[B, S, V]`` from the last block's output ``[B, S, H]``.
+        """Run what comes after the blocks: logits ``[B, S, V]`` from the last block's output.
 
         Positions are of no use to it, and would make it build masks that nobody looks at.
         """
         batch = {name: value for name, value in batch.items() if name != "position_ids"}
         self._stack_output = hidden
         try:
-            with self._stood_in(), self._skipped(self.before):
+            with self._stood_in(), self._skipped(self.before), self._replaced(self._hollow(self._read_before)):
                 return self.model(**batch, use_cache=False).logits
         finally:
             self._stack_output = None
@@ -211,15 +316,38 @@ class StreamedModel:
 
     def _called(self, index: int, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         last = index == len(self.blocks) - 1
-        if self._calls is not None:
-            if self._calls.first_hidden is None:
-                self._calls.first_hidden = hidden
-            self._calls.arguments.append((args, kwargs))
-            if last:
-                raise _Reached
-            return self._calls.first_hidden
-        result = self._stack_output if last else hidden
-        return (result,) if self._returns_tuple else result
+        calls, recorder = self._calls, self._recorder
+        if calls is None:
+            if self._look_back is not None:
+                hidden = self._look_back.reach(hidden, last)
+            return self._returned(index, self._stack_output if last else hidden)
+        if index != len(calls.arguments):
+            raise UserError(
+                f"{self._name} calls block {index} where block {len(calls.arguments)} is next; it cannot be streamed."
+            )
+        if calls.first_hidden is None:
+            calls.first_hidden, calls.hidden_shape = hidden, tuple(hidden.shape)
+            self._recording.enter_context(recorder)
+        recorder.paused = True
+        recorder.check_arguments(index, args, kwargs)
+        calls.add(args, kwargs, recorder.edit(index, hidden, calls))
+        if self._probe is not None:
+            self._probe.look(index, self.blocks[index], calls.first_hidden, calls)
+        if last:
+            raise _Reached
+        result = self._returned(index, recorder.output(index, calls.first_hidden))
+        recorder.paused = False
+        return result
+
+    def _returned(self, index: int, hidden: Any) -> Any:
+        """What block ``index`` would return: ``hidden``, and placeholders for tensors beside it."""
+        structure, leaves = self._returns[type(self.blocks[index])]
+        made = [hidden, *leaves[1:]]
+        for position, leaf in enumerate(leaves):
+            if position and leaf is TENSOR:
+                calls = self._calls
+                made[position] = calls.placeholder((index, position)) if calls is not None else torch.empty(0)
+        return tree_unflatten(made, structure)
 
     @contextmanager
     def _stood_in(self) -> Iterator[None]:
@@ -230,6 +358,31 @@ class StreamedModel:
         finally:
             for index, block in enumerate(self.blocks):
                 self._list._modules[str(index)] = block
+
+    def _hollow_outside(self) -> contextlib.AbstractContextManager[None]:
+        """Let parameters outside the blocks be zeros that take no memory, where the model reads them itself."""
+        return self._replaced(self._hollow((owner, name) for owner in self._outer for name in owner._parameters))
+
+    def _hollow(self, places: Iterable[tuple[nn.Module, str]]) -> dict[tuple[nn.Module, str], nn.Parameter]:
+        made = {}
+        for owner, name in places:
+            parameter = owner._parameters[name]
+            if parameter is not None:
+                zero = torch.zeros((), dtype=parameter.dtype, device=self.device).expand(parameter.shape)
+                made[owner, name] = nn.Parameter(zero, requires_grad=parameter.requires_grad)
+        return made
+
+    @contextmanager
+    def _replaced(self, parameters: Mapping[tuple[nn.Module, str], nn.Parameter]) -> Iterator[None]:
+        """Let modules have other parameters while the context is open."""
+        saved = {(owner, name): owner._parameters[name] for owner, name in parameters}
+        try:
+            for (owner, name), parameter in parameters.items():
+                owner._parameters[name] = parameter
+            yield
+        finally:
+            for (owner, name), before in saved.items():
+                owner._parameters[name] = before
 
     @contextmanager
     def _skipped(self, modules: Iterable[nn.Module]) -> Iterator[None]:
@@ -249,14 +402,25 @@ class StreamedModel:
         def to_meta(value: Any) -> Any:
             return value.to("meta") if isinstance(value, torch.Tensor) else value
 
+        inner = set(module.modules())
+        meta = {(owner, name): value for owner, name, value in self._owners.values() if owner in inner}
+        trained = any(value.requires_grad for value in meta.values())
+
         def to_device(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                return torch.zeros(value.shape, dtype=value.dtype, device=self.device)
-            return value
+            if not isinstance(value, torch.Tensor):
+                return value
+            zeros = torch.zeros(value.shape, dtype=value.dtype, device=self.device)
+            # With gradients enabled, as in a survey, it shows what depends on parameters that are trained.
+            wanted = trained and torch.is_grad_enabled() and value.is_floating_point()
+            return zeros.requires_grad_().clone() if wanted else zeros
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with torch.no_grad():
-                return tree_map(to_device, forward(*tree_map(to_meta, args), **tree_map(to_meta, kwargs)))
+            with torch.no_grad(), self._replaced(meta):
+                result = forward(*tree_map(to_meta, args), **tree_map(to_meta, kwargs))
+            made = tree_map(to_device, result)
+            if self._look_back is not None:
+                self._look_back.note(made)
+            return made
 
         return run
 
@@ -274,4 +438,3 @@ def _runners(model: nn.Module, owners: set[nn.Module]) -> dict[nn.Module, nn.Mod
             if module in holders:
                 found[owner] = module
     return found
-

@@ -1,6 +1,6 @@
 """What a schedule is made for: which records a step uses and trains, in which order, with how many buffers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -88,6 +88,11 @@ class _KindSizes:
         )
 
 
+def no_bytes(seq_len: int) -> int:
+    """What most families keep because it links blocks beside hidden states."""
+    return 0
+
+
 @dataclass(frozen=True)
 class StepShape:
     """What a step of this model looks like: which records it uses, and which of them are trained."""
@@ -110,6 +115,10 @@ class StepShape:
     """What adapters take while the block computes that needs most for them."""
     outer_adapting: AdapterMemory = NO_ADAPTERS
     """The same outside the blocks; tokens are those that go through the head at once."""
+    hidden_size: int = 0
+    """Elements of the hidden states between blocks, per token; 0: as many as the configuration says."""
+    carried_bytes: Callable[[int], int] = no_bytes
+    """What a row of so many tokens keeps on the device because it links blocks beside hidden states."""
 
     @property
     def share(self) -> Share:

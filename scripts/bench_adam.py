@@ -26,6 +26,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import common.waiting  # noqa: F401
+
 import click
 import numpy as np
 import torch

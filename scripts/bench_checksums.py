@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import common.waiting  # noqa: F401
+
 import click
 import numpy as np
 import psutil

@@ -21,6 +21,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import common.waiting  # noqa: F401
+
 import click
 import torch
 import torch.distributed as dist

@@ -16,6 +16,8 @@ import time
 from dataclasses import dataclass
 from typing import Any, cast
 
+import common.waiting  # noqa: F401
+
 import click
 import torch
 import torch.distributed as dist

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
+import common.waiting  # noqa: F401
+
 import click
 import torch
 from transformers import LlamaConfig

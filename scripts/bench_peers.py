@@ -28,6 +28,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import common.waiting  # noqa: F401
+
 import click
 import torch
 

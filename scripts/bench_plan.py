@@ -17,6 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import common.waiting  # noqa: F401
+
 import click
 import torch
 from transformers import LlamaConfig, PreTrainedConfig

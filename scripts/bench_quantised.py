@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import common.waiting  # noqa: F401
+
 import click
 import torch
 import torch.distributed as dist

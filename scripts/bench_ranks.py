@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import common.waiting  # noqa: F401
+
 import click
 import torch
 import torch.distributed as dist

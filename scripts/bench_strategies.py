@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import common.waiting  # noqa: F401
+
 import click
 import torch
 import torch.distributed as dist

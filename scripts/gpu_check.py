@@ -31,6 +31,8 @@ import click
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(1, str(ROOT))  # not installed: run from a checkout
 
+import common.waiting  # noqa: E402, F401  (before PyTorch)
+
 from gpu.journal import DATA_PREFIX, Check, Journal, Settings, Skip, describe  # noqa: E402
 
 #: Shares of the time. What a section leaves goes to those after it.

@@ -11,6 +11,8 @@ With adapters, what is compared with the budget are the frozen weights, and byte
 
 import tempfile
 
+import common.waiting  # noqa: F401
+
 import click
 import torch
 from transformers import LlamaConfig, logging

@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fuyou.block_calls import BlockCalls
 from fuyou.block_trace import makes_views
 from fuyou.devices import Device
 from fuyou.gradients import GradientSum, sum_of_squares
@@ -23,7 +24,7 @@ from fuyou.loss import cross_entropy
 from fuyou.profiling.profile import OperatorTime
 from fuyou.recompute import Recomputations, Recorded
 from fuyou.records import Record
-from fuyou.stack import BlockCalls, StreamedModel
+from fuyou.stack import StreamedModel
 from fuyou.step_shape import StepShape
 
 #: A pass through the block, forward and backward, that is expected to take longer is measured on fewer tokens.

@@ -14,12 +14,13 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 import fuyou
 from common.errors import UserError
 from common.models.meta import build_meta_model
+from fuyou.block_calls import BlockCalls
 from fuyou.block_trace import BlockTrace, Tracer
 from fuyou.keeping import Keepable, Keeping, KeepingPlan, keep_of, keepable, trace_block
 from fuyou.memory_plan import MemoryPlanner
 from fuyou.recompute import Recomputations
 from fuyou.residency import spread
-from fuyou.stack import BlockCalls, StreamedModel
+from fuyou.stack import StreamedModel
 from tests.fuyou.test_exact import batches, check, directories, engine
 from tests.fuyou.twin import tiny_configs
 
@@ -216,7 +217,7 @@ def test_gradients_are_those_of_full_recomputation(block: Any, saves: bool | Non
     trace = traced(lambda: block(x.clone().requires_grad_(), weight.clone().requires_grad_()))
     chosen = [(one.name, one.ordinal) for one in trace.operators if one.keepable] if everything else []
     recomputations = Recomputations([0], chosen, 1 << 16)
-    calls = BlockCalls([((), {})])
+    calls = BlockCalls(arguments=[((), {})])
     for visit in range(4):
         hidden = torch.randn(8, 8, generator=generator)
         hidden[0, 0] = (-1) ** visit

@@ -1,0 +1,1 @@
+"""What scripts/sweep_families.py is made of."""

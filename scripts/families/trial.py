@@ -1,0 +1,249 @@
+"""One family: three steps in memory, the same three steps through the engine, and what came of it."""
+
+import contextlib
+import io
+import os
+import shutil
+import tempfile
+import time
+import traceback
+import warnings
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import fuyou
+from common.errors import UserError
+from common.models.adapters import AdapterOptions
+from common.models.miniature import TOKENS, VOCABULARY
+from families.configurations import small_config
+from families.twin import Twin
+
+STEPS = 3
+EXACT_LOSS, EXACT_WEIGHT = 1e-6, 1e-5
+"""Largest difference of a loss and of a weight that counts as rounding, where the same operators run."""
+APART_LOSS = 3e-5
+"""The same for a packed row and its documents computed one by one: other shapes, other orders of summation."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What is tried."""
+
+    packed: bool = False
+    bf16: bool = False
+    lora: bool = False
+    micro_batches: int = 1
+
+    @property
+    def name(self) -> str:
+        words = [word for word, on in (("packed", self.packed), ("bf16", self.bf16), ("lora", self.lora)) if on]
+        return " ".join(words + ([f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else [])) or "plain"
+
+    @property
+    def rows(self) -> int:
+        return max(2, self.micro_batches)
+
+    @property
+    def micro(self) -> int:
+        return self.rows // self.micro_batches
+
+    @property
+    def documents(self) -> list[slice] | None:
+        """Where the documents of every row lie."""
+        return [slice(0, TOKENS // 2 + 1), slice(TOKENS // 2 + 1, TOKENS)] if self.packed else None
+
+
+@dataclass
+class Finding:
+    """What came of one family."""
+
+    name: str
+    verdict: str
+    """``exact``, ``wrong``, ``refused``, ``crash``, ``hang``, or ``untrainable``: not even in memory."""
+    reason: str = ""
+    losses: list[list[float]] = field(default_factory=list)
+    """Of each step, in memory and out of core."""
+    loss_difference: float = 0.0
+    weight_difference: float = 0.0
+    tensor: str = ""
+    """Which weight differs most."""
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the same as JSON can carry it."""
+        return asdict(self)
+
+
+class _Untrainable(Exception):
+    """The family does not train in memory."""
+
+
+def try_family(name: str, mode: Mode) -> Finding:
+    """Train a family both ways and compare."""
+    work = Path(tempfile.mkdtemp(prefix="family-"))
+    finding = Finding(name, "crash")
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            transformers.logging.set_verbosity_error()
+            _Trial(name, mode, work, finding).run()
+    except _Untrainable as error:
+        finding.verdict, finding.reason = "untrainable", str(error)
+    except UserError as error:
+        written = [path for path in (work / "ssd").rglob("*") if path.is_file()]
+        finding.verdict, finding.reason = "refused", str(error)
+        if written:
+            finding.verdict, finding.reason = "crash", f"refused when {len(written)} files were written: {error}"
+    except Exception as error:
+        finding.verdict, finding.reason = "crash", _located(error)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return finding
+
+
+def _located(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    where = "; ".join(f"{os.path.basename(frame.filename)}:{frame.lineno}" for frame in frames[-3:])
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({where})"
+
+
+class _Trial:
+    def __init__(self, name: str, mode: Mode, work: Path, finding: Finding):
+        self._name, self._mode, self._work, self._finding = name, mode, work, finding
+        # Where the same operators run, the same bits come out, and Adam's ordinary epsilon is the sharpest test. Where
+        # they do not, it would make updates of the learning rate's size out of gradients that are rounding alone.
+        blunt = mode.packed or mode.micro_batches > 1
+        self._options = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-2 if blunt else 1e-6}
+        self._dtype = torch.bfloat16 if mode.bf16 else torch.float32
+
+    def run(self) -> None:
+        """Train both ways; fills the finding."""
+        began = time.monotonic()
+        try:
+            checkpoint = self._checkpoint()
+            batches = [self._batch(step) for step in range(STEPS)]
+            expected = None if self._mode.lora else self._in_memory(checkpoint, batches)
+        except Exception as error:
+            raise _Untrainable(_located(error)) from error
+        self._finding.seconds["memory"] = time.monotonic() - began
+        began = time.monotonic()
+        (self._work / "ssd").mkdir()
+        with self._engine(checkpoint) as engine:
+            self._finding.seconds["open"] = time.monotonic() - began
+            if self._mode.lora:
+                first = {name: value.clone() for name, value in engine.named_parameters()}
+            losses = []
+            for step, batch in enumerate(batches):
+                torch.manual_seed(100 + step)
+                loss = engine(**batch).loss
+                loss.backward()
+                engine.step()
+                losses.append(float(loss))
+            trained = {name: value.clone() for name, value in engine.named_parameters()}
+        self._finding.seconds["engine"] = time.monotonic() - began
+        if expected is None:
+            expected = self._adapters_in_memory(checkpoint, batches, first)
+        self._judge(expected, losses, trained)
+
+    # -- both ways --------------------------------------------------------------------------------------------------
+
+    def _checkpoint(self) -> Path:
+        """A model with random weights in which no path is idle."""
+        config = small_config(self._name, dropout=self._mode.micro_batches == 1 and not self._mode.packed)
+        torch.manual_seed(7)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        generator = torch.Generator().manual_seed(8)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(noise, alpha=0.1 if parameter.dim() > 1 else 0.02)
+        path = self._work / "checkpoint"
+        model.save_pretrained(path)
+        config.save_pretrained(path)  # a model of one part has saved that part's alone, which nothing can be built from
+        return path
+
+    def _batch(self, step: int) -> dict[str, torch.Tensor]:
+        """Random tokens, none of them special; some without a label."""
+        mode, generator = self._mode, torch.Generator().manual_seed(20 + step)
+        tokens = torch.randint(4, VOCABULARY // 2, (mode.rows, TOKENS), generator=generator)
+        labels = tokens.clone()
+        batch = {"input_ids": tokens, "labels": labels}
+        if mode.documents is None:
+            return batch
+        positions = torch.cat([torch.arange(piece.stop - piece.start) for piece in mode.documents])
+        for piece in mode.documents:
+            labels[:, piece.start] = -100
+        return batch | {"position_ids": positions.expand(mode.rows, -1).contiguous()}
+
+    def _engine(self, checkpoint: Path) -> fuyou.Engine:
+        mode = self._mode
+        return fuyou.Engine(
+            checkpoint, ssd=[self._work / "ssd"], dtype="bf16" if mode.bf16 else "fp32", host_memory="1GiB", host_cache=0,
+            batch_shape=(mode.rows, TOKENS), micro_batch=mode.micro,
+            adapters=AdapterOptions(rank=4) if mode.lora else None, **self._options,
+        )  # fmt: skip
+
+    def _load(self, checkpoint: Path, dtype: torch.dtype) -> PreTrainedModel:
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
+        assert isinstance(model, PreTrainedModel)
+        return model
+
+    def _in_memory(self, checkpoint: Path, batches: list[dict[str, torch.Tensor]]) -> "_Expected":
+        model = self._load(checkpoint, self._dtype)
+        exact = self._load(checkpoint, torch.float32) if self._mode.bf16 else model
+        masters = {name: value.detach().clone() for name, value in exact.named_parameters()}
+        return self._trained(Twin(model, masters, self._options), batches)
+
+    def _adapters_in_memory(
+        self, checkpoint: Path, batches: list[dict[str, torch.Tensor]], first: dict[str, torch.Tensor]
+    ) -> "_Expected":
+        from peft import get_peft_model
+
+        model = get_peft_model(self._load(checkpoint, self._dtype), AdapterOptions(rank=4).peft_config())
+        masters = {name: first[name] for name, value in model.named_parameters() if value.requires_grad}
+        return self._trained(Twin(model, masters, self._options), batches)
+
+    def _trained(self, twin: Twin, batches: list[dict[str, torch.Tensor]]) -> "_Expected":
+        before = {name: value.clone() for name, value in twin.masters.items()}
+        losses = []
+        for step, batch in enumerate(batches):
+            torch.manual_seed(100 + step)
+            losses.append(twin.step(batch, self._mode.micro, self._mode.documents))
+        if not all(torch.tensor(losses).isfinite()):
+            raise ArithmeticError(f"losses are {losses}")
+        return _Expected(losses, before, twin.masters)
+
+    # -- judging ----------------------------------------------------------------------------------------------------
+
+    def _judge(self, expected: "_Expected", losses: list[float], trained: dict[str, torch.Tensor]) -> None:
+        finding = self._finding
+        finding.losses = [expected.losses, losses]
+        finding.loss_difference = max(abs(one - two) for one, two in zip(expected.losses, losses, strict=True))
+        worst = 0.0
+        for name, master in expected.masters.items():
+            difference = float((trained[name].float() - master).abs().max())
+            changed = float((master - expected.before[name]).abs().max())
+            finding.weight_difference = max(finding.weight_difference, difference)
+            # Beside what is allowed in all: a small gradient that is lost altogether must not pass as rounding.
+            excess = max(difference / EXACT_WEIGHT, difference / (5e-7 + 0.05 * changed))
+            if excess > worst:
+                worst, finding.tensor = excess, name
+        finding.verdict = "exact"
+        if finding.loss_difference > (APART_LOSS if self._mode.packed else EXACT_LOSS):
+            step = next(at for at, (one, two) in enumerate(zip(expected.losses, losses, strict=True)) if one != two)
+            finding.verdict = "wrong"
+            finding.reason = f"loss of step {step + 1}: {losses[step]:.6f}, in memory {expected.losses[step]:.6f}"
+        elif worst > 1:
+            finding.verdict, finding.reason = "wrong", f"weights differ by {finding.weight_difference:.1e}"
+
+
+@dataclass
+class _Expected:
+    losses: list[float]
+    before: dict[str, torch.Tensor]
+    masters: dict[str, torch.Tensor]

@@ -1,0 +1,144 @@
+"""Claim: every family of transformers' causal language models trains exactly, or is refused before it starts.
+
+Builds every family small with random weights, trains it three steps in memory and through the engine on the CPU, and
+compares losses and weights:
+
+    python scripts/sweep_families.py --write docs/families.md
+    python scripts/sweep_families.py --names llama,gemma4_text --packed
+    python scripts/sweep_families.py --part 2/3 --json findings.json
+
+Ends with status 1 if a family is wrong, crashes or hangs.
+"""
+
+import datetime
+import json
+import os
+import sys
+import time
+import warnings
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from families.children import run_forked  # noqa: E402
+from families.trial import Finding, Mode, try_family  # noqa: E402
+
+BAD = ("wrong", "crash", "hang")
+ORDER = (*BAD, "refused", "untrainable", "exact")
+
+
+def names_of(names: str | None, part: str | None) -> list[str]:
+    """Choose families: those named, or every N-th from the K-th; ``today/3`` takes another third every day."""
+    every = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    if names:
+        unknown = [name for name in names.split(",") if name not in every]
+        if unknown:
+            raise click.UsageError(f"transformers {transformers.__version__} has no {', '.join(unknown)}.")
+        return names.split(",")
+    if not part:
+        return every
+    which, _, count = part.partition("/")
+    parts = int(count)
+    first = datetime.date.today().toordinal() % parts if which == "today" else int(which) - 1
+    if not 0 <= first < parts:
+        raise click.UsageError(f"--part {part}: give 1/{parts} to {parts}/{parts}, or today/{parts}.")
+    return every[first::parts]
+
+
+def sweep(names: list[str], mode: Mode, jobs: int, seconds: float) -> list[Finding]:
+    """Try every family, and say how each went."""
+    findings = {}
+    for name, result, failure in run_forked(names, partial(_work, mode=mode), jobs=jobs, seconds=seconds):
+        if result is not None:
+            finding = Finding(**result)
+        else:
+            late = f"took more than {seconds:.0f} s"
+            finding = Finding(name, "hang" if failure == "hang" else "crash", late if failure == "hang" else failure)
+        findings[name] = finding
+        if finding.verdict != "exact":
+            click.echo(f"{name}: {finding.verdict}: {finding.reason} {finding.tensor}".rstrip(), err=True)
+    return [findings[name] for name in names]
+
+
+def _work(name: str, mode: Mode) -> dict[str, Any]:
+    return try_family(name, mode).to_dict()
+
+
+def table(findings: list[Finding]) -> str:
+    """Lay the findings out, the bad ones first."""
+    lines = ["| family | verdict | loss differs by | weights differ by | |", "|---|---|---|---|---|"]
+    for one in sorted(findings, key=lambda one: (ORDER.index(one.verdict), one.name)):
+        compared = one.verdict in ("exact", "wrong")
+        loss = _figure(one.loss_difference) if compared else ""
+        weight = _figure(one.weight_difference) if compared else ""
+        reason = " ".join(one.reason.split()).replace("|", "\\|")
+        if one.verdict == "wrong":
+            reason += f" ({one.tensor})"
+        lines.append(f"| {one.name} | {one.verdict} | {loss} | {weight} | {reason} |")
+    return "\n".join(lines)
+
+
+def _figure(value: float) -> str:
+    return f"{value:.0e}" if value else "0"
+
+
+def summary(findings: list[Finding]) -> str:
+    """Count the verdicts."""
+    counts = Counter(one.verdict for one in findings)
+    return ", ".join(f"{counts[verdict]} {verdict}" for verdict in reversed(ORDER) if counts[verdict])
+
+
+@click.command(help=__doc__)
+@click.option("--names", help="Families, separated by commas; all of them if left out.")
+@click.option("--part", metavar="K/N", help="The K-th of N parts; today/N takes them in turn by the date.")
+@click.option("--packed", is_flag=True, help="Rows of two documents, against each document alone.")
+@click.option("--bf16", is_flag=True, help="Compute in bf16.")
+@click.option("--lora", is_flag=True, help="Train adapters.")
+@click.option("--micro-batches", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Families at a time.")
+@click.option("--seconds", default=60.0, show_default=True, help="That a family may take.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the findings here.")
+@click.option("--write", type=click.Path(path_type=Path), help="Write a page with all findings here.")
+def main(
+    names: str | None, part: str | None, packed: bool, bf16: bool, lora: bool, micro_batches: int, jobs: int,
+    seconds: float, json_path: Path | None, write: Path | None,
+) -> None:  # fmt: skip
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    mode = Mode(packed, bf16, lora, micro_batches)
+    findings = sweep(names_of(names, part), mode, jobs, seconds)
+    if json_path is not None:
+        json_path.write_text(json.dumps([one.to_dict() for one in findings], indent=1), encoding="utf-8")
+    if write is not None:
+        write.write_text(page(findings, mode), encoding="utf-8")
+    click.echo(f"{len(findings)} families, {mode.name}: {summary(findings)} ({time.monotonic() - began:.0f} s)")
+    sys.stdout.flush()
+    os._exit(any(one.verdict in BAD for one in findings))
+
+
+def page(findings: list[Finding], mode: Mode) -> str:
+    """Make the page that goes to the documentation."""
+    return "\n".join([
+        "# Families", "",
+        f"Made by `python scripts/sweep_families.py --write docs/families.md`, with transformers "
+        f"{transformers.__version__} and torch {torch.__version__.partition('+')[0]}.", "",
+        "Every name of transformers' mapping of causal language models, small and with random weights, trains three "
+        "steps",
+        f"in memory and through the engine ({mode.name}, CPU). *exact*: losses and weights are those of the plain loop.",
+        "*refused*: the engine says so in this one sentence, before anything is written. *untrainable*: transformers' own",
+        "code does not train it from token ids alone.", "",
+        f"{len(findings)} families: {summary(findings)}.", "", table(findings), "",
+    ])  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
