@@ -4,6 +4,7 @@ The arithmetic is PyTorch's own ``torch._fused_adamw_``. What this file adds is 
 halves, gradients in bf16, moments in fp32 or (with stochastic rounding) in bf16.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,6 +50,16 @@ class Update:
     """Everything stays as it is: the gradient is not finite."""
 
 
+@dataclass(frozen=True)
+class Run:
+    """A part of a range that is updated, all of whose parameters have had as many updates before."""
+
+    start: int
+    stop: int
+    missed: int
+    """Steps in which these parameters had no gradient: bias correction does not count them."""
+
+
 class ChunkAdam:
     """Updates flat ranges in place, with scratch memory that is allocated once.
 
@@ -76,6 +87,7 @@ class ChunkAdam:
         *,
         decay: bool,
         stream: int = 0,
+        runs: Sequence[Run] | None = None,
     ) -> None:
         """One AdamW step over ``n`` parameters, all arguments flat ``[n]``; all but the gradient are updated in place.
 
@@ -87,6 +99,7 @@ class ChunkAdam:
             update: step number, hyper-parameters, gradient scale.
             decay: whether weight decay applies to this range.
             stream: tells this range from others of the same step, so that their stochastic rounding differs.
+            runs: what of it is updated, each a multiple of 128 elements; None: all.
         """
         if update.left_out:
             return
@@ -94,13 +107,14 @@ class ChunkAdam:
         if mean.dtype == torch.bfloat16:
             # One each: a shared one would make the numbers depend on where a pass ends.
             sources = (_random_bits(update, stream, 0), _random_bits(update, stream, 1))
-        self._step.fill_(update.step - update.skipped)
-        for start in range(0, parameter.numel(), self._elements):
-            part = slice(start, start + self._elements)
-            self._pass(
-                parameter[part], None if lo is None else lo[part], mean[part], variance[part], gradient[part],
-                update, decay, sources,
-            )  # fmt: skip
+        for run in (Run(0, parameter.numel(), 0),) if runs is None else runs:
+            self._step.fill_(update.step - update.skipped - run.missed)
+            for start in range(run.start, run.stop, self._elements):
+                part = slice(start, min(start + self._elements, run.stop))
+                self._pass(
+                    parameter[part], None if lo is None else lo[part], mean[part], variance[part], gradient[part],
+                    update, decay, sources,
+                )  # fmt: skip
 
     def _pass(
         self,

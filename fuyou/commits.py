@@ -9,6 +9,7 @@ import torch
 from common.errors import FinetuneError, UserError
 from common.store import Store, StoreError, commit_manifest, load_manifest
 from common.store.verify import Sealed, verify
+from fuyou.absent_gradients import MissedUpdates
 from fuyou.adam import Update
 from fuyou.checksums import RecordSums
 from fuyou.clipping import Strikes
@@ -28,11 +29,14 @@ class Commits:
         state: what the store holds (or will hold when it is filled).
         single_slot: whether updates overwrite the only copy.
         sums: of everything that has been written, which becomes a part of what is committed.
+        missed: in how many steps parameters had no gradient, likewise.
     """
 
-    def __init__(self, store: Store, state: TrainingState, single_slot: bool, sums: RecordSums):
+    def __init__(
+        self, store: Store, state: TrainingState, single_slot: bool, sums: RecordSums, missed: MissedUpdates
+    ):  # fmt: skip
         self.state = state
-        self.sums = sums
+        self.sums, self.missed = sums, missed
         self.committed_step = state.step
         self.clipped_steps = state.clipped
         self._store = store
@@ -83,7 +87,8 @@ class Commits:
     def _make_durable(self, task: Task) -> None:
         """Sync what is written, then say so in the manifest."""
         self._store.sync([weights_file(task.target)])
-        self.state = replace(self._states[task.step], slot=task.target)
+        # Updates of later steps wait for this commit: none of them is counted yet.
+        self.state = replace(self._states[task.step], slot=task.target, missed=self.missed.counts())
         self.seal()
 
     def seal(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from common.errors import FinetuneError
+from fuyou.absent_gradients import mark_absent
 from fuyou.block_calls import BlockCalls
 from fuyou.data_plane import DataPlane
 from fuyou.gradients import GradientSum, round_in_place, sum_of_squares
@@ -327,6 +328,7 @@ class StepComputation:
             rounded.copy_(total.flat)
         elif rounded.dtype != total.flat.dtype:
             round_in_place(total.flat, rounded)
+        mark_absent(record, rounded, total.seen)
         if self._plane.ranks is None:  # else it is a part of a sum
             self._squares.append(sum_of_squares(rounded))
 

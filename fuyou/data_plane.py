@@ -17,6 +17,7 @@ from common.buffers import HostBuffer
 from common.heap import Heap
 from common.store import Extent, Layout, Pace, Store, remove
 from common.store.checksums import Sums
+from fuyou.absent_gradients import MissedUpdates
 from fuyou.adam import Update
 from fuyou.checksums import RecordSums, sealed_name
 from fuyou.devices import Device, optimizer_threads
@@ -78,6 +79,7 @@ class DataPlane:
         pace: makes the drives look slower.
         locks: descriptors that the optimizer process holds as well.
         sums: told of everything that is written, asked about what is read.
+        missed: told which parameters an update has left alone, asked which earlier ones have.
         topology: the other ranks, if there are any.
     """
 
@@ -98,9 +100,11 @@ class DataPlane:
         pace: Pace | None = None,
         locks: Sequence[int] = (),
         sums: RecordSums | None = None,
+        missed: MissedUpdates | None = None,
         topology: Topology | None = None,
     ):
         self._sums = RecordSums(shape.records, extents) if sums is None else sums
+        self._missed = MissedUpdates(shape.records, {}) if missed is None else missed
         self.shape, self.plan, self.device, self.store = shape, plan, device, store
         self._extents, self._link, self._update_of = extents, link, update_of
         self._scratch_directories, self._pace = list(scratch), pace
@@ -346,7 +350,8 @@ class DataPlane:
     def _update(self, task: Task) -> object:
         with self._lock:
             self._updating[task.record] = task
-        self._link.send(UpdateRecord(task.record, task.source, task.gradient, task.target, self._update_of(task.step)))
+        update, missed = self._update_of(task.step), self._missed.before(task.record, task.step)
+        self._link.send(UpdateRecord(task.record, task.source, task.gradient, task.target, update, missed))
         return ELSEWHERE
 
     def _state_write(self, task: Task) -> object | None:
@@ -388,6 +393,7 @@ class DataPlane:
     def _heard(self, message: object) -> None:
         """A message of the optimizer process, in the link's thread."""
         if isinstance(message, Updated):
+            self._missed.updated(message.record, message.absent)
             with self._lock:
                 task = self._updating.pop(message.record)
                 self._adam_intervals += [RecordInterval(message.record, *one) for one in message.adam_intervals]

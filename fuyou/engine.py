@@ -23,6 +23,7 @@ from common.models.presets import load_config
 from common.store import Layout
 from common.store.directories import usable
 from common.units import format_bytes, parse_bytes
+from fuyou.absent_gradients import MissedUpdates
 from fuyou.accounting import StepReport
 from fuyou.adam import AdamConfig, Update
 from fuyou.checksums import RecordSums
@@ -358,9 +359,10 @@ class Engine:
 
     def _make_commits(self, files: RunFiles, sums: RecordSums) -> Commits:
         single_slot = self._options.single_slot
+        arguments = files.store, files.state, single_slot, sums, MissedUpdates(self._shape.records, files.state.missed)
         if self._agreement is None:
-            return Commits(files.store, files.state, single_slot, sums)
-        return ClusterCommits(self._agreement, files.run, self._checksum, files.store, files.state, single_slot, sums)
+            return Commits(*arguments)
+        return ClusterCommits(self._agreement, files.run, self._checksum, *arguments)
 
     def _checksum(self, step: int) -> int:
         """Of the parameters that this rank stores, as ``step`` has left them."""

@@ -30,7 +30,8 @@ class GradientSum:
         self.record = record
         self.flat = flat[: record.numel]
         self._views = record.views(self.flat)
-        self._seen: set[str] = set()
+        self.seen: set[str] = set()
+        """Names of the parameters that something has flowed into."""
         self._zero_padding()
 
     def attach(self, leaves: Mapping[str, torch.Tensor]) -> None:
@@ -39,18 +40,18 @@ class GradientSum:
             leaf.register_post_accumulate_grad_hook(lambda leaf, name=name: self._add(name, leaf))
 
     def finish(self) -> None:
-        """Parameters that nothing flowed into have a gradient of zero."""
+        """Clear what lies in the place of parameters that nothing flowed into."""
         for name, view in self._views.items():
-            if name not in self._seen:
+            if name not in self.seen:
                 view.zero_()
 
     def _add(self, name: str, leaf: torch.Tensor) -> None:
         assert leaf.grad is not None
-        if name in self._seen:
+        if name in self.seen:
             self._views[name].add_(leaf.grad)
         else:
             self._views[name].copy_(leaf.grad)
-            self._seen.add(name)
+            self.seen.add(name)
         leaf.grad = None
 
     def _zero_padding(self) -> None:

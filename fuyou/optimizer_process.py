@@ -11,6 +11,7 @@ Run as ``python -m fuyou.optimizer_process FD``; the engine does that.
 
 import collections
 import contextlib
+import functools
 import os
 import queue
 import signal
@@ -34,6 +35,7 @@ from common.buffers import HostBuffer
 from common.errors import FinetuneError
 from common.store import Extent, Layout, Store
 from common.store.checksums import Sums
+from fuyou.absent_gradients import OwnedParameters
 from fuyou.adam import ChunkAdam
 from fuyou.checksums import sealed_name
 from fuyou.intervals import merge
@@ -143,6 +145,7 @@ class OptimizerProcess:
         self._updates: collections.deque[UpdateRecord | CreateRecord | WriteRecord] = collections.deque()
         self._arrived = threading.Condition()
         self._adam = ChunkAdam()
+        self._owned = functools.cache(lambda index: OwnedParameters(self._records[index]))
 
     def run(self) -> None:
         """Serve until the engine closes the pipe."""
@@ -215,6 +218,9 @@ class OptimizerProcess:
         write = self._begin_write(message.record, message.target)
         # Of stochastic rounding: no two ranks draw the same, for no rank has more chunks than pages.
         stream = record.share.owned_start(record.numel) // PAGE_ELEMENTS
+        owned, left_out = self._owned(message.record), message.update.left_out
+        absent = () if left_out else owned.absent(gradients)
+        uneven = bool(absent or message.missed)
         began, computing = 0.0, []
         for number in range(write.pending):
             place = self._read.get()
@@ -228,13 +234,14 @@ class OptimizerProcess:
             self._adam.update(
                 values[part], states.lo, states.mean, states.variance, gradients[part], message.update,
                 decay=chunk.decay, stream=message.record << 32 | stream + number,
+                runs=owned.runs(chunk, absent, message.missed) if uneven else None,
             )  # fmt: skip
             computing.append((started, time.monotonic()))
             if message.target >= 0:
                 self._write_chunk(write, place, parameters)
         if message.target < 0:
             write.done.set()
-        self._send(Updated(message.record, began, time.monotonic(), computing))
+        self._send(Updated(message.record, began, time.monotonic(), computing, absent))
 
     def _create(self, message: CreateRecord) -> None:
         record = self._records[message.record]

@@ -93,6 +93,8 @@ class UpdateRecord:
     gradient: int
     target: int
     update: Update
+    missed: dict[int, int] = field(default_factory=dict)
+    """In how many earlier steps a parameter of the record had no gradient, by its index; the others always had one."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,8 @@ class Updated:
     ended: float
     adam_intervals: list[tuple[float, float]]
     """When it was computing, not waiting for states, on :func:`time.monotonic`'s clock."""
+    absent: tuple[int, ...] = ()
+    """Indices of parameters of the record that had no gradient, and were left as they were."""
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ class Runtime:
             [folder / SCRATCH for folder in store.directories], commits.commit, commits.update_of,
             spill_gradients=plan.spills_gradients(self._shape, options.held(self._shape)),
             resident=plan.resident, pace=self.pace, topology=self._topology, locks=self._files.lock.descriptors,
-            sums=commits.sums,
+            sums=commits.sums, missed=commits.missed,
         )  # fmt: skip
         self.accounting = Accounting(self._plane, self._trace)
 

@@ -37,6 +37,9 @@ class TrainingState:
     """Steps up to this one whose gradients were clipped."""
     skipped: int = 0
     """Steps up to this one whose updates were left out, because their gradients were not finite."""
+    missed: dict[str, int] = field(default_factory=dict)
+    """By the name of a parameter, in how many steps up to this one it had no gradient; 0 for those not listed. Of
+    several ranks, each knows it of those that it updates a part of."""
     torn: bool = False
     """Only with one slot: a step was begun over this state and has not been committed."""
     checksums: list[dict[str, Any]] = field(default_factory=list)
@@ -64,7 +67,7 @@ class TrainingState:
             good = all(isinstance(value, type_of) for value, type_of in (
                 (state.step, int), (state.slot, int), (state.slots, int), (state.random, dict), (state.user, dict),
                 (state.checksums, list), (state.clipped, int), (state.skipped, int), (state.torn, bool),
-                (state.emulated, bool),
+                (state.emulated, bool), (state.missed, dict),
             )) and 0 <= state.slot < state.slots <= 2 and 0 <= state.skipped <= state.step  # fmt: skip
         except TypeError:
             good = False

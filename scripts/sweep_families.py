@@ -28,8 +28,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from families.children import run_forked  # noqa: E402
-from families.trial import Finding, Mode, try_family  # noqa: E402
+from families.children import run_forked
+from families.trial import Finding, Mode, try_family
 
 BAD = ("wrong", "crash", "hang")
 ORDER = (*BAD, "refused", "untrainable", "exact")

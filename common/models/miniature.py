@@ -55,7 +55,9 @@ _TOKEN_COUNT = re.compile(
 _POSITIONS = re.compile(r"position|max_seq|context_length|n_ctx|max_length|max_(source|target)|seq_length|max_distance")
 _FROM_FRONT = re.compile(r"^first_k_|num_dense_layers|max_window_layers|layer_start_index|num_hash_layers")
 _FROM_BACK = re.compile(r"kv_shared_layers$")
-_PERIOD = re.compile(r"period$|interval$|every_n_layers$|layer_group_size$|sparse_step$|sliding_window_pattern$|_pattern$")
+_PERIOD = re.compile(
+    r"period$|interval$|every_n_layers$|layer_group_size$|sparse_step$|sliding_window_pattern$|_pattern$"
+)
 _OFFSET = re.compile(r"layer_offset$")
 _TOWER = re.compile("vision|audio|siglip|vit|clip|encodec|t5")
 _ROTARY = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_dim", "rotary_pct", "partial_rotary_factor")
@@ -145,7 +147,9 @@ class _Shrunk:
         if heads * self.head_dim == width:
             self.small_width = product
         else:
-            self.small_width = min(width, max(8 * self.small_heads, min(128, _to_multiple(width * product / (heads * self.head_dim), 8))))
+            self.small_width = min(
+                width, max(8 * self.small_heads, min(128, _to_multiple(width * product / (heads * self.head_dim), 8)))
+            )
 
     def _measure_as(self, other: "_Shrunk") -> None:
         for name in ("width", "heads", "head_dim", "most_heads", "small_width", "small_heads", "small_head_dim"):
@@ -302,7 +306,9 @@ class _Shrunk:
                 for key, one in value.items()
             }  # fmt: skip
         if name.endswith("rates"):
-            return {key: (4 if one > 4 else 2) if isinstance(one, int) and one > 2 else one for key, one in value.items()}
+            return {
+                key: (4 if one > 4 else 2) if isinstance(one, int) and one > 2 else one for key, one in value.items()
+            }
         nested = getattr(self._config, name, None)
         return _Shrunk(value, nested if isinstance(nested, PreTrainedConfig) else None, self).result
 

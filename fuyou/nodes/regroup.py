@@ -8,7 +8,7 @@ new one; whoever opens the run next finds out which, and finishes or undoes the 
 
 import contextlib
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -199,6 +199,7 @@ class _Regrouping:
             told[0], store=new.id, checksums=[one.to_dict() for one in sealed],
             # Ranks that there were not before begin as they would have begun the run.
             random=told[self._rank].random if self._rank in told else {},
+            missed=_joined(state.missed for state in told.values()),
         )  # fmt: skip
         content = state.to_dict()
         if self._agreement is not None:
@@ -258,6 +259,15 @@ class _Regrouping:
 
 def _by_rank(old: RunSet) -> list[tuple[int, Found]]:
     return sorted(old.members.items())
+
+
+def _joined(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+    """Return what ranks know together that each count for their own parameters; what others count may be old there."""
+    joined: dict[str, int] = {}
+    for known in counts:
+        for name, count in known.items():
+            joined[name] = max(count, joined.get(name, 0))
+    return joined
 
 
 def _refuse_others(folder: Path, ours: Collection[str]) -> None:

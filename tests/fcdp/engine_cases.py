@@ -127,3 +127,10 @@ def set_back(folder: Path, rank: int) -> None:
     assert content is not None
     about = content["cluster"]
     commit_manifest(place, {**about["previous"], "cluster": {**about, "previous": None}})
+
+
+def train_routed(topology: fcdp.Topology | None, run: Run) -> Outcome:
+    """The same of a model some of whose experts no token is sent to."""
+    from tests.fuyou import routed  # noqa: F401 - so that this process knows the family
+
+    return train(topology, run)

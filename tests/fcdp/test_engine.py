@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from common.errors import FinetuneError, UserError
 from common.models.adapters import ALL_LINEAR, AdapterOptions
+from common.store import load_manifest
 from fuyou.nodes.commits import ClusterCommits, Found, agreed_step
 from fuyou.records import ALIGN_ELEMENTS, PAGE_ELEMENTS
 from fuyou.share import Share
@@ -18,6 +19,7 @@ from fuyou.tasks import Op, Task
 from tests.fcdp import engine_cases as cases
 from tests.fcdp.engine_cases import Run
 from tests.fcdp.pool import Pool
+from tests.fuyou.routed import RoutedConfig
 
 
 def test_ranks_skip_a_step_together(model: str, pool: Pool, tmp_path: Path) -> None:
@@ -63,6 +65,27 @@ def test_two_ranks_equal_one(
         assert 8 * trained <= sum(rank.planned[2] for rank in ranks) <= 8 * (trained + ALIGN_ELEMENTS * matrices)
     elif layout == (2, 1):
         check_bytes(ranks, alone)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_only_what_no_rank_has_a_gradient_for_is_skipped(dtype: str, pool: Pool, tmp_path: Path) -> None:
+    """Experts get few tokens, on some rank or on none; slices cut them; then two ranks become one, and that one two."""
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(RoutedConfig(vocab_size=cases.VOCABULARY)).save_pretrained(tmp_path / "model")
+    options = {"dtype": dtype, "micro_batch": 1, "host_cache": 0}
+    run = Run(str(tmp_path / "model"), tmp_path / "ranks", 3, rows=2, options=options)
+    alone = cases.train_routed(None, replace(run, folder=tmp_path / "alone", steps=6))
+    again = {**options, "resume": True}
+    outcomes = [
+        pool.run((2, 1), cases.train_routed, run)[0],
+        cases.train_routed(None, replace(run, steps=4, options=again, leave=((0, 1),))),
+        pool.run((1, 2), cases.train_routed, replace(run, steps=6, options=again))[0],
+    ]
+    assert [loss for outcome in outcomes for loss in outcome.losses] == alone.losses
+    for name, master in alone.masters.items():
+        assert torch.equal(outcomes[-1].masters[name], master), name
+    missed = load_manifest(tmp_path / "alone" / "rank0" / "ssd0" / "fuyou")["missed"]
+    assert {0, 6} < set(missed.values()) | {0}, "some were left alone in some steps, and some in all of them"
 
 
 def check_bytes(ranks: list[cases.Outcome], alone: cases.Outcome) -> None:
@@ -128,7 +151,7 @@ def test_nodes_that_hold_different_parameters() -> None:
     told = [("a", 5), ("a", 7), ("b", 5), ("b", 8)]
     agreement: Any = SimpleNamespace(share=Share(2, 2), tell_at_commit=lambda value: told)
     state: Any = SimpleNamespace(step=3, clipped=0)
-    commits = ClusterCommits(agreement, "abc", lambda step: 5, None, state, False, None)
+    commits = ClusterCommits(agreement, "abc", lambda step: 5, None, state, False, None, None)
     with pytest.raises(FinetuneError, match=r"step 4, node 1 \(b, rank 1 of it\) and node 0 \(a, rank 1 of it\) hold"):
         commits.commit(Task(Op.COMMIT, [], step=4))
     assert commits.committed_step == 3

@@ -88,7 +88,8 @@ class Twin:
         for moments in self.moments.values():
             for moment in moments:
                 moment.zero_()
-        self.steps = 0
+        self.steps = dict.fromkeys(self.masters, 0)
+        """By parameter, as ``torch.optim.AdamW`` counts: steps in which it had a gradient."""
         self.grad_norm = 0.0
         self._load()
 
@@ -133,17 +134,19 @@ class Twin:
             result.backward()
             loss = result.detach() if loss is None else loss + result.detach()
             for name, parameter in self.model.named_parameters():
-                gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-                sums.setdefault(name, []).append(gradient.clone())
+                if parameter.grad is not None:
+                    sums.setdefault(name, []).append(parameter.grad.clone())
                 parameter.grad = None
         gradients = {}
         head_name = next((n for n, p in self.model.named_parameters() if self.tied and p is self.head), None)
         for name, parameter in self.model.named_parameters():
             if name == head_name:
                 continue
-            terms = sums[name]
+            terms = sums.get(name, [])
             if self.tied and parameter is self.embedding:
                 terms = sums[head_name] + terms
+            if not terms:
+                continue
             if self.bf16 and len(terms) > 1:
                 total = terms[0].float()
                 for term in terms[1:]:
@@ -158,16 +161,16 @@ class Twin:
         scale = 1.0
         if self.max_grad_norm is not None and self.grad_norm > self.max_grad_norm:
             scale = self.max_grad_norm / (self.grad_norm + 1e-6)
-        self.steps += 1
         for name, gradient in gradients.items():
             gradient = gradient.cpu()
             master, wide = self._padded(self.masters[name]), self._padded(gradient)
             if scale != 1.0:
                 wide.mul_(scale)
             mean, variance = self.moments[name]
+            self.steps[name] += 1
             decay = self.masters[name].dim() > 1 and not name.endswith("bias")
             torch._fused_adamw_(
-                [master], [wide], [mean], [variance], [], [torch.tensor(float(self.steps))],
+                [master], [wide], [mean], [variance], [], [torch.tensor(float(self.steps[name]))],
                 amsgrad=False, lr=self.lr, beta1=0.9, beta2=0.999,
                 weight_decay=self.weight_decay if decay else 0.0, eps=1e-8, maximize=False,
             )  # fmt: skip
