@@ -280,7 +280,7 @@ class StreamedModel:
         self._calls = calls = BlockCalls(links, documents=documents)
         self._recorder = Recorder(self._name)
         try:
-            with contextlib.suppress(_Reached), self._recording, self._stood_in(), self._apart(documents):
+            with contextlib.suppress(_Reached), self._recording, self._apart(documents), self._stood_in():
                 self.model(**known, use_cache=False)
         finally:
             self._calls = None
