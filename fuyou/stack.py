@@ -230,9 +230,9 @@ class StreamedModel:
 
     @cached_property
     def _separator(self) -> Separator:
-        isolation = self.family.isolation
-        assert isolation is not None, "rows of several documents are refused before"
-        return Separator(self.model, isolation)
+        self.family.check_documents(masked=False)
+        assert self.family.isolation is not None
+        return Separator(self.model, self.family.isolation)
 
     def _apart(self, documents: Documents | None) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if documents is None else self._separator.apart(documents)

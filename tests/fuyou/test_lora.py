@@ -56,8 +56,9 @@ class InMemory:
         losses = []
         for start in range(0, ROWS, micro):
             part = {name: value[start : start + micro] for name, value in batch.items()}
-            losses.append(self.model(**part, num_items_in_batch=items, use_cache=False).loss)
-            losses[-1].backward()
+            with documents_alone(self.model, part):
+                losses.append(self.model(**part, num_items_in_batch=items, use_cache=False).loss)
+                losses[-1].backward()
         self.grad_norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in self.trained))
         if self.clip is not None and self.grad_norm > self.clip:
             for parameter in self.trained:

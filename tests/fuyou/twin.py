@@ -53,7 +53,7 @@ def documents_alone(model: nn.Module, batch: dict[str, torch.Tensor]) -> Iterato
         return
     for module in model.modules():
         module.documents = batch["position_ids"].tolist()
-    config = model.config
+    config = (model.get_base_model() if hasattr(model, "get_base_model") else model).config
     before, config._attn_implementation = config._attn_implementation, BY_DOCUMENT
     try:
         yield
