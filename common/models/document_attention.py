@@ -140,6 +140,12 @@ def _backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
 attention_by_document.register_autograd(_backward, setup_context=_save)
 
 
+#: What records and plans know it by.
+OPERATOR = torch.ops.fuyou.attention_by_document.default
+AUTOGRAD_NODE = "GeneratedBackwardFor_fuyou_attention_by_document"
+"""Beginning of the name that PyTorch gives its backward pass, which uses nothing but what :func:`_save` saves."""
+
+
 @register_flop_formula(torch.ops.fuyou.attention_by_document)
 def _flops(query: Any, key: Any, value: Any, spans: Sequence[int], *_: Any, **__: Any) -> int:
     squares = sum((end - start) ** 2 for start, end in zip(spans[1::3], spans[2::3], strict=True))

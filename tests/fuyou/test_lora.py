@@ -18,7 +18,7 @@ from fuyou.memory_plan import MemoryPlanner
 from fuyou.records import Kind
 from tests.fuyou.test_exact import OPTIONS, ROWS, STEPS, batches, directories
 from tests.fuyou.test_exact import engine as plain_engine
-from tests.fuyou.twin import save_checkpoints
+from tests.fuyou.twin import documents_alone, save_checkpoints
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -57,7 +57,7 @@ class OneByOne:
                 part = {name: batch[name][row : row + 1, start : start + length] for name in ("input_ids", "labels")}
                 loss = self.model(**part, use_cache=False).loss * ((length - 1) / items)
                 loss.backward()
-                total += float(loss)
+                total += loss.item()
                 start += length
         self.optimizer.step()
         self.optimizer.zero_grad()

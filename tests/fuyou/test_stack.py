@@ -44,7 +44,7 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters(remove_duplicate=False))
 
 
-def inputs(rows: int = 2) -> dict[str, torch.Tensor]:
+def unpacked(rows: int = 2) -> dict[str, torch.Tensor]:
     """One document in each row."""
     generator = torch.Generator().manual_seed(1)
     positions = torch.arange(SEQ_LEN).expand(rows, -1).contiguous()
@@ -79,7 +79,7 @@ def run(stack: StreamedModel, parameters: dict[str, torch.Tensor], batch: dict[s
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_parts_equal_the_whole(family: str, dtype: torch.dtype) -> None:
-    whole, stack, batch = reference(family, dtype), streamed(family, dtype), inputs()
+    whole, stack, batch = reference(family, dtype), streamed(family, dtype), unpacked()
     expected = whole(**batch, use_cache=False, output_hidden_states=True)
     parameters = weights(whole)
     with only(stack, parameters, "embedding"):
@@ -99,7 +99,7 @@ def test_parts_equal_the_whole(family: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_the_head_in_ranges_of_tokens(family: str) -> None:
-    whole, stack, batch = reference(family, torch.float32), streamed(family, torch.float32), inputs()
+    whole, stack, batch = reference(family, torch.float32), streamed(family, torch.float32), unpacked()
     parameters = weights(whole)
     hidden = run(stack, parameters, batch)
     expected = whole(**batch, use_cache=False).logits
@@ -115,7 +115,7 @@ def test_the_head_in_ranges_of_tokens(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_of_parts_equal_those_of_the_whole(family: str) -> None:
     """Backward through head, blocks and embedding, each recomputed on its own."""
-    whole, stack, batch = reference(family, torch.float32), streamed(family, torch.float32), inputs()
+    whole, stack, batch = reference(family, torch.float32), streamed(family, torch.float32), unpacked()
     labels = batch["input_ids"]
     whole(**batch, labels=labels, use_cache=False).loss.backward()
     parameters = {name: nn.Parameter(value.detach()) for name, value in whole.named_parameters()}
@@ -157,7 +157,7 @@ def test_gradients_of_parts_equal_those_of_the_whole(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_documents_of_a_row_are_computed_as_if_each_were_alone(family: str) -> None:
-    whole, stack, batch = reference(family, torch.float32), streamed(family, torch.float32), inputs()
+    whole, stack, batch = reference(family, torch.float32), streamed(family, torch.float32), unpacked()
     batch["position_ids"] = torch.cat([torch.arange(3), torch.arange(SEQ_LEN - 3)]).expand(2, -1).contiguous()
     batch["position_ids"][1] = torch.arange(SEQ_LEN).remainder(7)
     hidden = run(stack, weights(whole), batch)
@@ -183,7 +183,7 @@ def test_the_model_is_as_it_was_afterwards(family: str) -> None:
     with pytest.raises(ZeroDivisionError), stack.bound(parameters):
         _ = 1 / 0
     with torch.no_grad():
-        run(stack, parameters, packed(1))
+        run(stack, parameters, unpacked(1))
     assert {name: (id(value), value.is_meta) for name, value in weights(stack.model).items()} == before
     assert [module for module in stack.model.modules() if "forward" in vars(module)] == forwards == []
     assert list(stack._list) == stack.blocks
@@ -309,7 +309,7 @@ def tuple_stack(**options: object) -> StreamedModel:
 @torch.no_grad()
 def test_blocks_that_return_tuples() -> None:
     torch.manual_seed(0)
-    whole, stack, batch = TupleModel(TupleConfig()).eval(), tuple_stack(), inputs()
+    whole, stack, batch = TupleModel(TupleConfig()).eval(), tuple_stack(), unpacked()
     batch["input_ids"] %= 31
     expected = whole(**batch).logits
     parameters = weights(whole)
