@@ -4,7 +4,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Protocol
 
-from cli.prepare import Job
+from cli.prepare import LONG_RECORDS, Job
 from cli.report import Measurements, Report
 from cli.settings import RUN
 from common.errors import UserError
@@ -23,7 +23,7 @@ class Trained(Protocol):
     def hardware_flops_per_token(self, seq_len: int) -> float:
         """The same with the recomputed forward pass counted."""
 
-    def save_pretrained(self, directory: Path, *, merge: bool = False) -> None:
+    def save_pretrained(self, directory: Path, *, merge: bool = False, allow_nonfinite: bool = False) -> None:
         """Export what was trained."""
 
 
@@ -47,6 +47,13 @@ def check_same_run(job: Job, trained: Trained, launches: Collection[str] = ()) -
         before, now = began.get(option), fixed.get(option)
         if before == now:
             continue
+        if option == LONG_RECORDS:
+            if not (before and now):  # a run of an earlier version, or without data: their key tells
+                continue
+            raise UserError(
+                f"--resume: this run began with {before}, and now it is {now}. Give {before}, or begin a new run in "
+                "another --output."
+            )
         if option == "--data":
             raise UserError(
                 "--resume: --data is not what this run began with: other or changed texts, or another tokenizer "
@@ -92,7 +99,7 @@ def save(job: Job, trained: Trained, speaks: bool = True) -> None:
         return
     if speaks:
         print(f"writing the {'adapters' if job.settings.trains_adapters else 'checkpoint'} to {job.output}", flush=True)
-    trained.save_pretrained(job.output, merge=job.settings.merge)
+    trained.save_pretrained(job.output, merge=job.settings.merge, allow_nonfinite=job.settings.allow_nonfinite)
 
 
 def conclude(job: Job, report: Report, total_written: int, kept: str, place: str) -> None:

@@ -4,18 +4,21 @@ import os
 import platform
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
+from cli.adapters import peft_config_of
 from cli.findings import DriveFound, Finding, GpuFound, MachineFound, find_trouble
 from cli.machine import directories_at_hand, training_of
 from cli.settings import Settings
 from cli.versions import versions
 from common.drives import drive_of
 from common.hardware import cpu_count, huge_pages_enabled, list_gpus, memory_available_bytes, memory_limit_bytes
+from common.models.presets import load_config
 from common.units import format_bytes
 
 RED, YELLOW, GREEN, BOLD = 31, 33, 32, 1
@@ -58,6 +61,23 @@ def run_check(settings: Settings) -> None:
         drives.append(look_at_drive(directory))
         _section(paint, "drive", list(_drive_rows(drives[-1])))
     _print_findings(paint, find_trouble(machine, gpus, drives, store, settings.model))
+    if settings.model:
+        _section(paint, "model", [("trains as in memory", _proof(settings))])
+
+
+def _proof(settings: Settings) -> str:
+    """Show it on a small model of the same family.
+
+    Raises:
+        UserError: it does not.
+    """
+    from fuyou import prove
+
+    assert settings.model is not None
+    config, _ = load_config(settings.model)
+    began = time.monotonic()
+    prove(config, adapters=peft_config_of(settings))
+    return f"losses and all gradients of a small {config.model_type}, block by block ({time.monotonic() - began:.1f} s)"
 
 
 def look_at_machine() -> MachineFound:

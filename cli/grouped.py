@@ -1,6 +1,7 @@
 """A click command whose help has headings with examples, and some of whose options take several words."""
 
 import glob
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,16 @@ def expand_pattern(option: str, name: str) -> list[str]:
     if not found:
         raise UserError(f"{option} {name}: nothing matches this pattern.")
     return found
+
+
+class FiniteFloat(click.FloatRange):
+    """A number in a range; neither NaN, which is in no range and passes every comparison, nor infinity."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
 
 
 class Checked(click.ParamType):

@@ -32,6 +32,7 @@ def step_metrics(
     """
     metrics = {
         "loss_metrics/global_avg_loss": line.loss,
+        **({} if line.aux_loss is None else {"loss_metrics/aux_loss": line.aux_loss}),
         "grad_norm": line.grad_norm,
         "lr": lr,
         "skipped": float(line.skipped),

@@ -13,7 +13,7 @@ _MODEL = frozenset({"model", "dtype", "optimizer_dtype", "single_slot", "seed"})
 _ADAPTERS = frozenset({"lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "peft_config"})
 _BATCH = frozenset({"batch_size", "seq_len", "micro_batch"})
 _STEP = _MODEL | _ADAPTERS | _BATCH | {"frozen_dtype", "host_cache", "max_grad_norm", "clip_by", "on_nonfinite",
-                                       "commit_every"}  # fmt: skip
+                                       "router_loss", "commit_every"}  # fmt: skip
 """What a step of one machine depends on."""
 _BUDGETS = frozenset({"gpu", "device_memory", "host_memory"})
 _PLACES = frozenset({"ssd", "output"})
@@ -130,7 +130,8 @@ def mode_of(options: Mapping[str, Any]) -> Mode:
 
 def shown(name: str) -> str:
     """An option as it is typed."""
-    return "--no-save" if name == "save" else f"--{name.replace('_', '-')}"
+    changed = {"save": "--no-save", "truncate": "--drop-long"}  # flags that are set by default
+    return changed.get(name, f"--{name.replace('_', '-')}")
 
 
 def _and(names: list[str]) -> str:

@@ -9,9 +9,9 @@ import click
 from click.shell_completion import CompletionItem, get_completion_class
 
 from cli.config import load_config_file
-from cli.grouped import Checked, GroupedCommand, GroupedOption
+from cli.grouped import Checked, FiniteFloat, GroupedCommand, GroupedOption
 from cli.schedule import SCHEDULES, Warmup
-from cli.settings import CLIP_BY, TRACKERS
+from cli.settings import CLIP_BY, ROUTER_LOSS, TRACKERS
 from common.errors import UserError
 from common.presets import preset_files
 from common.units import parse_bytes
@@ -81,8 +81,8 @@ def build_command(run: Callable[..., int]) -> click.Command:
     """The command: parses, then calls ``run`` with one keyword argument per option."""
     size = Checked("size", _memory)
     positive = click.IntRange(min=1)
-    rate = click.FloatRange(min=0)
-    decay = click.FloatRange(min=0, max=1, max_open=True)
+    rate = FiniteFloat(min=0)
+    decay = FiniteFloat(min=0, max=1, max_open=True)
     folder = click.Path(path_type=Path)
     options: list[GroupedOption] = []
 
@@ -116,7 +116,14 @@ def build_command(run: Callable[..., int]) -> click.Command:
         help="Tokens per sequence. Default: 1024, or the model's context if that is shorter.",
     )
     add("--batch-size", type=positive, default=8, metavar="N", help="Sequences per step.")
-
+    add(
+        "--truncate/--drop-long",
+        is_flag=True,
+        default=True,
+        help="Leave out conversations, and prompts with completions, that are longer than --seq-len. By default "
+        "(--truncate) they are cut behind the last answer that fits, so that what is trained on keeps all that comes "
+        "before it. Counted and said either way; plain texts go on in the next row.",
+    )
     add(
         "--eval-data",
         metavar="FILE...",
@@ -169,6 +176,7 @@ def build_command(run: Callable[..., int]) -> click.Command:
     )
     add("--io", type=click.Choice(["auto", "kvikio", "posix"]), default="auto", help="How SSDs are read and written.")
     add("--single-slot", is_flag=True, help="Half the space on SSD, but a crash loses the run.")
+    add("--unproven", is_flag=True, help="Do not show first, on a small model, that streaming this family is exact.")
 
     add = group("Cluster")
     add(
@@ -207,14 +215,14 @@ def build_command(run: Callable[..., int]) -> click.Command:
     )
     add(
         "--device-cache-threshold",
-        type=click.FloatRange(min=0, max=1),
+        type=FiniteFloat(min=0, max=1),
         metavar="X",
         help="Part of device memory up to which cached parameters stay there. Default: 0.9.",
     )
 
     add = group("Training")
     add("--steps", type=positive, metavar="N", help="Default: one epoch with --data, 10 steps without.")
-    add("--epochs", type=click.FloatRange(min=0, min_open=True), metavar="N", help="Passes over the data.")
+    add("--epochs", type=FiniteFloat(min=0, min_open=True), metavar="N", help="Passes over the data.")
     add("--lr", metavar="X", type=rate, default=1e-5, help="Highest learning rate.")
     add(
         "--warmup",
@@ -230,7 +238,7 @@ def build_command(run: Callable[..., int]) -> click.Command:
     add(
         "--eps",
         metavar="X",
-        type=click.FloatRange(min=0, min_open=True),
+        type=FiniteFloat(min=0, min_open=True),
         default=1e-8,
         help="Added to Adam's divisor.",
     )
@@ -247,6 +255,13 @@ def build_command(run: Callable[..., int]) -> click.Command:
         default="stop",
         help="When loss or gradient of a step is NaN or infinite: stop, or skip the step (10 in a row at most). Where "
         "states are on SSD, skip costs as much as --max-grad-norm.",
+    )
+    add(
+        "--router-loss",
+        type=click.Choice(ROUTER_LOSS),
+        default="auto",
+        help="Add a mixture of experts' load-balancing loss, times the model's own coefficient. auto: if its "
+        "configuration has output_router_logits on.",
     )
     add(
         "--clip-by",
@@ -266,7 +281,7 @@ def build_command(run: Callable[..., int]) -> click.Command:
     add("--lora-rank", type=positive, metavar="R", help="Train LoRA adapters of this rank, and freeze the weights.")
     add(
         "--lora-alpha",
-        type=click.FloatRange(min=0, min_open=True),
+        type=FiniteFloat(min=0, min_open=True),
         metavar="X",
         help="An adapter's output is multiplied by this over the rank. Default: twice the rank.",
     )
@@ -299,6 +314,7 @@ def build_command(run: Callable[..., int]) -> click.Command:
     add = group("Output")
     add("--output", type=folder, metavar="DIR", help="Default: finetune-output/<model>.")
     add("--save/--no-save", is_flag=True, default=True, help="Write no checkpoint at the end.")
+    add("--allow-nonfinite", is_flag=True, help="Write the checkpoint even if it holds a NaN or an infinity.")
     add("--resume", is_flag=True, help="Continue from the last committed step.")
     add("--overwrite", is_flag=True, help="Replace the run that is in --output and --ssd.")
     add(
@@ -353,7 +369,7 @@ def build_command(run: Callable[..., int]) -> click.Command:
     add("--levels", metavar="N,N,...", help="A cluster's ranks by level, fastest first: 2,4,16 is 16 nodes of 4 pairs.")
     add(
         "--trainable",
-        type=click.FloatRange(min=0, min_open=True, max=1),
+        type=FiniteFloat(min=0, min_open=True, max=1),
         metavar="X",
         help="Part of the parameters to plan as trainable on a cluster: about 0.01 with LoRA. Default: 1.",
     )

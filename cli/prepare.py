@@ -32,6 +32,9 @@ DEFAULT_STEPS = 10
 
 RANDOM_TOKENS = "random tokens"
 
+LONG_RECORDS = "long records"
+"""Key in :attr:`Job.fixed_settings` of what becomes of those."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -110,6 +113,7 @@ class Job:
         """What must not change when a run is continued, by option. The values are JSON."""
         settings, rate = self.settings, self.learning_rate
         return {
+            **({LONG_RECORDS: "--truncate" if settings.truncate else "--drop-long"} if settings.data else {}),
             "--data": self.data_key,
             "--seq-len": self.seq_len,
             "--batch-size": settings.batch_size,
@@ -146,7 +150,7 @@ class Job:
             f"learning rate {rate.peak:g}, {rate.schedule}{warmup}",
             "output": f"{self.output}{'' if settings.save else ': no checkpoint (--no-save)'}",
         }
-        return "\n".join(f"{name:8} {text}" for name, text in lines.items())
+        return "\n".join(f"{name:8} {text}".replace("\n", f"\n{'':8} ") for name, text in lines.items())
 
     def _adapters(self) -> dict[str, str]:
         settings = self.settings
@@ -293,8 +297,10 @@ def _open_batches(
     ahead = not family.shifts_labels
     if tokenizer is None or not settings.data:
         return RandomBatches(vocab_size, seq_len, settings.batch_size, settings.seed, ahead), RANDOM_TOKENS
-    packed = family.isolation is not None
-    config = DataConfig(settings.data, seq_len, settings.batch_size, settings.seed, packed=packed, labels_ahead=ahead)
+    config = DataConfig(
+        settings.data, seq_len, settings.batch_size, settings.seed, truncate=settings.truncate,
+        packed=family.isolation is not None, labels_ahead=ahead,
+    )  # fmt: skip
     with naming("--data"):
         batches = open_data(config, tokenizer, output / "data")
     return batches, batches.digest
@@ -307,8 +313,8 @@ def _open_held_out(
     if tokenizer is None or not settings.eval_data:
         return None
     config = DataConfig(
-        settings.eval_data, seq_len, settings.batch_size, shuffle=False, packed=family.isolation is not None,
-        labels_ahead=not family.shifts_labels,
+        settings.eval_data, seq_len, settings.batch_size, shuffle=False, truncate=settings.truncate,
+        packed=family.isolation is not None, labels_ahead=not family.shifts_labels,
     )  # fmt: skip
     with naming("--eval-data"):
         return open_data(config, tokenizer, output / "data")

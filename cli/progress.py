@@ -38,10 +38,12 @@ class StepLine:
     """By a node to others, where there are several ranks; all else is of one node too, but for the rates."""
     skipped: bool = False
     """Whether loss or gradient were not finite, and nothing was changed."""
+    aux_loss: float | None = None
+    """The router loss, not multiplied by its coefficient, where it is a part of the loss."""
 
     def __str__(self) -> str:
         sent = "" if self.sent_bytes is None else f"{format_bytes(self.sent_bytes)} across nodes, "
-        learned = "emulated" if self.emulated else _learned(self.loss, self.grad_norm, self.skipped)
+        learned = "emulated" if self.emulated else _learned(self)
         return (
             f"{learned}, {format_count(self.tokens_per_second)} tokens/s, "
             f"{self.flops_per_second / 1e12:.3g} TFLOP/s, SSD {self.read_per_second / 1e9:.2f} GB/s read "
@@ -68,17 +70,20 @@ class ClusterLine:
     """Host memory in use by the ranks of one node, at its peak so far."""
     skipped: bool = False
     """Whether loss or gradient were not finite, and nothing was changed."""
+    aux_loss: float | None = None
+    """The router loss, not multiplied by its coefficient, where it is a part of the loss."""
 
     def __str__(self) -> str:
         return (
-            f"{_learned(self.loss, self.grad_norm, self.skipped)}, {format_count(self.tokens_per_second)} tokens/s, "
+            f"{_learned(self)}, {format_count(self.tokens_per_second)} tokens/s, "
             f"{self.flops_per_second / 1e12:.3g} TFLOP/s, {format_bytes(self.sent_bytes)} across nodes, "
             f"device {format_bytes(self.device_bytes)}, host {format_bytes(self.host_bytes)}"
         )
 
 
-def _learned(loss: float, norm: float, skipped: bool) -> str:
-    return f"{'skipped: ' if skipped else ''}loss {loss:.4f}, norm {norm:.3g}"
+def _learned(line: StepLine | ClusterLine) -> str:
+    router = "" if line.aux_loss is None else f" (router {line.aux_loss:.4f})"
+    return f"{'skipped: ' if line.skipped else ''}loss {line.loss:.4f}{router}, norm {line.grad_norm:.3g}"
 
 
 class Progress:

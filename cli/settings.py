@@ -25,6 +25,7 @@ TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "jsonl")
 """What ``--log-to`` takes; ``jsonl`` is the run directory's metrics.jsonl, which is always written."""
 
 CLIP_BY = ("auto", "deferral", "speculation")
+ROUTER_LOSS = ("auto", "on", "off")
 """What ``--clip-by`` takes: names of :class:`fuyou.clipping.ClipBy`, which takes long to import."""
 
 _ONLY_NODES = (
@@ -37,6 +38,7 @@ _ONLY_LORA = ("lora_alpha", "lora_dropout", "lora_targets")
 _ONLY_ALONE = ("sample",)
 _ONLY_ENGINE = (
     "host_memory", "device_memory", "optimizer_dtype", "io", "single_slot", "trace", "clip_by", "frozen_dtype",
+    "unproven",
 )  # fmt: skip
 
 
@@ -50,6 +52,8 @@ class Settings:
     """Files and directories; none: random tokens."""
     eval_data: tuple[str, ...] = ()
     """Held-out files and directories, to evaluate with; none: no evaluation."""
+    truncate: bool = True
+    """Whether records with a prompt that are longer than a row are cut; else they are left out."""
     eval_every: int | None = None
     """Steps between evaluations; None: before the first and after the last step only."""
     ssd: tuple[str, ...] = ()
@@ -83,6 +87,8 @@ class Settings:
     """Gradients are scaled down to this global norm; 0: never."""
     on_nonfinite: str = "stop"
     """When loss or gradient of a step is NaN or infinite; see :mod:`fuyou.nonfinite`."""
+    router_loss: str = "auto"
+    """Whether a mixture of experts' router loss is a part of the loss; see :mod:`fuyou.router_loss`."""
     clip_by: str = "auto"
     """How: one of :data:`CLIP_BY`."""
     dtype: str = "bf16"
@@ -104,9 +110,13 @@ class Settings:
     """Trackers that get every step's figures."""
     single_slot: bool = False
     """Half the space on SSD, and no way to continue after a crash."""
+    unproven: bool = False
+    """Whether to leave out the proof that streaming this family is exact."""
     io: str = "auto"
     save: bool = True
     """Whether to export a checkpoint at the end."""
+    allow_nonfinite: bool = False
+    """Even if it holds a NaN or an infinity."""
     nodes: int | None = None
     """Machines that train together; None: the engine for one machine, out of core."""
     gpus_per_node: int | None = None
@@ -161,6 +171,8 @@ class Settings:
                 f"--eval-every {self.eval_every} counts steps between evaluations, and there is no data for them: add "
                 "--eval-data."
             )
+        if not self.truncate and not (self.data or self.eval_data):
+            raise UserError("--drop-long is about records that are longer than --seq-len: add --data.")
         if self.resume and self.overwrite:
             raise UserError("--resume continues the run that is there and --overwrite replaces it: give one of them.")
         if self.leave_ssd and not (self.resume and self.ssd):

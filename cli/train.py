@@ -142,6 +142,7 @@ def engine_options(job: Job) -> dict[str, Any]:
         "max_grad_norm": settings.max_grad_norm or None,
         "on_nonfinite": settings.on_nonfinite,
         "clip_by": settings.clip_by,
+        "router_loss": settings.router_loss,
         "micro_batch": settings.micro_batch,
         "host_memory": settings.host_memory,
         "device_memory": settings.device_memory,
@@ -149,6 +150,7 @@ def engine_options(job: Job) -> dict[str, Any]:
         "seed": settings.seed,
         "commit_every": settings.commit_interval,
         "single_slot": settings.single_slot,
+        "prove": not settings.unproven,
         "io": settings.io,
         "adapters": peft_config_of(settings),
         "frozen_dtype": settings.frozen_dtype,
@@ -255,7 +257,7 @@ def step_line(
         report.step, report.loss, report.grad_norm, rate, rate * measured.model_flops, io[0] / seconds,
         io[1] / seconds, engine.device_peak_bytes, host_bytes,
         max(bounds, key=lambda name: bounds[name], default="nothing"), engine.emulated, busy_seconds=bounds,
-        skipped=report.skipped, **others,
+        skipped=report.skipped, aux_loss=report.aux_loss, **others,
     )  # fmt: skip
 
 

@@ -214,6 +214,7 @@ def _open_trainer(job: Job, topology: Topology, launches: set[str]) -> Trainer:
         seed=settings.seed,
         host_cache_bytes=None if settings.host_cache is None else settings.host_cache // topology.ranks_per_node,
         on_nonfinite=settings.on_nonfinite,
+        router_loss=settings.router_loss,
         device_cache_threshold=0.9 if settings.device_cache_threshold is None else settings.device_cache_threshold,
     )
     trainer = Trainer(job.checkpoint or settings.model, topology, config, directory, peft_config_of(settings))
@@ -319,7 +320,7 @@ def _train(job: Job, trainer: Trainer, rank: Rank) -> tuple[Measurements, int]:
                 tokens = measured.tokens_per_step / (ended - began)
                 line = ClusterLine(
                     step, result.loss, result.grad_norm, tokens, tokens * measured.model_flops, result.sent_bytes,
-                    trainer.device_peak_bytes, trainer.host_peak_bytes, result.skipped,
+                    trainer.device_peak_bytes, trainer.host_peak_bytes, result.skipped, result.aux_loss,
                 )  # fmt: skip
                 said.step(line, rate, ended - began, rank.world)
             if result.stop and step < job.steps:

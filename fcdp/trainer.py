@@ -36,10 +36,12 @@ from fcdp.shard import fully_shard, sharding
 from fcdp.strategy import Strategy
 from fcdp.topology import Topology
 from fcdp.weights import gather_blocks, load, materialise, whole, widen
+from fuyou.adam import AdamConfig, check_learning_rate, check_max_grad_norm
 from fuyou.gradients import sum_of_squares
 from fuyou.loss import cross_entropy, targets_of
 from fuyou.nonfinite import NonFinitePolicy
 from fuyou.records import DTYPES, wants_decay
+from fuyou.router_loss import RouterPass, find_router_loss, switch_router_logits, wants_router_loss
 from fuyou.stack import StreamedModel
 
 #: Largest shard of an exported checkpoint. Rank 0 holds one.
@@ -68,6 +70,13 @@ class TrainerConfig:
     device_cache_threshold: float = 0.9
     on_nonfinite: str = "stop"
     """Or ``skip``; see :mod:`fuyou.nonfinite`."""
+    router_loss: str = "auto"
+    """Whether a mixture of experts' router loss is a part of the loss: ``auto`` (as the configuration has it), ``on``
+    or ``off``. It is that of a micro-batch of all ranks together, on average over micro-batches."""
+
+    def __post_init__(self) -> None:
+        AdamConfig(betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)  # which checks them
+        check_max_grad_norm(self.max_grad_norm)
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,8 @@ class ClusterStep:
     """That a node sent to others, on average over nodes."""
     skipped: bool = False
     """Whether loss or gradient were not finite, and nothing was changed."""
+    aux_loss: float | None = None
+    """The router loss, not multiplied by its coefficient, where it is a part of the loss."""
 
 
 class Trainer:
@@ -118,7 +129,9 @@ class Trainer:
             self._meter.start()
         self.config, self._checkpoint = load_config(model)
         self._plain = build_meta_model(self.config, dtype=self._dtype)
+        wanted = wants_router_loss(self._plain, config.router_loss)
         stack = StreamedModel(self._plain, torch.device("cpu"))
+        self._router_loss = find_router_loss(stack, config.router_loss) if wanted else None
         self._block_prefix, self._family = stack.block_prefix, stack.family
         self._source: WeightSource = (
             CheckpointSource(self._checkpoint, self._plain)
@@ -128,6 +141,7 @@ class Trainer:
         self._source.check()
         self._model: Any = build_meta_model(self.config, dtype=self._dtype)
         self._adapters = None if adapters is None else Adapters(self._model, adapters, config.seed)
+        switch_router_logits(self._model, self._router_loss is not None)
         widen(self._model)
         if self._model.supports_gradient_checkpointing:
             self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -257,8 +271,9 @@ class Trainer:
         Raises:
             NonFiniteLoss: loss or gradient is NaN or infinite, on every rank, and is not to be skipped; nothing was
                 updated.
-            UserError: fewer sequences than ranks, or no label.
+            UserError: fewer sequences than ranks, no label, or a learning rate that is not finite or negative.
         """
+        check_learning_rate(lr)
         began, sent = time.monotonic(), self._sharding.traffic.across
         step, world, rank = self.step_count + 1, self._topology.world_size, self._topology.rank
         torch.manual_seed(((self._options.seed << 20) + step) * 65_537 % (1 << 62) + rank)
@@ -268,14 +283,22 @@ class Trainer:
             raise UserError("No token of this batch has a label (all are -100): there is nothing to learn from it.")
         share = torch.tensor(items / world, device=self._device)  # FSDP2 averages gradients over ranks
         parts = self._split({**batch, "targets": targets})
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        total, aux = torch.zeros((), dtype=torch.float64, device=self._device), 0.0
         for index, part in enumerate(parts):
             self._sharding.set_is_last_micro_batch(index == len(parts) - 1)
             with self._apart(part):  # in the backward pass, too: blocks are computed again there
-                logits = self._logits(part)
-                loss, gradient = cross_entropy(logits, part["targets"], share, gradient=True)
-                logits.backward(gradient)
-            total += loss / world
+                output = self._forward(part)
+                loss, gradient = cross_entropy(output.logits, part["targets"], share, gradient=True)
+                total += loss / world
+                router = self._router_pass(part, output)
+                if router is None:
+                    output.logits.backward(gradient)
+                    continue
+                aux += router.value / len(parts)
+                total += router.share / len(parts) / world
+                losses = router.losses(0, output.router_logits)
+                weights = [torch.full_like(one, world / len(parts)) for one in losses]  # of a mean over ranks, again
+                torch.autograd.backward([output.logits, *losses], [gradient, *weights])
         loss_value, norm, stopping, all_sent = self._agree(total, stop, self._sharding.traffic.across - sent)
         try:
             skipped = self._nonfinite.leaves_out(step, loss_value, norm, self.committed_step)
@@ -285,7 +308,9 @@ class Trainer:
             self._optimizer.zero_grad()  # or the next step would add to it
         self.step_count = step
         seconds, node_sent = time.monotonic() - began, int(all_sent / self._topology.nodes)
-        return ClusterStep(step, loss_value, norm, stopping, seconds, node_sent, skipped)
+        return ClusterStep(
+            step, loss_value, norm, stopping, seconds, node_sent, skipped, None if self._router_loss is None else aux
+        )
 
     def _update(self, norm: float, lr: float) -> None:
         """Clip, and step."""
@@ -307,9 +332,14 @@ class Trainer:
         items = torch.tensor(int((targets != -100).sum()), device=self._device)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         self._model.eval()
-        for part in self._split({**batch, "targets": targets}):
+        parts = self._split({**batch, "targets": targets})
+        for part in parts:
             with self._apart(part):
-                total += cross_entropy(self._logits(part), part["targets"], items, gradient=False)[0]
+                output = self._forward(part)
+            total += cross_entropy(output.logits, part["targets"], items, gradient=False)[0]
+            router = self._router_pass(part, output)
+            if router is not None:
+                total += router.share / len(parts) / self._topology.world_size
         self._model.train()
         self._sharding.reshard()  # some stay whole after a forward pass, expecting a backward pass
         dist.all_reduce(total)
@@ -333,16 +363,29 @@ class Trainer:
             stop = min(start + width, last)
             if start < stop:
                 part = {name: value[start:stop] for name, value in batch.items()}
+                part["counts"] = torch.ones_like(part["targets"])
             else:  # this rank has a sequence less than others: one more, that teaches nothing
                 part = {name: value[:1] for name, value in batch.items()}
                 part["targets"] = torch.full_like(part["targets"], -100)
+                part["counts"] = torch.zeros_like(part["targets"])
             parts.append({name: value.to(self._device, non_blocking=True) for name, value in part.items()})
         return parts
 
-    def _logits(self, part: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _forward(self, part: dict[str, torch.Tensor]) -> Any:
+        """What the model returns: ``logits``, and ``router_logits`` if they are asked for."""
         positions = {"position_ids": part["position_ids"]} if takes_positions(self._plain) else {}
-        logits: torch.Tensor = self._model(input_ids=part["input_ids"], **positions, use_cache=False).logits
-        return logits
+        return self._model(input_ids=part["input_ids"], **positions, use_cache=False)
+
+    def _router_pass(self, part: dict[str, torch.Tensor], output: Any) -> RouterPass | None:
+        """The router loss of this micro-batch of all ranks together, if the loss has one; collective then."""
+        if self._router_loss is None:
+            return None
+        router = RouterPass(self._router_loss, [part["counts"].flatten().float()])
+        router.add(0, output.router_logits or ())
+        sums = torch.tensor(router.told(), dtype=torch.float64, device=self._device)
+        dist.all_reduce(sums)
+        router.settle([sums.tolist()])
+        return router
 
     @contextlib.contextmanager
     def _apart(self, part: dict[str, torch.Tensor]) -> Iterator[None]:
@@ -375,7 +418,7 @@ class Trainer:
 
     # -- results ----------------------------------------------------------------------------------------------------
 
-    def save_pretrained(self, directory: Path, *, merge: bool = False) -> None:
+    def save_pretrained(self, directory: Path, *, merge: bool = False, allow_nonfinite: bool = False) -> None:
         """Export what was trained. All ranks gather, a block at a time; rank 0 writes.
 
         Without adapters, a Hugging Face checkpoint in the compute dtype; with them, an adapter directory of PEFT.
@@ -383,29 +426,36 @@ class Trainer:
         Args:
             directory: shared by all nodes; files of the same names are replaced.
             merge: write the model with the adapters merged into it, too, in the folder :data:`MERGED` inside.
+            allow_nonfinite: export tensors that hold a NaN or an infinity, too.
+
+        Raises:
+            FinetuneError: a tensor holds a NaN or an infinity; ``directory`` is as it was.
         """
         self._sharding.reshard()
-        if self._adapters is None:
-            self._export(directory, gather_blocks(self._model, self._block_prefix, self._dtype))
+        adapters = self._adapters
+        if adapters is None:
+            self._export(directory, gather_blocks(self._model, self._block_prefix, self._dtype), allow_nonfinite)
             return
+        if merge:  # first: if it is refused, the adapters of before stay, too
+            self._export(directory / MERGED, self._merged(adapters), allow_nonfinite)
         values = {name: whole(parameter).cpu() for name, parameter in self._trained()}
-        if self._topology.rank == 0:
-            self._adapters.save(directory, values)
-        if merge:
-            self._export(directory / MERGED, self._merged(self._adapters))
-        dist.barrier()
+        first_alone(lambda: adapters.save(directory, values, allow_nonfinite))
 
-    def _export(self, directory: Path, blocks: Iterator[dict[str, torch.Tensor]]) -> None:
-        leads = self._topology.rank == 0
-        writer = CheckpointWriter(directory, self._plain, self.config, self._dtype, _SHARD_BYTES) if leads else None
+    def _export(self, directory: Path, blocks: Iterator[dict[str, torch.Tensor]], allow_nonfinite: bool) -> None:
+        leads, writer = self._topology.rank == 0, None
+        if leads:
+            writer = CheckpointWriter(directory, self._plain, self.config, self._dtype, _SHARD_BYTES, allow_nonfinite)
         for named in blocks:
             if writer is not None:
                 writer.add(named)
-        if writer is not None:
+
+        def finish() -> None:
+            assert writer is not None
             writer.finish()
             if self._checkpoint is not None:
                 copy_tokenizer_files(self._checkpoint, directory)
-        dist.barrier()
+
+        first_alone(finish)
 
     def _merged(self, adapters: Adapters) -> Iterator[dict[str, torch.Tensor]]:
         """Weights with their adapters added; on the first rank, which writes them. On others nothing."""

@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from fuyou.engine import Engine, EngineOutput
     from fuyou.keeping import Keeping
     from fuyou.nonfinite import NonFiniteLoss
+    from fuyou.preflight import prove
 
-__all__ = ["Engine", "EngineOutput", "Keeping", "NonFiniteLoss", "StepReport"]
+__all__ = ["Engine", "EngineOutput", "Keeping", "NonFiniteLoss", "StepReport", "prove"]
 
 _MODULES = {
     "Engine": "engine", "EngineOutput": "engine", "Keeping": "keeping", "NonFiniteLoss": "nonfinite",
-    "StepReport": "accounting",
+    "StepReport": "accounting", "prove": "preflight",
 }  # fmt: skip
 
 

@@ -51,6 +51,8 @@ class StepReport:
     """Whether loss or gradient were not finite, and nothing was changed."""
     clipped: bool = False
     """Whether the gradient was scaled down."""
+    aux_loss: float | None = None
+    """The router loss, not multiplied by its coefficient, where it is a part of the loss."""
     updated_again: bool = False
     """Whether updates had been done before it was known that the step is clipped or left out, and are done again."""
     task_seconds: dict[TaskKind, list[float]] = field(default_factory=dict)

@@ -4,6 +4,7 @@ The arithmetic is PyTorch's own ``torch._fused_adamw_``. What this file adds is 
 halves, gradients in bf16, moments in fp32 or (with stochastic rounding) in bf16.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 
 from common.buffers import HostBuffer
+from common.errors import UserError
 from fuyou.halves import join, split_in_place
 
 #: Elements per pass and thread. Master and gradient in fp32 take 512 KiB, and what a pass reads and writes about 1 MiB:
@@ -30,6 +32,34 @@ class AdamConfig:
     """Added to the denominator."""
     weight_decay: float = 0.01
     """Decoupled decay, for matrices only: biases and norms are not decayed."""
+
+    def __post_init__(self) -> None:
+        check_learning_rate(self.lr)
+        for name, value in (("weight_decay", self.weight_decay), ("eps", self.eps)):
+            if not (math.isfinite(value) and value >= 0):
+                raise UserError(f"{name} must be a finite number of at least 0, not {value}.")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise UserError(f"betas must be two numbers of at least 0 and less than 1, not {self.betas}.")
+
+
+def check_learning_rate(lr: float) -> None:
+    """Refuse a learning rate after which every weight would be NaN, or that would climb the loss.
+
+    Raises:
+        UserError: it is NaN, infinite or negative.
+    """
+    if not (math.isfinite(lr) and lr >= 0):
+        raise UserError(f"lr must be a finite number of at least 0, not {lr}.")
+
+
+def check_max_grad_norm(norm: float | None) -> None:
+    """Refuse a limit that is none.
+
+    Raises:
+        UserError: it is NaN, infinite or not above 0.
+    """
+    if norm is not None and not (math.isfinite(norm) and norm > 0):
+        raise UserError(f"max_grad_norm must be a finite number above 0, or None for no limit, not {norm}.")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ way from the blocks that read them to the block, or the embedding, that made the
 """
 
 import copy
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,6 +147,24 @@ class BlockCalls:
             self._values[key] = value
         return key
 
+    def supply(self, values: Mapping[Key, torch.Tensor], device: torch.device) -> None:
+        """Let zeros be what blocks have produced, so that each of them can be run by itself.
+
+        Args:
+            values: what they return beside hidden states, on the meta device, as dictionaries that they share hold it.
+            device: where the zeros are.
+        """
+
+        def zeros(leaf: Any) -> Any:
+            is_meta = isinstance(leaf, torch.Tensor) and leaf.is_meta
+            return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if is_meta else leaf
+
+        self._values.update({key: zeros(values[key]) for key in self._links.consumed if key in values})
+        for args, kwargs in self.arguments if self._links.shared else ():
+            for dictionary in shared_dictionaries(args, kwargs):
+                for name, entry in dictionary.items():
+                    dictionary[name] = tree_map(zeros, entry)
+
     def carried(self) -> list[torch.Tensor]:
         """What the embedding has made that carries gradients."""
         return [value for (maker, _), value in self._values.items() if maker == EMBEDDING]
@@ -203,10 +221,13 @@ class BlockCalls:
         """What the newest run of a block has produced beside hidden states."""
         return list(self._opened.produced.values())
 
-    def backward(self, result: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Go back through the newest run of a block, from the gradient of its output, and of what it has produced."""
+    def backward(self, result: torch.Tensor, gradient: torch.Tensor, losses: Sequence[torch.Tensor] = ()) -> None:
+        """Go back through the newest run of a block, from the gradient of its output, and of what it has produced.
+
+        ``losses``: scalars that the run has added to the loss.
+        """
         opened, self._opened = self._opened, _Opened()
-        roots, gradients = [result], [gradient]
+        roots, gradients = [result, *losses], [gradient, *(torch.ones_like(loss) for loss in losses)]
         for key, value in opened.produced.items():
             upstream = self._gradients.pop(key, None)
             self._values.pop(key, None)  # all who read it come after it, and have been here

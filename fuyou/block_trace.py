@@ -26,9 +26,9 @@ ALIGN_BYTES = 256
 
 _aten = torch.ops.aten
 #: Plans are made for rows of one document; where documents share a row, attention is another operator.
-_IN_PACKED_ROWS = {
-    str(_aten._scaled_dot_product_flash_attention_for_cpu.default): str(document_attention.OPERATOR)
-}
+_IN_PACKED_ROWS = {str(_aten._scaled_dot_product_flash_attention_for_cpu.default): str(document_attention.OPERATOR)}
+#: Methods that read a tensor's memory without an operator. (``item`` and ``bool`` have one.)
+_HANDED_OVER = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr})
 #: Operators that read the shape of their argument and nothing of its values.
 _SHAPE_ONLY = frozenset({
     _aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.new_empty, _aten.new_empty_strided,
@@ -165,13 +165,16 @@ class Tracer(TorchDispatchMode):
         self._writers: dict[int, set[int]] = {}  # storage -> calls that have written to it since it was made
         self._saved: set[int] = set()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda value: value)
+        self._reads = _PythonReads(self._save)
 
     def __enter__(self) -> "Tracer":
         self._hooks.__enter__()
+        self._reads.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._reads.__exit__(*error)
         self._hooks.__exit__(*error)
 
     def finish(self, *results: torch.Tensor) -> BlockTrace:
@@ -214,6 +217,23 @@ class Tracer(TorchDispatchMode):
             if _storage(value) not in memory:
                 self._writers[_storage(value)] = {index}  # new memory, even where an earlier tensor's was
         return result
+
+
+class _PythonReads(TorchFunctionMode):
+    """Notices tensors whose values are handed to Python without an operator: a recomputation needs them, too.
+
+    Args:
+        note: is called with each of them.
+    """
+
+    def __init__(self, note: Callable[[torch.Tensor], object]):
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _HANDED_OVER:
+            self._note(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 @cache

@@ -14,6 +14,7 @@ from fuyou.loss import cross_entropy, targets_of
 from fuyou.memory_plan import MemoryPlan
 from fuyou.recompute import Recomputations, Recorded
 from fuyou.records import Record
+from fuyou.router_loss import RouterLoss, RouterPass, router_logits
 from fuyou.stack import StreamedModel
 from fuyou.tasks import BEFORE_HEAD_PHASES, FORWARD_PHASES, Activation, Op, Phase, StepList, Task
 
@@ -30,6 +31,7 @@ class StepComputation:
         recomputations: how blocks are computed again; remembers from step to step.
         began: when the step began, on :func:`time.monotonic`'s clock.
         items: labels in the batches of all ranks together; None: this is the only one.
+        router_loss: that is a part of the loss, if any is.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class StepComputation:
         recomputations: Recomputations,
         began: float,
         items: int | None = None,
+        router_loss: RouterLoss | None = None,
     ):
         self._stack, self._plane, self.tasks, self.began = stack, plane, tasks, began
         self._plan, self._recomputations = plan, recomputations
@@ -54,6 +57,8 @@ class StepComputation:
         self._items = labels.to(self._device, non_blocking=True)
         self.tokens = batch["input_ids"].numel()
         self._micro = self._split(batch, targets)
+        self.router = None if router_loss is None else RouterPass(router_loss, self._router_masks(router_loss.masked))
+        """To be settled between forward and backward pass, if the loss has a router loss."""
         self._calls: list[BlockCalls | None] = [None] * len(self._micro)
         self._random: dict[tuple[int, int], torch.Tensor] = {}
         self._recorded: dict[tuple[int, int], Recorded] = {}
@@ -76,6 +81,16 @@ class StepComputation:
             }
             micro["targets"] = targets[start : start + rows].to(self._device, non_blocking=True)
             result.append(micro)
+        return result
+
+    def _router_masks(self, masked: bool) -> list[torch.Tensor]:
+        """The tokens of each micro-batch that count for routers, fp32: those that a mask ``[B, S]`` does not hide."""
+        result = []
+        for micro in self._micro:
+            mask = micro.get("attention_mask") if masked else None
+            if mask is None or mask.dim() != 2:
+                mask = torch.ones_like(micro["input_ids"])
+            result.append(mask.flatten().float())
         return result
 
     # -- passes ---------------------------------------------------------------------------------------------------
@@ -158,10 +173,12 @@ class StepComputation:
         self._random[layer, task.micro] = _random_state(self._device)
         hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro))
         calls = self._call(task.micro)
-        with self._stack.bound(self._parameters(task)):
+        with self._stack.bound(self._parameters(task)), router_logits() as logits:
             result, self._recorded[layer, task.micro] = self._recomputations.forward(
                 layer, hidden, calls, lambda: self._stack.block(layer, hidden, calls), self._kept(task)
             )
+        if self.router is not None:
+            self.router.add(task.micro, logits)
         self._activation(task.output, hidden.shape).copy_(result)
 
     @torch.enable_grad()
@@ -195,15 +212,20 @@ class StepComputation:
         shape = self._hidden_shape(task.micro)
         hidden = self._activation(task.inputs[0], shape).detach().requires_grad_(task.output >= 0)
         calls, recorded = self._call(task.micro), self._recorded.pop((layer, task.micro))
+        losses: list[torch.Tensor] = []  # that it adds
         with self._stack.bound(self._leaves(task)), self._replayed(layer, task.micro) as replay:
 
             def run() -> torch.Tensor:
                 replay.rewind()
-                return self._stack.block(layer, hidden, calls)
+                with router_logits() as logits:
+                    output = self._stack.block(layer, hidden, calls)
+                # Here, and not behind it: what the router loss needs of the block must be computed again, too.
+                losses[:] = [] if self.router is None else self.router.losses(task.micro, logits)
+                return output
 
             result, saved = self._recomputations.backward(layer, hidden, calls, run, self._kept(task), recorded)
             self._saved.append(saved)
-            calls.backward(result, self._activation(task.inputs[1], shape))
+            calls.backward(result, self._activation(task.inputs[1], shape), losses)
         self._pass_on(task, hidden)
 
     @torch.enable_grad()

@@ -190,6 +190,7 @@ class TimedComputation:
     def __init__(self, device: EmulatedDevice, executor: Executor, tasks: StepList, tokens: int, began: float):
         self.tasks, self.tokens, self.began = tasks, tokens, began
         self.loss = 0.0
+        self.router = None
         self.recomputation_saved = 0.0
         self.complete = False
         self._device, self._executor = device, executor

@@ -20,12 +20,13 @@ from common.memory_meter import PeakMeter, proportional_set_bytes
 from common.models.adapters import MERGED, AdapterOptions
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
 from common.models.presets import load_config
+from common.models.saving import NonFiniteWeights
 from common.store import Layout
 from common.store.directories import usable
 from common.units import format_bytes, parse_bytes
 from fuyou.absent_gradients import MissedUpdates
 from fuyou.accounting import StepReport
-from fuyou.adam import AdamConfig, Update
+from fuyou.adam import AdamConfig, Update, check_learning_rate, check_max_grad_norm
 from fuyou.checksums import RecordSums
 from fuyou.clipping import ClipBy, Strikes, clip_by_named
 from fuyou.commits import Commits, sealed_records
@@ -49,6 +50,7 @@ from fuyou.nonfinite import NonFinitePolicy
 from fuyou.open_model import OpenModel
 from fuyou.optimizer_link import OptimizerLink
 from fuyou.planner import Choice, Prospect, choose
+from fuyou.preflight import prove as prove_family
 from fuyou.records import Precision, allocate_extents
 from fuyou.restripe import Drives
 from fuyou.run_files import RunFiles, create_run, resume_run
@@ -65,7 +67,10 @@ class EngineOutput:
     """What a forward pass gives."""
 
     loss: torch.Tensor
-    """Mean cross entropy over the batch's labels, fp32 scalar; ``backward()`` streams the backward pass."""
+    """Mean cross entropy over the batch's labels and, if the model has one, its router loss times its coefficient: fp32
+    scalar; ``backward()`` streams the backward pass."""
+    aux_loss: float | None = None
+    """That router loss, not multiplied, as transformers names it; None if there is none."""
 
 
 class Engine:
@@ -138,8 +143,17 @@ class Engine:
             call. Every node keeps one copy of the parameters, of which each of its M ranks stores 1/M; optimizer states
             are spread over all W ranks. ``host_memory`` and ``host_cache`` are those of the node. An error on one rank
             leaves the others waiting for it: end their processes, as torchrun does.
+        router_loss: whether a mixture of experts' load-balancing loss is a part of the loss, as it is in transformers
+            where the configuration has ``output_router_logits`` on: ``"auto"`` goes by the configuration, ``"on"`` and
+            ``"off"`` do not. With the family's own coefficient. It is that of the whole batch of all ranks, however
+            that is split.
         leave_ssd: with ``resume``, directories of drives that the run may be on and is to leave. A run that is on other
             drives than ``ssd`` moves there first, crash-safely: it is copied, and the copy is read again.
+        prove: show first, on a small model of the same family, that training it out of core gives the losses and
+            gradients that it has in memory (:func:`fuyou.prove`: a second or two, once for each family and version).
+            Of several ranks the first one does it for all.
+        packed: whether batches are going to have several documents in a row, with ``position_ids`` that start again:
+            then it is shown for such rows, too.
 
     Raises:
         UserError: what was asked for is not possible (paths, space, budgets, model).
@@ -181,8 +195,12 @@ class Engine:
         automatic: bool = False,
         topology: Topology | None = None,
         leave_ssd: Sequence[str | os.PathLike[str]] = (),
+        router_loss: str = "auto",
+        prove: bool = True,
+        packed: bool = False,
     ):
         self._nonfinite = NonFinitePolicy(on_nonfinite)
+        check_max_grad_norm(max_grad_norm)
         if self._nonfinite.skips:
             max_grad_norm = max_grad_norm or math.inf  # never reached, but known before any update counts
         self._options = EngineConfig(
@@ -191,7 +209,7 @@ class Engine:
             None if host_cache is None else parse_bytes(host_cache), single_slot, io, seed,
             kept_activations if isinstance(kept_activations, Keeping) else parse_bytes(kept_activations or 0),
             adapters.peft_config() if isinstance(adapters, AdapterOptions) else adapters,
-            None if trainable is None else tuple(trainable), FrozenDtype.named(frozen_dtype),
+            None if trainable is None else tuple(trainable), FrozenDtype.named(frozen_dtype), router_loss,
         )  # fmt: skip
         self.lr = lr
         self._closed = False
@@ -219,6 +237,8 @@ class Engine:
             self._limits = self._smallest(memory_limits(self._device, host_memory, device_memory, share.ranks_per_node))
             self._device.cap_memory(self._limits[1])
             self._link = OptimizerLink()  # imports PyTorch while the model is built
+            if prove and not self.emulated:
+                self._prove(packed)
             self._link.wait_until_up()
             self._meter.start()
             self._open_model()
@@ -234,6 +254,27 @@ class Engine:
             raise
 
     # -- opening --------------------------------------------------------------------------------------------------
+
+    def _prove(self, packed: bool) -> None:
+        """See that this family can be trained out of core.
+
+        Raises:
+            UserError: it cannot.
+        """
+        options, refusal = self._options, None
+        if share_of(self._topology).rank == 0:
+            try:
+                prove_family(
+                    self.config, adapters=options.adapters, trainable=options.trainable, packed=packed,
+                    router_loss=options.router_loss,
+                )  # fmt: skip
+            except UserError as error:
+                refusal = error
+        if self._agreement is not None:
+            told = self._agreement.tell(None if refusal is None else str(refusal))[0]
+            refusal = refusal or (None if told is None else UserError(told))
+        if refusal is not None:
+            raise refusal
 
     def _cluster_options(self, share: Share) -> None:
         """What several ranks make of the options.
@@ -267,7 +308,7 @@ class Engine:
         torch.manual_seed(options.seed)
         self._model = OpenModel(
             self.config, options.precision, self._device.torch_device, options.adapters, options.trainable,
-            options.frozen_dtype, options.seed,
+            options.frozen_dtype, options.seed, options.router_loss,
         )  # fmt: skip
         share = share_of(self._topology)
         self._source = self._model.weights(self._checkpoint)
@@ -381,6 +422,20 @@ class Engine:
         """How the budgets are divided."""
         return self._runtime.memory_plan
 
+    @property
+    def lr(self) -> float:
+        """Learning rate of the steps to come; may be set before each.
+
+        Raises:
+            UserError: (when set) it is NaN, infinite or negative.
+        """
+        return self._lr
+
+    @lr.setter
+    def lr(self, lr: float) -> None:
+        check_learning_rate(lr)
+        self._lr = lr
+
     # -- training -------------------------------------------------------------------------------------------------
 
     def __call__(self, **batch: torch.Tensor) -> EngineOutput:
@@ -417,10 +472,10 @@ class Engine:
         self._step = self._computation(plane, tasks, batch, began)
         self._runtime.submit(tasks)
         self._step.forward()
-        loss = self._step.loss = self._whole_loss(self._step.loss)
+        loss = self._step.loss = self._whole_loss(self._step)
         if not self._nonfinite.skips:
             self._leaves_out(step, loss, 0.0)
-        return EngineOutput(streamed_loss(loss, self._step.backward))
+        return EngineOutput(streamed_loss(loss, self._step.backward), _aux_loss(self._step))
 
     def step(self) -> StepReport:
         """End the step: its updates (if deferred) and its commit may go on while the next step runs.
@@ -468,6 +523,7 @@ class Engine:
             recomputation_saved=current.recomputation_saved,
             clipped=clipped,
             skipped=skipped,
+            aux_loss=_aux_loss(current),
             updated_again=again,
             task_seconds=times.tasks,
         )
@@ -490,7 +546,7 @@ class Engine:
         tasks = self._evaluation(batch)
         computation = self._computation(plane, tasks, batch, time.monotonic())
         self._run_forward(computation, tasks)
-        return self._whole_loss(computation.loss)
+        return self._whole_loss(computation)
 
     def _evaluation(self, batch: dict[str, torch.Tensor]) -> StepList:
         """The tasks of a forward pass that changes nothing."""
@@ -502,17 +558,27 @@ class Engine:
         try:
             self._runtime.submit(tasks)
             computation.forward()
+        except BaseException:
+            # What waits for the rest of this pass must not wait for ever: nobody looks at what it leaves behind.
+            for task in tasks.tasks:
+                if task.op is Op.COMPUTE and not task.done:
+                    self._runtime.plane.executor.finish(task)
+            raise
         finally:
             self._runtime.accounting.take()
             self._stack.model.train()
 
-    def _whole_loss(self, loss: float) -> float:
-        """The sum of what all ranks have found, added in fp32 in their order."""
-        if self._agreement is None:
-            return loss
-        total, *others = (torch.tensor(told, dtype=torch.float32) for told in self._agreement.tell(loss))
+    def _whole_loss(self, computation: StepComputation | TimedComputation) -> float:
+        """The sum of what all ranks have found, added in fp32 in their order, and the router loss of all together."""
+        router = computation.router
+        own = (computation.loss, [] if router is None else router.told())
+        told = [own] if self._agreement is None else self._agreement.tell(own)
+        total, *others = (torch.tensor(loss, dtype=torch.float32) for loss, _ in told)
         for other in others:
             total += other
+        if router is not None:
+            router.settle([sums for _, sums in told])
+            total += router.share
         return float(total)
 
     def _gradient_norm(self, current: StepComputation | TimedComputation) -> float:
@@ -568,8 +634,9 @@ class Engine:
         if isinstance(self._device, EmulatedDevice):
             return TimedComputation(self._device, plane.executor, tasks, batch["input_ids"].numel(), began)
         return StepComputation(
-            self._stack, plane, tasks, batch, self.memory_plan, self._runtime.recomputations, began, self._items
-        )
+            self._stack, plane, tasks, batch, self.memory_plan, self._runtime.recomputations, began, self._items,
+            self._model.router_loss,
+        )  # fmt: skip
 
     def _commit_requested(self) -> int:
         """The newest step whose commit is done or among the submitted tasks."""
@@ -633,7 +700,9 @@ class Engine:
         with self._runtime.io.not_counted():
             yield from self._reader().masters()
 
-    def save_pretrained(self, directory: str | os.PathLike[str], *, merge: bool = False) -> None:
+    def save_pretrained(
+        self, directory: str | os.PathLike[str], *, merge: bool = False, allow_nonfinite: bool = False
+    ) -> None:
         """Export what was trained: a Hugging Face checkpoint in the compute dtype, or a PEFT adapter directory.
 
         Record by record, and buffers are given back meanwhile, so that it stays within the host budget. Training can
@@ -643,31 +712,47 @@ class Engine:
             directory: made if it is not there; files of the same names are replaced.
             merge: write a checkpoint with the adapters merged into the weights as well, in the folder ``merged`` of
                 ``directory``.
+            allow_nonfinite: export tensors that hold a NaN or an infinity, too.
 
         Raises:
             UserError: the run is emulated: its weights mean nothing.
+            NonFiniteWeights: a tensor holds a NaN or an infinity, on every rank; ``directory`` is as it was.
         """
         if self.emulated:
             raise UserError("A run on an emulated device has no weights worth keeping: nothing is exported.")
         self.flush()
         self._runtime.close()
-        share = self._shape.share
-        if share.node == 0:  # whose ranks have everything together
-            self._write(Path(directory), merge, writes=share.rank == 0)
+        share, refused = self._shape.share, None
+        try:
+            if share.node == 0:  # whose ranks have everything together
+                self._write(Path(directory), merge, share.rank == 0, allow_nonfinite)
+        except NonFiniteWeights as error:  # on the rank that writes, when all others have read all
+            refused = error
+        name = None if refused is None else refused.name
         if self._agreement is not None:
-            self._agreement.tell(None)
+            name = next(filter(None, self._agreement.tell(name)), None)
+        if name is not None:
+            raise NonFiniteWeights(name) from refused
 
-    def _write(self, target: Path, merge: bool, writes: bool) -> None:
+    def _write(self, target: Path, merge: bool, writes: bool, allow_nonfinite: bool) -> None:
         """``writes``: whether this rank writes what the ranks of this node read together."""
         dtype = self._options.precision.dtype
-        exporter = Exporter(self._model, self._reader(), self._shape, self._checkpoint, self._limits[0], writes)
+        exporter = Exporter(
+            self._model, self._reader(), self._shape, self._checkpoint, self._limits[0], writes, allow_nonfinite
+        )
         with self._runtime.io.not_counted():
             if self._model.adapters is None:
                 exporter.checkpoint(target, dtype)
                 return
-            exporter.adapter(target)
-            if merge:
-                exporter.checkpoint(target / MERGED, dtype)
+            refused = None
+            try:
+                if merge:  # first: if it is refused, the adapters of before stay, too
+                    exporter.checkpoint(target / MERGED, dtype)
+            except NonFiniteWeights as error:
+                refused = error
+            exporter.adapter(target, write=refused is None)  # whose records all ranks of the node read together
+            if refused is not None:
+                raise refused
 
     # -- figures --------------------------------------------------------------------------------------------------
 
@@ -760,3 +845,8 @@ class Engine:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close()
+
+
+def _aux_loss(computation: StepComputation | TimedComputation) -> float | None:
+    """The router loss of a pass that has one."""
+    return None if computation.router is None else computation.router.value

@@ -41,6 +41,8 @@ class EngineConfig:
     adapters: PeftConfig | None
     trainable: tuple[str, ...] | None
     frozen_dtype: FrozenDtype
+    router_loss: str
+    """Whether it is a part of the loss, see :mod:`fuyou.router_loss`."""
 
     def __post_init__(self) -> None:
         checks = {
@@ -49,12 +51,10 @@ class EngineConfig:
             "max_grad_norm": self.max_grad_norm is None or self.max_grad_norm > 0,
             "deferred_fraction": 0 <= self.deferred_fraction <= 1,
             "kept_activations": isinstance(self.kept_activations, Keeping) or self.kept_activations >= 0,
-            "lr": self.adam.lr >= 0,
-            "weight_decay": self.adam.weight_decay >= 0,
         }
         for name, good in checks.items():
             if not good:
-                raise UserError(f"{name} must be positive, not {getattr(self, name, getattr(self.adam, name, None))}.")
+                raise UserError(f"{name} must be positive, not {getattr(self, name)}.")
 
     def check_clipping(self, ranks: int) -> None:
         """See whether gradients can be clipped as asked for.

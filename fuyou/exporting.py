@@ -25,6 +25,7 @@ class Exporter:
         checkpoint: what training began with, whose tokenizer goes along; None if it was random.
         host_limit: bytes of host memory; a shard takes a third.
         writes: whether this rank writes what the ranks of its node read together.
+        allow_nonfinite: whether NaNs and infinities are written, too.
     """
 
     def __init__(
@@ -35,18 +36,24 @@ class Exporter:
         checkpoint: Path | None,
         host_limit: int,
         writes: bool = True,
+        allow_nonfinite: bool = False,
     ):
         self._model, self._reader, self._checkpoint = model, reader, checkpoint
-        self._shape, self._writes = shape, writes
+        self._shape, self._writes, self._allows_nonfinite = shape, writes, allow_nonfinite
         self._shard = max(_LEAST_SHARD, min(_LARGEST_SHARD, host_limit // 3))
 
     def checkpoint(self, directory: Path, dtype: torch.dtype) -> None:
         """A Hugging Face checkpoint in ``dtype``; adapters are merged into the weights they adapt.
 
         Memory: a shard and, with adapters, one block in ``dtype`` and its adapters.
+
+        Raises:
+            NonFiniteWeights: a tensor holds a NaN or an infinity, and may not; on the rank that writes, when it has
+                read all.
         """
-        model = self._model
-        writer = CheckpointWriter(directory, model.base, model.config, dtype, self._shard) if self._writes else None
+        model, writer = self._model, None
+        if self._writes:
+            writer = CheckpointWriter(directory, model.base, model.config, dtype, self._shard, self._allows_nonfinite)
         together: dict[int, set[int]] = {}
         for visit in self._shape.visits(train=False):  # where embedding and head are tied, both use one record
             together.setdefault(visit.record, set()).update(visit.records)
@@ -62,11 +69,12 @@ class Exporter:
         if self._checkpoint is not None:
             copy_tokenizer_files(self._checkpoint, directory)
 
-    def adapter(self, directory: Path) -> None:
-        """A PEFT adapter directory. Memory: all adapters.
+    def adapter(self, directory: Path, write: bool = True) -> None:
+        """A PEFT adapter directory; without ``write``, adapters are only read. Memory: all adapters.
 
         Raises:
             UserError: the run trains none.
+            NonFiniteWeights: as :meth:`checkpoint`.
         """
         adapters, shape = self._model.adapters, self._shape
         if adapters is None:
@@ -76,9 +84,9 @@ class Exporter:
         values: dict[str, torch.Tensor] = {}
         for index in shape.trainable:
             values |= self._values(shape.records[index])
-        if not self._writes:
+        if not (self._writes and write):
             return
-        adapters.save(directory, values)
+        adapters.save(directory, values, self._allows_nonfinite)
         if self._checkpoint is not None:
             copy_tokenizer_files(self._checkpoint, directory)
 

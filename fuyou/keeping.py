@@ -25,6 +25,10 @@ from fuyou.step_shape import Recomputation
 #: RTX 4090 (165 TFLOP/s in bf16, 1008 GB/s) and on an A100 (312 TFLOP/s, 1.9 TB/s).
 FLOPS_PER_BYTE = 160.0
 
+MOST_CANDIDATES = 256
+"""Among more operators nothing is chosen: it takes time in proportion to the cube of their number. Blocks have some
+tens; those that loop over tokens in Python (RWKV's) have thousands, none of which is worth much."""
+
 _TRACES: WeakKeyDictionary[StreamedModel, dict[tuple[int, str, torch.dtype, int], BlockTrace]] = WeakKeyDictionary()
 
 #: What it costs to run an operator, in any unit.
@@ -131,6 +135,8 @@ def keepable(trace: BlockTrace, rows: int = 1, cost: Cost = roofline) -> Keepabl
     needed = trace.required()
     unneeded = trace.flops() - trace.flops(needed)
     candidates = {index for index in needed if trace.operators[index].keepable and trace.operators[index].nbytes}
+    if len(candidates) > MOST_CANDIDATES:
+        candidates = set()
     kept: frozenset[int] = frozenset()
     chosen: list[KeepableOutput] = []
     while True:
@@ -254,6 +260,8 @@ class KeepingPlan:
         trace = self._trace(seq_len)
         if trace is None:
             return Keep((), 0, 0.0, 0.0)
+        if not self._wanted:
+            return keep_of(trace, (), rows)
         if isinstance(self._wanted, Keeping):
             return keep_of(trace, self._wanted.operators, rows)
         return keepable(trace, rows).choose(self._wanted)

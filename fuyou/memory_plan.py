@@ -8,7 +8,7 @@ then optimizer states that need not be read at all.
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -44,6 +44,9 @@ DECODING_BYTES = 20 * ROW_ELEMENTS
 #: How often the logits exist at once, in the compute dtype: themselves, their gradient, and one more in families that
 #: pass them through a function (soft capping). What the loss makes of them in fp32 comes in passes, see fuyou/loss.py.
 LOGIT_COPIES = 3
+#: What a router's loss takes for each token and expert, from above: logits, their softmax, that in fp32, masked,
+#: and a gradient of each, some of which are there at the same time.
+ROUTER_BYTES = 32
 #: The head runs over ranges of tokens, each of which makes a whole gradient of its weights: with this many tokens that
 #: hardly counts; with few it costs more than all else. Fewer only where memory is short.
 HEAD_TOKENS, FEWEST_HEAD_TOKENS = 4096, 64
@@ -116,7 +119,7 @@ def activation_elements_per_token(config: PreTrainedConfig) -> float:
     text = config.get_text_config()
     hidden = text.hidden_size
     width = getattr(text, "intermediate_size", None) or getattr(text, "ffn_dim", None) or getattr(text, "n_inner", None)
-    width = width or 4 * hidden
+    width = max(width) if isinstance(width, Sequence) else width or 4 * hidden  # some families have one for each layer
     active = getattr(text, "num_experts_per_tok", None)
     if active:
         width = active * (getattr(text, "moe_intermediate_size", None) or width)
@@ -340,6 +343,7 @@ class MemoryPlanner:
     def _block_workspace(self, batch: Batch) -> int:
         streams = max(1, self.shape.hidden_size // self.config.get_text_config().hidden_size)
         per_token = streams * activation_elements_per_token(self.config) * self.shape.precision.parameter_bytes
+        per_token += ROUTER_BYTES * self.shape.router_experts
         adapting = self.shape.block_adapting
         return int(batch.micro_tokens * (per_token + adapting.per_token)) + adapting.fixed
 
@@ -463,6 +467,7 @@ def _head_ladder(batch: Batch) -> list[int]:
 def _device_ladder() -> Iterator[BufferCounts]:
     """From what overlaps everything on the device to what just works."""
     yield BufferCounts(device_blocks=2, device_block_gradients=2, device_activations=6)
+    yield BufferCounts(device_blocks=2, device_block_gradients=1, device_activations=6)
     yield BufferCounts(device_blocks=2, device_block_gradients=1, device_activations=4)
     yield BufferCounts(device_blocks=1, device_block_gradients=1, device_activations=4)
 

@@ -21,8 +21,9 @@ class NonFiniteLoss(FinetuneError):
 
     def __init__(self, message: str, step: int, committed: int):
         super().__init__(
-            f"{message} Training stops; step {committed} is committed and intact. A lower --lr, --max-grad-norm or a "
-            "look at the data of that step usually helps."
+            f"{message} Training stops; step {committed} is committed. A lower --lr, --max-grad-norm or a look at the "
+            "data of that step usually helps; if the next step fails again whatever it is, the weights have diverged "
+            "before, and only a new run helps."
         )
         self.step, self.committed = step, committed
 

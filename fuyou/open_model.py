@@ -1,6 +1,7 @@
 """The model that is going to be trained: its parts, its records, and where their values come from. No bytes yet."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from common.models.sources import CheckpointSource, RandomSource, WeightSource
 from fuyou.frozen import FrozenDtype
 from fuyou.model_records import fingerprint, model_records
 from fuyou.records import Precision
+from fuyou.router_loss import find_router_loss, wants_router_loss
 from fuyou.stack import StreamedModel
 
 
@@ -29,12 +31,14 @@ class OpenModel:
         trainable: to train the parameters with these names only; ``*`` stands for anything.
         frozen: how the blocks' frozen matrices are kept.
         seed: of the adapters' first values and of random weights.
+        router_loss: whether a mixture of experts' router loss is a part of the loss, see :mod:`fuyou.router_loss`.
 
     Attributes:
         base: the model as it was, for its names: without adapters, it is the one that ``stack`` runs.
         stack: its parts.
         shape: its records.
         adapters: None if there are none.
+        router_loss: None if that is none.
 
     Raises:
         UserError: the model cannot be streamed, or adapted, or no parameter has such a name.
@@ -49,6 +53,7 @@ class OpenModel:
         trainable: Sequence[str] | None = None,
         frozen: FrozenDtype = FrozenDtype.PLAIN,
         seed: int = 0,
+        router_loss: str = "auto",
     ):
         if adapters is not None and trainable is not None:
             raise UserError("adapters freeze all other parameters: give either adapters or trainable.")
@@ -60,8 +65,11 @@ class OpenModel:
             self.adapters = Adapters(model, adapters, seed)
         elif trainable is not None:
             self._freeze_all_but(trainable)
+        wanted = wants_router_loss(model, router_loss)
         self.stack = StreamedModel(model, device)
-        self.shape = model_records(self.stack, precision, frozen)
+        self.router_loss = find_router_loss(self.stack, router_loss) if wanted else None
+        experts = 0 if self.router_loss is None else self.router_loss.experts
+        self.shape = replace(model_records(self.stack, precision, frozen), router_experts=experts)
 
     def weights(self, checkpoint: Path | None) -> WeightSource:
         """Where first values come from; checked, and the model's buffers filled from it.

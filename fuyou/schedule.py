@@ -201,11 +201,12 @@ class Scheduler:
                 adapter=places[1][0] if len(places) > 1 else -1, gradient=gradient,
                 first=gradient >= 0 and micro == 0 and not continues, last=micro == self._batch.micro_batches - 1,
             )  # fmt: skip
+            # Uploads share a lane: what is large and finds its buffer free comes before what may have to wait for one.
+            for key in kept_input:
+                compute.kept = self._kept.fetch(key, kept_input, compute)
             compute.inputs = tuple(self._activations.fetch(key, inputs + output, compute) for key in inputs)
             for key in output:
                 compute.output = self._activations.produce(key, inputs + output, compute)
-            for key in kept_input:
-                compute.kept = self._kept.fetch(key, kept_input, compute)
             for key in kept_output:
                 compute.kept = self._kept.produce(key, kept_output, compute)
             self._activations.release(inputs)

@@ -87,6 +87,7 @@ class StreamedModel:
         self._probe: BlockProbe | None = None
         self._stack_output: torch.Tensor | None = None
         self._look_back: LookBack | None = None
+        self._between: list[nn.Module] = []  # what a survey sees run after the first block
         self._returns: dict[type[nn.Module], tuple[TreeSpec, list[Any]]] = {}
         self._carried_bytes: dict[int, int] = {}
         #: What links blocks beside hidden states.
@@ -112,10 +113,9 @@ class StreamedModel:
         self._runners = _runners(self.model, owners - holders)
         outside = set(self._runners.values())
         called: list[nn.Module] = []
-        between: list[nn.Module] = []
 
         def note(module: nn.Module, _: Any) -> None:
-            (between if self._calls is not None and self._calls.arguments else called).append(module)
+            (self._between if self._calls is not None and self._calls.arguments else called).append(module)
 
         hooks = [module.register_forward_pre_hook(note) for module in outside]
         ids = torch.zeros(1, _SURVEYED, dtype=torch.long, device=self.device)
@@ -125,11 +125,6 @@ class StreamedModel:
                 direct = {id(value): (owner, name) for owner in owners for name, value in owner._parameters.items()}
                 with Used(direct) as used:
                     hidden, calls = self._embed({"input_ids": ids}, Links())
-                if between:
-                    raise UserError(
-                        f"{self._name} cannot be split at its blocks: it computes with parameters outside "
-                        f"of them ({type(between[0]).__name__}) between one block and the next."
-                    )
                 self.before = frozenset(called)
                 self._read_before = {direct[identity] for identity in used.found}
                 self._find_links(calls, self._probe)
@@ -144,6 +139,7 @@ class StreamedModel:
             ) from error
         finally:
             self._probe = None
+            self._between.clear()
             for hook in hooks:
                 hook.remove()
 
@@ -274,6 +270,18 @@ class StreamedModel:
         with self._skipped(self.before), self._hollow_outside():
             return self._embed({"input_ids": input_ids}, self.links)
 
+    def embed_alone(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, BlockCalls]:
+        """The same as :meth:`embed`, for blocks that are run by themselves: what others hand them is zero."""
+        if not self.links:
+            return self.embed(batch)
+        self._probe = BlockProbe(self._returns, everything=True)
+        try:
+            hidden, calls = self.embed(batch)
+            calls.supply(self._probe.values, self.device)
+        finally:
+            self._probe = None
+        return hidden, calls
+
     def _embed(self, batch: Mapping[str, torch.Tensor], links: Links) -> tuple[torch.Tensor, BlockCalls]:
         documents = None if "attention_mask" in batch else Documents.of(batch.get("position_ids"))
         known = {name: value for name, value in batch.items() if name != "position_ids" or self._takes_positions}
@@ -312,6 +320,18 @@ class StreamedModel:
         finally:
             self._stack_output = None
 
+    @torch.no_grad()
+    def dry_run(self, batch: Mapping[str, torch.Tensor]) -> Any:
+        """Return what the model returns for ``batch`` where its blocks do nothing and its weights are not there: it
+        does what it always does, and what comes out means nothing."""
+        hidden, _ = self.embed_hollow(batch["input_ids"])
+        self._stack_output = torch.zeros_like(hidden)
+        try:
+            with self._skipped(set(self._runners.values())), self._hollow_outside(), self._stood_in():
+                return self.model(**batch, use_cache=False)
+        finally:
+            self._stack_output = None
+
     # -- how -------------------------------------------------------------------------------------------------------
 
     def _called(self, index: int, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -324,6 +344,11 @@ class StreamedModel:
         if index != len(calls.arguments):
             raise UserError(
                 f"{self._name} calls block {index} where block {len(calls.arguments)} is next; it cannot be streamed."
+            )
+        if self._between:
+            raise UserError(
+                f"{self._name} cannot be split at its blocks: it computes with parameters outside of them "
+                f"({type(self._between[0]).__name__}) between one block and the next."
             )
         if calls.first_hidden is None:
             calls.first_hidden, calls.hidden_shape = hidden, tuple(hidden.shape)

@@ -119,6 +119,8 @@ class StepShape:
     """Elements of the hidden states between blocks, per token; 0: as many as the configuration says."""
     carried_bytes: Callable[[int], int] = no_bytes
     """What a row of so many tokens keeps on the device because it links blocks beside hidden states."""
+    router_experts: int = 0
+    """That routers choose among, if their loss is a part of the loss; else 0."""
 
     @property
     def share(self) -> Share:

@@ -25,8 +25,9 @@ class _StreamedLoss(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         if float(gradients[0]) != 1.0:
             raise FinetuneError(
-                f"The loss was scaled by {float(gradients[0])} before backward(). The head's gradient is computed with "
-                "the loss, so scale the learning rate instead."
+                f"The loss was multiplied by {float(gradients[0]):g} before backward(): call backward() on the loss "
+                "itself. It is the mean over all labels of the batch, in however many micro-batches that is computed, "
+                "so nothing is to be divided by their number: pass the whole batch to engine() at once."
             )
         ctx.streamed()
         return None, None, None

@@ -3,4 +3,4 @@
 from common.data.batches import Batches, DataConfig, PackedBatches, RandomBatches, open_data
 from common.data.isolation import Documents, restarts
 
-__all__ = ["Batches", "DataConfig", "PackedBatches", "Documents", "RandomBatches", "open_data", "restarts"]
+__all__ = ["Batches", "DataConfig", "Documents", "PackedBatches", "RandomBatches", "open_data", "restarts"]

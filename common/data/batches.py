@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common.data.encoding import Encoded, Encoder
 from common.data.files import find_files, read_records, reading
+from common.data.fitting import Fitting
 from common.data.order import shuffled
 from common.data.packing import TRAINED, Packer, Padder, cut, first_lengths, unpack
 from common.data.shapes import examples_of_records, examples_of_text_file
@@ -21,7 +22,6 @@ from common.errors import UserError
 from common.heap import return_free_memory
 from common.store.lock import DirectoryLock
 from common.units import format_count
-
 
 #: Where rows are not packed, batches are as long as a multiple of this.
 _WIDTHS = 64
@@ -45,6 +45,9 @@ class DataConfig:
     """Whether documents share rows. If not, each has a row of its own, and batches are as long as their longest row."""
     labels_ahead: bool = False
     """Whether the label of a position is the next token, for models whose own loss does not shift labels."""
+    truncate: bool = True
+    """Whether records with a prompt that are longer than a row are cut; else they are left out. See
+    :mod:`common.data.fitting`."""
 
     def __post_init__(self) -> None:
         if not self.files:
@@ -70,7 +73,7 @@ class Batches(ABC):
     trainable_tokens: int
     """Tokens of one epoch that carry loss."""
     description: str
-    """One line for the user."""
+    """For the user: a line, and one more for each thing that is not done as the files have it."""
     labels_ahead: bool = False
     """Whether the label of a position is what it is to predict; if not, the next position's label is that."""
 
@@ -99,7 +102,7 @@ class PackedBatches(Batches):
         self.steps_per_epoch = -(-header.rows // config.batch_size)
         self.digest = header.digest
         self.labels_ahead = config.labels_ahead
-        self.description = _describe(header, config.packed)
+        self.description = _describe(header, config)
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """As :meth:`Batches.batch`: rows that are read when they are asked for."""
@@ -182,14 +185,16 @@ class RandomBatches(Batches):
 def open_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir: Path) -> PackedBatches:
     """Batches of the data in ``config.files``: tokenized and packed into a file in ``cache_dir``, or found there.
 
-    The file is used again as long as data files, tokenizer and ``seq_len`` are the same; it takes 4 bytes per token.
+    The file is used again as long as data files, tokenizer, ``seq_len`` and ``truncate`` are the same; it takes 4 bytes
+    per token.
 
     Raises:
         UserError: a file is missing, cannot be read or understood, or there is nothing in it to train on.
     """
     files = find_files(config.files)
     cache_dir.mkdir(parents=True, exist_ok=True)
-    path = cache_dir / f"data-{cache_key(files, config.seq_len, tokenizer, config.packed)}.tokens"
+    key = cache_key(files, config.seq_len, tokenizer, config.truncate, config.packed)
+    path = cache_dir / f"data-{key}.tokens"
     unusable = contextlib.suppress(OSError, ValueError)  # not there, or damaged
     with unusable:
         return PackedBatches(TokenFile(path), config)
@@ -204,8 +209,9 @@ def open_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir:
 
 def _build(path: Path, files: list[Path], config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     seq_len = config.seq_len
-    header = Header(seq_len, files=len(files))
-    encoder = Encoder(tokenizer)
+    fitting = Fitting(seq_len, config.truncate)
+    header = Header(seq_len, len(files), cut=fitting.cut, left_out=fitting.left_out, untrained=fitting.untrained)
+    encoder = Encoder(tokenizer, fitting)
     with write_token_file(path, header) as out, reading(path.parent) as scratch:
 
         def write(row: np.ndarray) -> None:
@@ -223,7 +229,7 @@ def _build(path: Path, files: list[Path], config: DataConfig, tokenizer: PreTrai
             packer.add(piece)
         packer.finish()
         if not header.rows:
-            raise UserError(_nothing_to_train(header, files))
+            raise UserError(_nothing_to_train(header, files, config))
 
 
 def _return_free_memory() -> None:
@@ -264,23 +270,47 @@ def _padding(tokenizer: PreTrainedTokenizerBase) -> int:
     return next((int(token) for token in known if token is not None), 0)
 
 
-def _describe(header: Header, packed: bool) -> str:
+def _describe(header: Header, config: DataConfig) -> str:
     fill = header.tokens / (header.rows * header.seq_len)
     counts = (
         f"{header.documents:,} documents from {header.files:,} {'file' if header.files == 1 else 'files'}: "
         f"{format_count(header.tokens)} tokens, {format_count(header.trainable_tokens)} of them trained on, "
         f"in {header.rows:,} rows of {header.seq_len:,} ({fill:.1%} full)"
     )
-    skipped = f"; left out: {format_count(header.skipped_tokens)} tokens in pieces of prompt without any completion"
-    alone = "" if packed else "; one document in each row: nothing keeps those that share a row apart in this model"
-    return counts + (skipped if header.skipped_tokens else "") + alone
+    lines = [counts, *_not_as_written(header, config)]
+    if not config.packed:
+        lines.append("one document in each row: nothing keeps those that share a row apart in this model")
+    return "\n".join(lines)
 
 
-def _nothing_to_train(header: Header, files: list[Path]) -> str:
-    named = ", ".join(str(file) for file in files[:3]) + (", ..." if len(files) > 3 else "")
-    if not header.documents:
-        return f"The data is empty: no record with any text in {named}."
-    return (
-        f"There is no token to train on in {named}: {header.documents:,} documents of {header.skipped_tokens:,} tokens "
-        "without any completion, output or message of the assistant."
+def _not_as_written(header: Header, config: DataConfig) -> list[str]:
+    """What is cut and what is left out, each with the place of the first such record."""
+    longer = f"longer than a row of {header.seq_len:,} tokens"
+    if config.truncate:
+        too_long = f"{longer}, not even the beginning of an answer fits (a larger --seq-len has them)"
+    else:
+        too_long = f"{longer} (--drop-long; --truncate keeps what fits of them)"
+    lines = (
+        ("cut", header.cut, f"{longer}: the answers that fit are kept, with all before them (--drop-long drops them)"),
+        ("left out", header.left_out, too_long),
+        ("left out", header.untrained, "no completion, output or message of the assistant to train on"),
     )
+    said = [
+        f"{what}: {tally.records:,} {'record' if tally.records == 1 else 'records'}, {format_count(tally.tokens)} "
+        f"tokens; first {tally.first}; {why}"
+        for what, tally, why in lines
+        if tally.records
+    ]
+    if header.skipped_tokens:
+        said.append(
+            f"left out: {format_count(header.skipped_tokens)} tokens of texts of one token, or of empty answers"
+        )
+    return said
+
+
+def _nothing_to_train(header: Header, files: list[Path], config: DataConfig) -> str:
+    named = ", ".join(str(file) for file in files[:3]) + (", ..." if len(files) > 3 else "")
+    if not (header.documents or header.left_out.records or header.untrained.records):
+        return f"The data is empty: no record with any text in {named}."
+    why = _not_as_written(header, config) or ["no completion, output or message of the assistant"]
+    return f"There is no token to train on in {named}: {'; '.join(why)}."

@@ -5,21 +5,20 @@ Where a prompt ends and its completion begins is found by tokenizing the prompt 
 common prefix, so that the ids are those the tokenizer gives the whole text.
 """
 
-import re
 from collections.abc import Iterable, Iterator
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from common.data.chat_template import ChatTemplate
+from common.data.fitting import Answered, Fitting, run_ends
 from common.data.shapes import Chat, Example, Plain
 from common.errors import UserError
 
 _BATCH_EXAMPLES = 256
 _BATCH_CHARACTERS = 1 << 20  # an encoding takes some hundred bytes per token
-
-_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class Encoded(NamedTuple):
@@ -36,18 +35,20 @@ class Encoded(NamedTuple):
 class Encoder:
     """Tokenizes examples with one tokenizer.
 
+    Args:
+        tokenizer: of the checkpoint.
+        fitting: what becomes of records with a prompt that are too long, and their count; None: they stay as they are.
+
     Raises:
         UserError: (while encoding) a conversation, but no chat template or one that refuses it.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, fitting: Fitting | None = None) -> None:
         self.tokenizer = tokenizer
+        self.fitting = fitting or Fitting()
         self.eos: int | None = tokenizer.eos_token_id
         self._prefix = self._default_prefix()
-        template = tokenizer.chat_template
-        self._marks_generation = (
-            tokenizer.is_fast and isinstance(template, str) and bool(_GENERATION_MARK.search(template))
-        )
+        self._template = ChatTemplate(tokenizer)
 
     def encode(self, examples: Iterable[Example]) -> Iterator[Encoded]:
         """The encoded documents, in the order of ``examples``; texts are tokenized in batches of bounded size."""
@@ -84,12 +85,19 @@ class Encoder:
             trained = [False] * untrained + [True] * (len(ids) - untrained)
             if example.begins:
                 ids, trained = self._prefix + ids, [not example.prompt] * len(self._prefix) + trained
-            yield self._finish(ids, trained, trained_end=True, ends=example.ends)
+            if example.ends:
+                ids, trained = self._closed(ids, trained, trained_end=True)
+            if not example.prompt:  # a text goes on in the next row
+                yield _encoded(ids, trained, example.ends)
+                continue
+            for part in self.fitting.fit([Answered(ids, trained)], example.where):
+                yield _encoded(part.ids, part.trained)
 
-    def _finish(self, ids: list[int], trained: list[bool], *, trained_end: bool, ends: bool = True) -> Encoded:
-        if ends and self.eos is not None and not self._is_closed(ids):
-            ids, trained = [*ids, self.eos], [*trained, trained_end]
-        return Encoded(np.array(ids, dtype=np.uint32), np.array(trained, dtype=bool), ends)
+    def _closed(self, ids: list[int], trained: list[bool], *, trained_end: bool) -> tuple[list[int], list[bool]]:
+        """With EOS at the end."""
+        if self.eos is None or self._is_closed(ids):
+            return ids, trained
+        return [*ids, self.eos], [*trained, trained_end]
 
     def _is_closed(self, ids: list[int]) -> bool:
         """EOS is there already, at most followed by white space, as many chat templates end."""
@@ -98,13 +106,8 @@ class Encoder:
         return bool(ids) and ids[-1] == self.eos
 
     def _encode_chat(self, chat: Chat) -> Iterator[Encoded]:
-        if self.tokenizer.chat_template is None:
-            raise UserError(
-                f"{chat.where} is a conversation, but the tokenizer has no chat template. "
-                "Use the tokenizer of a chat model, or records with text or with prompt and completion strings."
-            )
         try:
-            yield from self._rendered(chat)
+            parts = self._parts(self._template.adapted(chat))
         except UserError:
             raise
         except Exception as error:  # templates are programs: they raise whatever they like
@@ -112,51 +115,72 @@ class Encoder:
                 f"{chat.where}: the tokenizer's chat template refuses this conversation "
                 f"(roles {', '.join(str(message.get('role')) for message in chat.messages)}): {error}"
             ) from error
+        for part in self.fitting.fit(parts, chat.where):
+            yield _encoded(part.ids, part.trained)
 
-    def _rendered(self, chat: Chat) -> Iterator[Encoded]:
-        messages = chat.messages
-        ends_trained = messages[-1]["role"] == "assistant"
-        if chat.prompt_messages is not None:
-            ids = self._render(messages)
-            start = _common_prefix(self._render(messages[: chat.prompt_messages], ask=True), ids)
-            yield self._finish(ids, [i >= start for i in range(len(ids))], trained_end=True)
-        elif self._marks_generation:
-            out: Any = self.tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-            yield self._finish(
-                list(out["input_ids"]), [bool(bit) for bit in out["assistant_masks"]], trained_end=ends_trained
-            )
-        else:
-            yield from self._without_marks(messages, ends_trained)
+    def _parts(self, chat: Chat) -> list[Answered]:
+        """The conversation as one document; or as one for each answer, each as the model will see it.
 
-    def _without_marks(self, messages: list[dict[str, Any]], ends_trained: bool) -> Iterator[Encoded]:
-        """Find what the assistant says by rendering growing prefixes of the conversation.
-
-        Some templates render a turn differently once others follow (Qwen3 drops earlier reasoning). Such a
-        conversation becomes one document per turn of the assistant, each as the model will see it.
+        The latter where a template renders a turn differently once others follow (Qwen3 drops earlier reasoning), and
+        does not mark itself what the assistant says.
         """
-        whole = self._render(messages)
-        turns = [
-            (self._render(messages[:i], ask=True), self._render(messages[: i + 1]))
-            for i, message in enumerate(messages)
-            if message["role"] == "assistant"
-        ]
-        if all(whole[: len(after)] == after for _, after in turns):
-            trained = [False] * len(whole)
-            for before, after in turns:
-                start = _common_prefix(before, after)
-                trained[start : len(after)] = [True] * (len(after) - start)
-            yield self._finish(whole, trained, trained_end=ends_trained)
-            return
-        for before, after in turns:
-            start = _common_prefix(before, after)
-            yield self._finish(after, [i >= start for i in range(len(after))], trained_end=True)
+        wanted = chat.answers
+        ids, trained = self._render(chat)
+        if chat.prompt_messages is not None:
+            start = _common_prefix(self._template.render(chat, chat.prompt_messages, ask=True), ids)
+            trained = [place >= start for place in range(len(ids))]
+        turns_decide = trained is None or bool(chat.untrained)
+        spans = self._spans(chat, ids, wanted) if turns_decide or self.fitting.is_long(len(ids) + 1) else None
+        if turns_decide:
+            if spans is None:
+                return [self._answer(chat, turn) for turn in wanted]
+            said = _within(spans, len(ids))
+            trained = said if trained is None else [a and b for a, b in zip(trained, said, strict=True)]
+        assert trained is not None
+        ends = run_ends(trained) if spans is None else tuple(stop for _, stop in spans)
+        return [Answered(*self._closed(ids, trained, trained_end=len(chat.messages) - 1 in wanted), ends)]
 
-    def _render(self, messages: list[dict[str, Any]], ask: bool = False) -> list[int]:
-        """Token ids of ``messages``; with ``ask``, up to where the assistant would speak."""
-        if not messages:
-            return []
-        out: Any = self.tokenizer.apply_chat_template(messages, add_generation_prompt=ask, return_dict=True)
-        return list(out["input_ids"])
+    def _render(self, chat: Chat, stop: int | None = None) -> tuple[list[int], list[bool] | None]:
+        """Token ids, and which of them the template marks as the assistant's; None if it does not say."""
+        if chat.prompt_messages is None and self._template.marks_answers(chat):
+            return self._template.render_marked(chat, stop)
+        return self._template.render(chat, stop), None
+
+    def _spans(self, chat: Chat, whole: list[int], turns: list[int]) -> list[tuple[int, int]] | None:
+        """Where in ``whole`` some turns are, found by rendering growing prefixes of the conversation.
+
+        None if a turn is rendered differently once others follow.
+        """
+        spans = []
+        for turn in turns:
+            after = whole if turn + 1 == len(chat.messages) else self._template.render(chat, turn + 1)
+            if whole[: len(after)] != after:
+                return None
+            spans.append((self._start(chat, turn, after), len(after)))
+        return spans
+
+    def _answer(self, chat: Chat, turn: int) -> Answered:
+        """The conversation up to a turn, with loss on that one."""
+        ids, marked = self._render(chat, turn + 1)
+        start = self._start(chat, turn, ids)
+        trained = [place >= start and (marked is None or marked[place]) for place in range(len(ids))]
+        return Answered(*self._closed(ids, trained, trained_end=True))
+
+    def _start(self, chat: Chat, turn: int, ids: list[int]) -> int:
+        """Where in ``ids`` the turn begins that they end with, behind what asks the assistant to speak."""
+        ask = chat.messages[turn]["role"] == "assistant"
+        return _common_prefix(self._template.render(chat, turn, ask=ask), ids)
+
+
+def _encoded(ids: list[int], trained: list[bool], ends: bool = True) -> Encoded:
+    return Encoded(np.array(ids, dtype=np.uint32), np.array(trained, dtype=bool), ends)
+
+
+def _within(spans: list[tuple[int, int]], length: int) -> list[bool]:
+    trained = [False] * length
+    for start, stop in spans:
+        trained[start:stop] = [True] * (stop - start)
+    return trained
 
 
 def _common_prefix(left: list[int], right: list[int]) -> int:

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.errors import UserError, did_you_mean
 
@@ -23,6 +23,15 @@ RECORDS_PER_READ = 256
 _SCRATCH = ".datasets-"
 
 KNOWN_EXTENSIONS = ", ".join(READERS)
+
+
+class Record(NamedTuple):
+    """What a file says in one place."""
+
+    values: dict[str, Any]
+    """By column."""
+    place: str
+    """``line 7``, or ``record 7`` where records may take several lines or have none."""
 
 
 def find_files(names: tuple[str, ...]) -> list[Path]:
@@ -93,10 +102,12 @@ def reading(directory: Path) -> Iterator[Path]:
             datasets.enable_progress_bars()
 
 
-def read_records(path: Path, scratch: Path) -> Iterator[dict[str, Any]]:
+def read_records(path: Path, scratch: Path) -> Iterator[Record]:
     """The records of one file, in order. A text file gives one record per line, line break included, as ``text``.
 
-    Every value of a CSV file is a string, exactly as written (``007`` and ``NA`` stay what they are).
+    Every value of a CSV file is a string, exactly as written (``007`` and ``NA`` stay what they are). In tables
+    (Parquet, and a JSON list, which is read as one) all records have the keys of all others, within their values too:
+    those without a value are taken away there. In JSON lines, null is what was written.
 
     Args:
         path: the data file.
@@ -109,7 +120,17 @@ def read_records(path: Path, scratch: Path) -> Iterator[dict[str, Any]]:
     if reader == "json" and _has_record_per_line(path):
         yield from _parse_lines(path, _read("text", path, scratch))
     else:
-        yield from _read(reader, path, scratch)
+        for number, values in enumerate(_read(reader, path, scratch), 1):
+            if reader in ("json", "parquet"):
+                values = {column: _without_nones(value) for column, value in values.items()}
+            yield Record(values, f"{'line' if reader == 'text' else 'record'} {number}")
+
+
+def _without_nones(value: Any) -> Any:
+    """``value`` without the keys inside it that have none."""
+    if isinstance(value, dict):
+        return {key: _without_nones(item) for key, item in value.items() if item is not None}
+    return [_without_nones(item) for item in value] if isinstance(value, list) else value
 
 
 def _read(reader: str, path: Path, scratch: Path) -> Iterator[dict[str, Any]]:
@@ -194,7 +215,7 @@ def _has_record_per_line(path: Path) -> bool:
     return True
 
 
-def _parse_lines(path: Path, lines: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _parse_lines(path: Path, lines: Iterator[dict[str, Any]]) -> Iterator[Record]:
     """The objects of a JSON-lines file.
 
     ``datasets`` has a reader for these too, which makes one table of them: it refuses a column that first
@@ -216,7 +237,7 @@ def _parse_lines(path: Path, lines: Iterator[dict[str, Any]]) -> Iterator[dict[s
             raise UserError(f'{path}, line {number}: expected an object such as {{"text": "..."}}, found {shown}')
         if "\\ud" in line.lower():  # may hold half a surrogate pair, which tokenizers do not take
             record = json.loads(json.dumps(record, ensure_ascii=False).encode(errors="replace"))
-        yield record
+        yield Record(record, f"line {number}")
 
 
 def _check_json_start(path: Path) -> None:

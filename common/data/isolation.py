@@ -1,5 +1,6 @@
 """Where the documents of packed rows lie, and which batch of them is being computed."""
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ class Documents:
         flat: list[int] = []
         for row, begins in enumerate(_begins(position_ids)):
             starts = [0, *begins.nonzero().flatten().tolist(), length]
-            for start, end in zip(starts, starts[1:], strict=False):
+            for start, end in itertools.pairwise(starts):
                 flat += (row, start, end)
         return Documents(rows, length, tuple(flat))
 

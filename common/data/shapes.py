@@ -4,11 +4,14 @@ Where columns of several shapes have values, the more structured shape wins (``m
 ``completion``, then Alpaca, then ``text``): public data sets often carry a flattened ``text`` beside the real thing.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import contextlib
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from common.errors import UserError
+from common.data.files import Record
+from common.errors import UserError, did_you_mean
 
 SEGMENT_CHARACTERS = 1 << 17
 """Longer texts are tokenized in segments of about this size, several at once on as many cores."""
@@ -23,6 +26,16 @@ ALPACA_PROMPT_WITH_INPUT = (
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 )
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "document")
+"""Of messages, as chat templates know them."""
+
+_MEANT = {
+    **dict.fromkeys(("gpt", "model", "bot", "chatbot", "ai", "chatgpt", "agent"), "assistant"),
+    **dict.fromkeys(("human", "prompter", "customer"), "user"),
+    **dict.fromkeys(("observation", "tool_response", "tool_result"), "tool"),
+}
+"""Other names that people give to roles. No template knows them, and on none of them would be trained."""
+
 KNOWN_SHAPES = "text | messages | prompt, completion | instruction, output (and optionally input)"
 
 
@@ -36,6 +49,8 @@ class Plain:
     """The document starts here: it gets the tokenizer's prefix (BOS, if it has one)."""
     ends: bool = True
     """The document ends here: it gets an EOS."""
+    where: str = ""
+    """File and line, for messages about it."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +61,27 @@ class Chat:
     prompt_messages: int | None = None
     """Loss is wanted on everything after the first so many messages; None: on what the assistant says."""
     where: str = ""
-    """File and record, for error messages."""
+    """File and line, for messages about it."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What else the template takes: ``tools``, ``documents``, and switches by their names."""
+    untrained: frozenset[int] = frozenset()
+    """Messages of weight 0, by their place: no loss is wanted on them."""
+
+    @property
+    def answers(self) -> list[int]:
+        """Places of the messages that loss is wanted on."""
+        first = self.prompt_messages
+        return [
+            place
+            for place, message in enumerate(self.messages)
+            if place not in self.untrained and (message["role"] == "assistant" if first is None else place >= first)
+        ]
 
 
 Example = Plain | Chat
 
 
-def examples_of_text_file(lines: Iterable[dict[str, Any]]) -> Iterator[Example]:
+def examples_of_text_file(lines: Iterable[Record]) -> Iterator[Example]:
     """A text file is one document, blank lines included: paragraphs of a book belong together.
 
     Texts that have nothing to do with each other go into separate files, or into ``text`` records.
@@ -63,27 +92,33 @@ def examples_of_text_file(lines: Iterable[dict[str, Any]]) -> Iterator[Example]:
         if size >= SEGMENT_CHARACTERS:
             yield Plain("", "".join(segment), begins, ends=False)
             segment, size, begins = [], 0, False
-        segment.append(line["text"])
-        size += len(line["text"])
+        segment.append(line.values["text"])
+        size += len(line.values["text"])
     if not begins or "".join(segment).strip():
         yield Plain("", "".join(segment), begins, ends=True)
 
 
-def examples_of_records(records: Iterable[dict[str, Any]], file: str) -> Iterator[Example]:
+def examples_of_records(records: Iterable[Record], file: str) -> Iterator[Example]:
     """The examples of a file of records. Records whose text is missing or empty are passed over.
 
     Raises:
         UserError: a record of no known shape (names its columns), or with values that do not fit its shape.
     """
-    for number, record in enumerate(records, 1):
-        given = [column for column, value in record.items() if value is not None]
-        shape = _shape_of(given) or _shape_of(list(record))
+    for values, place in records:
+        where = f"{file}, {place}"
+        given = [column for column, value in values.items() if value is not None]
+        shape = _shape_of(given) or _shape_of(list(values))
         if shape is None:
+            hint = ""
+            if "conversations" in values:
+                hint = (
+                    ' Write conversations as "messages": [{"role": "user", "content": ...}, ...], with role for from '
+                )
+                hint += "(user for human, assistant for gpt) and content for value."
             raise UserError(
-                f"{file}, record {number} has the columns {', '.join(record)}; "
-                f"none of the known record shapes: {KNOWN_SHAPES}."
+                f"{where} has the columns {', '.join(values)}; none of the known record shapes: {KNOWN_SHAPES}.{hint}"
             )
-        yield from shape(record, f"{file}, record {number}")
+        yield from shape(values, where)
 
 
 def _shape_of(columns: list[str]) -> Callable[[dict[str, Any], str], Iterator[Example]] | None:
@@ -112,9 +147,9 @@ def _text(record: dict[str, Any], where: str) -> Iterator[Example]:
 
 
 def _messages(record: dict[str, Any], where: str) -> Iterator[Example]:
-    messages = _conversation(record["messages"], "messages", where)
+    messages, untrained = _conversation(record["messages"], "messages", where, trains=("assistant",))
     if messages:
-        yield Chat(messages, None, where)
+        yield Chat(messages, None, where, _template_options(record, where), frozenset(untrained))
 
 
 def _prompt_completion(record: dict[str, Any], where: str) -> Iterator[Example]:
@@ -122,19 +157,20 @@ def _prompt_completion(record: dict[str, Any], where: str) -> Iterator[Example]:
     if not isinstance(prompt, list) and not isinstance(completion, list):
         text = _string(record, "completion", where)
         if text:
-            yield Plain(_string(record, "prompt", where), text)
+            yield Plain(_string(record, "prompt", where), text, where=where)
         return
-    asked = _conversation(prompt, "prompt", where, role="user")
-    answer = _conversation(completion, "completion", where, role="assistant")
+    asked, _ = _conversation(prompt, "prompt", where, role="user")
+    answer, untrained = _conversation(completion, "completion", where, role="assistant", trains=ROLES)
     if answer:
-        yield Chat(asked + answer, len(asked), where)
+        options = _template_options(record, where)
+        yield Chat(asked + answer, len(asked), where, options, frozenset(len(asked) + place for place in untrained))
 
 
 def _alpaca(record: dict[str, Any], where: str) -> Iterator[Example]:
     fields = {name: _string(record, name, where) for name in ("instruction", "input", "output")}
     template = ALPACA_PROMPT_WITH_INPUT if fields["input"].strip() else ALPACA_PROMPT
     if fields["output"]:
-        yield Plain(template.format(**fields), fields["output"])
+        yield Plain(template.format(**fields), fields["output"], where=where)
 
 
 def _string(record: dict[str, Any], column: str, where: str) -> str:
@@ -146,19 +182,75 @@ def _string(record: dict[str, Any], column: str, where: str) -> str:
     return str(value)
 
 
-def _conversation(value: Any, column: str, where: str, role: str | None = None) -> list[dict[str, Any]]:
-    """A list of messages; a bare string becomes one message of ``role``, where that is given."""
+def _template_options(record: dict[str, Any], where: str) -> dict[str, Any]:
+    """What a record has for the chat template beside its messages."""
+    options: dict[str, Any] = {}
+    for column in ("tools", "documents", "chat_template_kwargs"):
+        kind = dict if column == "chat_template_kwargs" else list
+        value = record.get(column)
+        if isinstance(value, str):  # as tables have it, whose columns have one type
+            with contextlib.suppress(ValueError):  # what is no JSON is no list either
+                value = json.loads(value) if value.strip() else None
+        if value is None or value in ([], {}):
+            continue
+        if not isinstance(value, kind) or (kind is list and not all(isinstance(item, dict) for item in value)):
+            expected = "an object" if kind is dict else "a list of objects"
+            raise UserError(f"{where}: {column!r} is not {expected}, as chat templates take it: {str(value)[:80]}")
+        options |= value if isinstance(value, dict) else {column: value}
+    return options
+
+
+def _conversation(
+    value: Any, column: str, where: str, role: str | None = None, trains: Collection[str] = ()
+) -> tuple[list[dict[str, Any]], list[int]]:
+    """A list of messages, and the places of those that have the weight 0.
+
+    Args:
+        value: of ``column``; a bare string becomes one message of ``role``, where that is given.
+        trains: roles that loss is wanted on, of which a weight may be 1.
+
+    Raises:
+        UserError: this is no conversation; names the message.
+    """
     if value is None:
-        return []
+        return [], []
     if isinstance(value, str) and role:
-        return [{"role": role, "content": value}] if value else []
+        return ([{"role": role, "content": value}] if value else []), []
     if not isinstance(value, list) or not all(isinstance(item, dict) and item.get("role") for item in value):
-        raise UserError(f'{where}: {column!r} is not a list of {{"role": ..., "content": ...}}: {str(value)[:80]}')
-    return [_without_nones(message) for message in value]
+        hint = ""
+        if isinstance(value, list) and any(isinstance(item, dict) and "from" in item for item in value):
+            hint = " (Write role for from: user for human, assistant for gpt; and content for value.)"
+        raise UserError(
+            f'{where}: {column!r} is not a list of {{"role": ..., "content": ...}}: {str(value)[:80]}{hint}'
+        )
+    messages, untrained = [], []
+    for place, item in enumerate(value):
+        # As transformers does it: of a key that is null, most templates know nothing, or write None.
+        message = {key: field for key, field in item.items() if field is not None}
+        which = f"{where}: message {place + 1} of {column!r}"
+        _check_role(message["role"], which)
+        weight = message.pop("weight", None)
+        if weight is not None and not _is_weight(weight, trained=message["role"] in trains):
+            raise UserError(
+                f"{which} (role {message['role']}) has the weight {json.dumps(weight)}. A weight of 0 takes the loss "
+                "from a message of the assistant, and 1 leaves it there: there are no others, nor a 1 for other roles."
+            )
+        if weight is not None and not weight:
+            untrained.append(place)
+        messages.append(message)
+    return messages, untrained
 
 
-def _without_nones(value: Any) -> Any:
-    """``value`` without the keys that only exist because another record has them (columns are typed)."""
-    if isinstance(value, dict):
-        return {key: _without_nones(item) for key, item in value.items() if item is not None}
-    return [_without_nones(item) for item in value] if isinstance(value, list) else value
+def _is_weight(weight: Any, trained: bool) -> bool:
+    """Whether this is 0, or 1 where there is loss at all."""
+    return isinstance(weight, int | float) and not isinstance(weight, bool) and weight in ((0, 1) if trained else (0,))
+
+
+def _check_role(role: Any, which: str) -> None:
+    """Refuse a role that no chat template knows: its turns would be left out, or be trained on as somebody else's."""
+    if role in ROLES:
+        return
+    name = str(role).strip().lower()
+    meant = name if name in ROLES else _MEANT.get(name)
+    advice = f" Write {meant!r} instead." if meant else did_you_mean(name, ROLES)
+    raise UserError(f"{which} has the role {role!r}, which is none of {', '.join(ROLES)}.{advice}")

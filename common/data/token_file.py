@@ -9,21 +9,24 @@ import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from common.data.fitting import Tally
 from common.errors import FinetuneError
 from common.store.errors import described
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Counts changes to anything that decides what is in the file: shapes, templates, packing, layout."""
 
 _HEADER_BYTES = 4096
 _SUM_BYTES = 4
+_LONGEST_PLACE = 240
+"""Characters, of four bytes at most; three places and all numbers take less than a header."""
 _UNFINISHED = ".tmp"
 
 
@@ -40,15 +43,40 @@ class Header:
     trainable_tokens: int = 0
     skipped_tokens: int = 0
     """In pieces without any trainable token, which are left out: computing them would change nothing."""
+    cut: Tally = field(default_factory=Tally)
+    left_out: Tally = field(default_factory=Tally)
+    untrained: Tally = field(default_factory=Tally)
+    """Records that are not there as they were written; see :class:`common.data.fitting.Fitting`."""
     digest: str = ""
     """Of all rows in order: the same data, wherever they lie."""
 
+    @classmethod
+    def parse(cls, block: bytes) -> "Header":
+        """From what :meth:`written` gave.
 
-def cache_key(files: list[Path], seq_len: int, tokenizer: PreTrainedTokenizerBase, packed: bool = True) -> str:
+        Raises:
+            ValueError: it is not that.
+        """
+        values = json.loads(block)
+        if not isinstance(values, dict) or set(values) != {field.name for field in fields(cls)}:
+            raise ValueError("not the header of a token file")
+        tallies = {name: Tally(**values[name]) for name in ("cut", "left_out", "untrained")}
+        return cls(**(values | tallies))
+
+    def written(self) -> bytes:
+        """As JSON; of places in files, the end, for which there is room."""
+        for tally in (self.cut, self.left_out, self.untrained):
+            if len(tally.first) > _LONGEST_PLACE:
+                tally.first = "..." + tally.first[-_LONGEST_PLACE:]
+        return json.dumps(asdict(self), ensure_ascii=False).encode()
+
+
+def cache_key(
+    files: list[Path], seq_len: int, tokenizer: PreTrainedTokenizerBase, truncate: bool, packed: bool = True
+) -> str:
     """Changes with everything that the token file depends on; files are known by path, size and time of change."""
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    alone = [] if packed else ["one document per row"]
-    text = json.dumps([FORMAT_VERSION, seq_len, stats, tokenizer_identity(tokenizer), *alone])
+    text = json.dumps([FORMAT_VERSION, seq_len, truncate, packed, stats, tokenizer_identity(tokenizer)])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -80,10 +108,7 @@ class TokenFile:
             block = os.pread(self._file.fileno(), _HEADER_BYTES, 0)
             if block[-_SUM_BYTES:] != _sum(block[:-_SUM_BYTES]):
                 raise ValueError(f"{path} is damaged, or not a token file")
-            values = json.loads(block[:-_SUM_BYTES])
-            if not isinstance(values, dict) or set(values) != {field.name for field in fields(Header)}:
-                raise ValueError(f"{path} is not a token file")
-            self.header = Header(**values)
+            self.header = Header.parse(block[:-_SUM_BYTES])
             self._row_bytes = self.header.seq_len * 4
             expected = _HEADER_BYTES + self.header.rows * (self._row_bytes + _SUM_BYTES)
             if os.fstat(self._file.fileno()).st_size != expected:
@@ -141,7 +166,7 @@ class TokenFileWriter:
     def finish(self, header: Header) -> None:
         """Complete the header and write it; on return all is on the drive."""
         header.digest = self._digest.hexdigest()
-        block = json.dumps(asdict(header)).encode().ljust(_HEADER_BYTES - _SUM_BYTES)
+        block = header.written().ljust(_HEADER_BYTES - _SUM_BYTES)
         self._file.seek(0)
         self._file.write(block + _sum(block))
         self._file.flush()

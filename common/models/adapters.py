@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from common.errors import UserError, did_you_mean
 from common.models.first_values import FirstValues
-from common.models.saving import begin, move_into_place, save_tensors
+from common.models.saving import NonFiniteWeights, begin, first_nonfinite, move_into_place, save_tensors
 from common.models.sources import WeightSource
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -233,13 +233,19 @@ class Adapters:
         """Give their memory back, once they are elsewhere."""
         self._first.forget()
 
-    def save(self, directory: Path, values: Mapping[str, torch.Tensor]) -> None:
+    def save(self, directory: Path, values: Mapping[str, torch.Tensor], allow_nonfinite: bool = False) -> None:
         """Write an adapter directory, for ``PeftModel.from_pretrained`` (and for vLLM's and others' LoRA loaders).
 
         Args:
             directory: made if it does not exist; an adapter in it is replaced.
             values: all that is trained, by name in the model.
+            allow_nonfinite: whether they may hold NaNs and infinities.
+
+        Raises:
+            NonFiniteWeights: they do, and may not; the directory is left as it was.
         """
+        if not allow_nonfinite and (name := first_nonfinite(values)) is not None:
+            raise NonFiniteWeights(name)
         prefix = "base_model.model."
         state = get_peft_model_state_dict(
             self._wrapped, {f"{prefix}{name}": value for name, value in values.items()}, save_embedding_layers=False

@@ -1,7 +1,7 @@
 """Attention within each document of packed rows, without a mask: what transformers calls an attention implementation.
 
-A row is cut where its documents begin, and every piece goes through the kernel that the document alone would go through.
-So no mask of ``[S, S]`` exists, and the work is that of the documents: the sum of their squared lengths instead of the
+A row is cut where its documents begin, and every piece goes through the kernel that the document alone would go
+through. So no mask of ``[S, S]`` exists, and the work is that of the documents: the sum of their squared lengths instead of the
 square of the row's. On a CPU one operator does all pieces of a call, whose results have the same shapes wherever the
 cuts are: what records a block's operators finds the same ones in every batch.
 """
@@ -15,7 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from common.data.isolation import Documents, documents_at_work
+from common.data.isolation import documents_at_work
 
 #: The name under which transformers knows this. It has no function of that name for masks, so it makes none.
 BY_DOCUMENT = "by_document"
@@ -188,7 +188,9 @@ def _by_document(
         q, k, v = _parts(piece, query, key, value)
         mask = _mask(piece, window, query)
         shared = q.shape[1] != k.shape[1]
-        out = functional.scaled_dot_product_attention(q, k, v, mask, dropout, mask is None, scale=scale, enable_gqa=shared)
+        out = functional.scaled_dot_product_attention(
+            q, k, v, mask, dropout, mask is None, scale=scale, enable_gqa=shared
+        )
         result[piece.row, piece.queries] = out[0].transpose(0, 1)
     return result, None
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import FinetuneError
 from common.models.conversion import to_disk
-from common.models.saving import begin, discard, move_into_place, save_tensors
+from common.models.saving import NonFiniteWeights, begin, discard, first_nonfinite, move_into_place, save_tensors
 from common.models.shards import INDEX, SINGLE
 from common.models.structure import fp32_parameters, stored_names
 
@@ -33,10 +33,18 @@ class CheckpointWriter:
         dtype: of the weights on disk. Parameters that the family insists on keeping in fp32 are written in fp32.
         shard_bytes: a shard is written when the next tensor would make it larger. Memory: this, and what is added at
             once.
+        allow_nonfinite: whether tensors may hold NaNs and infinities. If not, nothing is written from the first such
+            tensor on, and :meth:`finish` refuses: until then all ranks may have to read on together.
     """
 
     def __init__(
-        self, directory: Path, model: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dtype, shard_bytes: int
+        self,
+        directory: Path,
+        model: PreTrainedModel,
+        config: PreTrainedConfig,
+        dtype: torch.dtype,
+        shard_bytes: int,
+        allow_nonfinite: bool = False,
     ) -> None:
         self.directory = directory
         self.model = model
@@ -47,6 +55,8 @@ class CheckpointWriter:
         self._fp32 = {self._stored_name[name] for name in fp32_parameters(model)}
         self._shapes = {self._stored_name[name]: parameter.shape for name, parameter in model.named_parameters()}
         self._parameters = sum(parameter.numel() for parameter in model.parameters())
+        self._allows_nonfinite = allow_nonfinite
+        self._nonfinite: str | None = None
         self._written: set[str] = set()
         self._shard: dict[str, torch.Tensor] = {}
         self._shard_size = 0
@@ -79,6 +89,7 @@ class CheckpointWriter:
         """Write what is left, the index and the configurations, and move all into place.
 
         Raises:
+            NonFiniteWeights: a tensor holds a NaN or an infinity; the directory is left as it was.
             FinetuneError: parameters are missing; the directory is left as it was.
         """
         missing = sorted(self._shapes.keys() - self._written)
@@ -87,6 +98,8 @@ class CheckpointWriter:
         ignored = set(self.model._keys_to_ignore_on_save or ())
         buffers = self.model.state_dict().keys() - self._stored_name.keys() - ignored
         self._append({name: self.model.get_buffer(name).clone() for name in sorted(buffers)})
+        if self._nonfinite is not None:
+            raise NonFiniteWeights(self._nonfinite)
         self._flush()
         self._write_configs()
         self._move_into_place(self._name_shards())
@@ -96,6 +109,13 @@ class CheckpointWriter:
         discard(self.directory)
 
     def _append(self, named: dict[str, torch.Tensor]) -> None:
+        if self._nonfinite is None and not self._allows_nonfinite:
+            self._nonfinite = first_nonfinite(named)
+            if self._nonfinite is not None:
+                self._shard = {}
+                self.discard()
+        if self._nonfinite is not None:
+            return
         for name, value in to_disk(self.model, named).items():
             if self._shard and self._shard_size + value.nbytes > self.shard_bytes:
                 self._flush()

@@ -29,7 +29,7 @@ from common.models.structure import find_blocks
 _LENGTHS = ((9, 17, 11), (16, 10, 11), (20, 17), (8, 8, 21), (11, 26))
 #: A difference counts as rounding up to this part of what a document does to the next one if nothing keeps them apart.
 _ROUNDING = 1e-3
-#: An experiment says something if documents that are not kept apart move each other's logits by this part of their size.
+#: An experiment says something if documents that are not kept apart move each other's logits by this part of them.
 _VISIBLE = 1e-3
 
 
@@ -365,6 +365,8 @@ def _told_alike(batch: _Experiment, how: Isolation) -> bool:
         torch.allclose(here.expand_as(there), there, rtol=1e-3, atol=1e-3)
         for module in modules
         if module in together
-        for here, there in zip(tree_leaves(tree_map(part.of, together[module])), tree_leaves(alone[module]), strict=True)
+        for here, there in zip(
+            tree_leaves(tree_map(part.of, together[module])), tree_leaves(alone[module]), strict=True
+        )
         if isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor) and here.is_floating_point()
     )

@@ -1,4 +1,4 @@
-"""A tiny configuration of the same family as a given one, made by rule: what a proof on a small scale can be built from.
+"""A tiny configuration of the same family as a given one, made by rule: what proofs on a small scale are built from.
 
 Every structural choice stays: kinds of layers and their order, grouped and shared keys and values, windows, experts and
 their groups, tying, norms, caps, rotary types. Only sizes shrink, each by what its name says that it counts:
@@ -13,6 +13,7 @@ Whatever is none of these and large is a width; whatever is small stays as it is
 
 import re
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -389,7 +390,7 @@ def _is_index_list(name: str, value: Any, depth: int) -> bool:
         return False
     if not all(type(one) is int and 0 <= one < depth for one in value):
         return False
-    return all(first < second for first, second in zip(value, value[1:], strict=False))
+    return all(first < second for first, second in pairwise(value))
 
 
 def _is_by_layer(value: Any) -> bool:

@@ -10,10 +10,34 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from common.errors import FinetuneError
 from common.store.errors import described, opened
 
 INCOMPLETE = ".export-incomplete"
 """Folder, inside the directory that files are for, of what is not finished."""
+
+
+class NonFiniteWeights(FinetuneError):
+    """What is to be exported holds a NaN or an infinity; nothing was put in place."""
+
+    def __init__(self, name: str):
+        self.name = name
+        super().__init__(
+            f"Nothing was exported, and what was there before is as it was: {name} holds a NaN or an infinity. Train "
+            "again with a lower --lr or with --max-grad-norm, or export it all the same with --allow-nonfinite "
+            "(allow_nonfinite=True)."
+        )
+
+
+def first_nonfinite(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """Return the name of the first tensor that holds a NaN or an infinity; None: none does."""
+    for name, value in tensors.items():
+        if value.is_floating_point() and value.numel():
+            wide = value.to(torch.bfloat16) if value.element_size() == 1 else value  # fp8 cannot be compared
+            # One pass and no copy: NaN is passed on.
+            if not all(torch.isfinite(bound) for bound in torch.aminmax(wide)):
+                return name
+    return None
 
 
 def begin(directory: Path) -> Path:

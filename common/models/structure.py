@@ -13,10 +13,8 @@ def find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
     Raises:
         UserError: there is no such list; it holds less than half of what is neither embedding nor head; a parameter of
-            one block is also used elsewhere, so that blocks cannot be updated one by one; or the configuration asks for
-            a router loss, which is collected inside the blocks and would be lost.
+            one block is also used elsewhere, so that blocks cannot be updated one by one.
     """
-    _refuse_router_loss(model)
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     # max keeps the first of equals, and named_modules goes from the outside in: experts never win over their block.
     name, blocks = max(lists, key=lambda item: _count(item[1]), default=("", nn.ModuleList()))
@@ -75,16 +73,6 @@ def _embeddings(model: PreTrainedModel) -> list[nn.Module]:
     modules = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
     tied = len(modules) == 2 and modules[0].weight is modules[1].weight
     return modules[:1] if tied else modules
-
-
-def _refuse_router_loss(model: PreTrainedModel) -> None:
-    for config in (model.config, model.config.get_text_config()):
-        if getattr(config, "output_router_logits", False):
-            raise UserError(
-                f"This {config.model_type!r} configuration has output_router_logits = true, which adds a router loss "
-                "that is collected inside the blocks; blocks that stream from SSD cannot deliver it. Set "
-                "output_router_logits to false in config.json to train without that loss."
-            )
 
 
 def _refuse_sharing(model: PreTrainedModel, prefix: str, blocks: nn.ModuleList) -> None:

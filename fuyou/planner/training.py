@@ -118,6 +118,7 @@ def training(
     host_cache: int | None = None,
     adapters: PeftConfig | None = None,
     frozen: FrozenDtype = FrozenDtype.PLAIN,
+    router_loss: str = "auto",
     commit_every: int = 1,
     clip_by: ClipBy | None = None,
     clipped_share: float = Strikes().share,
@@ -130,6 +131,7 @@ def training(
         precision: None computes in bf16 with fp32 moments.
         adapters: what is trained, if the weights are frozen.
         frozen: how frozen matrices are kept.
+        router_loss: see :mod:`fuyou.router_loss`.
         commit_every: steps from one commit to the next.
         clip_by: how gradients are clipped; None leaves it to the planner.
         clipped_share: of the steps, in which they are expected to be.
@@ -139,7 +141,7 @@ def training(
     """
     precision = precision or Precision(torch.bfloat16, torch.float32)
     config, _ = load_config(model)
-    opened = OpenModel(config, precision, torch.device("cpu"), adapters, frozen=frozen)
+    opened = OpenModel(config, precision, torch.device("cpu"), adapters, frozen=frozen, router_loss=router_loss)
     meta = opened.stack.model
     name = os.fspath(model) if not isinstance(model, PreTrainedConfig) else type(meta).__name__
     return Training(

@@ -151,7 +151,7 @@ def _run(job: Training, workload: Workload, device: Device, host_bytes: int, kee
             job.config, ssd=workload.directories, run_name=name, overwrite=True, device=device.torch_device,
             dtype=names[workload.precision.dtype], optimizer_dtype=names[workload.precision.optimizer_dtype],
             host_memory=host_bytes, batch_shape=(rows, seq_len), micro_batch=rows, kept_activations=keeping,
-            single_slot=True,
+            single_slot=True, prove=False,
         ) as engine,
     ):  # fmt: skip
         while len(steps) < WARM_STEPS + STEPS or (

@@ -112,7 +112,7 @@ class BlockBench:
         embed_forward, embed_backward = (self.seconds(work) for work in embed)
         forward, backward = self._both(*self.block(calls, hidden))
         columns = min(seq_len, self._head_tokens // self.rows)
-        head, head_forward = self._head(hidden[:, :columns].detach())
+        head, head_forward = self._head(hidden.narrow(self._stack.token_dim, 0, columns).detach())
         return _Sample(
             self.rows * seq_len, self.rows * columns, embed_forward, forward, backward, head, head_forward,
             embed_backward,
@@ -170,7 +170,7 @@ class BlockBench:
                 result, _ = again.backward(
                     self._layer, leaf, calls, lambda: self._stack.block(self._layer, leaf, calls), buffer, recorded
                 )
-                torch.autograd.backward(result, upstream)
+                calls.backward(result, upstream)
             assert leaf.grad is not None
             output.copy_(leaf.grad)
 
@@ -228,9 +228,9 @@ class BlockBench:
         gradient, views, inputs = torch.empty_like(weights), record.views(weights), self._inputs(seq_len)
 
         @torch.no_grad()
-        def forward() -> tuple[torch.Tensor, BlockCalls]:
+        def forward(alone: bool = False) -> tuple[torch.Tensor, BlockCalls]:
             with self._stack.bound(_named(record, views), before=True):
-                return self._stack.embed(inputs)
+                return self._stack.embed_alone(inputs) if alone else self._stack.embed(inputs)
 
         def backward() -> None:
             with torch.enable_grad(), self._stack.bound(self._leaves(record, views, gradient), before=True):
@@ -238,7 +238,7 @@ class BlockBench:
                 if hidden.requires_grad:
                     torch.autograd.backward(hidden, torch.full_like(hidden, 1e-3))
 
-        hidden, calls = forward()
+        hidden, calls = forward(alone=True)  # one block is measured, without those that hand it something
         return hidden.clone(), calls, (forward, backward)
 
     def _head(self, hidden: torch.Tensor) -> tuple[float, float]:
@@ -246,7 +246,7 @@ class BlockBench:
         record = self._shape.records[self._shape.head]
         weights = random_values(record.numel, self._dtype, self._device)
         gradient, views = torch.empty_like(weights), record.views(weights)
-        inputs = self._inputs(hidden.shape[1])
+        inputs = self._inputs(hidden.shape[self._stack.token_dim])
         targets = inputs["input_ids"]
         items = torch.tensor(targets.numel(), device=self._device.torch_device)
 

@@ -24,21 +24,20 @@ class _Forked:
     """Stands in for the ``subprocess.Popen`` of the optimizer process: a fork imports nothing."""
 
     def __init__(self, args: Sequence[str], *, pass_fds: Sequence[int], **_: Any):
-        self.args, self._status = args, None
+        self.args = args
+        self._status: int | None = None
         self.pid = os.fork()
         if not self.pid:
             self._serve(pass_fds)
 
     def _serve(self, pass_fds: Sequence[int]) -> NoReturn:
-        status = 1
         try:
             kept = sorted({*pass_fds, 0, 1, 2})
             for low, high in zip(kept, [*kept[1:], 4096], strict=True):  # above all the other end of the pipe
                 os.closerange(low + 1, high)
             fuyou.optimizer_process.main(pass_fds[0])
-            status = 0
         finally:
-            os._exit(status)
+            os._exit(0)
 
     def poll(self) -> int | None:
         """Return the exit status, or None."""

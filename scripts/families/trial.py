@@ -22,6 +22,7 @@ from common.models.adapters import AdapterOptions
 from common.models.miniature import TOKENS, VOCABULARY
 from families.configurations import small_config
 from families.twin import Twin
+from fuyou.profiling.cache import CACHE_VARIABLE
 
 STEPS = 3
 EXACT_LOSS, EXACT_WEIGHT = 1e-6, 1e-5
@@ -38,6 +39,8 @@ class Mode:
     bf16: bool = False
     lora: bool = False
     micro_batches: int = 1
+    unproven: bool = False
+    """Whether the engine leaves out its own proof, so that what that would refuse is seen."""
 
     @property
     def name(self) -> str:
@@ -87,6 +90,7 @@ def try_family(name: str, mode: Mode) -> Finding:
     """Train a family both ways and compare."""
     work = Path(tempfile.mkdtemp(prefix="family-"))
     finding = Finding(name, "crash")
+    os.environ[CACHE_VARIABLE] = str(work / "cache")  # no proof of an earlier sweep
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
@@ -118,7 +122,7 @@ class _Trial:
         # Where the same operators run, the same bits come out, and Adam's ordinary epsilon is the sharpest test. Where
         # they do not, it would make updates of the learning rate's size out of gradients that are rounding alone.
         blunt = mode.packed or mode.micro_batches > 1
-        self._options = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-2 if blunt else 1e-6}
+        self._rate = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-2 if blunt else 1e-6}
         self._dtype = torch.bfloat16 if mode.bf16 else torch.float32
 
     def run(self) -> None:
@@ -183,9 +187,11 @@ class _Trial:
     def _engine(self, checkpoint: Path) -> fuyou.Engine:
         mode = self._mode
         return fuyou.Engine(
-            checkpoint, ssd=[self._work / "ssd"], dtype="bf16" if mode.bf16 else "fp32", host_memory="1GiB", host_cache=0,
-            batch_shape=(mode.rows, TOKENS), micro_batch=mode.micro,
-            adapters=AdapterOptions(rank=4) if mode.lora else None, **self._options,
+            checkpoint, ssd=[self._work / "ssd"], dtype="bf16" if mode.bf16 else "fp32", host_memory="1GiB",
+            host_cache=0, batch_shape=(mode.rows, TOKENS), micro_batch=mode.micro,
+            adapters=AdapterOptions(rank=4) if mode.lora else None, lr=self._rate["lr"], eps=self._rate["eps"],
+            weight_decay=self._rate["weight_decay"], prove=not mode.unproven,
+            packed=mode.packed,
         )  # fmt: skip
 
     def _load(self, checkpoint: Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -197,16 +203,17 @@ class _Trial:
         model = self._load(checkpoint, self._dtype)
         exact = self._load(checkpoint, torch.float32) if self._mode.bf16 else model
         masters = {name: value.detach().clone() for name, value in exact.named_parameters()}
-        return self._trained(Twin(model, masters, self._options), batches)
+        return self._trained(Twin(model, masters, self._rate), batches)
 
     def _adapters_in_memory(
         self, checkpoint: Path, batches: list[dict[str, torch.Tensor]], first: dict[str, torch.Tensor]
     ) -> "_Expected":
         from peft import get_peft_model
 
-        model = get_peft_model(self._load(checkpoint, self._dtype), AdapterOptions(rank=4).peft_config())
+        adapted = get_peft_model(self._load(checkpoint, self._dtype), AdapterOptions(rank=4).peft_config())
+        model = adapted.get_submodule("base_model.model")
         masters = {name: first[name] for name, value in model.named_parameters() if value.requires_grad}
-        return self._trained(Twin(model, masters, self._options), batches)
+        return self._trained(Twin(model, masters, self._rate), batches)
 
     def _trained(self, twin: Twin, batches: list[dict[str, torch.Tensor]]) -> "_Expected":
         before = {name: value.clone() for name, value in twin.masters.items()}

@@ -1,7 +1,6 @@
 """A plain loop in memory, as anybody would write it, that the engine has to equal."""
 
 import inspect
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +22,6 @@ class Twin:
         self._parameters = {name: one for name, one in model.named_parameters() if name in masters}
         self._moments = {name: (_padded(one * 0), _padded(one * 0)) for name, one in masters.items()}
         self._steps = dict.fromkeys(masters, 0)
-        self._tied = _tied_head(model, self._parameters)
         self._load()
 
     def step(self, batch: dict[str, torch.Tensor], micro: int, documents: list[slice] | None) -> float:
@@ -38,7 +36,11 @@ class Twin:
             The mean loss.
         """
         parts = [
-            {name: value[start : start + micro, piece] for name, value in batch.items() if name != "position_ids"}
+            {
+                name: value[start : start + micro, piece].contiguous()
+                for name, value in batch.items()
+                if name != "position_ids"
+            }
             for start in range(0, len(batch["labels"]), micro)
             for piece in documents or [slice(None)]
         ]
@@ -99,13 +101,10 @@ class Twin:
             parameter.copy_(_rounded(self.masters[name]) if parameter.dtype == torch.bfloat16 else self.masters[name])
 
 
-def _tied_head(model: nn.Module, parameters: dict[str, nn.Parameter]) -> str | None:
-    return None
-
-
 def _takes_items(model: nn.Module) -> bool:
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in inspect.signature(base.forward).parameters.values())
+    return any(
+        one.kind is inspect.Parameter.VAR_KEYWORD for one in inspect.signature(model.forward).parameters.values()
+    )
 
 
 def _labels(part: dict[str, torch.Tensor]) -> int:

@@ -106,7 +106,15 @@ def test_this_machine(finetune: Finetune, tmp_path: Path) -> None:
     drive.mkdir()
     outcome = finetune("--check", "--ssd", drive, "--model", "gpt3-805b")
     assert outcome.status == 0 and outcome.err == "", outcome.err
-    for text in ("torch ", "processors", "huge pages", f"directory      {drive}", "GB/s read", "gpt3-805b takes"):
+    for text in (
+        "torch ",
+        "processors",
+        "huge pages",
+        f"directory      {drive}",
+        "GB/s read",
+        "gpt3-805b takes",
+        "trains as in memory",
+    ):
         assert text in outcome.out
     assert "\x1b" not in outcome.out, "colours are for terminals"
     assert list(drive.iterdir()) == []

@@ -47,6 +47,20 @@ def test_another_setting_is_refused_by_name(change: dict[str, Any], message: str
         check_same_run(job(**change), engine)
 
 
+def test_what_becomes_of_long_records_is_fixed() -> None:
+    def of(truncate: bool, **changes: Any) -> Job:
+        return replace(job(**changes), settings=replace(job().settings, data=("a",), truncate=truncate))
+
+    engine: Any = SimpleNamespace(user_state={"run": of(False).fixed_settings}, step_count=3)
+    with pytest.raises(UserError, match="began with --drop-long, and now it is --truncate"):
+        check_same_run(of(True, data_key="def"), engine)
+    with pytest.raises(UserError, match="--data is not what"):
+        check_same_run(job(data_key="random tokens"), engine)
+    earlier: Any = SimpleNamespace(user_state={"run": job().fixed_settings}, step_count=3)  # which did not say
+    check_same_run(of(True), earlier)
+    check_same_run(of(False), earlier)
+
+
 def test_a_constant_rate_may_go_on_for_longer_but_not_be_over_already() -> None:
     engine: Any = SimpleNamespace(user_state={"run": job(schedule="constant").fixed_settings}, step_count=7)
     check_same_run(job(schedule="constant", total=100), engine)

@@ -148,7 +148,7 @@ def test_data_files_of_any_content_are_read_or_refused_by_name(place: Path, cont
     file.write_bytes(content)
     with reading(place) as scratch:
         try:
-            records, said = list(read_records(file, scratch)), str(file)
+            records, said = [record.values for record in read_records(file, scratch)], str(file)
         except UserError as error:
             records, said = [], str(error)
     assert str(file) in said and all(isinstance(record, dict) for record in records)
@@ -169,7 +169,7 @@ def test_damaged_data_files_are_read_or_refused_by_name(place: Path, data: st.Da
     file.write_bytes(content[:start] + data.draw(st.binary(max_size=4)) + content[start + length :])
     with reading(place) as scratch:
         try:
-            records, said = list(read_records(file, scratch)), str(file)
+            records, said = [record.values for record in read_records(file, scratch)], str(file)
         except UserError as error:
             records, said = [], str(error)
     assert str(file) in said and all(isinstance(record, dict) for record in records)
@@ -250,6 +250,6 @@ def test_a_damaged_parquet_file_is_named_with_the_last_record_that_is_good(tmp_p
     file.write_bytes(content)
     seen: list[dict] = []
     with reading(tmp_path) as scratch, pytest.raises(UserError, match=r"data\.parquet cannot be read") as caught:
-        seen.extend(read_records(file, scratch))
+        seen.extend(record.values for record in read_records(file, scratch))
     assert seen == records[: len(seen)] and len(seen) < 4
     assert (f"after record {len(seen)}:" in str(caught.value)) == bool(seen)

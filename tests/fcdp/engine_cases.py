@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import fcdp
 import fuyou
@@ -99,6 +100,28 @@ def train(topology: fcdp.Topology | None, run: Run) -> Outcome:
         if run.save is not None:
             engine.save_pretrained(run.save)
     return outcome
+
+
+def export(topology: fcdp.Topology | None, run: Run) -> str:
+    """What is said when the weights are exported as they came, and files of the target then; all the same, after that.
+
+    With adapters, merged as well. Nothing hangs, and the engine can go on.
+    """
+    rank = topology.rank if topology is not None else 0
+    assert run.save is not None
+    with fuyou.Engine(
+        run.model, ssd=directories(run.folder, rank, 1), topology=topology, **OPTIONS, **run.options
+    ) as engine:
+        merge, said = "adapters" in run.options, "exported"
+        try:
+            engine.save_pretrained(run.save, merge=merge)
+        except FinetuneError as error:
+            left = sorted(str(file.relative_to(run.save)) for file in run.save.rglob("*") if file.is_file())
+            said = f"{error} {left}"
+        if topology is not None:
+            dist.barrier()
+        engine.save_pretrained(run.save, merge=merge, allow_nonfinite=True)
+    return said
 
 
 def train_until_a_bit_flips(topology: fcdp.Topology, run: Run, call: int) -> str:

@@ -20,6 +20,8 @@ from tests.fcdp import engine_cases as cases
 from tests.fcdp.engine_cases import Run
 from tests.fcdp.pool import Pool
 from tests.fuyou.routed import RoutedConfig
+from tests.fuyou.test_router_loss import config_of
+from tests.fuyou.twin import Twin
 
 
 def test_ranks_skip_a_step_together(model: str, pool: Pool, tmp_path: Path) -> None:
@@ -35,6 +37,30 @@ def test_ranks_skip_a_step_together(model: str, pool: Pool, tmp_path: Path) -> N
     for name, master in alone.masters.items():
         assert torch.equal(ranks[0].masters[name], master), name
     assert ranks[0].losses[::2] == ranks[1].losses[::2] == alone.losses[::2]
+
+
+@pytest.mark.parametrize("layout", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("adapters", [None, AdapterOptions(4, 8.0, 0.0, (ALL_LINEAR,))])
+def test_what_is_not_finite_is_exported_by_no_rank(
+    layout: tuple[int, int], adapters: AdapterOptions | None, model: str, pool: Pool, tmp_path: Path
+) -> None:
+    """With adapters, merged ones: these files go first, so that all of an earlier run's stay together."""
+    poisoned = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        poisoned.model.layers[1].mlp.up_proj.weight[3, 5] = torch.nan
+    poisoned.save_pretrained(tmp_path / "model")
+    options = {"dtype": "fp32"} | ({} if adapters is None else {"adapters": adapters})
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (saved / ("config.json" if adapters is None else "adapter_config.json")).write_text("older")
+    older = [file.name for file in saved.iterdir()]
+    run = Run(str(tmp_path / "model"), tmp_path / "ranks", save=saved, options=options)
+    for said in pool.run(layout, cases.export, run):
+        assert "layers.1.mlp.up_proj.weight holds a NaN" in said and said.endswith(str(older)), said
+    exported = saved if adapters is None else saved / "merged"
+    weights = dict(AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).named_parameters())
+    for name, value in poisoned.named_parameters():
+        assert torch.equal(weights[name].nan_to_num(7), value.nan_to_num(7)), name
 
 
 @pytest.mark.parametrize(
@@ -76,16 +102,37 @@ def test_only_what_no_rank_has_a_gradient_for_is_skipped(dtype: str, pool: Pool,
     run = Run(str(tmp_path / "model"), tmp_path / "ranks", 3, rows=2, options=options)
     alone = cases.train_routed(None, replace(run, folder=tmp_path / "alone", steps=6))
     again = {**options, "resume": True}
+    first = pool.run((2, 1), cases.train_routed, run)[0]
+    cases.set_back(run.folder, 1)  # to step 2: what was counted goes with it
     outcomes = [
-        pool.run((2, 1), cases.train_routed, run)[0],
         cases.train_routed(None, replace(run, steps=4, options=again, leave=((0, 1),))),
         pool.run((1, 2), cases.train_routed, replace(run, steps=6, options=again))[0],
     ]
-    assert [loss for outcome in outcomes for loss in outcome.losses] == alone.losses
+    assert first.losses == alone.losses[:3] and outcomes[0].first == 2
+    assert [loss for outcome in outcomes for loss in outcome.losses] == alone.losses[2:]
     for name, master in alone.masters.items():
         assert torch.equal(outcomes[-1].masters[name], master), name
     missed = load_manifest(tmp_path / "alone" / "rank0" / "ssd0" / "fuyou")["missed"]
     assert {0, 6} < set(missed.values()) | {0}, "some were left alone in some steps, and some in all of them"
+
+
+@pytest.mark.parametrize("layout", [(2, 1), (1, 2)])
+def test_the_router_loss_is_that_of_one_batch_over_all_ranks(
+    layout: tuple[int, int], pool: Pool, tmp_path: Path
+) -> None:
+    """As a model in memory has it that is given all rows at once, though each rank splits its own, too."""
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(config_of("mixtral")).save_pretrained(tmp_path / "model")
+    twin = Twin(str(tmp_path / "model"), bf16=False, max_grad_norm=None, lr=1e-3, weight_decay=0.1, eps=1e-3)
+    run = Run(str(tmp_path / "model"), tmp_path, 3, options={"dtype": "fp32", "micro_batch": 1, "eps": 1e-3})
+    ranks = pool.run(layout, cases.train, run)
+    for step in range(1, 4):
+        expected = twin.step(cases.batch(step, run.rows), run.rows)
+        for rank in ranks:
+            assert rank.losses[step - 1] == pytest.approx(expected, rel=1e-6)
+            assert rank.norms[step - 1] == pytest.approx(twin.grad_norm, rel=1e-6)
+    for name, master in twin.masters.items():
+        assert (ranks[0].masters[name] - master).abs().max() <= 1e-6, name
 
 
 def check_bytes(ranks: list[cases.Outcome], alone: cases.Outcome) -> None:

@@ -1,6 +1,7 @@
 """The trainer of several ranks against an ordinary loop in one process; commits by other numbers of ranks."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,15 @@ from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from common.errors import UserError
 from common.models.adapters import AdapterOptions
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from common.models.sources import RandomSource
 from fcdp.manifest import Manifest
+from fcdp.trainer import TrainerConfig
 from tests.fcdp.pool import Pool, RankError
-from tests.fcdp.trainer_cases import VOCABULARY, Run, batch, diverge, rate, train, train_around
+from tests.fcdp.trainer_cases import VOCABULARY, Run, batch, diverge, export, rate, train, train_around
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 36, "intermediate_size": 52, "num_hidden_layers": 2,
@@ -166,3 +169,61 @@ def test_a_skipped_step_leaves_no_trace(pool: Pool, tmp_path: Path) -> None:
 def test_a_loss_that_is_not_finite_ends_every_rank(pool: Pool, checkpoint: Path, tmp_path: Path) -> None:
     for said in pool.run((2, 2), diverge, Run(str(checkpoint), tmp_path)):
         assert "of step 2 is nan" in said and "step 0 is committed" in said
+
+
+@pytest.mark.parametrize("adapters", [None, AdapterOptions(3, targets=("q_proj", "down_proj"))])
+@pytest.mark.parametrize("checkpoint", ["untied"], indirect=True)
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_not_finite_is_exported_by_no_rank(
+    pool: Pool, checkpoint: Path, adapters: AdapterOptions | None, tmp_path: Path
+) -> None:
+    poisoned = AutoModelForCausalLM.from_pretrained(checkpoint)
+    with torch.no_grad():
+        poisoned.model.layers[0].mlp.up_proj.weight[1, 2] = torch.inf
+    poisoned.save_pretrained(tmp_path / "model")
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (saved / "model.safetensors").write_text("older")
+    run = Run(str(tmp_path / "model"), tmp_path / "commits", save=saved, adapters=adapters)
+    for said in pool.run((2, 1), export, run):
+        assert "layers.0.mlp.up_proj.weight holds a NaN" in said and said.endswith("['model.safetensors']"), said
+    exported = saved if adapters is None else saved / "merged"
+    weights = dict(AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).named_parameters())
+    for name, value in poisoned.named_parameters():
+        assert torch.equal(weights[name], value), name
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"eps": math.nan}, {"betas": (0.9, 1.0)}, {"weight_decay": -1}, {"max_grad_norm": math.inf}]
+)
+def test_numbers_that_are_none_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=next(iter(wrong))):
+        TrainerConfig(**wrong)
+
+
+@pytest.mark.parametrize("micro_batch", [None, 1])
+def test_the_router_loss_is_that_of_a_micro_batch_of_all_ranks(
+    micro_batch: int | None, pool: Pool, tmp_path: Path
+) -> None:
+    """With one micro-batch, that of the whole batch, as a model in memory has it; else their mean."""
+    torch.manual_seed(0)
+    config = MixtralConfig(**SIZES, num_local_experts=5, output_router_logits=True, router_aux_loss_coef=0.5)
+    MixtralForCausalLM(config).save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").train()
+    inputs, rows = batch(1, 5), [[0, 1, 2, 3, 4]] if micro_batch is None else [[0, 2], [1, 3], [4]]
+    model.config.output_router_logits = False
+    plain = model(**inputs, use_cache=False).loss
+    model.config.output_router_logits = True
+    # Rank 0 has the first two rows, rank 1 the others.
+    aux = torch.stack([
+        model(**{name: value[part] for name, value in inputs.items()}, use_cache=False).aux_loss for part in rows
+    ]).mean()  # fmt: skip
+    loss = plain + 0.5 * aux
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+    options = {"micro_batch": micro_batch, "max_grad_norm": None}
+    run = Run(str(tmp_path / "model"), tmp_path / "commits", steps=1, options=options)
+    for rank in pool.run((2, 1), train, run):
+        assert rank.losses[0] == pytest.approx(loss.item(), rel=1e-6)
+        assert rank.norms[0] == pytest.approx(norm.item(), rel=1e-5)
+    assert not torch.isclose(plain, loss)

@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import fcdp
+from common.errors import FinetuneError
 from common.models.adapters import AdapterOptions
 from fcdp.trainer import Trainer, TrainerConfig
 from fuyou import NonFiniteLoss
@@ -102,6 +104,24 @@ def train_around(topology: fcdp.Topology, run: Run, numbers: tuple[int, ...], ba
         state = {name: value.to_local().clone() for name, value in trainer._state().items()}  # type: ignore[attr-defined]
         trainer.close()
     return losses, state
+
+
+def export(topology: fcdp.Topology, run: Run) -> str:
+    """As :func:`tests.fcdp.engine_cases.export`."""
+    adapters = None if run.adapters is None else run.adapters.peft_config()
+    trainer = Trainer(run.model, topology, TrainerConfig(run.strategy, "fp32"), run.folder, adapters)
+    trainer.begin()
+    assert run.save is not None
+    said = "exported"
+    try:
+        trainer.save_pretrained(run.save, merge=adapters is not None)
+    except FinetuneError as error:
+        left = sorted(str(file.relative_to(run.save)) for file in run.save.rglob("*") if file.is_file())
+        said = f"{error} {left}"
+    dist.barrier()
+    trainer.save_pretrained(run.save, merge=adapters is not None, allow_nonfinite=True)
+    trainer.close()
+    return said
 
 
 def diverge(topology: fcdp.Topology, run: Run) -> str:

@@ -1,5 +1,6 @@
 """What happens when something dies: nobody hangs, nothing is left behind, the last committed step is intact."""
 
+import math
 import os
 import signal
 import subprocess
@@ -7,10 +8,12 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import fuyou
 from common.errors import FinetuneError, UserError
@@ -103,6 +106,54 @@ def test_infinite_loss_stops_with_the_last_step_intact(tmp_path: Path) -> None:
         assert engine.step_count == caught.value.committed
 
 
+@pytest.mark.parametrize("lr", [math.nan, math.inf, -1e-3])
+def test_a_learning_rate_that_is_none_is_refused_before_it_does_harm(tmp_path: Path, lr: float) -> None:
+    with pytest.raises(UserError, match=f"lr must be a finite number of at least 0, not {lr}"):
+        small_engine(tmp_path, lr=lr)
+    with small_engine(tmp_path, lr=1e-3) as engine:
+        train(engine, 1)
+        with pytest.raises(UserError, match=f"lr must be .* not {lr}"):
+            engine.lr = lr
+        assert engine.lr == 1e-3
+        train(engine, 1)
+        assert engine.step_count == 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"weight_decay": math.inf}, {"weight_decay": -0.1}, {"eps": math.nan}, {"eps": -1e-8}, {"betas": (0.9,)},
+        {"betas": (math.nan, 0.9)}, {"betas": (0.9, 1.0)}, {"betas": (-0.1, 0.9)}, {"max_grad_norm": math.inf},
+        {"max_grad_norm": math.nan}, {"max_grad_norm": -1.0}, {"max_grad_norm": 0.0},
+        {"on_nonfinite": "skip", "max_grad_norm": math.inf},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_numbers_that_are_none_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=list(wrong)[-1]):
+        small_engine(tmp_path, **wrong)
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_that_have_diverged_are_not_exported_unless_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "ssd").mkdir()
+    with small_engine(tmp_path / "ssd", lr=1e-3, dtype="fp32") as engine:
+        train(engine, 1)
+        engine.save_pretrained(tmp_path / "out")
+        before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+        engine.lr = 1e39  # finite, and no fp32 number
+        train(engine, 1)
+        with pytest.raises(FinetuneError, match=r"holds a NaN or an infinity\. Train again with a lower --lr"):
+            engine.save_pretrained(tmp_path / "out")
+        assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
+        engine.save_pretrained(tmp_path / "out", allow_nonfinite=True)
+        exported = load_file(tmp_path / "out" / "model.safetensors")
+        assert any(not value.isfinite().all() for value in exported.values())
+        with pytest.raises(fuyou.NonFiniteLoss, match="step 2 is committed") as caught:
+            train(engine, 1)
+        assert "intact" not in str(caught.value)
+
+
 def test_misuse_is_told(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         with pytest.raises(FinetuneError, match="comes after"):
@@ -115,8 +166,8 @@ def test_misuse_is_told(tmp_path: Path) -> None:
         out = engine(**BATCH)
         with pytest.raises(FinetuneError, match="again before"):
             engine(**BATCH)
-        with pytest.raises(FinetuneError, match="scale the learning rate"):
-            (out.loss * 2).backward()
+        with pytest.raises(FinetuneError, match=r"multiplied by 0\.25 .* call backward\(\) on the loss itself"):
+            (out.loss / 4).backward()
 
 
 def test_a_store_is_not_overwritten_and_not_mistaken(tmp_path: Path) -> None:
@@ -171,3 +222,23 @@ def test_an_interrupt_in_a_forward_pass_keeps_the_step_before_it(
     with small_engine(tmp_path, lr=1e-3, resume=True, **options) as engine:
         assert engine.step_count == 2
         assert train(engine, 2) == expected[2:]
+
+
+def test_an_exception_inside_an_evaluation_leaves_nothing_waiting(
+    tmp_path: Path, undisturbed: dict[float | None, list[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise ValueError("this block cannot")
+
+    with small_engine(tmp_path, lr=1e-3) as engine:
+        losses = train(engine, 1)
+        with monkeypatch.context() as patched:
+            patched.setattr(engine._stack.blocks[1], "forward", fails)
+            with pytest.raises(ValueError, match="this block cannot"):
+                engine.eval_loss(**BATCH)
+        losses += train(engine, 2)  # on the same lanes
+        with monkeypatch.context() as patched:
+            patched.setattr(engine._stack.blocks[0], "forward", fails)
+            with pytest.raises(ValueError, match="this block cannot"):
+                engine.eval_loss(**BATCH)
+    assert losses == undisturbed[None][:3]

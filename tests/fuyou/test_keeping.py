@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig, LlamaConfig
 
 import fuyou
 from common.errors import UserError
@@ -352,3 +353,38 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         KeepingPlan(stack, "cpu", BF16, Keeping((("aten.mm.default", 0),), 4))
     with pytest.raises(UserError, match=r"no outputs of aten.addmm.default \(call 0\)"):
         KeepingPlan(stack, "cpu", BF16, Keeping((("aten.addmm.default", 0),), 3)).keep(1, 16)
+
+
+def test_tracing_leaves_a_block_as_it_was() -> None:
+    """GPT-J's attention moves its table of positions to where its input is."""
+    config = GPTJConfig(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=32, rotary_dim=8)
+    stack = StreamedModel(build_meta_model(config), torch.device("cpu"))
+    trace_block(stack, 16, "cpu", torch.float32)
+    assert not any(buffer.is_meta for buffer in stack.model.buffers())
+
+
+def test_what_python_reads_is_computed_again() -> None:
+    """No operator says that a list was made of a tensor's values (JetMoE splits by one)."""
+    source = torch.randn(6, requires_grad=True)
+    with Tracer() as tracer:
+        sizes = (source > 0).long()
+        result = source * sum(sizes.tolist())
+    trace = tracer.finish(result)
+    names = [trace.operators[index].name for index in sorted(trace.required())]
+    assert "aten.gt.Scalar" in names
+    assert "aten._to_copy.default" in names
+
+
+def test_a_loop_over_tokens_is_not_weighed_operator_by_operator() -> None:
+    source = torch.randn(4, requires_grad=True)
+
+    def loop() -> torch.Tensor:
+        state = source
+        for _ in range(1500):
+            state = torch.tanh(state) * 0.9
+        return state
+
+    trace = traced(loop)
+    began = time.monotonic()
+    assert not keepable(trace).outputs
+    assert time.monotonic() - began < 5

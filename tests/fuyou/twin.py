@@ -74,9 +74,9 @@ class Twin:
 
     def __init__(
         self, checkpoint: str, *, bf16: bool, lr: float, weight_decay: float, max_grad_norm: float | None,
-        device: str = "cpu",
+        device: str = "cpu", eps: float = 1e-8,
     ):  # fmt: skip
-        self.device = torch.device(device)
+        self.device, self.eps = torch.device(device), eps
         self.bf16, self.lr, self.weight_decay, self.max_grad_norm = bf16, lr, weight_decay, max_grad_norm
         dtype = torch.bfloat16 if bf16 else torch.float32
         masters = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
@@ -172,7 +172,7 @@ class Twin:
             torch._fused_adamw_(
                 [master], [wide], [mean], [variance], [], [torch.tensor(float(self.steps[name]))],
                 amsgrad=False, lr=self.lr, beta1=0.9, beta2=0.999,
-                weight_decay=self.weight_decay if decay else 0.0, eps=1e-8, maximize=False,
+                weight_decay=self.weight_decay if decay else 0.0, eps=self.eps, maximize=False,
             )  # fmt: skip
             self.masters[name] = master[: gradient.numel()].view(gradient.shape).clone()
         self._load()

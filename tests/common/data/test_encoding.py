@@ -1,14 +1,24 @@
 """Which tokens carry loss, for every record shape: read back by decoding just those."""
 
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from common.data.encoding import Encoder
+from common.data.files import Record, read_records, reading
 from common.data.shapes import SEGMENT_CHARACTERS, Chat, Example, Plain, examples_of_records, examples_of_text_file
 from common.errors import UserError
-from tests.common.data.conftest import MARKED_TEMPLATE, PLAIN_TEMPLATE, REWRITING_TEMPLATE, make_tokenizer
+from tests.common.data.conftest import (
+    MARKED_TEMPLATE,
+    PLAIN_TEMPLATE,
+    REWRITING_TEMPLATE,
+    make_tokenizer,
+    write_records,
+)
 
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
@@ -34,7 +44,12 @@ def encode(tokenizer: PreTrainedTokenizerFast, *examples: Example) -> list[tuple
 
 
 def encode_records(tokenizer: PreTrainedTokenizerFast, *records: dict[str, Any]) -> list[tuple[str, str]]:
-    return encode(tokenizer, *examples_of_records(records, "data.jsonl"))
+    return encode(tokenizer, *examples_of_records(numbered(records), "data.jsonl"))
+
+
+def numbered(records: Iterable[dict[str, Any]]) -> Iterator[Record]:
+    for number, record in enumerate(records, 1):
+        yield Record(record, f"line {number}")
 
 
 @pytest.mark.parametrize("bos", [True, False])
@@ -65,14 +80,16 @@ def test_long_text_is_tokenized_in_segments(tokenizer: PreTrainedTokenizerFast) 
     text = line * (9 * SEGMENT_CHARACTERS // (8 * len(line)))
     whole = [1, *tokenizer(text, add_special_tokens=False)["input_ids"], 2]
     for examples in (
-        list(examples_of_records([{"text": text}], "f")),
-        list(examples_of_text_file({"text": part} for part in text.splitlines(keepends=True))),
+        list(examples_of_records(numbered([{"text": text}]), "f")),
+        list(examples_of_text_file(numbered({"text": part} for part in text.splitlines(keepends=True)))),
     ):
         assert len(examples) == 2
         parts = list(Encoder(tokenizer).encode(examples))
         assert [part.ends for part in parts] == [False, True]
         assert [token for part in parts for token in part.ids.tolist()] == whole
-    assert "".join(e.completion for e in examples_of_records([{"text": "x" * len(text)}], "f")) == "x" * len(text)  # type: ignore[union-attr]
+    assert "".join(e.completion for e in examples_of_records(numbered([{"text": "x" * len(text)}]), "f")) == "x" * len(
+        text
+    )  # type: ignore[union-attr]
 
 
 def test_prompt_completion(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -191,23 +208,177 @@ def test_order_is_kept() -> None:
     assert texts == ["<s>A</s>", rendered(chat.messages), "<s>B</s>", "<s>CD</s>", rendered(chat.messages)]
 
 
-def test_keys_of_other_records_do_not_reach_the_template() -> None:
+def test_keys_of_other_records_do_not_reach_the_template(tmp_path: Path) -> None:
+    """In a table every message has the keys of all others; in JSON lines, null is what somebody wrote."""
     template = "{% for m in messages %}{% for key, value in m.items() %}{{ key }}={{ value }};{% endfor %}{% endfor %}"
     tokenizer = make_tokenizer(template)
-    message = {"role": "assistant", "content": "A", "name": None, "tool_calls": [{"arguments": {"x": 1, "y": None}}]}
-    [(whole, _)] = encode_records(tokenizer, {"messages": [message]})
-    assert whole == "role=assistant;content=A;tool_calls=[{'arguments': {'x': 1}}];</s>"
+    call = {"function": {"name": "f", "arguments": {"x": 1, "y": None}}}
+    message = {"role": "assistant", "content": "A", "name": None, "tool_calls": [call]}
+    other = {"role": "assistant", "content": "B", "name": "n", "tool_calls": None}
+    for name, arguments in [("a.jsonl", "{'x': 1, 'y': None}"), ("a.json", "{'x': 1}"), ("a.parquet", "{'x': 1}")]:
+        path = Path(write_records(tmp_path / name, [{"messages": [message]}, {"messages": [other]}]))
+        with reading(tmp_path) as scratch:
+            [(first, _), (second, _)] = encode(tokenizer, *examples_of_records(read_records(path, scratch), name))
+        call_written = "{'function': {'name': 'f', 'arguments': " + arguments + "}}"
+        assert sorted(first.removesuffix("</s>").split(";")) == [
+            "", "content=A", "role=assistant", f"tool_calls=[{call_written}]",
+        ]  # fmt: skip
+        assert sorted(second.removesuffix("</s>").split(";")) == ["", "content=B", "name=n", "role=assistant"]
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "default": None}}}]
+TOOL_TEMPLATE = (
+    "{% if tools %}<|turn|>tools\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% endif %}"
+    "{% if documents %}{% for d in documents %}{{ d['text'] }}\n{% endfor %}{% endif %}"
+    "{% for m in messages %}<|turn|>{{ m['role'] }}\n{% if m['content'] is defined %}{{ m['content'] }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}"
+    "{% if style %}{{ style }}{% endif %}</s>\n{% endfor %}{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+
+
+def calls(arguments: Any) -> list[dict[str, Any]]:
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "In Paris?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "sunny", "tool_call_id": "1"},
+        {"role": "assistant", "content": "It is sunny."},
+    ]
+
+
+@pytest.mark.parametrize("arguments", [{"city": "Paris", "day": None}, '{"city": "Paris", "day": null}'])
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
+def test_tools_and_calls_reach_the_template(arguments: Any, tools: Any) -> None:
+    """Arguments are an object or, as in OpenAI's format, a string of JSON."""
+    tokenizer = make_tokenizer(TOOL_TEMPLATE)
+    record = {"messages": calls(arguments), "tools": tools, "documents": [], "chat_template_kwargs": {"style": "!"}}
+    expected = (
+        f"<|turn|>tools\n{json.dumps(TOOLS[0])}\n<|turn|>user\nIn Paris?!</s>\n<|turn|>assistant\n"
+        'weather({"city": "Paris", "day": null})!</s>\n<|turn|>tool\nsunny!</s>\n<|turn|>assistant\nIt is sunny.!</s>\n'
+    )
+    answers = 'weather({"city": "Paris", "day": null})!</s>\nIt is sunny.!</s>\n'
+    assert encode_records(tokenizer, record) == [(expected, answers)]
+    [example] = Encoder(tokenizer).encode(examples_of_records(numbered([record]), "f"))
+    assert example.ids.tolist() == tokenizer(expected, add_special_tokens=False)["input_ids"]
+    split = {**record, "messages": None, "prompt": record["messages"][:3], "completion": record["messages"][3:]}
+    assert encode_records(tokenizer, split) == [(expected, "It is sunny.!</s>\n")]
+    marked = make_tokenizer(
+        TOOL_TEMPLATE.replace("{% if m['content'] is", "{% generation %}{% if m['content'] is").replace(
+            "</s>\n{% endfor %}", "</s>{% endgeneration %}{{ '\\n' }}{% endfor %}"
+        )
+    )
+    [(whole, trained)] = encode_records(marked, record)  # this one marks what everybody says
+    assert whole == expected and trained == "In Paris?!</s>" + answers.replace("\n", "sunny!</s>", 1).strip()
+
+
+def test_documents_reach_the_template() -> None:
+    tokenizer = make_tokenizer(TOOL_TEMPLATE)
+    [(whole, _)] = encode_records(tokenizer, {"messages": CONVERSATION[1:3], "documents": [{"text": "A fact."}]})
+    assert whole == "A fact.\n" + rendered(CONVERSATION[1:3]).removeprefix("<s>")
+
+
+def test_content_in_parts_as_the_template_takes_it() -> None:
+    """PLAIN_TEMPLATE would write Python's lists, another fails over them."""
+    adding = PLAIN_TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'] + '' }}")
+    parts = [{"type": "text", "text": "Pa"}, {"type": "text", "text": "ris."}]
+    chat = [CONVERSATION[1], {"role": "assistant", "content": parts}]
+    for template in (PLAIN_TEMPLATE, adding):
+        tokenizer = make_tokenizer(template)
+        assert encode_records(tokenizer, {"messages": chat}) == [(rendered(CONVERSATION[1:3]), "Paris.</s>\n")]
+        with pytest.raises(UserError, match=r"line 1: content has a part .*image.* takes text only"):
+            encode_records(tokenizer, {"messages": [{"role": "user", "content": [{"type": "image"}]}, CONVERSATION[2]]})
+    taking = "{% for m in messages %}{% for p in m['content'] %}[{{ p['text'] }}]{% endfor %}{% endfor %}"
+    [(whole, _)] = encode_records(make_tokenizer(taking), {"messages": chat[1:]})
+    assert whole == "[Pa][ris.]</s>"
+
+
+def weighted(*weights: int | None) -> list[dict[str, Any]]:
+    """CONVERSATION with these weights of the assistant's turns."""
+    answers = [place for place, message in enumerate(CONVERSATION) if message["role"] == "assistant"]
+    given = dict(zip(answers, weights, strict=True))
+    return [
+        message if given.get(place) is None else {**message, "weight": given[place]}
+        for place, message in enumerate(CONVERSATION)
+    ]
+
+
+@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKED_TEMPLATE, REWRITING_TEMPLATE])
+@pytest.mark.parametrize("weights", [(0, 1), (1, 0), (0, None), (None, 0.0), (1, 1.0), (None, None)])
+def test_weights_of_turns(template: str, weights: tuple[Any, Any]) -> None:
+    tokenizer = make_tokenizer(template)
+    documents = encode_records(tokenizer, {"messages": weighted(*weights)})
+    thinks = "(thinks) " if template == REWRITING_TEMPLATE else ""
+    closing = "</s>" if template == MARKED_TEMPLATE else "</s>\n"
+    answers = [f"{thinks}Paris.{closing}", f"{thinks}The quick brown fox.{closing}"]
+    kept = [answer for answer, weight in zip(answers, weights, strict=True) if weight != 0]
+    if thinks:
+        assert [trained for _, trained in documents] == kept
+    else:
+        assert documents == [(rendered(CONVERSATION), "".join(kept))]
+
+
+@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKED_TEMPLATE])
+def test_weights_in_completions_and_conversations_without_any_loss(template: str) -> None:
+    tokenizer = make_tokenizer(template)
+    messages = weighted(0, 1)
+    record = {"prompt": messages[:2], "completion": messages[2:]}
+    [(whole, trained)] = encode_records(tokenizer, record)
+    assert whole == rendered(CONVERSATION) and trained.endswith("The quick brown fox.</s>\n")
+    assert "Paris" not in trained and "Thank you!" in trained, "a completion is trained on as a whole"
+    assert encode_records(tokenizer, {"messages": weighted(0, 0)}) == []
+
+
+@pytest.mark.parametrize(
+    ("turn", "told"),
+    [
+        ({"role": "gpt", "content": "a"}, ["line 1: message 2 of 'messages' has the role 'gpt'", "Write 'assistant'"]),
+        ({"role": "model", "content": "a"}, ["line 1", "'model'", "Write 'assistant'"]),
+        ({"role": "human", "content": "a"}, ["line 1", "'human'", "Write 'user'"]),
+        ({"role": "Assistant", "content": "a"}, ["line 1", "'Assistant'", "Write 'assistant'"]),
+        ({"role": "asistant", "content": "a"}, ["line 1", "'asistant'", "Did you mean 'assistant'?"]),
+        ({"role": 3, "content": "a"}, ["line 1", "role 3", "assistant"]),
+        ({"from": "gpt", "value": "a"}, ["line 1", "Write role for from", "user for human"]),
+        ({"role": "assistant", "content": "a", "weight": 0.5}, ["line 1: message 2", "weight 0.5", "0", "1"]),
+        ({"role": "assistant", "content": "a", "weight": 2}, ["weight 2"]),
+        ({"role": "assistant", "content": "a", "weight": -1}, ["weight -1"]),
+        ({"role": "assistant", "content": "a", "weight": True}, ["weight true"]),
+        ({"role": "assistant", "content": "a", "weight": "0"}, ['weight "0"']),
+        ({"role": "user", "content": "a", "weight": 1}, ["role user", "weight 1"]),
+        ({"role": "assistant", "tool_calls": calls({})[1]["tool_calls"]}, ["line 1", "leaves tool_calls out"]),
+    ],
+)
+def test_turns_that_would_be_trained_on_as_something_else(turn: dict[str, Any], told: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        encode_records(make_tokenizer(PLAIN_TEMPLATE), {"messages": [CONVERSATION[1], turn]})
+    assert all(word in str(error.value) for word in told), error.value
+
+
+@pytest.mark.parametrize(
+    ("columns", "told"),
+    [
+        ({"tools": TOOLS}, ["line 1 has tools", "leaves them out"]),
+        ({"documents": [{"text": "A fact."}]}, ["line 1 has documents", "leaves them out"]),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, ["line 1 has enable_thinking", "leaves them out"]),
+        ({"tools": "weather"}, ["line 1: 'tools' is not a list of objects", "weather"]),
+        ({"tools": ["weather"]}, ["line 1: 'tools' is not a list of objects"]),
+        ({"chat_template_kwargs": [1]}, ["line 1: 'chat_template_kwargs' is not an object"]),
+    ],
+)
+def test_columns_that_the_template_would_leave_out(columns: dict[str, Any], told: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        encode_records(make_tokenizer(PLAIN_TEMPLATE), {"messages": CONVERSATION, **columns})
+    assert all(word in str(error.value) for word in told), error.value
 
 
 @pytest.mark.parametrize(
     ("template", "record", "told"),
     [
-        (None, {"messages": CONVERSATION}, ["data.jsonl, record 1", "no chat template"]),
-        ("{{ raise_exception('no system role') }}", {"messages": CONVERSATION}, ["record 1", "no system role", "user"]),
-        (PLAIN_TEMPLATE, {"messages": "hello"}, ["record 1", "messages", "hello"]),
-        (PLAIN_TEMPLATE, {"messages": [{"from": "human", "value": "x"}]}, ["record 1", "human", "role"]),
-        (PLAIN_TEMPLATE, {"text": ["a"]}, ["record 1", "'text' is a list"]),
-        (PLAIN_TEMPLATE, {"a": 1, "conversations": []}, ["data.jsonl", "a, conversations", "messages", "instruction"]),
+        (None, {"messages": CONVERSATION}, ["data.jsonl, line 1", "no chat template"]),
+        ("{{ raise_exception('no system role') }}", {"messages": CONVERSATION}, ["line 1", "no system role", "user"]),
+        (PLAIN_TEMPLATE, {"messages": "hello"}, ["line 1", "messages", "hello"]),
+        (PLAIN_TEMPLATE, {"messages": [{"from": "human", "value": "x"}]}, ["line 1", "human", "role for from"]),
+        (PLAIN_TEMPLATE, {"text": ["a"]}, ["line 1", "'text' is a list"]),
+        (PLAIN_TEMPLATE, {"a": 1, "conversations": []}, ["a, conversations", "instruction", "role for from"]),
     ],
 )
 def test_errors(template: str | None, record: dict[str, Any], told: list[str]) -> None:

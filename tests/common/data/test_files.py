@@ -19,7 +19,7 @@ RECORDS = [{"text": f"Text {i}, \"quoted\"\nand 'broken'", "more": str(i)} for i
 
 def read(path: Path) -> list[dict[str, Any]]:
     with reading(path.parent) as scratch:
-        return list(read_records(path, scratch))
+        return [record.values for record in read_records(path, scratch)]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet", "odd [1]*?.jsonl", "odd [a-z].csv"])

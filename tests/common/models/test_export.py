@@ -10,7 +10,7 @@ from common.errors import FinetuneError
 from common.models.export import CheckpointWriter, copy_tokenizer_files
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
-from common.models.saving import INCOMPLETE
+from common.models.saving import INCOMPLETE, NonFiniteWeights, first_nonfinite
 from common.models.shards import INDEX, SINGLE
 from common.models.structure import find_blocks, parameter_names
 from tests.common.models.families import FAMILIES, family_config, peak_bytes, real_model, reset_peak_bytes
@@ -21,11 +21,11 @@ def outer_names(model, prefix: str) -> list[str]:
     return [names[0] for names in parameter_names(model) if not names[0].startswith(f"{prefix}.")]
 
 
-def export(directory: Path, real, dtype=torch.float32, shard_bytes=1 << 40) -> CheckpointWriter:
+def export(directory: Path, real, dtype=torch.float32, shard_bytes=1 << 40, allow_nonfinite=False) -> CheckpointWriter:
     """Block by block, through one buffer that is used again and again, as the engine does."""
     config = real.config
     meta = build_meta_model(config)
-    writer = CheckpointWriter(directory, meta, config, dtype, shard_bytes)
+    writer = CheckpointWriter(directory, meta, config, dtype, shard_bytes, allow_nonfinite)
     prefix, blocks = find_blocks(meta)
     for name in outer_names(meta, prefix):
         writer.add({name: real.get_parameter(name)})
@@ -176,3 +176,41 @@ def test_tokenizer_files(tmp_path):
         *wanted, "additional_chat_templates/tool.jinja",
     }  # fmt: skip
     assert copy_tokenizer_files(source, source)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"])
+def test_what_is_not_finite_is_refused_and_what_was_there_stays(name, bad, tmp_path):
+    real = real_model(family_config("llama"))
+    export(tmp_path, real, shard_bytes=20_000).finish()
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with torch.no_grad():
+        real.get_parameter(name)[-1, 3] = bad
+    with pytest.raises(NonFiniteWeights, match=rf"{name} holds a NaN or an infinity.*--allow-nonfinite") as caught:
+        export(tmp_path, real, shard_bytes=20_000).finish()
+    assert caught.value.name == name
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before, "or something is left behind"
+    export(tmp_path, real, allow_nonfinite=True).finish()
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path).get_parameter(name)
+    assert torch.equal(exported, real.get_parameter(name)) or exported.isnan().sum() == 1
+
+
+def test_what_overflows_in_the_dtype_on_disk_is_refused(tmp_path):
+    real = real_model(family_config("llama"))
+    with torch.no_grad():
+        real.lm_head.weight[0, 0] = 3.4e38  # finite in fp32, infinite in bf16
+    export(tmp_path / "fp32", real).finish()
+    with pytest.raises(NonFiniteWeights, match=r"lm_head\.weight"):
+        export(tmp_path / "bf16", real, torch.bfloat16).finish()
+    assert not list((tmp_path / "bf16").iterdir())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64])
+def test_first_nonfinite(dtype):
+    tensors = {name: torch.ones(70_001, dtype=dtype) for name in ("a", "b", "c")} | {
+        "empty": torch.empty(0, dtype=dtype)
+    }
+    assert first_nonfinite(tensors) is None
+    if dtype.is_floating_point:
+        tensors["b"][-1] = torch.nan
+        assert first_nonfinite(tensors) == "b"

@@ -6,7 +6,7 @@ from transformers import AutoConfig
 from common.errors import UserError
 from common.models.meta import build_meta_model
 from common.models.structure import find_blocks, fp32_parameters, parameter_names
-from tests.common.models.families import FAMILIES, MIXED, family_config
+from tests.common.models.families import FAMILIES, family_config
 
 BLOCKS = {"gpt2": "transformer.h", "opt": "model.decoder.layers", "gpt_neox": "gpt_neox.layers"}
 
@@ -40,13 +40,6 @@ def test_a_single_block_wins_over_what_is_inside_it():
     model.model.layers[0].mlp = nn.ModuleList([model.model.layers[0].mlp])
     model.model.layers[0].self_attn = None
     assert find_blocks(model)[0] == "model.layers"
-
-
-@pytest.mark.parametrize("family", MIXED)
-def test_router_loss_is_refused(family):
-    model = build_meta_model(family_config(family, output_router_logits=True))
-    with pytest.raises(UserError, match="output_router_logits to false"):
-        find_blocks(model)
 
 
 def test_shared_parameters_are_refused():

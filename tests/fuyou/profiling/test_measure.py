@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from transformers import CONFIG_MAPPING
 
 from common.errors import UserError
 from common.models.meta import build_meta_model
+from common.models.miniature import miniature
 from common.store.pacing import Pace
 from fuyou.devices import CpuDevice, open_device
 from fuyou.keeping import trace_block
@@ -46,6 +48,20 @@ def test_an_emulated_device_and_paced_drives_measure_what_they_were_told(tmp_pat
     assert profile.operators == ()
     assert profile.adam_parameters_per_second > 1e6
     assert all(not list(drive.iterdir()) for drive in drives)
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_block_that_others_hand_values_is_measured_without_them() -> None:
+    """Gemma 3n: several streams, inputs of each layer, shared keys and values."""
+    stack = StreamedModel(build_meta_model(miniature(CONFIG_MAPPING["gemma3n_text"]())), torch.device("cpu"))
+    shape = model_records(stack, Precision(torch.float32, torch.float32))
+    for layer in (0, len(stack.blocks) - 1):
+        bench = BlockBench(stack, shape, CpuDevice(), 2, 16, 8)
+        bench._layer, bench._record = layer, shape.records[shape.blocks[layer]]
+        bench._weights = random_values(bench._record.numel, torch.float32, CpuDevice())
+        bench._gradient = torch.empty_like(bench._weights)
+        times = bench.measure()
+        assert times.block_backward > 0 and times.head > 0
 
 
 @pytest.mark.usefixtures("_quick")

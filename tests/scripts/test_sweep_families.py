@@ -1,0 +1,76 @@
+"""The sweep over families tells exact from wrong, from what is refused, and from what crashes or hangs."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import forked
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+@pytest.fixture
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+
+def test_a_few_families(tmp_path: Path) -> None:
+    found, page = tmp_path / "found.json", tmp_path / "families.md"
+    words = [sys.executable, SCRIPTS / "sweep_families.py", "--names", "gpt2,zamba2,musicgen"]
+    ended = forked.run([*words, "--json", found, "--write", page], timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    verdicts = {one["name"]: one for one in json.loads(found.read_text())}
+    assert {name: one["verdict"] for name, one in verdicts.items()} == {
+        "gpt2": "exact", "zamba2": verdicts["zamba2"]["verdict"], "musicgen": "untrainable",
+    }  # fmt: skip
+    assert verdicts["gpt2"]["loss_difference"] == verdicts["gpt2"]["weight_difference"] == 0.0
+    assert len(set(verdicts["gpt2"]["losses"][0])) == 3  # it learns
+    assert "| gpt2 | exact | 0 | 0 |  |" in page.read_text()
+
+
+@pytest.mark.usefixtures("_importable")
+def test_parts_are_all() -> None:
+    import sweep_families
+
+    every = sweep_families.names_of(None, None)
+    assert sorted(name for part in (1, 2, 3) for name in sweep_families.names_of(None, f"{part}/3")) == sorted(every)
+    assert sweep_families.names_of(None, "today/3") in [
+        sweep_families.names_of(None, f"{part}/3") for part in (1, 2, 3)
+    ]
+
+
+@pytest.mark.usefixtures("_importable")
+@pytest.mark.parametrize("what", ["loss", "weight"])
+def test_what_is_wrong_is_called_wrong(what: str, tmp_path: Path) -> None:
+    from families.trial import Finding, Mode, _Expected, _Trial
+
+    weights = {"a": torch.ones(4), "b": torch.ones(4)}
+    before = {"a": torch.ones(4), "b": torch.ones(4) - 1e-6}  # b has hardly learnt: that it did must not get lost
+    expected = _Expected([2.0, 1.5], before, weights)
+    trained = {"a": torch.ones(4), "b": before["b"] if what == "weight" else torch.ones(4)}
+    finding = Finding("x", "crash")
+    _Trial("x", Mode(), tmp_path, finding)._judge(expected, [2.0, 1.5 + 1e-4 * (what == "loss")], trained)
+    assert finding.verdict == "wrong"
+    assert finding.reason.startswith("loss of step 2" if what == "loss" else "weights differ by 1.0e-06")
+    finding = Finding("x", "crash")
+    _Trial("x", Mode(), tmp_path, finding)._judge(expected, [2.0, 1.5], weights)
+    assert finding.verdict == "exact"
+
+
+@pytest.mark.usefixtures("_importable")
+def test_children_that_hang_or_die_do_not_end_the_sweep() -> None:
+    from families.children import run_forked
+
+    def work(task: str) -> dict[str, str]:
+        if task == "hangs":
+            time.sleep(60)
+        if task == "dies":
+            sys.exit(3)
+        return {"said": task}
+
+    found = {task: (result, why) for task, result, why in run_forked(["a", "hangs", "dies"], work, jobs=2, seconds=3)}
+    assert found == {"a": ({"said": "a"}, ""), "hangs": (None, "hang"), "dies": (None, "its process ended with 1")}
