@@ -1,9 +1,9 @@
 """Attention within each document of packed rows, without a mask: what transformers calls an attention implementation.
 
 A row is cut where its documents begin, and every piece goes through the kernel that the document alone would go
-through. So no mask of ``[S, S]`` exists, and the work is that of the documents: the sum of their squared lengths instead of the
-square of the row's. On a CPU one operator does all pieces of a call, whose results have the same shapes wherever the
-cuts are: what records a block's operators finds the same ones in every batch.
+through. So no mask of ``[S, S]`` exists, and the work is that of the documents: the sum of their squared lengths
+instead of the square of the row's. On a CPU one operator does all pieces of a call, whose results have the same shapes
+wherever the cuts are: what records a block's operators finds the same ones in every batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -162,7 +162,7 @@ def _by_document(
     is_causal: bool | None = None, sliding_window: int | None = None, position_bias: torch.Tensor | None = None,
     softcap: float | None = None, s_aux: torch.Tensor | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Attention as transformers calls it, ``[B, H, S, D]`` to ``[B, S, H, D]``; within documents while some are at work.
+    """Attention as transformers calls it, ``[B, H, S, D]`` to ``[B, S, H, D]``, within documents if some are at work.
 
     Raises:
         NotImplementedError: the family asks for something that is not cut at documents here.
