@@ -157,18 +157,17 @@ class _Part:
 
 
 def _joined(documents: Documents, results: list[Any]) -> Any:
-    """The results of all documents as one: tensors ``[1, tokens, ..]`` become ``[B, S, ..]``, others become None."""
-    first, spec = tree_flatten(results[0])
-    every = [tree_leaves(result) for result in results]
-    _, start, end = next(documents.spans())
+    """The results of all documents as one: states ``[1, tokens, H]`` become ``[B, S, H]``, all else becomes None."""
+    lengths = [end - start for _, start, end in documents.spans()]
+    structure = tree_flatten(results[0])[1]
     joined: list[Any] = []
-    for index, leaf in enumerate(first):
-        if not isinstance(leaf, torch.Tensor) or leaf.shape[:2] != (1, end - start):
+    for leaves in zip(*(tree_leaves(result) for result in results), strict=True):
+        if all(_is_hidden(leaf, (1, length)) for leaf, length in zip(leaves, lengths, strict=True)):
+            whole = torch.cat(leaves, 1)  # documents come row by row
+            joined.append(whole.view(documents.rows, documents.length, -1))
+        else:
             joined.append(None)
-            continue
-        whole = torch.cat([leaves[index] for leaves in every], 1)  # documents come row by row
-        joined.append(whole.view(documents.rows, documents.length, *whole.shape[2:]))
-    return spec.unflatten(joined)
+    return structure.unflatten(joined)
 
 
 def _mixing(model: PreTrainedModel, batch: "_Experiment") -> set[str]:
@@ -282,8 +281,8 @@ class _Experiment:
         return any(self.moved(one, two) > 1e-4 * float(one.abs().max()) for one, two in zip(*results, strict=True))
 
 
-def _is_hidden(value: Any, shape: torch.Size) -> bool:
-    """Whether these are states of tokens, ``[B, S, H]``."""
+def _is_hidden(value: Any, shape: tuple[int, ...]) -> bool:
+    """Whether these are states of tokens, ``[B, S, H]``, where ``shape`` is ``[B, S]``."""
     return (
         isinstance(value, torch.Tensor)
         and value.dim() == 3
