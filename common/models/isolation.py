@@ -136,7 +136,8 @@ class _Part:
     end: int
 
     def of(self, value: Any) -> Any:
-        """``value`` for this document: by its shape, rows come first, then tokens, or queries and keys at the end."""
+        """``value`` for this document: by its shape, rows come first, then tokens; masks of four dimensions have them last,
+        twice."""
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             return value
         rows, length, tokens = self.documents.rows, self.documents.length, slice(self.start, self.end)
@@ -148,7 +149,7 @@ class _Part:
             if rest:
                 raise NotImplementedError(f"An argument of shape {list(value.shape)}, in which no rows are.")
             value = value[self.row * each : (self.row + 1) * each]
-        if value.dim() >= 3 and value.shape[-1] == value.shape[-2] == length:
+        if value.dim() >= 4 and value.shape[-1] == value.shape[-2] == length:
             return value[..., tokens, tokens]
         for axis in range(1, value.dim()):
             if value.shape[axis] == length:

@@ -49,20 +49,23 @@ def test_a_window_that_is_lost_is_seen() -> None:
     assert not documents_are_isolated(model, Isolation(True))
 
 
-@pytest.mark.parametrize("family", ["jamba", "gpt_oss"])
-def test_documents_as_long_as_there_are_heads_or_rows(family: str) -> None:
+@pytest.mark.parametrize("family", ["jamba", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize("size", ["hidden_size", "head_dim", "num_attention_heads"])
+def test_rows_and_documents_of_sizes_that_others_have(family: str, size: str) -> None:
     """What goes by rows, tokens or heads is not told by sizes that happen to be equal."""
     torch.manual_seed(0)
     model = model_of(family).eval()
     how = find_isolation(model)
     assert how is not None
-    positions = torch.stack([torch.arange(19).remainder(4), torch.arange(19).remainder(12)])
-    ids = torch.randint(5, 90, (2, 19))
+    length = max(8, getattr(model.config, size, 16))
+    rows = model.config.num_attention_heads
+    positions = torch.arange(length).remainder(torch.arange(4, 4 + rows)[:, None])
+    ids = torch.randint(5, 90, (rows, length))
     documents = Documents.of(positions)
     assert documents is not None
     with torch.no_grad():
         with Separator(model, how).apart(documents):
             packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-        for row, start, end in documents.spans():
+        for row, start, end in list(documents.spans())[::3]:
             alone = model(input_ids=ids[row : row + 1, start:end], use_cache=False).logits
-            torch.testing.assert_close(packed[row : row + 1, start:end], alone, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(packed[row : row + 1, start:end], alone, rtol=1e-4, atol=1e-4)
