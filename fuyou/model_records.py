@@ -10,6 +10,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 
 from common.errors import UserError
 from common.models.adapter_memory import AdapterMemory, adapter_memory
+from common.models.attention_memory import AttentionMemory
 from common.models.structure import fp32_parameters, parameter_names
 from fuyou.frozen import FrozenDtype
 from fuyou.records import Kind, Precision, Record, wants_decay
@@ -97,6 +98,7 @@ def model_records(stack: StreamedModel, precision: Precision, frozen: FrozenDtyp
         made, block_adapting=AdapterMemory.most(adapter_memory(block) for block in stack.blocks),
         outer_adapting=AdapterMemory.most(adapter_memory(module) for module in outside),
         hidden_size=stack.hidden_size, carried_bytes=stack.carried_bytes if stack.links else no_bytes,
+        attention=AttentionMemory.of(stack.model.config, precision.dtype.itemsize),
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 
 from common.models.adapter_memory import NO_ADAPTERS, AdapterMemory
+from common.models.attention_memory import NO_ATTENTION, AttentionMemory
 from fuyou.records import Kind, Precision, Record
 from fuyou.share import Share
 from fuyou.tasks import Phase, Visit
@@ -119,6 +120,8 @@ class StepShape:
     """Elements of the hidden states between blocks, per token; 0: as many as the configuration says."""
     carried_bytes: Callable[[int], int] = no_bytes
     """What a row of so many tokens keeps on the device because it links blocks beside hidden states."""
+    attention: AttentionMemory = NO_ATTENTION
+    """What grows with the square of a row's length."""
     router_experts: int = 0
     """That routers choose among, if their loss is a part of the loss; else 0."""
 
