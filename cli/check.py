@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from cli.adapters import peft_config_of
+from cli.computing_dtype import with_dtype
 from cli.findings import DriveFound, Finding, GpuFound, MachineFound, find_trouble
 from cli.machine import directories_at_hand, training_of
 from cli.settings import Settings
@@ -50,6 +51,7 @@ def run_check(settings: Settings) -> None:
     """
     paint = Paint()
     directories = directories_at_hand(settings)
+    settings = with_dtype(settings)
     store = training_of(settings).record_bytes if settings.model else None
     _section(paint, "versions", list(versions().items()))
     machine = look_at_machine()
@@ -72,11 +74,13 @@ def _proof(settings: Settings) -> str:
         UserError: it does not.
     """
     from fuyou import prove
+    from fuyou.records import Precision
 
     assert settings.model is not None
     config, _ = load_config(settings.model)
     began = time.monotonic()
-    prove(config, adapters=peft_config_of(settings))
+    dtype = Precision.named(settings.dtype, settings.optimizer_dtype).dtype
+    prove(config, adapters=peft_config_of(settings), dtype=dtype)
     return f"losses and all gradients of a small {config.model_type}, block by block ({time.monotonic() - began:.1f} s)"
 
 

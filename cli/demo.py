@@ -43,8 +43,8 @@ def run_demo(
     if not debug:
         quiet_transformers()
     print(f"demo     a small Llama with random weights and English text from Python itself, in {folder}", flush=True)
-    _write_checkpoint(checkpoint, size)
-    _write_data(data)
+    write_checkpoint(checkpoint, size)
+    write_data(data)
     settings = Settings(
         model=str(checkpoint),
         data=(str(data),),
@@ -76,8 +76,8 @@ def _equivalent(settings: Settings, size: DemoSize) -> tuple[str, ...]:
     return (*words, "--output", str(settings.output), "--overwrite")
 
 
-def _write_checkpoint(directory: Path, size: DemoSize) -> None:
-    """A Llama in miniature with a byte-pair tokenizer, as any checkpoint from a hub looks."""
+def write_checkpoint(directory: Path, size: DemoSize) -> None:
+    """Write a Llama in miniature with a byte-pair tokenizer, as any checkpoint from a hub looks."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -103,7 +103,8 @@ def _write_checkpoint(directory: Path, size: DemoSize) -> None:
     train_demo_tokenizer(size.vocab, directory)
 
 
-def _write_data(file: Path) -> None:
+def write_data(file: Path) -> None:
+    """Write English text from Python itself, a document a line, as ``--data`` takes it."""
     from common.data.demo_text import demo_documents
 
     with file.open("w") as out:

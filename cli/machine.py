@@ -70,7 +70,7 @@ def training_of(settings: Settings) -> Training:
         precision=Precision.named(settings.dtype, settings.optimizer_dtype),
         clips=waits, single_slot=settings.single_slot, micro_batch=settings.micro_batch,
         host_cache=settings.host_cache, adapters=peft_config_of(settings),
-        frozen=FrozenDtype(settings.frozen_dtype or "plain"), router_loss=settings.router_loss,
+        frozen=FrozenDtype.named(settings.frozen_dtype), router_loss=settings.router_loss,
         commit_every=settings.commit_interval, clip_by=clip_by_named(settings.clip_by),
         clipped_share=_strikes(settings).share if settings.max_grad_norm > 0 else 0.0,
     )  # fmt: skip

@@ -57,6 +57,11 @@ def step_metrics(
     )
 
 
+def _options(job: Job) -> dict[str, str | int | float | bool]:
+    """What was asked for, and what was decided where that was left open."""
+    return {**plain_options(job.settings.arguments), "dtype": job.settings.dtype}
+
+
 class Metrics:
     """Writes down every step: ``losses.jsonl``, the run directory's ``metrics.jsonl``, and the trackers' own.
 
@@ -69,7 +74,7 @@ class Metrics:
     def __init__(self, job: Job, directory: RunDirectory, done: int) -> None:
         names = job.settings.log_to
         run = Run(job.output.name, directory.id, directory.path)
-        self._trackers = Trackers(names, run, plain_options(job.settings.arguments) if names else {})
+        self._trackers = Trackers(names, run, _options(job) if names else {})
         self._losses = History(job.output / HISTORY_FILE, done)
         self._all = History(directory.metrics_file, done)
 

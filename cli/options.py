@@ -164,9 +164,9 @@ def build_command(run: Callable[..., int]) -> click.Command:
     add("--micro-batch", type=positive, metavar="N", help="Sequences computed at once. Default: as many as fit.")
     add(
         "--dtype",
-        type=click.Choice(["bf16", "fp32"]),
-        default="bf16",
-        help="What blocks compute in. Master weights are fp32 either way.",
+        type=click.Choice(["auto", "bf16", "fp32"]),
+        default="auto",
+        help="What blocks compute in; auto: what the device multiplies faster. Master weights are fp32 either way.",
     )
     add(
         "--optimizer-dtype",
@@ -306,8 +306,9 @@ def build_command(run: Callable[..., int]) -> click.Command:
     )
     add(
         "--frozen-dtype",
-        type=click.Choice(["int8", "nf4"]),
-        help="Keep the frozen weights on SSD in fewer bits, rounded once; they compute in --dtype. Default: as that.",
+        type=click.Choice(["checkpoint", "int8", "nf4", "plain"]),
+        help="Keep the frozen weights on SSD in fewer bits: rounded once (int8, nf4), or in the bytes of a compressed "
+        "checkpoint. They compute in --dtype. Default: checkpoint, if it is compressed; else plain, as --dtype.",
     )
     add("--merge", is_flag=True, help="Write the model with the adapters merged into it, beside the adapters.")
 

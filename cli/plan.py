@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cli.compare_engines import InMemory, in_memory
+from cli.computing_dtype import ELSEWHERE, with_dtype
 from cli.machine import device_at_hand, directories_at_hand, training_of
 from cli.naming import naming
 from cli.report import RESOURCES
@@ -83,6 +84,7 @@ def run_plan(settings: Settings, options: PlanOptions) -> int:
     """
     if not settings.debug:
         quiet_transformers()
+    settings = with_dtype(settings, None if options.drive is None else ELSEWHERE)
     machine = _machine(settings, options)
     wanted = _largest(settings, options, machine) if options.max_model else training_of(settings)
     other: InMemory | None = None

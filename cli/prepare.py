@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from cli.adapters import ADAPTER_CONFIG, peft_config_of, trainable_parameters
+from cli.computing_dtype import with_dtype
 from cli.machine import sequence_length, training_of
 from cli.naming import naming
 from cli.schedule import LearningRate
@@ -19,6 +20,7 @@ from common.data import Batches, DataConfig, RandomBatches, open_data
 from common.data.files import find_files
 from common.errors import UserError
 from common.hardware import Gpu, describe_machine, pick_gpu, torch_name
+from common.models.compressed import method_of
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from common.store.directories import usable
@@ -141,6 +143,7 @@ class Job:
         lines = {
             "model": f"{settings.model}: {self.architecture}, {format_count(self.parameters)} parameters, {source}",
             **self._adapters(),
+            **self._compressed(),
             "machine": f"{describe_machine()}; computing on {self.computing_on} in {settings.dtype}",
             "store": f"{store}: {format_bytes(self.store_bytes)}"
             + (" in a single slot: a crash loses the run" if settings.single_slot else ""),
@@ -151,6 +154,16 @@ class Job:
             "output": f"{self.output}{'' if settings.save else ': no checkpoint (--no-save)'}",
         }
         return "\n".join(f"{name:8} {text}".replace("\n", f"\n{'':8} ") for name, text in lines.items())
+
+    def _compressed(self) -> dict[str, str]:
+        method = None if self.checkpoint is None else method_of(self.checkpoint)
+        if method is None:
+            return {}
+        kept = f"{method.name} in the checkpoint"
+        if self.quantised_bytes is not None and self.settings.frozen_dtype in (None, "checkpoint"):
+            return {"weights": f"{kept}, frozen in its own bytes; they compute in {self.settings.dtype}"}
+        writes = self.settings.save and (self.settings.merge or not self.settings.trains_adapters)
+        return {"weights": f"{kept}, dequantised{f'; written as {self.settings.dtype}' if writes else ''}"}
 
     def _adapters(self) -> dict[str, str]:
         settings = self.settings
@@ -210,6 +223,7 @@ def prepare(settings: Settings) -> Job:
         UserError: something typed does not exist or does not go together.
     """
     found = check(settings)
+    settings = with_dtype(settings, None if found.gpu is None else "cuda")
     config, checkpoint, seq_len, output = found.config, found.checkpoint, found.seq_len, found.output
     text = config.get_text_config()
     tokenizer = tokenizer_of(settings, checkpoint) if settings.data or settings.eval_data else None
@@ -224,11 +238,21 @@ def prepare(settings: Settings) -> Job:
         settings, type(model).__name__, text.vocab_size, parameters, checkpoint, found.gpu, output, found.ssd,
         found.run_name, seq_len, batches, data_key, rate, adapter_parameters,
         _open_held_out(settings, tokenizer, seq_len, output, family),
-        _quantised_bytes(settings) if settings.frozen_dtype is not None else None,
+        _quantised_bytes(settings) if _keeps_fewer_bits(settings, checkpoint) else None,
     )  # fmt: skip
     if settings.save:
         _check_space(job)
     return job
+
+
+def _keeps_fewer_bits(settings: Settings, checkpoint: Path | None) -> bool:
+    """Whether frozen weights are in fewer bits on SSD than they compute in."""
+    out_of_core = settings.nodes is None or bool(settings.ssd)
+    if not (settings.trains_adapters and out_of_core):
+        return False
+    if settings.frozen_dtype is None:
+        return checkpoint is not None and method_of(checkpoint) is not None
+    return settings.frozen_dtype != "plain"
 
 
 def _quantised_bytes(settings: Settings) -> int:

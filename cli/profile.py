@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from cli.computing_dtype import with_dtype
 from cli.machine import device_at_hand, directories_at_hand, training_of
 from cli.report import RESOURCES
 from cli.settings import Settings
@@ -29,6 +30,7 @@ def run_profile(settings: Settings) -> None:
     if not settings.debug:
         quiet_transformers()
     device = device_at_hand(settings.gpu)
+    settings = with_dtype(settings)
     directories = directories_at_hand(settings)
     limits = memory_limits(device, settings.host_memory, settings.device_memory)
     prospect = Prospect(training_of(settings), device, limits, directories)

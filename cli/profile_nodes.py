@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from cli.computing_dtype import with_dtype_of_all
 from cli.machine import sequence_length
 from cli.rank import Rank
 from cli.settings import Settings
@@ -32,6 +33,7 @@ def profile(settings: Settings, rank: Rank) -> None:
         quiet_transformers()
     device = device_of(settings, int(os.environ["LOCAL_RANK"]))
     meet(settings, rank, device)
+    settings = with_dtype_of_all(settings, device.type, restarted=False)
     levels = None if settings.levels is None else Levels.parse(settings.levels)
     topology = Topology.from_environment(device=device, levels=levels)
     config, _ = load_config(settings.model)

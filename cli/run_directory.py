@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.config import effective_config, written_by
+from cli.grouped import WRITTEN
 from cli.prepare import Job
 from cli.settings import DESCRIPTION, RUN
 from cli.versions import versions
@@ -59,6 +60,7 @@ class RunDirectory:
         description = {"id": self.id, "store": job.run_name, "calls": [*self._before, {**self._call, "plan": plan}]}
         _replace(self.path / DESCRIPTION, json.dumps(description, indent=2, default=str) + "\n")
         context = written_by(job.settings.arguments)
+        context.meta.setdefault(WRITTEN, {})["dtype"] = job.settings.dtype  # on another machine, too
         _replace(self.path / CONFIG, effective_config(context, absolute=True, leave_out=OF_ONE_CALL))
 
     def _load(self) -> dict[str, Any]:
@@ -77,6 +79,7 @@ def _describe(job: Job, done: int) -> dict[str, Any]:
         "host": socket.gethostname(),
         "machine": describe_machine(),
         "computing_on": job.computing_on,
+        "computing_in": job.settings.dtype,
         "versions": versions(),
         "model": job.architecture,
         "parameters": job.parameters,

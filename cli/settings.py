@@ -91,7 +91,8 @@ class Settings:
     """Whether a mixture of experts' router loss is a part of the loss; see :mod:`fuyou.router_loss`."""
     clip_by: str = "auto"
     """How: one of :data:`CLIP_BY`."""
-    dtype: str = "bf16"
+    dtype: str = "auto"
+    """What blocks compute in; ``auto`` is decided before anything is planned (:mod:`cli.computing_dtype`)."""
     optimizer_dtype: str = "fp32"
     output: Path | None = None
     """Where checkpoint, packed data and (without ``ssd``) the store go; None: finetune-output/<model>."""
@@ -147,7 +148,7 @@ class Settings:
     peft_config: Path | None = None
     """An ``adapter_config.json``, or its directory."""
     frozen_dtype: str | None = None
-    """What frozen weights are kept in; None: ``dtype``."""
+    """What frozen weights are kept in; None: ``dtype``, or a compressed checkpoint's own bytes."""
     merge: bool = False
     """Whether to write the merged model beside the adapters."""
     sample: str | None = None

@@ -20,6 +20,7 @@ import common
 from cli.adapters import peft_config_of, trainable_parameters
 from cli.any_run import check_ids, check_same_run, conclude, measurements, save, say_resumed
 from cli.choose_strategy import DEFAULT, choose_strategy
+from cli.computing_dtype import with_dtype_of_all
 from cli.evaluation import is_due, look
 from cli.interrupts import Stopped
 from cli.launch import LAUNCH
@@ -70,6 +71,7 @@ def train(settings: Settings, rank: Rank) -> None:
     levels = None if settings.levels is None else Levels.parse(settings.levels)
     topology = Topology.from_environment(device=device, levels=levels)
     launches = _compare(settings)
+    settings = with_dtype_of_all(settings, device.type, bool(rank.restarts))
     if rank.rank == 0:
         job = prepare(settings)
         if not rank.restarts:

@@ -65,7 +65,7 @@ def load(model: nn.Module, source: WeightSource, adapters: Adapters | None = Non
         assert adapters is not None
         _keep_rows(shards[name], adapters.initial_value(name, source))
     for name, value in source.read_buffers():
-        model.get_buffer(name).copy_(value)
+        model.get_buffer(name if adapters is None else adapters.buffer_names[name]).copy_(value)
 
 
 def _read_own_rows(source: CheckpointSource, stored: str, shard: DTensor) -> None:

@@ -328,7 +328,7 @@ class StepComputation:
             return buffers.values(buffer, record.numel, record.precision.dtype)
         flat = self._plane.decoded.values(0, record.numel, record.precision.dtype)
         if not decoded:
-            record.frozen.decode(buffers.bytes(buffer, record.device_nbytes), record.decayed, flat)
+            record.decode(buffers.bytes(buffer, record.device_nbytes), flat)
         return flat
 
     def _sum_buffer(self, record: Record, buffer: int) -> torch.Tensor:

@@ -31,6 +31,7 @@ from fuyou.checksums import RecordSums
 from fuyou.clipping import ClipBy, Strikes, clip_by_named
 from fuyou.commits import Commits, sealed_records
 from fuyou.compute import NextToken, StepComputation
+from fuyou.computing_dtype import AUTO, DEFAULT, fastest_dtype, stored_dtype
 from fuyou.data_plane import DataPlane
 from fuyou.devices import memory_limits, open_device
 from fuyou.emulated import EmulatedDevice, TimedComputation
@@ -51,7 +52,7 @@ from fuyou.open_model import OpenModel
 from fuyou.optimizer_link import OptimizerLink
 from fuyou.planner import Choice, Prospect, choose
 from fuyou.preflight import prove as prove_family
-from fuyou.records import Precision, allocate_extents
+from fuyou.records import DTYPES, Precision, allocate_extents
 from fuyou.restripe import Drives
 from fuyou.run_files import RunFiles, create_run, resume_run
 from fuyou.runtime import Runtime
@@ -91,7 +92,9 @@ class Engine:
             (12 with ``single_slot``), striped over them.
         device: ``"cpu"``, a CUDA device (which has not been run yet), or an accelerator that is only timed, to measure
             overlap: ``"emulated:tflops=165,memory=24GiB,link=25GB/s"``, see :mod:`fuyou.emulated`.
-        dtype: ``"bf16"`` computes in bf16 with exact fp32 masters; ``"fp32"`` computes in fp32.
+        dtype: ``"bf16"`` computes in bf16 with exact fp32 masters; ``"fp32"`` computes in fp32; ``"auto"`` takes what
+            a run that is continued began with, else what the device (of several ranks, the first one's) multiplies
+            faster.
         lr, betas, eps, weight_decay: AdamW's. ``engine.lr`` may be set before each step. Biases and norms do not decay.
         max_grad_norm: clip by the global norm, exactly.
         clip_by: how, see :mod:`fuyou.clipping`: ``"deferral"`` of all updates into the next forward pass, when the norm
@@ -132,7 +135,9 @@ class Engine:
         trainable: train only parameters with these names (``*`` stands for anything) and freeze the others likewise.
         frozen_dtype: ``"int8"`` or ``"nf4"`` keeps frozen matrices of the blocks in 1.016 or 0.5625 bytes per parameter
             on SSD, on their way and in the host's cache; they are brought back into ``dtype`` on the device. Not
-            lossless: every weight is rounded once, when the store is made. None keeps them in ``dtype``.
+            lossless: every weight is rounded once, when the store is made. ``"checkpoint"`` keeps them in the bytes of
+            a compressed checkpoint (FP8, MXFP4, compressed-tensors), which is lossless, and ``"plain"`` in ``dtype``.
+            None takes ``"checkpoint"`` where the checkpoint is compressed, else ``"plain"``.
         automatic: let the planner choose ``deferred_fraction``, ``kept_activations`` and ``clip_by`` where they are not
             given, by simulation of this run on this machine. Needs ``batch_shape`` and a profile of this machine with
             this model (``finetune --profile``); without one nothing is chosen. Costs 0.1 to 3 s at the start, and
@@ -166,7 +171,7 @@ class Engine:
         *,
         ssd: Sequence[str | os.PathLike[str]],
         device: str | torch.device = "cpu",
-        dtype: str = "bf16",
+        dtype: str = AUTO,
         optimizer_dtype: str = "fp32",
         lr: float = 1e-5,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -204,7 +209,8 @@ class Engine:
         if self._nonfinite.skips:
             max_grad_norm = max_grad_norm or math.inf  # never reached, but known before any update counts
         self._options = EngineConfig(
-            Precision.named(dtype, optimizer_dtype), AdamConfig(lr, betas, eps, weight_decay),
+            Precision.named(DEFAULT if dtype == AUTO else dtype, optimizer_dtype),
+            AdamConfig(lr, betas, eps, weight_decay),
             max_grad_norm, clip_by_named(clip_by), math.inf, deferred_fraction, micro_batch, commit_every,
             None if host_cache is None else parse_bytes(host_cache), single_slot, io, seed,
             kept_activations if isinstance(kept_activations, Keeping) else parse_bytes(kept_activations or 0),
@@ -232,6 +238,10 @@ class Engine:
             share = share_of(topology)
             topology = self._topology = topology if share.world_size > 1 else None  # one rank alone is alone
             self._agreement = Agreement(share) if topology is not None else None
+            folders = [path / run_name for path in self._ssd]
+            left = [path / run_name for path in leaving]
+            if dtype == AUTO:
+                self._choose_dtype([*folders, *left, *self._ssd] if resume else [])
             self._cluster_options(share)
             self._options.check_clipping(share.world_size)
             self._limits = self._smallest(memory_limits(self._device, host_memory, device_memory, share.ranks_per_node))
@@ -242,12 +252,10 @@ class Engine:
             self._link.wait_until_up()
             self._meter.start()
             self._open_model()
-            folders = [path / run_name for path in self._ssd]
             if automatic and batch_shape is not None:
                 strikes = Strikes.of_run(folders) if resume else Strikes()
                 self._options = self._options.completed(self._choose(batch_shape, strikes))
             self._open_runtime(batch_shape)
-            left = [path / run_name for path in leaving]
             self._open_run(Drives(folders, left), resume, overwrite)
         except BaseException:
             self.close()
@@ -266,7 +274,7 @@ class Engine:
             try:
                 prove_family(
                     self.config, adapters=options.adapters, trainable=options.trainable, packed=packed,
-                    router_loss=options.router_loss,
+                    router_loss=options.router_loss, dtype=options.precision.dtype,
                 )  # fmt: skip
             except UserError as error:
                 refusal = error
@@ -275,6 +283,18 @@ class Engine:
             refusal = refusal or (None if told is None else UserError(told))
         if refusal is not None:
             raise refusal
+
+    def _choose_dtype(self, continued: Sequence[Path]) -> None:
+        """Compute in what suits the device, or in what the run that is ``continued`` began with; all ranks alike."""
+        stored = [stored_dtype(continued)]
+        if self._agreement is not None:
+            stored = self._agreement.tell(stored[0])
+        kind = "meta" if self.emulated else self._device.torch_device.type
+        chosen = next(filter(None, stored), None) or fastest_dtype(kind)
+        if self._agreement is not None:
+            chosen = self._agreement.tell(chosen)[0]
+        moments = self._options.precision.optimizer_dtype
+        self._options = replace(self._options, precision=Precision(DTYPES[chosen], moments))
 
     def _cluster_options(self, share: Share) -> None:
         """What several ranks make of the options.
@@ -308,10 +328,10 @@ class Engine:
         torch.manual_seed(options.seed)
         self._model = OpenModel(
             self.config, options.precision, self._device.torch_device, options.adapters, options.trainable,
-            options.frozen_dtype, options.seed, options.router_loss,
+            options.frozen_dtype, options.seed, options.router_loss, self._checkpoint,
         )  # fmt: skip
         share = share_of(self._topology)
-        self._source = self._model.weights(self._checkpoint)
+        self._source = self._model.weights()
         self._stack, self._shape = self._model.stack, self._model.shape.shared(share)
         if share.rank:
             torch.manual_seed(options.seed + share.rank)  # what drops out differs, as the sequences do

@@ -40,7 +40,8 @@ class EngineConfig:
     kept_activations: Keeping | int
     adapters: PeftConfig | None
     trainable: tuple[str, ...] | None
-    frozen_dtype: FrozenDtype
+    frozen_dtype: FrozenDtype | None
+    """None leaves it to the checkpoint."""
     router_loss: str
     """Whether it is a part of the loss, see :mod:`fuyou.router_loss`."""
 

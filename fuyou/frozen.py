@@ -1,6 +1,6 @@
-"""How frozen weights are kept on SSD and travel: as they compute, or in fewer bits.
+"""How frozen weights are kept on SSD and travel: as they compute, in fewer bits, or in a compressed checkpoint's bytes.
 
-Of a record in fewer bits the matrices (all that weight decay would be for) are rows of quantised blocks, and the rest
+Of a record in int8 or nf4 the matrices (all that weight decay would be for) are rows of quantised blocks, and the rest
 follows in the compute dtype. It is brought back into the compute dtype on the device, once per visit.
 """
 
@@ -25,20 +25,23 @@ class FrozenDtype(Enum):
     """1.016 bytes each: off by 1/254 of the largest in each 256 at most."""
     NF4 = "nf4"
     """0.5625 bytes each: one of 16 values, relative to the largest in each 64."""
+    CHECKPOINT = "checkpoint"
+    """The bytes that a compressed checkpoint (:mod:`common.models.compressed`) has for a parameter; nothing is rounded.
+    How many these are, the parameters say: see :meth:`fuyou.records.Record.decode`."""
 
     @classmethod
-    def named(cls, name: str | None) -> "FrozenDtype":
-        """By its value; None is :attr:`PLAIN`.
+    def named(cls, name: str | None) -> "FrozenDtype | None":
+        """By its value; None leaves it to the checkpoint: :attr:`CHECKPOINT` if that is compressed, else :attr:`PLAIN`.
 
         Raises:
             UserError: there is no such dtype.
         """
-        names = [one.value for one in cls if one is not cls.PLAIN]
+        names = [one.value for one in cls]
         if name is not None and name not in names:
             raise UserError(
-                f"frozen_dtype must be {' or '.join(names)}, or None for what blocks compute in, not {name!r}."
+                f"frozen_dtype must be {' or '.join(names)}, or None for what suits the checkpoint, not {name!r}."
             )
-        return cls.PLAIN if name is None else cls(name)
+        return None if name is None else cls(name)
 
     def used_nbytes(self, matrices: int, rest: int, dtype: torch.dtype) -> int:
         """Bytes of a record with so many elements in matrices (in whole blocks) and elsewhere."""

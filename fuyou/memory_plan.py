@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from common.buffers import round_up
 from common.errors import UserError
 from common.units import format_bytes
-from fuyou.frozen import ROW_ELEMENTS
+from fuyou.frozen import ROW_ELEMENTS, FrozenDtype
 from fuyou.loss import pass_bytes
 from fuyou.records import PAGE_ELEMENTS, Kind, Record
 from fuyou.residency import resident_records
@@ -39,7 +39,8 @@ HEAP_SLACK_BYTES = 24 << 20
 ADAM_SCRATCH_BYTES = 20 << 20
 #: Device memory in which gradients of other ranks arrive, for each of the two levels: they are added piece by piece.
 REDUCTION_BYTES = 32 << 20
-#: What bringing back one row of a record in fewer bits takes beside the result, see fuyou/frozen.py.
+#: What bringing back one row of a record in fewer bits takes beside the result: see fuyou/frozen.py, and
+#: common/models/compressed/tensors.py, whose chunks are as large.
 DECODING_BYTES = 20 * ROW_ELEMENTS
 #: How often the logits exist at once, in the compute dtype: themselves, their gradient, and one more in families that
 #: pass them through a function (soft capping). What the loss makes of them in fp32 comes in passes, see fuyou/loss.py.
@@ -336,9 +337,15 @@ class MemoryPlanner:
     @cached_property
     def _encoding_bytes(self) -> int:
         """Host memory in which a record is put together, and encoded for all ranks of the node, when it is made."""
-        encoded = [record for record in self.shape.records if record.decoded_nbytes]
         several = self.shape.share.ranks_per_node > 1
-        return max((one.decoded_nbytes + several * one.device_nbytes for one in encoded), default=0)
+        return max(
+            (
+                several * one.device_nbytes + (0 if one.frozen is FrozenDtype.CHECKPOINT else one.decoded_nbytes)
+                for one in self.shape.records
+                if one.decoded_nbytes
+            ),
+            default=0,
+        )
 
     def _block_workspace(self, batch: Batch) -> int:
         streams = max(1, self.shape.hidden_size // self.config.get_text_config().hidden_size)

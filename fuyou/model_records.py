@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,6 +11,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from common.errors import UserError
 from common.models.adapter_memory import AdapterMemory, adapter_memory
 from common.models.attention_memory import AttentionMemory
+from common.models.compressed import CompressedParameter
 from common.models.structure import fp32_parameters, parameter_names
 from fuyou.frozen import FrozenDtype
 from fuyou.records import Kind, Precision, Record, wants_decay
@@ -38,9 +39,9 @@ class _Group:
 class _Records:
     """Records as they are made, numbered; what is trained beside what is frozen comes last."""
 
-    def __init__(self, precision: Precision, frozen: FrozenDtype):
+    def __init__(self, precision: Precision, frozen: FrozenDtype, compressed: Mapping[str, CompressedParameter]):
         self.made: list[Record] = []
-        self._precision, self._frozen = precision, frozen
+        self._precision, self._frozen, self._compressed = precision, frozen, compressed
 
     def main(self, name: str, kind: Kind, group: _Group) -> int:
         """A record of the whole group, or of what is frozen of it."""
@@ -55,17 +56,33 @@ class _Records:
 
     def _add(self, name: str, kind: Kind, precision: Precision, entries: list[Entry], trainable: bool) -> int:
         frozen = self._frozen if kind is Kind.BLOCK and not trainable else FrozenDtype.PLAIN
+        compressed: dict[str, CompressedParameter] = {}
+        if frozen is FrozenDtype.CHECKPOINT:
+            compressed = {names[0]: self._compressed[names[0]] for names, *_ in entries if names[0] in self._compressed}
+            frozen = frozen if compressed else FrozenDtype.PLAIN
         self.made.append(
-            Record.build(len(self.made), name, kind, precision, entries, trainable=trainable, frozen=frozen)
-        )
+            Record.build(
+                len(self.made), name, kind, precision, entries, trainable=trainable, frozen=frozen,
+                compressed=compressed,
+            )
+        )  # fmt: skip
         return len(self.made) - 1
 
 
-def model_records(stack: StreamedModel, precision: Precision, frozen: FrozenDtype = FrozenDtype.PLAIN) -> StepShape:
+def model_records(
+    stack: StreamedModel,
+    precision: Precision,
+    frozen: FrozenDtype = FrozenDtype.PLAIN,
+    compressed: Mapping[str, CompressedParameter] | None = None,
+) -> StepShape:
     """One record per block, one for what runs before the blocks, one for what runs after; and where some parameters
     are frozen (``requires_grad`` is False) and some are not, one more for the latter.
 
     Where a parameter is used on both sides (tied embeddings), both sides are one record.
+
+    Args:
+        frozen: how frozen parameters of blocks are kept.
+        compressed: how a compressed checkpoint has some of them, by name, for :attr:`FrozenDtype.CHECKPOINT`.
 
     Raises:
         UserError: the family keeps parameters in fp32 that bf16 training would round, or all parameters are frozen.
@@ -91,7 +108,7 @@ def model_records(stack: StreamedModel, precision: Precision, frozen: FrozenDtyp
             sides = {stack.runs_before_blocks(name) for name in names}
             group = both if len(sides) == 2 else before if True in sides else after
         group.add(entry, parameter.requires_grad)
-    made = _step_shape(blocks, before, after, both, _Records(precision, frozen), precision)
+    made = _step_shape(blocks, before, after, both, _Records(precision, frozen, compressed or {}), precision)
     adapted = [name for name, module in stack.model.named_modules() if isinstance(module, BaseTunerLayer)]
     outside = (stack.model.get_submodule(name) for name in adapted if not name.startswith(prefix))
     return replace(

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 
 from common.errors import UserError, did_you_mean
 from common.models.adapters import Adapters
+from common.models.compressed import CompressedParameter, method_of
 from common.models.meta import build_meta_model
 from common.models.sources import CheckpointSource, RandomSource, WeightSource
 from fuyou.frozen import FrozenDtype
@@ -29,9 +30,11 @@ class OpenModel:
         device: where blocks compute.
         adapters: to train these and freeze everything else.
         trainable: to train the parameters with these names only; ``*`` stands for anything.
-        frozen: how the blocks' frozen matrices are kept.
+        frozen: how the blocks' frozen matrices are kept; None: as the checkpoint has them, if that is compressed.
         seed: of the adapters' first values and of random weights.
         router_loss: whether a mixture of experts' router loss is a part of the loss, see :mod:`fuyou.router_loss`.
+        checkpoint: where weights come from; None for random ones. It is opened only if it is compressed and something
+            is frozen, for then the records depend on what is in it.
 
     Attributes:
         base: the model as it was, for its names: without adapters, it is the one that ``stack`` runs.
@@ -41,7 +44,9 @@ class OpenModel:
         router_loss: None if that is none.
 
     Raises:
-        UserError: the model cannot be streamed, or adapted, or no parameter has such a name.
+        UserError: the model cannot be streamed, or adapted, or no parameter has such a name; or frozen weights are to
+            be kept in the bytes of a checkpoint that is not compressed.
+        FinetuneError: as :class:`CheckpointSource`, if the checkpoint is opened.
     """
 
     def __init__(
@@ -51,13 +56,15 @@ class OpenModel:
         device: torch.device,
         adapters: PeftConfig | None = None,
         trainable: Sequence[str] | None = None,
-        frozen: FrozenDtype = FrozenDtype.PLAIN,
+        frozen: FrozenDtype | None = FrozenDtype.PLAIN,
         seed: int = 0,
         router_loss: str = "auto",
+        checkpoint: Path | None = None,
     ):
         if adapters is not None and trainable is not None:
             raise UserError("adapters freeze all other parameters: give either adapters or trainable.")
-        self.config, self._seed = config, seed
+        self.config, self._seed, self._checkpoint = config, seed, checkpoint
+        self._source: CheckpointSource | None = None
         model = self.base = build_meta_model(config, dtype=precision.dtype)
         self.adapters: Adapters | None = None
         if adapters is not None:
@@ -69,25 +76,26 @@ class OpenModel:
         self.stack = StreamedModel(model, device)
         self.router_loss = find_router_loss(self.stack, router_loss) if wanted else None
         experts = 0 if self.router_loss is None else self.router_loss.experts
-        self.shape = replace(model_records(self.stack, precision, frozen), router_experts=experts)
+        compressed = self._compressed(frozen)
+        if frozen is None:
+            frozen = FrozenDtype.CHECKPOINT if compressed else FrozenDtype.PLAIN
+        records = model_records(self.stack, precision, frozen, compressed)
+        self.shape = replace(records, router_experts=experts)
 
-    def weights(self, checkpoint: Path | None) -> WeightSource:
+    def weights(self) -> WeightSource:
         """Where first values come from; checked, and the model's buffers filled from it.
-
-        Args:
-            checkpoint: None for random weights.
 
         Raises:
             UserError, FinetuneError: see :meth:`WeightSource.check`.
         """
-        source: WeightSource = (
-            CheckpointSource(checkpoint, self.base) if checkpoint is not None else RandomSource(self.base, self._seed)
-        )
+        source: WeightSource = RandomSource(self.base, self._seed)
+        if self._checkpoint is not None:
+            source = self._source or CheckpointSource(self._checkpoint, self.base)
         source.check()
         for name, value in source.read_buffers():
             self.base.get_buffer(name).copy_(value)
             if self.adapters is not None:
-                self.stack.model.get_buffer(name).copy_(value)
+                self.stack.model.get_buffer(self.adapters.buffer_names[name]).copy_(value)
         return source if self.adapters is None else self.adapters.source(source)
 
     @property
@@ -107,6 +115,25 @@ class OpenModel:
     @property
     def trainable_parameters(self) -> int:
         return sum(self.shape.records[index].parameter_count for index in self.shape.trainable)
+
+    def _compressed(self, frozen: FrozenDtype | None) -> dict[str, CompressedParameter]:
+        """How the checkpoint has frozen parameters that can be kept in its own bytes, if they are to be."""
+        names = [name for name, parameter in self.stack.model.named_parameters() if not parameter.requires_grad]
+        if not names or frozen not in (None, FrozenDtype.CHECKPOINT):
+            return {}
+        found: dict[str, CompressedParameter | None] = {}
+        if self._checkpoint is not None and method_of(self._checkpoint) is not None:
+            source = self._source = CheckpointSource(self._checkpoint, self.base)
+            before = self.adapters.base_names if self.adapters is not None else {}
+            found = {name: source.compressed(before.get(name, name)) for name in names}
+        compressed = {name: one for name, one in found.items() if one is not None}
+        if frozen is FrozenDtype.CHECKPOINT and not compressed:
+            where = "random weights have none" if self._checkpoint is None else f"{self._checkpoint} is not compressed"
+            raise UserError(
+                f"--frozen-dtype checkpoint keeps frozen weights in the bytes of a compressed checkpoint, and {where}: "
+                "leave it out."
+            )
+        return compressed
 
     def _freeze_all_but(self, patterns: Sequence[str]) -> None:
         found = set()

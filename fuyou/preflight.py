@@ -45,6 +45,10 @@ TOLERANCE = 1e-4
 of summation in fp32 may come to. What is lost or wrong is larger by orders of magnitude."""
 TOLERANCE_APART = 2e-3
 """The same where documents of packed rows are compared with each computed alone."""
+TOLERANCE_NARROW = 0.05
+"""The same in bf16, where a sum over a tied parameter's two places is rounded once more."""
+LOSS, LOSS_APART = 2e-6, 2e-5
+"""Of a loss, relative: the same operators give the same numbers."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class Claim:
         trainable: names of what is trained, if not everything.
         packed: whether rows hold several documents, with position ids that start again.
         router_loss: of a mixture of experts: ``"on"``, ``"off"``, or ``"auto"``, which leaves it to the configuration.
+        dtype: that is computed in.
     """
 
     config: PreTrainedConfig
@@ -64,6 +69,7 @@ class Claim:
     trainable: tuple[str, ...] | None = None
     packed: bool = False
     router_loss: str = "auto"
+    dtype: torch.dtype = torch.float32
 
     def small_config(self) -> PreTrainedConfig:
         """Return the small configuration, with the router loss that is asked for."""
@@ -78,7 +84,10 @@ class Claim:
         """Everything that the proof depends on, as JSON can carry it."""
         fields = {name: value for name, value in small.to_dict().items() if name not in ("_name_or_path",)}
         adapters = None if self.adapters is None else self.adapters.to_dict()
-        settled = {"config": fields, "adapters": adapters, "trainable": self.trainable, "packed": self.packed}
+        settled: dict[str, Any] = {
+            "config": fields, "adapters": adapters, "trainable": self.trainable, "packed": self.packed,
+            "router_loss": self.router_loss, "dtype": str(self.dtype),
+        }  # fmt: skip
         return {
             "claim": json.loads(json.dumps(settled, sort_keys=True, default=_text)),
             "versions": {name: metadata.version(name) for name in ("torch", "transformers", "peft")},
@@ -93,6 +102,7 @@ def prove(
     trainable: Sequence[str] | None = None,
     packed: bool = False,
     router_loss: str = "auto",
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     """Prove on a small model that this family trains out of core as it does in memory.
 
@@ -105,12 +115,20 @@ def prove(
         trainable: names of the parameters that are trained, if not all are; ``*`` stands for anything.
         packed: whether rows will hold several documents with position ids that restart at each: this is proven, too.
         router_loss: of a mixture of experts, as :class:`fuyou.Engine` has it.
+        dtype: that will be computed in. Most is proven in fp32, where rounding hides nothing; then, that this dtype is
+            the same between blocks as inside them.
 
     Raises:
         UserError: it does not, or no small model could be built to prove it with; says which tensor differs first.
     """
     names = None if trainable is None else tuple(trainable)
     _prove(Claim(config, adapters, names, router_loss=router_loss))
+    if dtype != torch.float32:
+        try:
+            _prove(Claim(config, adapters, names, router_loss="off", dtype=dtype))
+        except _RefusedError as error:
+            short = str(dtype).removeprefix("torch.")
+            raise UserError(f"{error} In fp32 they are equal: train it with dtype fp32 instead of {short}.") from error
     if packed:  # documents that are computed one by one have router losses of their own
         _prove(Claim(config, adapters, names, packed=True, router_loss="off"))
 
@@ -124,6 +142,10 @@ def _prove(claim: Claim) -> None:
     with _quietly(), _seeded(0):
         _Proof(claim, small).run()
     _keep(path, key)
+
+
+class _RefusedError(UserError):
+    """Streaming a small model gave other numbers."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +163,7 @@ class _Proof:
 
     def run(self) -> None:
         claim = self._claim
-        precision, cpu = Precision(torch.float32, torch.float32), torch.device("cpu")
+        precision, cpu = Precision(claim.dtype, torch.float32), torch.device("cpu")
         plain = OpenModel(self._small, precision, cpu, router_loss="off").base
         adapters, trainable = self._small_adapters(plain), claim.trainable and self._small_names(plain)
         opened = OpenModel(self._small, precision, cpu, adapters, trainable)
@@ -159,20 +181,34 @@ class _Proof:
             value.requires_grad_(name in names and name not in frozen)
         _copy_buffers(whole, opened.stack.model)
         step = SmallStep(opened, values)
-        # With dropout and all that the configuration asks for; then twice as many micro-batches, which draw their
-        # random numbers in another order.
-        for number, (micro_rows, training) in enumerate(((ROWS, True), (ROWS, True), (1, False))):
-            for model in (whole, opened.stack.model):
-                model.train(training)
-            batch = self._batch(number)
-            try:
-                with _seeded(number):
-                    expected = self._in_memory(whole, batch)
-            except Exception as error:
-                raise self._unprovable(error) from error
+        with torch.no_grad():
+            for name, kept in step.values.items():
+                values[name].copy_(kept)
+        for number in range(2):  # with dropout and all that the configuration asks for
+            self._step(number, whole, opened, step, ROWS)
+        if claim.dtype != torch.float32:  # in which a row alone may be rounded otherwise
+            return
+        for model in (whole, opened.stack.model):
+            _leave_nothing_out(model)
+        losses = []
+        for seed in (2, 3):
+            with _seeded(seed), torch.no_grad():
+                losses.append(float(whole(**self._batch(2), use_cache=False).loss))
+        if losses[0] == losses[1]:  # several micro-batches draw their random numbers in another order
+            self._step(2, whole, opened, step, 1)
+
+    def _step(self, number: int, whole: nn.Module, opened: OpenModel, step: SmallStep, micro_rows: int) -> None:
+        for model in (whole, opened.stack.model):
+            model.train()
+        batch = self._batch(number)
+        try:
             with _seeded(number):
-                found = self._streamed(step, batch, micro_rows)
-            self._compare(expected, found)
+                expected = self._in_memory(whole, batch)
+        except Exception as error:
+            raise self._unprovable(error) from error
+        with _seeded(number):
+            found = self._streamed(step, batch, micro_rows)
+        self._compare(expected, found)
 
     def _whole_model(self, plain: PreTrainedModel, adapters: PeftConfig | None) -> nn.Module:
         """Build the small model in memory, of the class and with the router loss that the engine would have."""
@@ -181,7 +217,7 @@ class _Proof:
             if hasattr(part, "output_router_logits"):
                 part.output_router_logits = getattr(asked, "output_router_logits", False)
         torch.manual_seed(1)
-        model: nn.Module = type(plain)._from_config(config, dtype=torch.float32)
+        model: nn.Module = type(plain)._from_config(config, dtype=self._claim.dtype)
         if adapters is not None:  # a copy, as peft fills in what is left out; the engine names things as inside
             model = get_peft_model(model, copy.deepcopy(adapters)).get_submodule("base_model.model")  # type: ignore[arg-type]
         generator = torch.Generator().manual_seed(2)
@@ -273,8 +309,9 @@ class _Proof:
         """Raises:
         UserError: they are not equal.
         """
-        tolerance = TOLERANCE_APART if self._claim.packed else TOLERANCE
-        if abs(found.loss - expected.loss) > tolerance * max(1.0, abs(expected.loss)) * 0.1:
+        packed, narrow = self._claim.packed, self._claim.dtype != torch.float32
+        tolerance = TOLERANCE_NARROW if narrow else TOLERANCE_APART if packed else TOLERANCE
+        if not abs(found.loss - expected.loss) <= (LOSS_APART if packed else LOSS) * max(1.0, abs(expected.loss)):
             raise self._refusal(
                 f"the loss is {found.loss:.6f}, and {expected.loss:.6f} in memory"
                 + (" with each document by itself" if self._claim.packed else "")
@@ -288,7 +325,7 @@ class _Proof:
                     wrong.append((name, "there in memory only" if gradient is None else "not there in memory"))
                 continue
             scale = max(float(true.abs().max()), 0.01 * whole)
-            difference = float((gradient - true).abs().max()) / scale
+            difference = float((gradient.float() - true.float()).abs().max()) / scale
             if not difference <= tolerance:
                 wrong.append((name, f"off by {difference:.1%} of its largest element"))
         if wrong:
@@ -297,9 +334,10 @@ class _Proof:
                 f"the gradient of {name} is {how} (the first of {len(wrong)} of {len(found.gradients)} tensors)"
             )
 
-    def _refusal(self, what: str) -> UserError:
+    def _refusal(self, what: str) -> _RefusedError:
         kind = " with LoRA" if self._claim.adapters is not None else ""
-        return UserError(
+        kind += "" if self._claim.dtype == torch.float32 else f" in {str(self._claim.dtype).removeprefix('torch.')}"
+        return _RefusedError(
             f"{self._name} cannot be trained out of core{kind}: of a small model of this family, computed block by "
             f"block, {what}. Nothing was written."
         )
@@ -309,6 +347,17 @@ class _Proof:
             f"Whether {self._name} trains out of core as in memory cannot be shown: a small model of this family does "
             f"not train in memory ({type(error).__name__}: {' '.join(str(error).split())[:300]})."
         )
+
+
+def _leave_nothing_out(model: nn.Module) -> None:
+    """Switch dropout off in a model that is training: in evaluation, some families run other code."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for holder in (module, getattr(module, "config", None)):
+            for name, value in list(vars(holder).items()) if holder is not None else ():
+                if "drop" in name and isinstance(value, float):
+                    setattr(holder, name, 0.0)
 
 
 def _parts(config: PreTrainedConfig) -> tuple[PreTrainedConfig, PreTrainedConfig]:

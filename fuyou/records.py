@@ -9,15 +9,17 @@ trained, in fp32.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from common.buffers import PAGE, round_up
 from common.errors import UserError
+from common.models.compressed import CompressedParameter
 from common.store import Extent, Layout
 from fuyou.frozen import FrozenDtype
 from fuyou.share import ALONE, Share
@@ -102,6 +104,8 @@ class ParameterSlot:
     """First element within the record."""
     decay: bool
     """Whether weight decay applies."""
+    compressed: CompressedParameter | None = None
+    """How it is kept where its record is kept in the checkpoint's own bytes; None: as it computes."""
 
     @property
     def name(self) -> str:
@@ -110,6 +114,11 @@ class ParameterSlot:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def kept_nbytes(self, dtype: torch.dtype) -> int:
+        """Bytes in a record that is kept in the checkpoint's own bytes, and otherwise in ``dtype``."""
+        nbytes = self.numel * dtype.itemsize if self.compressed is None else self.compressed.nbytes
+        return round_up(nbytes, ALIGN_ELEMENTS)
 
 
 @dataclass(frozen=True)
@@ -156,15 +165,21 @@ class Record:
         *,
         trainable: bool = True,
         frozen: FrozenDtype = FrozenDtype.PLAIN,
+        compressed: Mapping[str, CompressedParameter] | None = None,
     ) -> "Record":
-        """Lay out ``(names, shape, decay)`` in order, decayed ones first."""
+        """Lay out ``(names, shape, decay)`` in order, decayed ones first.
+
+        Args:
+            compressed: some of them by first name, for :attr:`FrozenDtype.CHECKPOINT`.
+        """
+        own = compressed or {}
         wanted = list(parameters)
         slots: list[ParameterSlot] = []
         position = boundary = 0
         for part in (True, False):
             for names, shape, decay in wanted:
                 if decay is part:
-                    slot = ParameterSlot(names, tuple(shape), position, decay)
+                    slot = ParameterSlot(names, tuple(shape), position, decay, own.get(names[0]))
                     slots.append(slot)
                     position = round_up(position + slot.numel, ALIGN_ELEMENTS)
             position = round_up(position, PAGE_ELEMENTS)
@@ -192,7 +207,7 @@ class Record:
         """Up to the end of the last parameter: what follows is padding."""
         if not self.decoded_nbytes:
             return self.used
-        return self.frozen.used_nbytes(self.decayed, max(0, self.used - self.decayed), self.precision.dtype)
+        return self._kept_nbytes(max(0, self.used - self.decayed))
 
     @property
     def stored(self) -> int:
@@ -222,8 +237,7 @@ class Record:
     @property
     def device_nbytes(self) -> int:
         """Bytes of all parameters, as they come to the device: so many pages for each rank of a node."""
-        nbytes = self.frozen.used_nbytes(self.decayed, self.numel - self.decayed, self.precision.dtype)
-        return round_up(nbytes, PAGE * self.share.ranks_per_node)
+        return round_up(self._kept_nbytes(self.numel - self.decayed), PAGE * self.share.ranks_per_node)
 
     @property
     def decoded_nbytes(self) -> int:
@@ -270,7 +284,44 @@ class Record:
         """Each parameter by its first name, as a view of the flat buffer ``[numel]``."""
         return {slot.name: flat[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.parameters}
 
+    def decode(self, payload: torch.Tensor, flat: torch.Tensor) -> None:
+        """Bring back what is kept in another way than it computes.
+
+        Args:
+            payload: all of it as it comes to the device, ``uint8 [device_nbytes]``.
+            flat: ``[numel]``, on the same device. Between parameters it may stay as it is.
+        """
+        if self.frozen is not FrozenDtype.CHECKPOINT:
+            self.frozen.decode(payload, self.decayed, flat)
+            return
+        for slot, kept in self.kept(payload):
+            values = flat[slot.offset : slot.offset + slot.numel]
+            if slot.compressed is None:
+                values.copy_(kept.view(flat.dtype))
+            else:
+                slot.compressed.decode(kept, values)
+
+    def kept(self, payload: torch.Tensor) -> Iterator[tuple[ParameterSlot, torch.Tensor]]:
+        """Each parameter with its bytes in ``payload``, of a record in the checkpoint's own bytes."""
+        position = 0
+        for slot in self.parameters:
+            plain = slot.numel * self.precision.parameter_bytes
+            nbytes = plain if slot.compressed is None else slot.compressed.nbytes
+            yield slot, payload[position : position + nbytes]
+            position += slot.kept_nbytes(self.precision.dtype)
+
+    def _kept_nbytes(self, rest: int) -> int:
+        """Bytes of the parameters as they are kept, if ``rest`` elements follow the decayed ones."""
+        if self.frozen is FrozenDtype.CHECKPOINT:
+            return self._checkpoint_nbytes
+        return self.frozen.used_nbytes(self.decayed, rest, self.precision.dtype)
+
+    @cached_property
+    def _checkpoint_nbytes(self) -> int:
+        return sum(slot.kept_nbytes(self.precision.dtype) for slot in self.parameters)
+
     def to_dict(self) -> dict[str, Any]:
+        compressed = {slot.name: slot.compressed.to_dict() for slot in self.parameters if slot.compressed is not None}
         return {
             "name": self.name,
             "kind": self.kind.value,
@@ -278,6 +329,7 @@ class Record:
             "trainable": self.trainable,
             "frozen": self.frozen.value,
             "parameters": [[list(slot.names), list(slot.shape), slot.decay] for slot in self.parameters],
+            **({"compressed": compressed} if compressed else {}),
         }
 
     @staticmethod
@@ -290,6 +342,9 @@ class Record:
             [(tuple(names), shape, decay) for names, shape, decay in content["parameters"]],
             trainable=content["trainable"],
             frozen=FrozenDtype(content["frozen"]),
+            compressed={
+                name: CompressedParameter.from_dict(one) for name, one in content.get("compressed", {}).items()
+            },
         )
 
 

@@ -10,6 +10,7 @@ from common.models.sources import WeightSource
 from common.store import Store
 from fuyou.adam import PASS_ELEMENTS
 from fuyou.data_plane import DataPlane
+from fuyou.frozen import FrozenDtype
 from fuyou.halves import join, split
 from fuyou.records import ParameterSlot, Record, RecordExtents
 from fuyou.step_shape import StepShape
@@ -23,6 +24,9 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
     memory beyond the plan but one parameter.
     """
     for record in plane.shape.records:
+        if record.frozen is FrozenDtype.CHECKPOINT:
+            _fill_compressed(plane, source, record, target)
+            continue
         encodes = bool(record.decoded_nbytes)  # as a whole, of which this rank then keeps its slice
         stored = Window(record.share.stored_start(record.numel), record.share.stored(record.numel))
         stored = Window(0, record.numel) if encodes else stored
@@ -51,14 +55,36 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
         if encodes:
             encoded = payload if record.share.ranks_per_node == 1 else _room_for_encoded(plane, record)
             record.frozen.encode(values, record.decayed, encoded)
-            if encoded is not payload:
-                payload.copy_(encoded[record.first_byte : record.first_byte + record.parameter_nbytes])
+            _keep_own(record, encoded, payload)
         plane.create(record, target)
         if low is not None:
             # An emulated device never writes a gradient. Halves read as one are full of denormal numbers, which make
             # Adam five times slower than it is.
             low.zero_()
         plane.heap.tidy()
+
+
+def _fill_compressed(plane: DataPlane, source: WeightSource, record: Record, target: int) -> None:
+    """Write this rank's part of a record that is kept in the checkpoint's own bytes. Memory: as :func:`fill_store`, and
+    one tensor of the files instead of one parameter where that is compressed."""
+    payload = torch.from_numpy(plane.host_parameters(record.kind, 0, record.parameter_nbytes))
+    encoded = payload.zero_() if record.share.ranks_per_node == 1 else _room_for_encoded(plane, record)
+    plain = source.read([slot.name for slot in record.parameters if slot.compressed is None])
+    for slot, kept in record.kept(encoded):
+        if slot.compressed is None:
+            _, value = next(plain)
+            kept.view(record.precision.dtype).copy_(value.reshape(-1))
+        else:
+            slot.compressed.encode(source.read_compressed(slot.name), kept)
+    _keep_own(record, encoded, payload)
+    plane.create(record, target)
+    plane.heap.tidy()
+
+
+def _keep_own(record: Record, encoded: torch.Tensor, payload: torch.Tensor) -> None:
+    """Copy what this rank keeps of an encoded record, unless it is alone and has it in place."""
+    if encoded is not payload:
+        payload.copy_(encoded[record.first_byte : record.first_byte + record.parameter_nbytes])
 
 
 def _room_for(plane: DataPlane, record: Record) -> torch.Tensor:
@@ -134,7 +160,7 @@ class StoreReader:
         if not record.decoded_nbytes:
             return kept.view(record.precision.dtype)
         values = torch.empty(record.numel, dtype=record.precision.dtype)
-        record.frozen.decode(kept, record.decayed, values)
+        record.decode(kept, values)
         return values
 
     def _kept(self, record: Record) -> torch.Tensor:

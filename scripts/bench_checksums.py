@@ -111,7 +111,7 @@ def _engine(drive: str, layers: int) -> Engine:
         vocab_size=512, hidden_size=1024, intermediate_size=4096, num_hidden_layers=layers, num_attention_heads=8,
         num_key_value_heads=8, max_position_embeddings=64,
     )  # fmt: skip
-    return Engine(config, ssd=[drive], host_memory="2GiB", host_cache=0, batch_shape=(1, 16))
+    return Engine(config, ssd=[drive], dtype="bf16", host_memory="2GiB", host_cache=0, batch_shape=(1, 16))
 
 
 class Block:

@@ -91,7 +91,7 @@ def fine_tune(
     with (
         tempfile.TemporaryDirectory(dir=ssd) as directory,
         fuyou.Engine(
-            checkpoint, ssd=[directory], lr=1e-3, adapters=AdapterOptions(RANK), seed=seed, host_cache=0,
+            checkpoint, dtype="bf16", ssd=[directory], lr=1e-3, adapters=AdapterOptions(RANK), seed=seed, host_cache=0,
             frozen_dtype=None if kept == "bf16" else kept, batch_shape=(ROWS, SEQUENCE),
         ) as engine,
     ):  # fmt: skip

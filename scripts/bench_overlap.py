@@ -115,6 +115,7 @@ def measure(
     with Engine(
         CONFIG, ssd=ssd, device=device, host_memory=host, host_cache=0, micro_batch=micro, batch_shape=(batch, SEQ_LEN),
         deferred_fraction=fraction, kept_activations=kept, run_name="bench-overlap", overwrite=True,
+        dtype="bf16",
     ) as engine:  # fmt: skip
         ends, reports = [time.monotonic()], []
         for _ in range(steps + 2):  # two to fill the pipeline

@@ -125,7 +125,7 @@ def run(one: Configuration, ssd: Sequence[Path], chosen: Plan, steps: int, **opt
     with Engine(
         config, ssd=ssd, device=one.device, host_memory=one.host_memory, batch_shape=(one.batch, one.seq_len),
         micro_batch=chosen.memory.batch.micro_rows, deferred_fraction=chosen.deferred_fraction,
-        kept_activations=chosen.keeping, run_name=NAME, overwrite=True, **options,
+        kept_activations=chosen.keeping, run_name=NAME, overwrite=True, dtype="bf16", **options,
     ) as engine:  # fmt: skip
         ends = [time.monotonic()]
         for _ in range(steps + 2):

@@ -59,7 +59,7 @@ def main(
     store.mkdir(parents=True)
     adapters = AdapterOptions(lora_rank) if lora_rank is not None else None
     engine = fuyou.Engine(
-        model, ssd=[store], device=device, topology=topology, host_cache=0, batch_shape=(batch, seq_len),
+        model, ssd=[store], device=device, dtype="bf16", topology=topology, host_cache=0, batch_shape=(batch, seq_len),
         host_memory=f"{int(host_memory.removesuffix('GiB')) * topology.ranks_per_node}GiB", adapters=adapters,
     )  # fmt: skip
     with engine:

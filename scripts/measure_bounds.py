@@ -54,6 +54,7 @@ def main(
             tempfile.TemporaryDirectory(dir=ssd) as directory,
             fuyou.Engine(
                 config,
+                dtype="bf16",
                 ssd=[directory],
                 host_memory=limit,
                 batch_shape=(1, seq_len),

@@ -154,6 +154,7 @@ class Adapters:
             are fp32 whatever the model computes in (``peft``'s own rule).
         names: the adapters' parameters, in the model's order.
         base_names: of every other parameter, its name before adapters came in, by its name now.
+        buffer_names: of every buffer, its name now, by its name before.
 
     Raises:
         UserError: the configuration does not fit the model, or cannot be trained here.
@@ -164,6 +165,7 @@ class Adapters:
         self.model, self.config = model, config
         self._dtype = model.dtype
         before = {id(parameter): name for name, parameter in model.named_parameters()}
+        buffers = dict(model.named_buffers(remove_duplicate=False))
         with _stretched(model) as originals:
             self._first = FirstValues(lambda module: isinstance(module, BaseTunerLayer), set(originals))
             self._wrapped = self._inject(seed)
@@ -173,6 +175,8 @@ class Adapters:
                 for name, parameter in model.named_parameters()
                 if id(parameter) in originals
             }
+        now = {id(buffer): name for name, buffer in model.named_buffers()}
+        self.buffer_names = {name: now[id(buffer)] for name, buffer in buffers.items()}
         self.names = tuple(name for name, _ in model.named_parameters() if name not in self.base_names)
         #: Magnitudes of DoRA are norms of weights, and made when these are read.
         self._norms = {name for name in self.names if self._first.is_unknown(model, name)}
@@ -336,6 +340,10 @@ class AdaptedSource:
     def read_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`WeightSource.read_buffers`. Read these before adapters change the modules' names."""
         return self._weights.read_buffers()
+
+    def read_compressed(self, name: str) -> Iterator[Mapping[str, torch.Tensor]]:
+        """See :meth:`WeightSource.read_compressed`."""
+        return self._weights.read_compressed(self._adapters.base_names[name])
 
 
 @contextmanager

@@ -145,7 +145,9 @@ class _Shrunk:
             small *= 2
         self.small_head_dim = min(self.head_dim, small)
         product = self.small_heads * self.small_head_dim
-        if heads * self.head_dim == width:
+        if self.heads is None:
+            self.small_width = min(width, _HEADS * _HEAD_DIM)
+        elif heads * self.head_dim == width:
             self.small_width = product
         else:
             self.small_width = min(
@@ -363,7 +365,7 @@ class _Shrunk:
             (_GROUPS, at_most(2)),
             (re.compile(r"shared_experts$"), at_most(2)),
             (re.compile(r"zero_expert"), at_most(2)),
-            (_STATE, lambda _, value: min(value, 24 if value > 512 else 16)),
+            (_STATE, lambda _, value: min(value, 24 if value > 512 or value <= 24 else 16)),
             (_HEAD_COUNT, self._few_heads),
             (_HEAD_DIM_NAME, lambda _, value: self._thin(value)),
             (re.compile(r"num_kv_heads|kv_n_heads"), self._few_heads),

@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
 from common.errors import UserError, did_you_mean
+from common.models.compressed import accept_config
 from common.presets import preset_files
 
 
@@ -27,6 +28,7 @@ def load_config(model: str | os.PathLike[str] | PreTrainedConfig) -> tuple[PreTr
     """
     if isinstance(model, PreTrainedConfig):
         _refuse_unsupported(model, model.model_type)
+        accept_config(model, model.model_type, has_weights=False)
         return model, None
 
     name = os.fspath(model)
@@ -35,6 +37,7 @@ def load_config(model: str | os.PathLike[str] | PreTrainedConfig) -> tuple[PreTr
     if (directory / "config.json").is_file():
         config = _read_directory(directory)
         _refuse_unsupported(config, name)
+        accept_config(config, name, has_weights=True)
         return config, directory
     if name in presets:
         fields = tomllib.loads(presets[name].read_text(encoding="utf-8"))
@@ -59,13 +62,6 @@ def _refuse_unsupported(config: PreTrainedConfig, name: str) -> None:
         raise UserError(
             f"{name} is a {config.model_type!r} model{own_code}, which transformers cannot build as a causal language "
             "model (AutoModelForCausalLM). Give a decoder such as Llama, Qwen, Mistral, Gemma or GPT-2."
-        )
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise UserError(
-            f"{name} is quantized ({method}); training needs its weights in fp32, bf16 or fp16. "
-            "Give the checkpoint it was quantized from."
         )
 
 

@@ -6,7 +6,8 @@ JSON with dtype, shape and byte range of every tensor; the tensors.
 
 import json
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +22,11 @@ INDEX = "model.safetensors.index.json"
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
+
+_WRAPPERS = re.compile(r"(?:(?<=^)|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+"""Modules that training libraries put around others, in names."""
 
 _HEADER_BYTES = 100_000_000
 """The format's own limit."""
@@ -35,6 +39,8 @@ class Stored:
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
+    name: str
+    """In the file: where a training library has put names of its own wrappers into it, not the model's name."""
 
 
 class Shards:
@@ -50,34 +56,50 @@ class Shards:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._opened: tuple[Path, safe_open] | tuple[None, None] = (None, None)
-        self.tensors: dict[str, Stored] = {}
-        """By the name on disk."""
+        found: dict[str, Stored] = {}
         for file, expected in _shard_files(directory).items():
-            found = read_header(file)
+            header = read_header(file)
             for name in expected:
-                if name not in found:
+                if name not in header:
                     raise FinetuneError(f"{file} lacks the tensor {name}, which {directory / INDEX} says is in it.")
-            self.tensors.update(found)
+            found.update(header)
+        names = without_wrappers(found)
+        self.files = {names[name]: stored for name, stored in found.items()}
+        """What is in the files, by the name that the model has for it."""
+        self.tensors = self.files
+        """What can be read, by name."""
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor in its own dtype, in memory of its own.
 
         The file is read, not mapped: mapped pages would count as this process's memory until the file is closed.
         """
-        return self._from_file(name, lambda file: file.get_tensor(name))
+        stored = self.files[name]
+        return self._from_file(stored, lambda file: file.get_tensor(stored.name))
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows ``start`` to ``stop`` of a tensor."""
-        return self._from_file(name, lambda file: file.get_slice(name)[start:stop])
+        stored = self.files[name]
+        return self._from_file(stored, lambda file: file.get_slice(stored.name)[start:stop])
 
-    def _from_file(self, name: str, read: Callable[[safe_open], torch.Tensor]) -> torch.Tensor:
-        path = self.tensors[name].file
+    def _from_file(self, stored: Stored, read: Callable[[safe_open], torch.Tensor]) -> torch.Tensor:
+        path = stored.file
         try:
             if path != self._opened[0]:  # opening parses the header again, too slow to do for each of many experts
                 self._opened = (path, safe_open(path, framework="pt", backend="pread"))
             return read(self._opened[1])
         except (OSError, SafetensorError) as error:
-            raise FinetuneError(f"Cannot read {name} from {path}: {error}") from error
+            raise FinetuneError(f"Cannot read {stored.name} from {path}: {error}") from error
+
+
+def without_wrappers(names: Iterable[str]) -> dict[str, str]:
+    """Return every name without what DDP, FSDP and ``torch.compile`` put into the names of a model that they wrap:
+    ``module.`` before all of them, ``_orig_mod.`` and the like anywhere. Names that would be alike stay as they are."""
+    found = list(names)
+    plain = {name: _WRAPPERS.sub("", name) for name in found}
+    while plain and all(name.startswith("module.") for name in plain.values()):
+        plain = {name: _WRAPPERS.sub("", short.removeprefix("module.")) for name, short in plain.items()}
+    return plain if len(set(plain.values())) == len(found) else {name: name for name in found}
 
 
 def read_header(file: Path) -> dict[str, Stored]:
@@ -100,7 +122,7 @@ def read_header(file: Path) -> dict[str, Stored]:
             odd = sorted({entry["dtype"] for _, entry in entries} - DTYPES.keys())
             if odd:
                 raise UserError(f"{file} is quantized ({', '.join(odd)}). Give the checkpoint that it was made from.")
-            found = {name: Stored(file, DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in entries}
+            found = {name: Stored(file, DTYPES[entry["dtype"]], tuple(entry["shape"]), name) for name, entry in entries}
     except OSError as error:
         raise FinetuneError(f"Cannot read {file}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
@@ -149,10 +171,22 @@ def _shard_files(directory: Path) -> dict[Path, list[str]]:
 
 def _no_safetensors(directory: Path) -> str:
     if any(directory.glob("pytorch_model*.bin*")):
+        convert = f"M.from_pretrained('{directory}', dtype='auto').save_pretrained('{directory}-safetensors')"
         return (
-            f"{directory} has its weights only as pytorch_model.bin, which cannot be read piece by piece. Convert it "
-            'once, on a machine that can hold it: python -c "from transformers import AutoModelForCausalLM as M; '
-            f"M.from_pretrained('{directory}', dtype='auto').save_pretrained('{directory}-safetensors')\", and copy "
-            "the tokenizer's files over."
+            f"{directory} has its weights only pickled (pytorch_model.bin), which cannot be read piece by piece. "
+            "Convert it once, on a machine that can hold it: "
+            f'python -c "from transformers import AutoModelForCausalLM as M; {convert}", '
+            "and copy the tokenizer's files over."
         )
+    pickled = next((file for ending in ("pth", "pt", "bin", "ckpt") for file in directory.glob(f"*.{ending}")), None)
+    if pickled is not None:
+        load = f"torch.load('{pickled}', map_location='cpu', weights_only=True)"
+        return (
+            f"{directory} has its weights only pickled ({pickled.name}). If its tensors have the names that "
+            "transformers gives them, convert it once: "
+            f"python -c \"import torch, safetensors.torch as s; s.save_file({load}, '{directory / SINGLE}')\"; else "
+            "take the model's checkpoint for transformers."
+        )
+    if any(directory.glob("*.gguf")):
+        return f"{directory} has its weights as GGUF, for llama.cpp: give the checkpoint it was made from."
     return f"{directory} has no weights: neither {SINGLE} nor {INDEX} is in it."

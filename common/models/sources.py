@@ -1,7 +1,7 @@
 """Where weights come from: a checkpoint or random numbers, in the memory of about one parameter."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Protocol
@@ -11,9 +11,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from common.errors import FinetuneError, UserError
+from common.models.compressed import CompressedParameter, CompressedShards, Placements
 from common.models.conversion import Conversion, plan_conversions
 from common.models.meta import unset_buffers
-from common.models.shards import Shards
+from common.models.missing import explain_missing, refuse_compressed
 from common.models.structure import parameter_names, stored_names
 
 
@@ -43,6 +44,10 @@ class WeightSource(Protocol):
         """Persistent buffers that the source has values for."""
         ...
 
+    def read_compressed(self, name: str) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Components of the tensors that a compressed parameter is made of, as they are in the source, one by one."""
+        ...
+
 
 class CheckpointSource:
     """Weights from a checkpoint directory of safetensors files.
@@ -50,6 +55,8 @@ class CheckpointSource:
     Args:
         directory: with ``model.safetensors``, or shards and ``model.safetensors.index.json``.
         model: from :func:`common.models.meta.build_meta_model`.
+
+    What is compressed (:mod:`common.models.compressed`) is read as the numbers that it stands for.
 
     Memory: one tensor; for a parameter that is put together from several (fused experts), up to twice that parameter.
 
@@ -59,7 +66,8 @@ class CheckpointSource:
 
     def __init__(self, directory: Path, model: PreTrainedModel) -> None:
         self.model = model
-        self.shards = Shards(directory)
+        self.shards = CompressedShards(directory)
+        self._placements = Placements(model)
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self.aliases = {alias: names for names in parameter_names(model) for alias in names}
         conversions, unused = plan_conversions(model, self.shards.tensors)
@@ -76,12 +84,9 @@ class CheckpointSource:
         """Every parameter is there, in a floating-point dtype and with the model's shape; tied ones agree."""
         missing = [name for name in self.shapes if not self._sources(name)]
         missing += [name for name in unset_buffers(self.model) if name not in self._made_by]
+        refuse_compressed(self.shards, self.unused)
         if missing:
-            raise FinetuneError(
-                f"{self.shards.directory} lacks {len(missing)} of the model's {len(self.shapes)} parameters: "
-                f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}. "
-                f"Is config.json, which makes it a {type(self.model).__name__}, the one that belongs to these weights?"
-            )
+            raise FinetuneError(explain_missing(self.model, self.shards.directory, missing, self.unused))
         for name, shape in self.shapes.items():
             for source in self._sources(name):
                 self._check_one(source, shape)
@@ -97,7 +102,7 @@ class CheckpointSource:
             if source not in made:
                 # One tensor on disk may make several parameters: keep those that are still wanted.
                 later = {alias for other in names[position:] for alias in self._sources(other)[:1]}
-                converted = self._made_by[source].convert(self.model, self.shards.read)
+                converted = self._convert(source)
                 made = {key: value for key, value in converted.items() if key in later}
                 del converted
             yield name, made.pop(source)
@@ -111,7 +116,31 @@ class CheckpointSource:
     def stored_as(self, name: str) -> str | None:
         """The name on disk of the one tensor that is the parameter ``name`` as it is; None if it has to be made."""
         conversion = self._made_by[self._sources(name)[0]]
-        return conversion.parts[0][1] if conversion.rule is None else None
+        stored = conversion.parts[0][1]
+        return stored if conversion.rule is None and stored not in self.shards.compressed else None
+
+    def compressed(self, name: str) -> CompressedParameter | None:
+        """How the checkpoint has the parameter ``name``, if that is compressed and can be kept as it is."""
+        sources = self._sources(name)
+        return self._compressed(sources[0]) if sources else None
+
+    def read_compressed(self, name: str) -> Iterator[Mapping[str, torch.Tensor]]:
+        """See :meth:`WeightSource.read_compressed`."""
+        for _, part in self._made_by[self._sources(name)[0]].parts:
+            yield self.shards.components(part)
+
+    def _compressed(self, source: str) -> CompressedParameter | None:
+        if not self.shards.compressed:
+            return None
+        shape = self._stored_shape[source]
+        return CompressedParameter.of(self._made_by[source], self.shards, self._placements, shape)
+
+    def _convert(self, source: str) -> dict[str, torch.Tensor]:
+        """What the conversion that makes ``source`` makes, piece by piece where that is possible."""
+        compressed = self._compressed(source)
+        if compressed is None:
+            return self._made_by[source].convert(self.model, self.shards.read)
+        return {source: compressed.assemble(self.read_compressed(source)).view(self._stored_shape[source])}
 
     def _sources(self, name: str) -> list[str]:
         """Those of a parameter's names that the checkpoint has: a tied one may be stored under any of them."""
@@ -130,8 +159,8 @@ class CheckpointSource:
         for part, stored in parts:
             if not stored.dtype.is_floating_point or stored.dtype.itemsize == 1:
                 raise UserError(
-                    f"{stored.file} holds {part} as {stored.dtype}: the checkpoint is quantized. "
-                    "Training needs its weights in fp32, bf16 or fp16: give the checkpoint it was made from."
+                    f"{stored.file} holds {part} as {stored.dtype}: the checkpoint is quantized, and no scales that "
+                    "are known here are beside it. Give the checkpoint it was made from, in fp32, bf16 or fp16."
                 )
 
     def _check_tied(self, sources: list[str]) -> None:
@@ -199,6 +228,10 @@ class RandomSource:
 
     def read_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Nothing: the model has all its buffers."""
+        return iter(())
+
+    def read_compressed(self, name: str) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Nothing: random numbers are not compressed."""
         return iter(())
 
     def _initialise(self, path: str) -> dict[str, torch.Tensor]:

@@ -117,20 +117,21 @@ def training(
     deferred_fraction: float | None = None,
     host_cache: int | None = None,
     adapters: PeftConfig | None = None,
-    frozen: FrozenDtype = FrozenDtype.PLAIN,
+    frozen: FrozenDtype | None = None,
     router_loss: str = "auto",
     commit_every: int = 1,
     clip_by: ClipBy | None = None,
     clipped_share: float = Strikes().share,
 ) -> Training:
-    """Look at a model without its weights: half a second for 160 layers.
+    """Look at a model without its weights: half a second for 160 layers. (Of a compressed checkpoint whose bytes are to
+    be kept, what its files say they hold is read, too.)
 
     Args:
         model: checkpoint directory, preset name, or transformers configuration.
         rows, seq_len: of a batch.
         precision: None computes in bf16 with fp32 moments.
         adapters: what is trained, if the weights are frozen.
-        frozen: how frozen matrices are kept.
+        frozen: how frozen matrices are kept; None: in a compressed checkpoint's own bytes, else as they compute.
         router_loss: see :mod:`fuyou.router_loss`.
         commit_every: steps from one commit to the next.
         clip_by: how gradients are clipped; None leaves it to the planner.
@@ -140,8 +141,10 @@ def training(
         UserError: no such model, or one that cannot be streamed.
     """
     precision = precision or Precision(torch.bfloat16, torch.float32)
-    config, _ = load_config(model)
-    opened = OpenModel(config, precision, torch.device("cpu"), adapters, frozen=frozen, router_loss=router_loss)
+    config, checkpoint = load_config(model)
+    opened = OpenModel(
+        config, precision, torch.device("cpu"), adapters, frozen=frozen, router_loss=router_loss, checkpoint=checkpoint
+    )
     meta = opened.stack.model
     name = os.fspath(model) if not isinstance(model, PreTrainedConfig) else type(meta).__name__
     return Training(

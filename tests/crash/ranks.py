@@ -105,7 +105,14 @@ def _train(run: RanksRun, node: int, say: Callable[..., None]) -> None:
     own = run.drives_of(node)
     gone = [run.root / f"node{other}" for other in range(run.nodes, run.before)] if node == 0 else []
     rows = ROWS // run.nodes
-    options = {"lr": 1e-2, "host_memory": "2GiB", "micro_batch": 1, "batch_shape": (rows, SEQ_LEN), **run.options}
+    options = {
+        "lr": 1e-2,
+        "host_memory": "2GiB",
+        "micro_batch": 1,
+        "batch_shape": (rows, SEQ_LEN),
+        "dtype": "bf16",
+        **run.options,
+    }
     batches = RandomBatches(VOCABULARY, SEQ_LEN, ROWS, seed=5)
     # Not closed where it fails: its threads may wait for a rank that is no more, and the process ends anyway.
     engine = fuyou.Engine(

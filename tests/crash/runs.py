@@ -221,7 +221,14 @@ def _steps(run: Run, say: Any) -> None:
 
 def open_engine(run: Run) -> fuyou.Engine:
     """The engine of ``run``, on this process's drives."""
-    options = {"lr": 1e-2, "host_memory": "600MiB", "micro_batch": 1, "batch_shape": (ROWS, SEQ_LEN), **run.options}
+    options = {
+        "lr": 1e-2,
+        "host_memory": "600MiB",
+        "micro_batch": 1,
+        "batch_shape": (ROWS, SEQ_LEN),
+        "dtype": "bf16",
+        **run.options,
+    }
     return fuyou.Engine(tiny_config(), ssd=run.ssd, leave_ssd=run.leaving, **options)
 
 

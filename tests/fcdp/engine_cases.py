@@ -4,6 +4,7 @@ import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from common.store import commit_manifest, load_manifest
 from fuyou.nodes import handlers
 
 VOCABULARY = 67
-OPTIONS = {"lr": 1e-3, "weight_decay": 0.1, "host_memory": "4GiB"}
+OPTIONS = {"dtype": "bf16", "lr": 1e-3, "weight_decay": 0.1, "host_memory": "4GiB"}
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,14 @@ def train(topology: fcdp.Topology | None, run: Run) -> Outcome:
     return outcome
 
 
+def train_unlike(topology: fcdp.Topology | None, run: Run) -> Outcome:
+    """Train on ranks of which the first alone is fast in bf16; in a run that goes on, all but the first are."""
+    first = topology is None or topology.rank == 0
+    fastest = "bf16" if first != run.options.get("resume", False) else "fp32"
+    with mock.patch("fuyou.engine.fastest_dtype", return_value=fastest):
+        return train(topology, run)
+
+
 def export(topology: fcdp.Topology | None, run: Run) -> str:
     """What is said when the weights are exported as they came, and files of the target then; all the same, after that.
 
@@ -110,7 +119,7 @@ def export(topology: fcdp.Topology | None, run: Run) -> str:
     rank = topology.rank if topology is not None else 0
     assert run.save is not None
     with fuyou.Engine(
-        run.model, ssd=directories(run.folder, rank, 1), topology=topology, **OPTIONS, **run.options
+        run.model, ssd=directories(run.folder, rank, 1), topology=topology, **{**OPTIONS, **run.options}
     ) as engine:
         merge, said = "adapters" in run.options, "exported"
         try:

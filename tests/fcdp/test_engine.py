@@ -93,6 +93,18 @@ def test_two_ranks_equal_one(
         check_bytes(ranks, alone)
 
 
+def test_ranks_compute_in_what_the_first_is_fast_in_and_go_on_in_that(model: str, pool: Pool, tmp_path: Path) -> None:
+    options = {"dtype": "auto", "micro_batch": 2}
+    alone = cases.train(None, Run(model, tmp_path / "alone", options={**options, "dtype": "bf16"}))
+    run = Run(model, tmp_path / "ranks", 3, options=options)
+    began = pool.run((2, 1), cases.train_unlike, run)
+    went_on = pool.run((2, 1), cases.train_unlike, replace(run, steps=5, options={**options, "resume": True}))
+    for before, after in zip(began, went_on, strict=True):
+        assert before.losses + after.losses == alone.losses
+    for name, master in alone.masters.items():
+        assert torch.equal(went_on[0].masters[name], master), name
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_only_what_no_rank_has_a_gradient_for_is_skipped(dtype: str, pool: Pool, tmp_path: Path) -> None:
     """Experts get few tokens, on some rank or on none; slices cut them; then two ranks become one, and that one two."""

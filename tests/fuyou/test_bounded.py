@@ -19,7 +19,7 @@ def test_memory_and_bytes(layers: int, budget: str, clip: float | None, tmp_path
     )
     steps = 2
     with fuyou.Engine(
-        config, ssd=[tmp_path], host_memory=budget, batch_shape=(2, 64), micro_batch=1, max_grad_norm=clip
+        config, ssd=[tmp_path], host_memory=budget, batch_shape=(2, 64), micro_batch=1, max_grad_norm=clip, dtype="bf16"
     ) as engine:
         for _ in range(steps):
             tokens = torch.randint(0, 2048, (2, 64))

@@ -64,10 +64,12 @@ def check(
     clip: float | None = None,
     packed: bool = True,
     steps: int = STEPS,
+    trained_from: Path | None = None,
     **options,
 ) -> None:
     twin = Twin(str(model), bf16=dtype == "bf16", max_grad_norm=clip, **OPTIONS)
-    with engine(model, ssd, dtype, micro_batch=micro_batch, max_grad_norm=clip, **options) as trained:
+    started = engine(trained_from or model, ssd, dtype, micro_batch=micro_batch, max_grad_norm=clip, **options)
+    with started as trained:
         for batch in batches(steps, packed):
             out = trained(**batch)
             out.loss.backward()

@@ -171,7 +171,7 @@ def test_misuse_is_told(tmp_path: Path) -> None:
 
 
 def test_a_store_is_not_overwritten_and_not_mistaken(tmp_path: Path) -> None:
-    small_engine(tmp_path).close()
+    small_engine(tmp_path, dtype="bf16").close()
     with pytest.raises(UserError, match="--resume"):
         small_engine(tmp_path)
     with pytest.raises(UserError, match="--dtype"):

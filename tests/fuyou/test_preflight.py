@@ -15,6 +15,7 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
     MixtralConfig,
     PreTrainedConfig,
     Qwen3MoeConfig,
@@ -103,6 +104,15 @@ def test_families_are_proven(config: PreTrainedConfig) -> None:
 @pytest.mark.parametrize("choice", ["auto", "on", "off"])
 def test_router_losses_are_proven(choice: str) -> None:
     fuyou.prove(MixtralConfig(output_router_logits=choice == "auto"), router_loss=choice)
+
+
+def test_what_is_wider_between_blocks_than_inside_is_refused() -> None:
+    """Mamba adds to its residual in fp32, whatever its weights are in; what streams is bf16."""
+    fuyou.prove(LlamaConfig(), dtype=torch.bfloat16)
+    fuyou.prove(MambaConfig())
+    with pytest.raises(UserError, match=r"in bfloat16: .* In fp32 they are equal: train it with dtype fp32"):
+        fuyou.prove(MambaConfig(), dtype=torch.bfloat16)
+    fuyou.prove(MambaConfig(residual_in_fp32=False), dtype=torch.bfloat16)
 
 
 def test_adapters_parts_and_packed_rows_are_proven() -> None:
