@@ -76,6 +76,8 @@ class Batches(ABC):
     """For the user: a line, and one more for each thing that is not done as the files have it."""
     labels_ahead: bool = False
     """Whether the label of a position is what it is to predict; if not, the next position's label is that."""
+    packed: bool = False
+    """Whether documents share rows."""
 
     @abstractmethod
     def batch(self, step: int) -> dict[str, torch.Tensor]:
@@ -101,7 +103,7 @@ class PackedBatches(Batches):
         self.trainable_tokens = header.trainable_tokens
         self.steps_per_epoch = -(-header.rows // config.batch_size)
         self.digest = header.digest
-        self.labels_ahead = config.labels_ahead
+        self.labels_ahead, self.packed = config.labels_ahead, config.packed
         self.description = _describe(header, config)
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:

@@ -136,8 +136,8 @@ class _Part:
     end: int
 
     def of(self, value: Any) -> Any:
-        """``value`` for this document, by its shape: rows come first, then tokens; of a mask of four dimensions the last
-        two are tokens."""
+        """``value`` for this document, by its shape: rows come first, then tokens; of four dimensions the last two may
+        be tokens."""
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             return value
         rows, length, tokens = self.documents.rows, self.documents.length, slice(self.start, self.end)
