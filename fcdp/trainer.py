@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from common.data import Documents
+from common.data import Documents, restarts
 from common.errors import UserError
 from common.memory_meter import PeakMeter
 from common.models.adapters import MERGED, Adapters
@@ -271,12 +271,14 @@ class Trainer:
         Raises:
             NonFiniteLoss: loss or gradient is NaN or infinite, on every rank, and is not to be skipped; nothing was
                 updated.
-            UserError: fewer sequences than ranks, no label, or a learning rate that is not finite or negative.
+            UserError: fewer sequences than ranks, no label, documents that would see each other, or a learning rate that is not finite or negative.
         """
         check_learning_rate(lr)
         began, sent = time.monotonic(), self._sharding.traffic.across
         step, world, rank = self.step_count + 1, self._topology.world_size, self._topology.rank
         torch.manual_seed(((self._options.seed << 20) + step) * 65_537 % (1 << 62) + rank)
+        if restarts(batch["position_ids"]):  # on all ranks alike, whichever of them has such rows
+            self._family.check_documents(masked=False)
         targets = targets_of(batch["labels"], self._family.shifts_labels)
         items = int((targets != -100).sum())
         if items == 0:
@@ -328,6 +330,8 @@ class Trainer:
         Args:
             batch: as for :meth:`train_step`; at least one label.
         """
+        if restarts(batch["position_ids"]):  # on all ranks alike, whichever of them has such rows
+            self._family.check_documents(masked=False)
         targets = targets_of(batch["labels"], self._family.shifts_labels)
         items = torch.tensor(int((targets != -100).sum()), device=self._device)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -389,14 +393,9 @@ class Trainer:
 
     @contextlib.contextmanager
     def _apart(self, part: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Keep the documents of packed rows apart.
-
-        Raises:
-            UserError: this family has no way to do so.
-        """
+        """Keep the documents of packed rows apart."""
         documents = Documents.of(part["position_ids"])
         if documents is not None and self._separator is None:
-            self._family.check_documents(masked=False)
             assert self._family.isolation is not None
             self._separator = Separator(self._model, self._family.isolation)
         with contextlib.nullcontext() if self._separator is None else self._separator.apart(documents):
