@@ -271,7 +271,8 @@ class Trainer:
         Raises:
             NonFiniteLoss: loss or gradient is NaN or infinite, on every rank, and is not to be skipped; nothing was
                 updated.
-            UserError: fewer sequences than ranks, no label, documents that would see each other, or a learning rate that is not finite or negative.
+            UserError: fewer sequences than ranks, no label, documents that would see each other, or a learning rate
+                that is not finite or negative.
         """
         check_learning_rate(lr)
         began, sent = time.monotonic(), self._sharding.traffic.across
