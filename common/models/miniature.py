@@ -107,6 +107,7 @@ class _Shrunk:
 
     def __init__(self, fields: dict[str, Any], config: Any = None, outer: "_Shrunk | None" = None):
         self._fields, self._config, self._outer = fields, config, outer
+        self.small_width = self.small_heads = self.small_head_dim = 0
         self._measure()
         self._choose_layers()
         self.result = {name: self._shrink(name, value) for name, value in fields.items()}
