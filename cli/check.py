@@ -51,7 +51,8 @@ def run_check(settings: Settings) -> None:
     """
     paint = Paint()
     directories = directories_at_hand(settings)
-    store = training_of(with_dtype(settings)).record_bytes if settings.model else None
+    settings = with_dtype(settings)
+    store = training_of(settings).record_bytes if settings.model else None
     _section(paint, "versions", list(versions().items()))
     machine = look_at_machine()
     _section(paint, "machine", list(_machine_rows(machine)))

@@ -277,7 +277,7 @@ class KeepingPlan:
             try:
                 self._traces[seq_len] = trace_block(self._stack, seq_len, self._device, self._dtype)
             except Exception as error:  # whatever a family's own code does without values
-                if self._wanted:
+                if self.layers:
                     raise UserError(
                         f"Which outputs of {type(self._stack.model).__name__} to keep cannot be planned: its blocks do "
                         f"not run without values ({type(error).__name__}: {error}). Leave kept_activations out."

@@ -173,6 +173,7 @@ class _Proof:
             whole = self._whole_model(plain, adapters)
         except Exception as error:
             raise self._unprovable(error) from error
+        self._shifts = opened.stack.family.shifts_labels
         names = {name for record in opened.shape.records for slot in record.parameters for name in slot.names}
         frozen = {
             name for record in opened.shape.records if not record.trainable for slot in record.parameters
@@ -183,9 +184,6 @@ class _Proof:
             value.requires_grad_(name in names and name not in frozen)
         _copy_buffers(whole, opened.stack.model)
         step = SmallStep(opened, values)
-        with torch.no_grad():
-            for name, kept in step.values.items():
-                values[name].copy_(kept)
         for number in range(2):  # with dropout and all that the configuration asks for
             self._step(number, whole, opened, step, ROWS)
         if claim.dtype != torch.float32:  # in which a row alone may be rounded otherwise
@@ -288,7 +286,7 @@ class _Proof:
             {name: batch[name][..., piece].contiguous() for name in ("input_ids", "labels")}
             for piece in self._documents()
         ]
-        counts = [int((targets_of(part["labels"], task_type_of(self._small)) != -100).sum()) for part in parts]
+        counts = [int((targets_of(part["labels"], self._shifts) != -100).sum()) for part in parts]
         model.zero_grad(set_to_none=True)
         total = 0.0
         for part, count in zip(parts, counts, strict=True):

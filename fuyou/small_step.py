@@ -51,12 +51,6 @@ class SmallStep:
         self._stack, self._shape, self._router_loss = model.stack, model.shape, model.router_loss
         self._task_type = model.task_type
         self._flat = {record.index: _flat(record, parameters) for record in self._shape.records}
-        #: The values as they are kept, by first name: in bf16, a parameter that its family makes in fp32 is rounded.
-        self.values = {
-            name: view
-            for record in self._shape.records
-            for name, view in record.views(self._flat[record.index]).items()
-        }
         # As in a run: what a step has learnt about recomputing blocks, the next one makes use of.
         self._recomputations = Recomputations()
         self.gradients: dict[str, torch.Tensor | None] = {}

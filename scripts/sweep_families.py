@@ -14,6 +14,7 @@ import datetime
 import json
 import os
 import sys
+import textwrap
 import time
 import warnings
 from collections import Counter
@@ -29,7 +30,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 sys.path.insert(0, str(Path(__file__).parent))
 
 from families.children import run_forked
-from families.trial import Finding, Mode, try_family
+from families.trial import EXACT_LOSS, EXACT_WEIGHT, Finding, Mode, try_family
 
 BAD = ("wrong", "crash", "hang")
 ORDER = (*BAD, "refused", "untrainable", "exact")
@@ -128,16 +129,41 @@ def main(
 
 def page(findings: list[Finding], mode: Mode) -> str:
     """Make the page that goes to the documentation."""
-    return "\n".join([
+    versions = f"transformers {transformers.__version__} and torch {torch.__version__.partition('+')[0]}"
+    words = " ".join(sys.argv[1:]) or "--write docs/families.md"
+    lines = [
         "# Families", "",
-        f"Made by `python scripts/sweep_families.py --write docs/families.md`, with transformers "
-        f"{transformers.__version__} and torch {torch.__version__.partition('+')[0]}.", "",
-        "Every name of transformers' mapping of causal language models, small and with random weights, trains three",
-        f"steps in memory and through the engine ({mode.name}, CPU). *exact*: losses and weights are those of the",
-        "plain loop. *refused*: the engine says so in this one sentence, before anything is written. *untrainable*:",
-        "transformers' own code does not train it from token ids alone.", "",
-        f"{len(findings)} families: {summary(findings)}.", "", table(findings), "",
-    ])  # fmt: skip
+        *_wrapped(f"Made by `python scripts/sweep_families.py {words}`, with {versions}."), "",
+        *_wrapped(
+            "Every name of transformers' mapping of causal language models, small and with random weights, trains "
+            f"three steps in memory and through the engine ({mode.name}, on the CPU). Of these {len(findings)} "
+            f"families: {summary(findings)}."
+        ),
+    ]  # fmt: skip
+    for verdict in reversed(ORDER):
+        these = sorted((one for one in findings if one.verdict == verdict), key=lambda one: one.name)
+        if these:
+            lines += ["", f"## {verdict.capitalize()}", "", *_wrapped(_MEANING[verdict]), ""]
+        if verdict == "exact":
+            lines += _wrapped(", ".join(one.name for one in these) + ".")
+        else:
+            for one in these:
+                lines += _wrapped(f"* **{one.name}**: {' '.join(one.reason.split())}", "  ")
+    return "\n".join(lines) + "\n"
+
+
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(text, 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+_MEANING = {
+    "exact": f"Losses are equal to {EXACT_LOSS:.0e} and weights to {EXACT_WEIGHT:.0e}, mostly to the bit.",
+    "refused": "The engine says so, in this sentence, before anything is written.",
+    "untrainable": "Transformers' own code does not train it in memory, from token ids alone.",
+    "wrong": "Other numbers, and nothing is said. There must be none.",
+    "crash": "Another error than a refusal. There must be none.",
+    "hang": "Not done in time. There must be none.",
+}
 
 
 if __name__ == "__main__":

@@ -107,6 +107,7 @@ class _Shrunk:
 
     def __init__(self, fields: dict[str, Any], config: Any = None, outer: "_Shrunk | None" = None):
         self._fields, self._config, self._outer = fields, config, outer
+        self.small_width = self.small_heads = self.small_head_dim = 0
         self._measure()
         self._choose_layers()
         self.result = {name: self._shrink(name, value) for name, value in fields.items()}
@@ -141,6 +142,8 @@ class _Shrunk:
         self.small_heads = min(heads, self.most_heads)
         rotary = min([1.0, *_fractions(self._fields)])
         small = _HEAD_DIM // 2 if tower else _HEAD_DIM
+        if outer is not None and not tower:  # parts whose widths go together keep their ratios
+            small = max(_HEAD_DIM // 2, min(2 * _HEAD_DIM, self.head_dim * outer.small_head_dim // outer.head_dim))
         while small * rotary < _LEAST_ROTATED and small < self.head_dim:
             small *= 2
         self.small_head_dim = min(self.head_dim, small)

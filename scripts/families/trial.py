@@ -133,7 +133,7 @@ class _Trial:
             batches = [self._batch(step) for step in range(STEPS)]
             expected = None if self._mode.lora else self._in_memory(checkpoint, batches)
         except Exception as error:
-            raise _Untrainable(_located(error)) from error
+            raise _Untrainable(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
         self._finding.seconds["memory"] = time.monotonic() - began
         began = time.monotonic()
         (self._work / "ssd").mkdir()
