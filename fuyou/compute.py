@@ -243,8 +243,8 @@ class StepComputation:
             if lost is not None:
                 raise FinetuneError(
                     f"{type(self._stack.model).__name__} gives block {lost[0]} an argument{lost[1]} that carries a "
-                    "gradient in this batch and none in one of text alone, and that gradient would be lost: freeze what "
-                    "it comes from (vision tower and projector), and start anew."
+                    "gradient in this batch and none in one of text alone, and that gradient would be lost: freeze "
+                    "what it comes from (vision tower and projector), and start anew."
                 )
             values, gradients = self._call(task.micro).embedding_gradients(again)
             if hidden.requires_grad:
