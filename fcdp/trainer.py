@@ -283,7 +283,7 @@ class Trainer:
         began, sent = time.monotonic(), self._sharding.traffic.across
         step, world, rank = self.step_count + 1, self._topology.world_size, self._topology.rank
         torch.manual_seed(((self._options.seed << 20) + step) * 65_537 % (1 << 62) + rank)
-        if restarts(batch["position_ids"]):  # on all ranks alike, whichever of them has such rows
+        if restarts(batch.get("position_ids")):  # on all ranks alike, whichever of them has such rows
             self._family.check_documents(masked=False)
         targets = targets_of(batch["labels"], self._family.shifts_labels)
         items = int((targets != -100).sum())
@@ -336,7 +336,7 @@ class Trainer:
         Args:
             batch: as for :meth:`train_step`; at least one label.
         """
-        if restarts(batch["position_ids"]):  # on all ranks alike, whichever of them has such rows
+        if restarts(batch.get("position_ids")):  # on all ranks alike, whichever of them has such rows
             self._family.check_documents(masked=False)
         targets = targets_of(batch["labels"], self._family.shifts_labels)
         items = torch.tensor(int((targets != -100).sum()), device=self._device)
@@ -404,7 +404,7 @@ class Trainer:
     @contextlib.contextmanager
     def _apart(self, part: dict[str, torch.Tensor]) -> Iterator[None]:
         """Keep the documents of packed rows apart."""
-        documents = Documents.of(part["position_ids"])
+        documents = Documents.of(part.get("position_ids"))
         if documents is not None and self._separator is None:
             assert self._family.isolation is not None
             self._separator = Separator(self._model, self._family.isolation)

@@ -154,9 +154,13 @@ class CheckpointWriter:
     def _copy_untouched(self, source: CheckpointSource) -> None:
         """Write every tensor of the source that nothing written takes the place of, in the order of its files."""
         replaced = {part for name in self._written for part in source.made_from(name)}
+        weights = {part for name in self._shapes for part in source.made_from(name)}  # masks may well be infinite
         for name in source.shards.tensors:
             if name not in replaced:
                 value = source.shards.read(name)
+                if not self._allows_nonfinite and name in weights and first_nonfinite({name: value}) is not None:
+                    self.discard()
+                    raise NonFiniteWeights(name)
                 # What stands for fewer bits is written as the numbers that it stands for: the configuration says so.
                 self._put(name, value.to(self.dtype) if name in source.shards.compressed else value)
 
