@@ -10,7 +10,7 @@ import torch
 
 from cli.prepare import Job
 from common.data import Batches
-from fuyou.loss import shifted_labels
+from fuyou.loss import targets_of
 
 if TYPE_CHECKING:
     from cli.said import Said  # which imports this
@@ -47,15 +47,15 @@ def evaluate(batches: Batches, batch_size: int, loss_of: Callable[[dict[str, tor
         batch_size: rows of a batch. The last one is completed with rows that were seen; their labels are taken away.
         loss_of: mean loss over the labels of a batch, which has at least one.
     """
-    began, total, tokens = time.perf_counter(), 0.0, 0
+    began, total, tokens, computed = time.perf_counter(), 0.0, 0, 0
     for number in range(batches.steps_per_epoch):
         batch = batches.batch(number)
         batch["labels"][batches.rows - number * batch_size :] = -100
-        count = int((shifted_labels(batch["labels"]) != -100).sum())
+        count = int((targets_of(batch["labels"], not batches.labels_ahead) != -100).sum())
         if count:
             total += loss_of(batch) * count
             tokens += count
-    computed = batches.steps_per_epoch * batch_size * batch["input_ids"].shape[1]
+        computed += batch["input_ids"].numel()
     return Evaluation(total / tokens, tokens, computed / (time.perf_counter() - began))
 
 

@@ -29,6 +29,7 @@ from common.models.presets import load_config
 from common.store.directories import usable
 from common.units import format_bytes, format_count
 from fuyou.emulated import is_emulated
+from fuyou.family import Family, family_of
 from fuyou.share import Share
 
 DEFAULT_STEPS = 10
@@ -245,7 +246,7 @@ def prepare(settings: Settings) -> Job:
         model.get_parameter(name).numel() for name in towers_of(settings).frozen(model)
     )  # fmt: skip
     adapter_parameters = trainable_parameters(settings, model) if settings.trains_adapters else 0
-    data = _Data(settings, checkpoint, tokenizer, seq_len, output, task_type_of(config))
+    data = _Data(settings, checkpoint, tokenizer, seq_len, output, task_type_of(config), family_of(model))
     batches, data_key = data.batches(text.vocab_size)
     seq_len = getattr(batches, "seq_len", seq_len)
     total = _total_steps(settings, batches)
@@ -340,29 +341,31 @@ class _Data:
     output: Path
     task_type: TaskType
 
+    family: Family
+
     def batches(self, vocab_size: int) -> tuple[Batches, str]:
         """Return the data of ``--data``, and what changes with them; random tokens where there are none."""
         settings = self.settings
         if self.tokenizer is None or not settings.data:
-            return RandomBatches(vocab_size, self.seq_len, settings.batch_size, settings.seed), RANDOM_TOKENS
+            ahead = not self.family.shifts_labels
+            return RandomBatches(vocab_size, self.seq_len, settings.batch_size, settings.seed, ahead), RANDOM_TOKENS
         with naming("--data"):
-            config = DataConfig(
-                settings.data, self.seq_len, settings.batch_size, settings.seed, truncate=settings.truncate
-            )
-            batches = self._open(config)
+            batches = self._open(settings.data)
         return batches, batches.digest
 
     def held_out(self) -> Batches | None:
         """Return the data of ``--eval-data``, in the order of their files."""
-        settings = self.settings
-        if self.tokenizer is None or not settings.eval_data:
+        if self.tokenizer is None or not self.settings.eval_data:
             return None
         with naming("--eval-data"):
-            files, rows = settings.eval_data, settings.batch_size
-            return self._open(DataConfig(files, self.seq_len, rows, shuffle=False, truncate=settings.truncate))
+            return self._open(self.settings.eval_data, shuffle=False)
 
-    def _open(self, config: DataConfig) -> PackedBatches | ImageBatches:
-        folder = self.output / "data"
+    def _open(self, files: tuple[str, ...], shuffle: bool = True) -> PackedBatches | ImageBatches:
+        settings, folder = self.settings, self.output / "data"
+        config = DataConfig(
+            files, self.seq_len, settings.batch_size, settings.seed, shuffle=shuffle, truncate=settings.truncate,
+            packed=self.family.isolation is not None, labels_ahead=not self.family.shifts_labels,
+        )  # fmt: skip
         if any_images(config.files, folder):
             assert self.checkpoint is not None and self.tokenizer is not None
             if self.task_type is not TaskType.IMAGE_TEXT_TO_TEXT:

@@ -152,6 +152,7 @@ def engine_options(job: Job) -> dict[str, Any]:
         "commit_every": settings.commit_interval,
         "single_slot": settings.single_slot,
         "prove": not settings.unproven,
+        "packed": job.batches.packed,
         "io": settings.io,
         "adapters": peft_config_of(settings),
         "frozen_dtype": settings.frozen_dtype,

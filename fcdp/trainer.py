@@ -4,6 +4,7 @@ Every rank calls everything alike and gives the whole batch, of which it takes i
 over all labels of the batch, so they do not depend on how many ranks there are, but for rounding.
 """
 
+import contextlib
 import math
 import os
 import time
@@ -19,13 +20,14 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from common.data import document_mask
+from common.data import Documents, restarts
 from common.data.rows import take_rows
 from common.errors import UserError
 from common.memory_meter import PeakMeter
 from common.models.adapters import MERGED, Adapters
 from common.models.export import CheckpointWriter, copy_tokenizer_files
 from common.models.flops import active_parameters, hardware_flops_per_token, model_flops_per_token
+from common.models.isolation import Separator, takes_positions
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from common.models.sources import CheckpointSource, RandomSource, WeightSource
@@ -38,7 +40,7 @@ from fcdp.topology import Topology
 from fcdp.weights import gather_blocks, load, materialise, whole, widen
 from fuyou.adam import AdamConfig, check_learning_rate, check_max_grad_norm
 from fuyou.gradients import sum_of_squares
-from fuyou.loss import cross_entropy, shifted_labels
+from fuyou.loss import cross_entropy, targets_of
 from fuyou.nonfinite import NonFinitePolicy
 from fuyou.records import DTYPES, wants_decay
 from fuyou.router_loss import RouterPass, find_router_loss, switch_router_logits, wants_router_loss
@@ -134,7 +136,7 @@ class Trainer:
         wanted = wants_router_loss(self._plain, config.router_loss)
         stack = StreamedModel(self._plain, torch.device("cpu"))
         self._router_loss = find_router_loss(stack, config.router_loss) if wanted else None
-        self._block_prefix, self._isolates_documents = stack.block_prefix, stack.isolates_documents
+        self._block_prefix, self._family = stack.block_prefix, stack.family
         self._stored = CheckpointSource(self._checkpoint, self._plain) if self._checkpoint else None
         self._source: WeightSource = self._stored or RandomSource(self._plain, config.seed)
         self._source.check()
@@ -158,6 +160,7 @@ class Trainer:
         )
         materialise(self._model, self._device)
         self._sharding = sharding(self._model)
+        self._separator: Separator | None = None
         self._optimizer = self._make_optimizer()
         self._commits = Commits(commits)
         first_alone(self._commits.lock)
@@ -265,7 +268,7 @@ class Trainer:
         """Forward, backward and update.
 
         Args:
-            batch: ``input_ids`` and ``labels`` int64 ``[B, S]`` (not shifted, -100 where no loss is wanted) and
+            batch: ``input_ids`` and ``labels`` int64 ``[B, S]`` (as the family's own loss takes them) and
                 ``position_ids`` ``[B, S]``, restarting at each document: of all ranks together, the same on each.
             lr: learning rate of this step.
             stop: this rank wishes to stop after this step: all ranks will know.
@@ -273,13 +276,16 @@ class Trainer:
         Raises:
             NonFiniteLoss: loss or gradient is NaN or infinite, on every rank, and is not to be skipped; nothing was
                 updated.
-            UserError: fewer sequences than ranks, no label, or a learning rate that is not finite or negative.
+            UserError: fewer sequences than ranks, no label, documents that would see each other, or a learning rate
+                that is not finite or negative.
         """
         check_learning_rate(lr)
         began, sent = time.monotonic(), self._sharding.traffic.across
         step, world, rank = self.step_count + 1, self._topology.world_size, self._topology.rank
         torch.manual_seed(((self._options.seed << 20) + step) * 65_537 % (1 << 62) + rank)
-        targets = shifted_labels(batch["labels"])
+        if restarts(batch["position_ids"]):  # on all ranks alike, whichever of them has such rows
+            self._family.check_documents(masked=False)
+        targets = targets_of(batch["labels"], self._family.shifts_labels)
         items = int((targets != -100).sum())
         if items == 0:
             raise UserError("No token of this batch has a label (all are -100): there is nothing to learn from it.")
@@ -288,18 +294,19 @@ class Trainer:
         total, aux = torch.zeros((), dtype=torch.float64, device=self._device), 0.0
         for index, part in enumerate(parts):
             self._sharding.set_is_last_micro_batch(index == len(parts) - 1)
-            output = self._forward(part)
-            loss, gradient = cross_entropy(output.logits, part["targets"], share, gradient=True)
-            total += loss / world
-            router = self._router_pass(part, output)
-            if router is None:
-                output.logits.backward(gradient)
-                continue
-            aux += router.value / len(parts)
-            total += router.share / len(parts) / world
-            losses = router.losses(0, output.router_logits)
-            weights = [torch.full_like(one, world / len(parts)) for one in losses]  # of a mean over ranks, again
-            torch.autograd.backward([output.logits, *losses], [gradient, *weights])
+            with self._apart(part):  # in the backward pass, too: blocks are computed again there
+                output = self._forward(part)
+                loss, gradient = cross_entropy(output.logits, part["targets"], share, gradient=True)
+                total += loss / world
+                router = self._router_pass(part, output)
+                if router is None:
+                    output.logits.backward(gradient)
+                    continue
+                aux += router.value / len(parts)
+                total += router.share / len(parts) / world
+                losses = router.losses(0, output.router_logits)
+                weights = [torch.full_like(one, world / len(parts)) for one in losses]  # of a mean over ranks, again
+                torch.autograd.backward([output.logits, *losses], [gradient, *weights])
         loss_value, norm, stopping, all_sent = self._agree(total, stop, self._sharding.traffic.across - sent)
         try:
             skipped = self._nonfinite.leaves_out(step, loss_value, norm, self.committed_step)
@@ -329,13 +336,16 @@ class Trainer:
         Args:
             batch: as for :meth:`train_step`; at least one label.
         """
-        targets = shifted_labels(batch["labels"])
+        if restarts(batch["position_ids"]):  # on all ranks alike, whichever of them has such rows
+            self._family.check_documents(masked=False)
+        targets = targets_of(batch["labels"], self._family.shifts_labels)
         items = torch.tensor(int((targets != -100).sum()), device=self._device)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         self._model.eval()
         parts = self._split({**batch, "targets": targets})
         for part in parts:
-            output = self._forward(part)
+            with self._apart(part):
+                output = self._forward(part)
             total += cross_entropy(output.logits, part["targets"], items, gradient=False)[0]
             router = self._router_pass(part, output)
             if router is not None:
@@ -376,9 +386,8 @@ class Trainer:
 
     def _forward(self, part: dict[str, torch.Tensor]) -> Any:
         """What the model returns: ``logits``, and ``router_logits`` if they are asked for."""
-        inputs = {name: value for name, value in part.items() if name not in ("targets", "labels", "counts")}
-        if "position_ids" in part and "attention_mask" not in part and not self._isolates_documents:
-            inputs["attention_mask"] = document_mask(part["position_ids"], self._dtype)
+        left_out = {"targets", "labels", "counts"} | (set() if takes_positions(self._plain) else {"position_ids"})
+        inputs = {name: value for name, value in part.items() if name not in left_out}
         return self._model(**inputs, use_cache=False)
 
     def _router_pass(self, part: dict[str, torch.Tensor], output: Any) -> RouterPass | None:
@@ -391,6 +400,16 @@ class Trainer:
         dist.all_reduce(sums)
         router.settle([sums.tolist()])
         return router
+
+    @contextlib.contextmanager
+    def _apart(self, part: dict[str, torch.Tensor]) -> Iterator[None]:
+        """Keep the documents of packed rows apart."""
+        documents = Documents.of(part["position_ids"])
+        if documents is not None and self._separator is None:
+            assert self._family.isolation is not None
+            self._separator = Separator(self._model, self._family.isolation)
+        with contextlib.nullcontext() if self._separator is None else self._separator.apart(documents):
+            yield
 
     def _agree(self, loss: torch.Tensor, stop: bool, sent: int) -> tuple[float, float, bool, float]:
         """Loss and gradient norm of the whole batch, whether any rank asked to stop, and what all ranks have sent to

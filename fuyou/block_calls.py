@@ -20,6 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 
+from common.data.isolation import Documents
 from common.errors import UserError
 
 #: Who made a value, a block or the embedding (-1), and which of its values it is.
@@ -89,10 +90,17 @@ class BlockCalls:
     Args:
         links: what to expect.
         arguments: positional and keyword arguments of each block, if they are known already.
+        documents: those that share the rows; None: every row is one.
     """
 
-    def __init__(self, links: Links | None = None, arguments: Iterable[tuple[tuple[Any, ...], dict[str, Any]]] = ()):
+    def __init__(
+        self,
+        links: Links | None = None,
+        arguments: Iterable[tuple[tuple[Any, ...], dict[str, Any]]] = (),
+        documents: Documents | None = None,
+    ):
         self._links = links or Links()
+        self.documents = documents
         #: Positional and keyword arguments of each block.
         self.arguments = list(arguments)
         #: The first block's input, until the embedding hands it out.
@@ -175,7 +183,8 @@ class BlockCalls:
             for leaf in leaves
             if isinstance(leaf, torch.Tensor | bool | int | float | str | None)
         )
-        return tuple(sorted(kwargs)), len(edit.steps) if edit is not None else 0, described
+        several = self.documents is not None
+        return tuple(sorted(kwargs)), len(edit.steps) if edit is not None else 0, several, described
 
     def run(self, index: int, block: Callable[..., Any], hidden: torch.Tensor) -> torch.Tensor:
         """Call block ``index``, here ``block``, on the output of the one before it.

@@ -19,10 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from common.models import document_attention
+
 #: Every kept output starts on a multiple of this many bytes, as memory from an allocator does.
 ALIGN_BYTES = 256
 
 _aten = torch.ops.aten
+#: Plans are made for rows of one document; where documents share a row, attention is another operator.
+_IN_PACKED_ROWS = {str(_aten._scaled_dot_product_flash_attention_for_cpu.default): str(document_attention.OPERATOR)}
 #: Methods that read a tensor's memory without an operator. (``item`` and ``bool`` have one.)
 _HANDED_OVER = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr})
 #: Operators that read the shape of their argument and nothing of its values.
@@ -126,8 +130,8 @@ class BlockTrace:
         self._index = {(one.name, one.ordinal): index for index, one in enumerate(operators)}
 
     def find(self, name: str, ordinal: int) -> int | None:
-        """Index of the ``ordinal``-th call of operator ``name``."""
-        return self._index.get((name, ordinal))
+        """Index of the ``ordinal``-th call of operator ``name``, or of what takes its place in packed rows."""
+        return self._index.get((name, ordinal), self._index.get((_IN_PACKED_ROWS.get(name, name), ordinal)))
 
     def required(self, kept: frozenset[int] = frozenset()) -> frozenset[int]:
         """The calls that a recomputation has to make if it is given the outputs of ``kept``."""
@@ -294,7 +298,9 @@ def _has_custom_function(results: Sequence[torch.Tensor]) -> bool:
         node = todo.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            if isinstance(node, torch.autograd.function.BackwardCFunction):
+            # Attention within documents saves what it needs in the sight of autograd.
+            ours = node.name().startswith(document_attention.AUTOGRAD_NODE)
+            if isinstance(node, torch.autograd.function.BackwardCFunction) and not ours:
                 return True
             todo.extend(earlier for earlier, _ in node.next_functions)
     return False

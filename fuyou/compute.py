@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from common.data import document_mask
 from common.data.rows import take_rows
 from common.errors import FinetuneError
 from common.models.classes import TaskType
@@ -57,7 +56,7 @@ class StepComputation:
         self._dtype = plane.shape.precision.dtype
         self._device = plane.device.torch_device
         self._task_type = task_type
-        targets = targets_of(batch["labels"], task_type)
+        targets = targets_of(batch["labels"], stack.family.shifts_labels)
         # On the device: CUDA divides by a number of the host's as multiplication by its reciprocal, which is not what
         # an ordinary loop (transformers' loss divides by such a tensor) gives.
         labels = (targets != -100).sum() if items is None else torch.tensor(items)
@@ -278,11 +277,7 @@ class StepComputation:
         return [slice(start, min(start + width, length)) for start in range(0, length, width)]
 
     def _model_inputs(self, micro: int) -> dict[str, torch.Tensor]:
-        inputs = {name: value for name, value in self._micro[micro].items() if name != "targets"}
-        positions = inputs.get("position_ids")
-        if positions is not None and "attention_mask" not in inputs and not self._stack.isolates_documents:
-            inputs["attention_mask"] = document_mask(positions, self._dtype)
-        return inputs
+        return {name: value for name, value in self._micro[micro].items() if name != "targets"}
 
     def _call(self, micro: int) -> BlockCalls:
         calls = self._calls[micro]

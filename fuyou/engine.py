@@ -13,6 +13,7 @@ import torch
 from peft import PeftConfig
 from transformers import PreTrainedConfig
 
+from common.data import restarts
 from common.data.rows import holds_images
 from common.errors import FinetuneError, UserError
 from common.hardware import memory_available_bytes
@@ -472,16 +473,17 @@ class Engine:
         """The streamed forward pass.
 
         Args:
-            batch: ``input_ids`` and ``labels`` int64 ``[B, S]`` (not shifted, -100 where no loss is wanted; of a
-                sequence classifier ``[B]``);
-                optionally ``position_ids`` ``[B, S]`` (restarting at each document of a packed row),
+            batch: ``input_ids`` and ``labels`` int64 ``[B, S]`` (-100 where no loss is wanted; not shifted, unless the
+                family's own loss wants them so: BART's kind compares a position with the label at the same place; of
+                a sequence classifier ``[B]``);
+                optionally ``position_ids`` ``[B, S]`` (restarting at each document of a packed row) or
                 ``attention_mask``, and whatever else the model's own forward takes: of images, what the family's
                 processor returns (``pixel_values``, ``image_grid_thw``, ...), as lists with one entry for each
                 sequence (see :mod:`common.data.rows`).
 
         Raises:
             NonFiniteLoss: the loss is NaN or infinite; the last committed step is intact.
-            UserError: the batch does not fit the budgets.
+            UserError: the batch does not fit the budgets, or documents of a row would see each other.
         """
         if not torch.is_grad_enabled():
             return EngineOutput(torch.tensor(self.eval_loss(**batch)))
@@ -686,6 +688,9 @@ class Engine:
             if batch.get(name) is None or batch[name].dim() != dims or batch[name].is_floating_point():
                 shape = "[sequences, tokens]" if dims == 2 else "[sequences], one class each"
                 raise UserError(f"A batch needs {name}, int64 of shape {shape}.")
+        if restarts(batch.get("position_ids")):
+            mask = batch.get("attention_mask")
+            self._stack.family.check_documents(masked=mask is not None and mask.dim() == 2)
         items = self._count_labels(batch)
         if not items:
             raise UserError("No token of this batch has a label (all are -100): there is nothing to learn from it.")
@@ -694,7 +699,7 @@ class Engine:
 
     def _count_labels(self, batch: dict[str, Any]) -> int:
         """In the batches of all ranks."""
-        items = int((targets_of(batch["labels"], self._model.task_type) != -100).sum())
+        items = int((targets_of(batch["labels"], self._stack.family.shifts_labels) != -100).sum())
         return items if self._agreement is None else sum(self._agreement.tell(items))
 
     def _fitting_plane(self, batch: dict[str, Any]) -> DataPlane:

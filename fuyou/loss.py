@@ -9,8 +9,6 @@ are those of the ordinary loss, bit for bit.
 import torch
 from torch.nn import functional
 
-from common.models.classes import TaskType
-
 #: Logits per pass. On a CPU a pass should stay in the cache; on a GPU it should be large beside a kernel's launch.
 _CPU_LOGITS, _DEVICE_LOGITS = 1 << 20, 1 << 23
 #: Bytes that a pass takes for each of its logits, from above: fp32 logits, log-softmax, two gradients, and a copy.
@@ -29,12 +27,16 @@ def shifted_labels(labels: torch.Tensor) -> torch.Tensor:
     return functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous()
 
 
-def targets_of(labels: torch.Tensor, task_type: TaskType) -> torch.Tensor:
-    """Return what each position is to give, int64 ``[B, S]``: the next label of a model that writes, its own of a token
-    classifier; and ``[B, 1]``, the label of each row ``[B]``, of a sequence classifier."""
-    if task_type is TaskType.SEQUENCE_CLASSIFICATION:
+def targets_of(labels: torch.Tensor, shifts: bool) -> torch.Tensor:
+    """Return what each position is to predict, int64 ``[B, S]``, of ``labels`` as a family's own loss takes them.
+
+    Args:
+        labels: int64 ``[B, S]``, -100 where no loss is wanted; of a sequence classifier ``[B]``, as ``[B, 1]``.
+        shifts: whether the family compares a position with the label of the next one; if not, with its own.
+    """
+    if labels.dim() == 1:
         return labels.unsqueeze(1)
-    return labels if task_type is TaskType.TOKEN_CLASSIFICATION else shifted_labels(labels)
+    return shifted_labels(labels) if shifts else labels
 
 
 def cross_entropy(

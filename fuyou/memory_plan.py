@@ -356,7 +356,8 @@ class MemoryPlanner:
         per_token = streams * activation_elements_per_token(self.config) * self.shape.precision.parameter_bytes
         per_token += ROUTER_BYTES * self.shape.router_experts
         adapting = self.shape.block_adapting
-        return int(batch.micro_tokens * (per_token + adapting.per_token)) + adapting.fixed
+        squares = batch.micro_rows * self.shape.attention.workspace_bytes(batch.seq_len)
+        return int(batch.micro_tokens * (per_token + adapting.per_token)) + adapting.fixed + squares
 
     def _count(self, batch: Batch, counts: BufferCounts, ring_blocks: float, columns: int) -> MemoryPlan:
         """What ``counts`` take, with ``columns`` tokens of each row going through the head at once."""
@@ -393,7 +394,7 @@ class MemoryPlanner:
             + counts.device_adapter_gradients * shape.device_gradient_nbytes(Kind.ADAPTER)
             + counts.device_activations * activation
             + counts.device_kept * kept
-            + batch.rows * shape.carried_bytes(batch.seq_len)
+            + batch.rows * (shape.carried_bytes(batch.seq_len) + shape.attention.mask_bytes(batch.seq_len))
             + batch.rows * batch.seq_len * images.kept * width
             + workspace
             + REDUCTION_BYTES * ((shape.share.ranks_per_node > 1) + (shape.share.nodes > 1))

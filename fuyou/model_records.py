@@ -10,6 +10,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 
 from common.errors import UserError
 from common.models.adapter_memory import AdapterMemory, adapter_memory
+from common.models.attention_memory import AttentionMemory
 from common.models.compressed import CompressedParameter
 from common.models.image_memory import image_memory
 from common.models.structure import fp32_parameters, parameter_names
@@ -120,6 +121,7 @@ def model_records(
         outer_adapting=AdapterMemory.most(adapter_memory(module) for module in outside),
         hidden_size=stack.hidden_size, carried_bytes=stack.carried_bytes if stack.links else no_bytes,
         image_memory=image_memory(stack.model),
+        attention=AttentionMemory.of(stack.model.config, precision.dtype.itemsize),
     )  # fmt: skip
 
 

@@ -177,6 +177,7 @@ class _Proof:
             whole = self._whole_model(plain, adapters)
         except Exception as error:
             raise self._unprovable(error) from error
+        self._shifts = opened.stack.family.shifts_labels
         names = {name for record in opened.shape.records for slot in record.parameters for name in slot.names}
         frozen = {
             name for record in opened.shape.records if not record.trainable for slot in record.parameters
@@ -289,7 +290,7 @@ class _Proof:
             {name: batch[name][..., piece].contiguous() for name in ("input_ids", "labels")}
             for piece in self._documents()
         ]
-        counts = [int((targets_of(part["labels"], task_type_of(self._small)) != -100).sum()) for part in parts]
+        counts = [int((targets_of(part["labels"], self._shifts) != -100).sum()) for part in parts]
         model.zero_grad(set_to_none=True)
         total = 0.0
         for part, count in zip(parts, counts, strict=True):

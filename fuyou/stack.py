@@ -16,6 +16,7 @@ each kind runs on the meta device (:mod:`fuyou.block_calls`).
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,11 +24,14 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_map, tree_unflatten
 from transformers import PreTrainedModel
 
+from common.data.isolation import Documents
 from common.errors import FinetuneError, UserError
+from common.models.isolation import Separator, takes_positions
 from common.models.structure import find_blocks
 from common.models.towers import tower_parameters
 from fuyou.block_calls import BlockCalls, Links, Recorder, paths
 from fuyou.block_probe import TENSOR, BlockProbe
+from fuyou.family import Family, family_of
 from fuyou.survey import LookBack, Used
 
 #: Tokens of the row that a survey runs.
@@ -95,15 +99,13 @@ class StreamedModel:
         self.hidden_size = 0
         #: Which dimension of the hidden states counts tokens.
         self.token_dim = 1
-        #: Whether the family itself keeps packed documents apart, given position ids that restart at each.
-        self.isolates_documents = False
+        self._takes_positions = takes_positions(model)
         self._survey()
 
     # -- which parameters belong where ----------------------------------------------------------------------------
 
     def _survey(self) -> None:
-        """Run what comes before the blocks without its parameters, to see what that is, which masks it makes, and what
-        links the blocks."""
+        """Run what comes before the blocks without its parameters, to see what that is, and what links the blocks."""
         inside = {module for block in self.blocks for module in block.modules()}
         self._towers = frozenset(tower_parameters(self.model))
         owners = {owner for owner, _, _ in self._owners.values()} - inside
@@ -118,15 +120,13 @@ class StreamedModel:
             (self._between if self._calls is not None and self._calls.arguments else called).append(module)
 
         hooks = [module.register_forward_pre_hook(note) for module in outside]
-        packed = torch.arange(_SURVEYED, device=self.device).remainder(4).unsqueeze(0)  # two documents of four tokens
+        ids = torch.zeros(1, _SURVEYED, dtype=torch.long, device=self.device)
         try:
             with self._skipped(outside), self._hollow_outside(), torch.enable_grad():
                 self._probe = BlockProbe(self._returns)
                 direct = {id(value): (owner, name) for owner in owners for name, value in owner._parameters.items()}
                 with Used(direct) as used:
-                    hidden, calls = self._embed(
-                        {"input_ids": torch.zeros_like(packed), "position_ids": packed}, Links()
-                    )
+                    hidden, calls = self._embed({"input_ids": ids}, Links())
                 self.before = frozenset(called)
                 self._read_before = {direct[identity] for identity in used.found}
                 self._find_links(calls, self._probe)
@@ -144,9 +144,6 @@ class StreamedModel:
             self._between.clear()
             for hook in hooks:
                 hook.remove()
-        self.isolates_documents = any(
-            _closed(value, 4, 3) for args, kwargs in calls.arguments for value in (*args, *kwargs.values())
-        )
 
     def _find_links(self, calls: BlockCalls, probe: BlockProbe) -> None:
         carried, consumed = set(), set()
@@ -225,6 +222,20 @@ class StreamedModel:
         """What the model computes with in the place of the parameter ``name``."""
         return self._owners[name][2].dtype
 
+    @property
+    def family(self) -> Family:
+        """What was tried out on a small model of the same configuration."""
+        return family_of(self.model)
+
+    @cached_property
+    def _separator(self) -> Separator:
+        self.family.check_documents(masked=False)
+        assert self.family.isolation is not None
+        return Separator(self.model, self.family.isolation)
+
+    def _apart(self, documents: Documents | None) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if documents is None else self._separator.apart(documents)
+
     @contextmanager
     def bound(self, parameters: Mapping[str, torch.Tensor], *, before: bool | None = None) -> Iterator[None]:
         """Let the model use ``parameters`` (by name) while the context is open, and meta parameters after it.
@@ -248,7 +259,8 @@ class StreamedModel:
         """Run what comes before the blocks.
 
         Args:
-            batch: ``input_ids`` int64 ``[B, S]`` and, if any, ``position_ids`` and ``attention_mask``.
+            batch: ``input_ids`` int64 ``[B, S]`` and, if any, ``position_ids`` and ``attention_mask``. Without a mask,
+                documents at which positions restart are kept apart.
 
         Returns:
             The first block's input ``[B, S, H]``, and what each block is called with.
@@ -274,11 +286,13 @@ class StreamedModel:
         return hidden, calls
 
     def _embed(self, batch: Mapping[str, torch.Tensor], links: Links) -> tuple[torch.Tensor, BlockCalls]:
-        self._calls = calls = BlockCalls(links)
+        documents = None if "attention_mask" in batch else Documents.of(batch.get("position_ids"))
+        known = {name: value for name, value in batch.items() if name != "position_ids" or self._takes_positions}
+        self._calls = calls = BlockCalls(links, documents=documents)
         self._recorder = Recorder(self._name)
         try:
-            with contextlib.suppress(_Reached), self._recording, self._stood_in():
-                self.model(**batch, use_cache=False)
+            with contextlib.suppress(_Reached), self._recording, self._apart(documents), self._stood_in():
+                self.model(**known, use_cache=False)
         finally:
             self._calls = None
         hidden, calls.first_hidden = calls.first_hidden, None
@@ -293,10 +307,15 @@ class StreamedModel:
 
         With gradients enabled, ``calls.backward`` is the way back.
         """
-        return calls.run(index, self.blocks[index], hidden)
+        with self._apart(calls.documents):
+            return calls.run(index, self.blocks[index], hidden)
 
     def head(self, batch: Mapping[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
-        """Run what comes after the blocks: logits ``[B, S, V]`` from the last block's output."""
+        """Run what comes after the blocks: logits ``[B, S, V]`` from the last block's output.
+
+        Positions are of no use to it, and would make it build masks that nobody looks at.
+        """
+        batch = {name: value for name, value in batch.items() if name != "position_ids"}
         self._stack_output = hidden
         try:
             with self._stood_in(), self._skipped(self.before), self._replaced(self._hollow(self._read_before)):
@@ -447,11 +466,3 @@ def _runners(model: nn.Module, owners: set[nn.Module]) -> dict[nn.Module, nn.Mod
             if module in holders:
                 found[owner] = module
     return found
-
-
-def _closed(mask: Any, query: int, key: int) -> bool:
-    """Whether ``mask`` is an attention mask (``[.., 8, 8]``) that hides ``key`` from ``query``."""
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or mask.shape[-2:] != (8, 8):
-        return False
-    value = mask[0, 0, query, key]
-    return not bool(value) if mask.dtype == torch.bool else float(value) < -1

@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 
 from common.models.adapter_memory import NO_ADAPTERS, AdapterMemory
+from common.models.attention_memory import NO_ATTENTION, AttentionMemory
 from common.models.image_memory import NO_IMAGES, ImageMemory
 from fuyou.records import Kind, Precision, Record
 from fuyou.share import Share
@@ -129,6 +130,8 @@ class StepShape:
     """What images take, per token; counted where batches come with ``images``."""
     images: bool = False
     """What a row of so many tokens keeps on the device because it links blocks beside hidden states."""
+    attention: AttentionMemory = NO_ATTENTION
+    """What grows with the square of a row's length."""
     router_experts: int = 0
     """That routers choose among, if their loss is a part of the loss; else 0."""
 

@@ -15,13 +15,16 @@ from common.data.encoding import Encoded, Encoder
 from common.data.files import find_files, read_records, reading
 from common.data.fitting import Fitting
 from common.data.order import draw_rows
-from common.data.packing import TRAINED, Packer, cut, unpack
+from common.data.packing import TRAINED, Packer, Padder, cut, first_lengths, unpack
 from common.data.shapes import examples_of_records, examples_of_text_file
 from common.data.token_file import Header, TokenFile, cache_key, remove_unfinished, write_token_file
 from common.errors import UserError
 from common.heap import return_free_memory
 from common.store.lock import DirectoryLock
 from common.units import format_count
+
+#: Where rows are not packed, batches are as long as a multiple of this.
+_WIDTHS = 64
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,10 @@ class DataConfig:
     """Chooses the order of the rows, anew in every epoch."""
     shuffle: bool = True
     """If not, rows come in the order in which packing finished them, about that of the files."""
+    packed: bool = True
+    """Whether documents share rows. If not, each has a row of its own, and batches are as long as their longest row."""
+    labels_ahead: bool = False
+    """Whether the label of a position is the next token, for models whose own loss does not shift labels."""
     truncate: bool = True
     """Whether records with a prompt that are longer than a row are cut; else they are left out. See
     :mod:`common.data.fitting`."""
@@ -67,15 +74,17 @@ class Batches(ABC):
     """Tokens of one epoch that carry loss."""
     description: str
     """For the user: a line, and one more for each thing that is not done as the files have it."""
+    labels_ahead: bool = False
+    """Whether the label of a position is what it is to predict; if not, the next position's label is that."""
+    packed: bool = False
+    """Whether documents share rows."""
 
     @abstractmethod
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """``input_ids``, ``labels`` and ``position_ids`` of step ``step`` (from 0), int64 [batch_size, seq_len].
 
-        Several documents share a row. ``position_ids`` restart at 0 with each, from which transformers builds a mask
-        that keeps them apart, on two conditions: no ``attention_mask``, and ``use_cache=False`` (with a cache, it
-        takes the row for one document). Some models pay no heed; see ``document_mask``. ``labels`` are -100 where no
-        loss is wanted, and not shifted: models do that.
+        Several documents share a row, if they are packed, and ``position_ids`` restart at 0 with each. ``labels`` are
+        -100 where no loss is wanted, and as the model's own loss takes them (``labels_ahead``).
         """
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
@@ -94,13 +103,22 @@ class PackedBatches(Batches):
         self.trainable_tokens = header.trainable_tokens
         self.steps_per_epoch = -(-header.rows // config.batch_size)
         self.digest = header.digest
+        self.labels_ahead, self.packed = config.labels_ahead, config.packed
         self.description = _describe(header, config)
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """As :meth:`Batches.batch`: rows that are read when they are asked for."""
         size = self._config.batch_size
         draws, seed = range(step * size, (step + 1) * size), self._config.seed if self._config.shuffle else None
-        ids, labels, positions = unpack(self._file.read(draw_rows(draws, self.rows, seed)))
+        # Rows that are not packed stay with their like: neighbours, which are about as long.
+        rows = self._file.read(draw_rows(draws, self.rows, seed, together=1 if self._config.packed else size))
+        if not self._config.packed:
+            rows = rows[:, : _rounded(int(first_lengths(rows).max()))]
+        ids, labels, positions = unpack(rows)
+        if not self._config.packed:  # padding comes last, where nothing sees it
+            positions = np.broadcast_to(np.arange(rows.shape[1], dtype=np.int64), rows.shape).copy()
+        if self.labels_ahead:  # the first token of a document has none, so none is of another document
+            labels = _moved_ahead(labels)
         return {
             "input_ids": torch.from_numpy(ids),
             "labels": torch.from_numpy(labels),
@@ -115,8 +133,11 @@ class PackedBatches(Batches):
 class RandomBatches(Batches):
     """Random tokens, to measure throughput with: every row is one document, every step the same amount of work."""
 
-    def __init__(self, vocab_size: int, seq_len: int, batch_size: int, seed: int = 0) -> None:
+    def __init__(
+        self, vocab_size: int, seq_len: int, batch_size: int, seed: int = 0, labels_ahead: bool = False
+    ) -> None:
         self._vocab_size = vocab_size
+        self.labels_ahead = labels_ahead
         self._shape = (batch_size, seq_len)
         self._seed = seed
         self.rows = batch_size
@@ -135,7 +156,7 @@ class RandomBatches(Batches):
         labels[:, 0] = -100
         return {
             "input_ids": ids,
-            "labels": labels,
+            "labels": torch.from_numpy(_moved_ahead(labels.numpy())) if self.labels_ahead else labels,
             "position_ids": torch.arange(self._shape[1]).repeat(self._shape[0], 1),
         }
 
@@ -151,7 +172,8 @@ def open_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir:
     """
     files = find_files(config.files)
     cache_dir.mkdir(parents=True, exist_ok=True)
-    path = cache_dir / f"data-{cache_key(files, config.seq_len, tokenizer, config.truncate)}.tokens"
+    key = cache_key(files, config.seq_len, tokenizer, config.truncate, config.packed)
+    path = cache_dir / f"data-{key}.tokens"
     unusable = contextlib.suppress(OSError, ValueError)  # not there, or damaged
     with unusable:
         return PackedBatches(TokenFile(path), config)
@@ -175,7 +197,7 @@ def _build(path: Path, files: list[Path], config: DataConfig, tokenizer: PreTrai
             header.rows += 1
             out.add(row)
 
-        packer = Packer(seq_len, _padding(tokenizer), write)
+        packer = (Packer if config.packed else Padder)(seq_len, _padding(tokenizer), write)
         for piece in cut(_count_documents(_encode_files(files, encoder, scratch), header), seq_len):
             trained = int(np.count_nonzero(piece & TRAINED))
             if not trained:
@@ -211,6 +233,16 @@ def _count_documents(documents: Iterator[Encoded], header: Header) -> Iterator[E
         yield document
 
 
+def _rounded(length: int) -> int:
+    """A few lengths only, so that what is planned and recorded for one batch serves others."""
+    return -(-length // _WIDTHS) * _WIDTHS
+
+
+def _moved_ahead(labels: np.ndarray) -> np.ndarray:
+    """Give every position the label of the next one, int64 [rows, seq_len]."""
+    return np.concatenate([labels[:, 1:], np.full_like(labels[:, :1], -100)], axis=1)
+
+
 def _padding(tokenizer: PreTrainedTokenizerBase) -> int:
     """Any id the model has will do, as padding is never attended to and carries no loss."""
     known = (tokenizer.pad_token_id, tokenizer.eos_token_id)
@@ -224,7 +256,10 @@ def _describe(header: Header, config: DataConfig) -> str:
         f"{format_count(header.tokens)} tokens, {format_count(header.trainable_tokens)} of them trained on, "
         f"in {header.rows:,} rows of {header.seq_len:,} ({fill:.1%} full)"
     )
-    return "\n".join([counts, *_not_as_written(header, config)])
+    lines = [counts, *_not_as_written(header, config)]
+    if not config.packed:
+        lines.append("one document in each row: nothing keeps those that share a row apart in this model")
+    return "\n".join(lines)
 
 
 def _not_as_written(header: Header, config: DataConfig) -> list[str]:

@@ -1,28 +1,72 @@
-"""Keeping the documents of a packed row apart, for models that do not do so themselves."""
+"""Where the documents of packed rows lie, and which batch of them is being computed."""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
 
-def document_mask(position_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The additive attention mask of packed documents: 0 for earlier tokens of the same document, else the minimum.
+@dataclass(frozen=True)
+class Documents:
+    """The documents that share the rows of a batch."""
 
-    For the families of transformers 5 that do not look at ``position_ids`` for their mask, but accept this as
-    ``attention_mask``: OPT, Falcon (with rotary embeddings), MPT, BioGPT and XGLM; also GPT-OSS, for rows no longer
-    than its sliding window, which a full mask replaces. Others have no such remedy, and documents of a row do
-    see each other: BLOOM and Falcon with ALiBi take only padding masks, and recurrent layers (Mamba, Jamba,
-    RecurrentGemma, Qwen3-Next, Falcon-H1) no mask at all.
+    rows: int
+    length: int
+    """Tokens of each row."""
+    flat: tuple[int, ...]
+    """Row, first token and end of each document, one after another; together they cover every token."""
 
-    Args:
-        position_ids: int64 [batch, seq_len], restarting with each document.
-        dtype: that of the attention scores.
+    @staticmethod
+    def of(position_ids: torch.Tensor | None) -> "Documents | None":
+        """Find the documents in int64 ``[B, S]``, in which a document begins wherever positions do not go up by one.
 
-    Returns:
-        ``dtype`` [batch, 1, seq_len, seq_len]: ``seq_len`` squared numbers per row, where other families need none.
+        Returns:
+            None where every row is one document.
+        """
+        if position_ids is None or not restarts(position_ids):
+            return None
+        rows, length = position_ids.shape
+        flat: list[int] = []
+        for row, begins in enumerate(_begins(position_ids)):
+            starts = [0, *begins.nonzero().flatten().tolist(), length]
+            for start, end in itertools.pairwise(starts):
+                flat += (row, start, end)
+        return Documents(rows, length, tuple(flat))
+
+    def spans(self) -> Iterator[tuple[int, int, int]]:
+        """Row, first token and end of each document."""
+        yield from zip(self.flat[::3], self.flat[1::3], self.flat[2::3], strict=True)
+
+
+def restarts(position_ids: torch.Tensor | None) -> bool:
+    """Return whether some row of int64 ``[B, S]`` holds more than one document."""
+    return position_ids is not None and position_ids.dim() == 2 and bool(_begins(position_ids).any())
+
+
+def _begins(position_ids: torch.Tensor) -> torch.Tensor:
+    """Where a document begins, bool ``[B, S]``; not those at the beginning of a row."""
+    return torch.diff(position_ids, prepend=position_ids[:, :1] - 1) != 1
+
+
+_at_work: Documents | None = None
+
+
+def documents_at_work() -> Documents | None:
+    """Return the documents of the batch that is being computed, if they are to be kept apart."""
+    return _at_work
+
+
+@contextmanager
+def documents_apart(documents: Documents | None) -> Iterator[None]:
+    """Let :func:`documents_at_work` return ``documents`` while the context is open.
+
+    Of the process, not of the thread: where a GPU computes, autograd computes blocks again in threads of its own.
     """
-    seq_len = position_ids.shape[1]
-    starts = torch.diff(position_ids, prepend=position_ids[:, :1] - 1) != 1
-    document = starts.cumsum(-1)  # [batch, seq_len]
-    same = document[:, :, None] == document[:, None, :]  # [batch, query, key]
-    seen = same & torch.ones(seq_len, seq_len, dtype=torch.bool, device=position_ids.device).tril()
-    lowest = torch.finfo(dtype).min
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, lowest)[:, None]
+    global _at_work
+    before, _at_work = _at_work, documents
+    try:
+        yield
+    finally:
+        _at_work = before

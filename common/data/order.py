@@ -6,18 +6,23 @@ import numpy.typing as npt
 _MASK = (1 << 64) - 1
 
 
-def draw_rows(draws: range, rows: int, seed: int | None) -> np.ndarray:
+def draw_rows(draws: range, rows: int, seed: int | None, together: int = 1) -> np.ndarray:
     """Return the rows at some places of an endless sequence of epochs, each of which has all of ``rows`` once.
 
     Args:
         seed: chooses a fresh order for every epoch; None leaves the rows in theirs.
+        together: so many neighbours stay together; what is left over of ``rows`` comes last.
     """
     chosen = []
     while draws:
         epoch, start = divmod(draws[0], rows)
         places = np.arange(start, min(start + len(draws), rows))
         if seed is not None:
-            places = shuffled(places, rows, (seed, epoch))
+            groups = rows // together
+            inside = places < groups * together
+            if inside.any():
+                at, within = np.divmod(places[inside], together)
+                places[inside] = shuffled(at, groups, (seed, epoch)) * together + within
         chosen.append(places)
         draws = draws[len(places) :]
     return np.concatenate(chosen)

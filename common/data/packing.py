@@ -80,6 +80,41 @@ class Packer:
         self._write(row)
 
 
+class Padder:
+    """Gives every piece a row of its own, for models in which nothing keeps the documents of a row apart.
+
+    Pieces of about the same length come one after another: ``window`` of them are sorted at a time. Memory: ``4 *
+    seq_len * window`` bytes.
+    """
+
+    def __init__(self, seq_len: int, pad: int, write: Callable[[np.ndarray], object], window: int = 1024) -> None:
+        """``write`` receives every row, uint32 [seq_len]."""
+        self._seq_len, self._pad, self._write, self._window = seq_len, pad, write, window
+        self._held: list[np.ndarray] = []
+
+    def add(self, piece: np.ndarray) -> None:
+        """Take one piece, of 1 to ``seq_len`` words."""
+        self._held.append(piece)
+        if len(self._held) == self._window:
+            self.finish()
+
+    def finish(self) -> None:
+        """Write what is held, the shortest first."""
+        for piece in sorted(self._held, key=len):
+            row = np.full(self._seq_len, self._pad, dtype=np.uint32)
+            row[: len(piece)] = piece
+            if len(piece) < self._seq_len:
+                row[len(piece)] |= STARTS
+            self._write(row)
+        self._held = []
+
+
+def first_lengths(rows: np.ndarray) -> np.ndarray:
+    """Return how many tokens the first document of each row has, int64 [rows], of words uint32 [rows, seq_len]."""
+    starts = (rows[:, 1:] & STARTS) != 0
+    return np.where(starts.any(1), starts.argmax(1) + 1, rows.shape[1])
+
+
 def unpack(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """``input_ids``, ``labels`` and ``position_ids``, each int64 [rows, seq_len], of words uint32 [rows, seq_len]."""
     ids = (rows & ID_MASK).astype(np.int64)

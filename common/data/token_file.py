@@ -71,10 +71,12 @@ class Header:
         return json.dumps(asdict(self), ensure_ascii=False).encode()
 
 
-def cache_key(files: list[Path], seq_len: int, tokenizer: PreTrainedTokenizerBase, truncate: bool) -> str:
+def cache_key(
+    files: list[Path], seq_len: int, tokenizer: PreTrainedTokenizerBase, truncate: bool, packed: bool = True
+) -> str:
     """Changes with everything that the token file depends on; files are known by path, size and time of change."""
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    text = json.dumps([FORMAT_VERSION, seq_len, truncate, stats, tokenizer_identity(tokenizer)])
+    text = json.dumps([FORMAT_VERSION, seq_len, truncate, packed, stats, tokenizer_identity(tokenizer)])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -83,8 +83,7 @@ def cases(quick: bool) -> list[Case]:
         Case("hidden 512, resumed", "llama-512", micro_batch=3, break_after=3, **larger),
     ]
     families = [
-        # OPT's own mask does not keep packed documents apart, so the plain loop gets rows of one document.
-        Case(f"{family} {dtype}", family, dtype=dtype, micro_batch=micro, packed=family != "opt")
+        Case(f"{family} {dtype}", family, dtype=dtype, micro_batch=micro)
         for dtype, micro in (("fp32", 3), ("bf16", 1))
         for family in twin.tiny_configs()
         if (family, dtype) != ("llama", "bf16")

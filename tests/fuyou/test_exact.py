@@ -90,8 +90,7 @@ def compare(trained: fuyou.Engine, twin: Twin) -> None:
 # fp32 has no halves and no rounding: what it adds to bf16 does not depend on the family. More of it is below.
 @pytest.mark.parametrize(("family", "dtype"), [*((family, "bf16") for family in tiny_configs()), ("mixtral", "fp32")])
 def test_families(family: str, dtype: str, checkpoints: Path, tmp_path: Path) -> None:
-    # OPT's own mask does not keep packed documents apart; the engine's does, so the twin gets rows of one document.
-    check(checkpoints / family, directories(tmp_path, 1), dtype=dtype, micro_batch=1, packed=family != "opt")
+    check(checkpoints / family, directories(tmp_path, 1), dtype=dtype, micro_batch=1)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +265,7 @@ def test_export_and_evaluation(checkpoints: Path, tmp_path: Path) -> None:
 
 
 def test_packed_documents_are_kept_apart(checkpoints: Path, tmp_path: Path) -> None:
-    """OPT ignores position ids in its mask; the engine makes the mask for it."""
+    """OPT ignores position ids in its mask."""
     batch = batches(1, packed=True)[0]
     batch["labels"][:, 20] = -100  # nothing is predicted across the boundary
     alone = {name: torch.cat([value[:, :20], torch.full_like(value[:, 20:], -100 if name == "labels" else 0)], 1)

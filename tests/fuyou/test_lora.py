@@ -18,7 +18,7 @@ from fuyou.memory_plan import MemoryPlanner
 from fuyou.records import Kind
 from tests.fuyou.test_exact import OPTIONS, ROWS, STEPS, batches, directories
 from tests.fuyou.test_exact import engine as plain_engine
-from tests.fuyou.twin import save_checkpoints
+from tests.fuyou.twin import documents_alone, save_checkpoints
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -56,8 +56,9 @@ class InMemory:
         losses = []
         for start in range(0, ROWS, micro):
             part = {name: value[start : start + micro] for name, value in batch.items()}
-            losses.append(self.model(**part, num_items_in_batch=items, use_cache=False).loss)
-            losses[-1].backward()
+            with documents_alone(self.model, part):
+                losses.append(self.model(**part, num_items_in_batch=items, use_cache=False).loss)
+                losses[-1].backward()
         self.grad_norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in self.trained))
         if self.clip is not None and self.grad_norm > self.clip:
             for parameter in self.trained:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from common.data import document_mask
 from common.errors import FinetuneError, UserError
 from common.models.meta import build_meta_model
 from common.models.structure import parameter_names
@@ -44,10 +44,10 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters(remove_duplicate=False))
 
 
-def packed(rows: int = 2) -> dict[str, torch.Tensor]:
-    """Two documents in each row."""
+def unpacked(rows: int = 2) -> dict[str, torch.Tensor]:
+    """One document in each row."""
     generator = torch.Generator().manual_seed(1)
-    positions = torch.cat([torch.arange(5), torch.arange(SEQ_LEN - 5)]).expand(rows, -1).contiguous()
+    positions = torch.arange(SEQ_LEN).expand(rows, -1).contiguous()
     return {"input_ids": torch.randint(3, 199, (rows, SEQ_LEN), generator=generator), "position_ids": positions}
 
 
@@ -79,7 +79,7 @@ def run(stack: StreamedModel, parameters: dict[str, torch.Tensor], batch: dict[s
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_parts_equal_the_whole(family: str, dtype: torch.dtype) -> None:
-    whole, stack, batch = reference(family, dtype), streamed(family, dtype), packed()
+    whole, stack, batch = reference(family, dtype), streamed(family, dtype), unpacked()
     expected = whole(**batch, use_cache=False, output_hidden_states=True)
     parameters = weights(whole)
     with only(stack, parameters, "embedding"):
@@ -99,7 +99,7 @@ def test_parts_equal_the_whole(family: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_the_head_in_ranges_of_tokens(family: str) -> None:
-    whole, stack, batch = reference(family, torch.float32), streamed(family, torch.float32), packed()
+    whole, stack, batch = reference(family, torch.float32), streamed(family, torch.float32), unpacked()
     parameters = weights(whole)
     hidden = run(stack, parameters, batch)
     expected = whole(**batch, use_cache=False).logits
@@ -115,7 +115,7 @@ def test_the_head_in_ranges_of_tokens(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_of_parts_equal_those_of_the_whole(family: str) -> None:
     """Backward through head, blocks and embedding, each recomputed on its own."""
-    whole, stack, batch = reference(family, torch.float32), streamed(family, torch.float32), packed()
+    whole, stack, batch = reference(family, torch.float32), streamed(family, torch.float32), unpacked()
     labels = batch["input_ids"]
     whole(**batch, labels=labels, use_cache=False).loss.backward()
     parameters = {name: nn.Parameter(value.detach()) for name, value in whole.named_parameters()}
@@ -154,37 +154,19 @@ def test_gradients_of_parts_equal_those_of_the_whole(family: str) -> None:
 # -- documents --------------------------------------------------------------------------------------------------------
 
 
-def sees_the_first_document(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> bool:
-    """Whether other tokens in the first document change the logits of the second."""
-    other = {**batch, "input_ids": batch["input_ids"].clone()}
-    other["input_ids"][:, :5] = 7
-    with torch.no_grad():
-        logits = [model(**each, use_cache=False).logits[:, 5:] for each in (batch, other)]
-    # Experts multiply the tokens of both documents at once, which may round differently.
-    return not torch.allclose(*logits, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_whether_a_family_keeps_documents_apart(family: str) -> None:
-    """The flag is read off a mask; here it is tried out."""
-    stack = streamed(family, torch.float32)
-    assert stack.isolates_documents is not sees_the_first_document(reference(family, torch.float32), packed())
-
-
-def test_llama_keeps_documents_apart_and_opt_does_not() -> None:
-    assert streamed("llama", torch.float32).isolates_documents
-    assert not streamed("opt", torch.float32).isolates_documents
-
-
-def test_a_document_mask_keeps_them_apart_where_the_family_does_not() -> None:
-    whole, stack, batch = reference("opt", torch.float32), streamed("opt", torch.float32), packed()
-    batch["attention_mask"] = document_mask(batch["position_ids"], torch.float32)
-    assert not sees_the_first_document(whole, batch)
-    with torch.no_grad():
-        hidden = run(stack, weights(whole), batch)
-        head = {name: batch[name] for name in ("input_ids", "position_ids")}
-        with only(stack, weights(whole), "head"):
-            assert torch.equal(stack.head(head, hidden), whole(**batch, use_cache=False).logits)
+@torch.no_grad()
+def test_documents_of_a_row_are_computed_as_if_each_were_alone(family: str) -> None:
+    whole, stack, batch = reference(family, torch.float32), streamed(family, torch.float32), unpacked()
+    batch["position_ids"] = torch.cat([torch.arange(3), torch.arange(SEQ_LEN - 3)]).expand(2, -1).contiguous()
+    batch["position_ids"][1] = torch.arange(SEQ_LEN).remainder(7)
+    hidden = run(stack, weights(whole), batch)
+    with only(stack, weights(whole), "head"):
+        logits = stack.head(batch, hidden)
+    for row, starts in enumerate(([0, 3, SEQ_LEN], [0, 7, SEQ_LEN])):
+        for start, end in pairwise(starts):
+            alone = whole(input_ids=batch["input_ids"][row : row + 1, start:end], use_cache=False).logits
+            torch.testing.assert_close(logits[row : row + 1, start:end], alone, rtol=1e-5, atol=1e-5)
 
 
 # -- binding ----------------------------------------------------------------------------------------------------------
@@ -201,7 +183,7 @@ def test_the_model_is_as_it_was_afterwards(family: str) -> None:
     with pytest.raises(ZeroDivisionError), stack.bound(parameters):
         _ = 1 / 0
     with torch.no_grad():
-        run(stack, parameters, packed(1))
+        run(stack, parameters, unpacked(1))
     assert {name: (id(value), value.is_meta) for name, value in weights(stack.model).items()} == before
     assert [module for module in stack.model.modules() if "forward" in vars(module)] == forwards == []
     assert list(stack._list) == stack.blocks
@@ -327,7 +309,7 @@ def tuple_stack(**options: object) -> StreamedModel:
 @torch.no_grad()
 def test_blocks_that_return_tuples() -> None:
     torch.manual_seed(0)
-    whole, stack, batch = TupleModel(TupleConfig()).eval(), tuple_stack(), packed()
+    whole, stack, batch = TupleModel(TupleConfig()).eval(), tuple_stack(), unpacked()
     batch["input_ids"] %= 31
     expected = whole(**batch).logits
     parameters = weights(whole)
@@ -335,7 +317,6 @@ def test_blocks_that_return_tuples() -> None:
         hidden = run(stack, parameters, batch)
         with only(stack, parameters, "head"):
             assert torch.equal(stack.head(batch, hidden), expected)
-    assert not stack.isolates_documents
 
 
 def test_a_model_that_skips_a_block_is_refused() -> None:

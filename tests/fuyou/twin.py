@@ -8,14 +8,57 @@ It knows nothing of records, chunks, tiers or schedules.
 On a GPU the model computes there; masters, moments and the update stay on the CPU, as they do in the engine.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 LINE = 128  # elements: a multiple of every vector width
+BY_DOCUMENT = "twin_by_document"
+
+
+def attention_by_document(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
+    """Attention in a plain loop over the documents of packed rows: each as if it were alone."""
+    window, outputs = kwargs.get("sliding_window"), []
+    for row, positions in enumerate(module.documents):
+        starts = [index for index, position in enumerate(positions) if position == 0] + [len(positions)]
+        for start, end in pairwise(starts):
+            part = [each[row : row + 1, :, start:end] for each in (query, key, value)]
+            mask = None
+            if window and end - start > window:
+                token = torch.arange(end - start)
+                mask = ((token <= token[:, None]) & (token > token[:, None] - window))[None, None].to(query.device)
+            shared = query.shape[1] != key.shape[1]
+            outputs.append(
+                nn.functional.scaled_dot_product_attention(
+                    *part, mask, dropout, mask is None, scale=scaling, enable_gqa=shared
+                ).transpose(1, 2)
+            )
+    return torch.cat(outputs, 1).view(query.shape[0], query.shape[2], query.shape[1], -1), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(BY_DOCUMENT, attention_by_document)
+
+
+@contextmanager
+def documents_alone(model: nn.Module, batch: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Let ``model`` attend within the documents of ``batch``, in which positions begin at 0 with each."""
+    if "position_ids" not in batch:
+        yield
+        return
+    for module in model.modules():
+        module.documents = batch["position_ids"].tolist()
+    config = (model.get_base_model() if hasattr(model, "get_base_model") else model).config
+    before, config._attn_implementation = config._attn_implementation, BY_DOCUMENT
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
 
 
 def round_half_away(master: torch.Tensor) -> torch.Tensor:
@@ -86,7 +129,8 @@ class Twin:
         sums: dict[str, list[torch.Tensor]] = {}
         loss = None
         for part in parts:
-            result = self.model(**part, num_items_in_batch=items, use_cache=False).loss
+            with documents_alone(self.model, part):
+                result = self.model(**part, num_items_in_batch=items, use_cache=False).loss
             result.backward()
             loss = result.detach() if loss is None else loss + result.detach()
             for name, parameter in self.model.named_parameters():

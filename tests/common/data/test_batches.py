@@ -151,6 +151,49 @@ def test_without_shuffling(corpus: str, tokenizer: PreTrainedTokenizerFast, tmp_
     assert equal(batches.batch(0), batches.batch(batches.rows))
 
 
+def test_rows_of_one_document(corpus: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """The same pieces as packed rows have, one in each row; batches are as long as their longest, up to 64 tokens."""
+    packed = open_data(DataConfig((corpus,), 200, 1), tokenizer, tmp_path)
+    alone = open_data(DataConfig((corpus,), 200, 4, packed=False), tokenizer, tmp_path)
+    assert alone.tokens == packed.tokens and alone.trainable_tokens == packed.trainable_tokens
+    assert "one document in each row" in alone.description and "one document" not in packed.description
+    expected = Counter(tuple(ids) for ids, labels in epoch(packed) if any(label != -100 for label in labels))
+    assert alone.rows == sum(expected.values())
+    widths, found = set(), Counter()
+    for step in range(alone.steps_per_epoch):
+        batch = alone.batch(step)
+        assert (batch["position_ids"] == torch.arange(batch["input_ids"].shape[1])).all()
+        widths.add(batch["input_ids"].shape[1])
+        lengths = [int((row != -100).nonzero().max()) + 1 for row in batch["labels"]]
+        assert batch["input_ids"].shape[1] == min(200, -(-max(lengths) // 64) * 64)
+        rows = zip(batch["input_ids"].tolist(), lengths, strict=True)
+        found.update(tuple(ids[:length]) for ids, length in rows)
+    assert not expected - found, "every document, and at the end of the epoch a few of the next one"
+    assert len(widths) > 1, "short ones come together"
+    again = open_data(DataConfig((corpus,), 200, 4, packed=False), tokenizer, tmp_path / "other")
+    assert all(equal(again.batch(step), alone.batch(step)) for step in (7, 2, alone.steps_per_epoch + 3))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_labels_one_position_ahead(
+    packed: bool, corpus: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """What the next position's label would be, and nothing of another document."""
+    shifting, ahead = (
+        open_data(DataConfig((corpus,), 64, 3, packed=packed, labels_ahead=labels_ahead), tokenizer, tmp_path)
+        for labels_ahead in (False, True)
+    )
+    assert ahead.labels_ahead and not shifting.labels_ahead
+    for step in range(3):
+        plain, moved = shifting.batch(step), ahead.batch(step)
+        assert torch.equal(moved["input_ids"], plain["input_ids"])
+        assert torch.equal(moved["labels"][:, :-1], plain["labels"][:, 1:]) and (moved["labels"][:, -1] == -100).all()
+        ends = plain["position_ids"][:, 1:] == 0
+        assert (moved["labels"][:, :-1][ends] == -100).all()
+    random = RandomBatches(97, 8, 2, labels_ahead=True).batch(0)
+    assert torch.equal(random["labels"][:, :-1], random["input_ids"][:, 1:])
+
+
 def test_cache_is_used_again_and_noticed_when_stale(
     corpus: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,198 @@
+"""Attention within each document of packed rows, without a mask: what transformers calls an attention implementation.
+
+A row is cut where its documents begin, and every piece goes through the kernel that the document alone would go
+through. So no mask of ``[S, S]`` exists, and the work is that of the documents: the sum of their squared lengths
+instead of the square of the row's. On a CPU one operator does all pieces of a call, whose results have the same shapes
+wherever the cuts are: what records a block's operators finds the same ones in every batch.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+from torch.utils.flop_counter import register_flop_formula
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from common.data.isolation import documents_at_work
+
+#: The name under which transformers knows this. It has no function of that name for masks, so it makes none.
+BY_DOCUMENT = "by_document"
+#: With a sliding window, so many queries at least go through a kernel at once: their mask stays small.
+_WINDOW_QUERIES = 256
+
+_aten = torch.ops.aten
+
+
+class _Piece(NamedTuple):
+    """Queries of one document, and the keys that they may see."""
+
+    row: int
+    queries: slice
+    keys: slice
+    banded: bool
+    """Whether a window hides some of the keys; if not, queries and keys are the same tokens, and causal."""
+
+
+def _pieces(spans: Sequence[int], window: int) -> Iterator[_Piece]:
+    """``spans``: row, first token and end of each document, one after another; ``window``: 0 for none."""
+    for row, start, end in zip(spans[::3], spans[1::3], spans[2::3], strict=True):
+        if not window or end - start <= window:
+            yield _Piece(row, slice(start, end), slice(start, end), False)
+            continue
+        width = max(window, _WINDOW_QUERIES)
+        for first in range(start, end, width):
+            last = min(first + width, end)
+            yield _Piece(row, slice(first, last), slice(max(start, first - window + 1), last), True)
+
+
+def _mask(piece: _Piece, window: int, like: torch.Tensor) -> torch.Tensor | None:
+    """0 where a query sees a key and minus infinity elsewhere, ``[queries, keys]``; None: it is causal and no more."""
+    if not piece.banded:
+        return None
+    queries = torch.arange(piece.queries.start, piece.queries.stop, device=like.device)[:, None]
+    keys = torch.arange(piece.keys.start, piece.keys.stop, device=like.device)
+    seen = (keys <= queries) & (keys > queries - window)
+    return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, float("-inf"))
+
+
+def _parts(piece: _Piece, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Of each ``[B, H, S, D]``, the piece's tokens: ``[1, H, tokens, D]``."""
+    row = slice(piece.row, piece.row + 1)
+    return query[row, :, piece.queries], key[row, :, piece.keys], value[row, :, piece.keys]
+
+
+@torch.library.custom_op("fuyou::attention_by_document", mutates_args=())
+def attention_by_document(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: Sequence[int], window: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend causally within each document, on a CPU.
+
+    Args:
+        query: ``[B, H, S, D]``.
+        key: ``[B, G, S, D]``; each of its heads is shared by ``H / G`` of the query's.
+        value: the same.
+        spans: row, first token and end of each document, one after another; together they cover every token.
+        window: how many tokens a token sees, itself included; 0 for all.
+        scale: what scores are multiplied by.
+
+    Returns:
+        ``[B, S, H, D]``, and for the backward pass the logarithm of each softmax's denominator, ``[B, S, H]``.
+    """
+    rows, heads, length, _ = query.shape
+    result = query.new_empty(rows, length, heads, query.shape[-1])
+    statistics = query.new_empty(rows, length, heads, dtype=_statistics_dtype(query))
+    for piece in _pieces(spans, window):
+        q, k, v = _parts(piece, query, key, value)
+        mask = _mask(piece, window, query)
+        out, logarithms = _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale
+        )
+        result[piece.row, piece.queries] = out[0].transpose(0, 1)
+        statistics[piece.row, piece.queries] = logarithms[0].transpose(0, 1)
+    return result, statistics
+
+
+@attention_by_document.register_fake
+def _(query: Any, key: Any, value: Any, spans: Any, window: int, scale: float) -> Any:
+    rows, heads, length, width = query.shape
+    statistics = query.new_empty(rows, length, heads, dtype=_statistics_dtype(query))
+    return query.new_empty(rows, length, heads, width), statistics
+
+
+@torch.library.custom_op("fuyou::attention_by_document_backward", mutates_args=())
+def attention_by_document_backward(
+    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, result: torch.Tensor,
+    statistics: torch.Tensor, spans: Sequence[int], window: int, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the gradients of query, key and value, given that of the result and what the forward pass had."""
+    gradients = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    for piece in _pieces(spans, window):
+        q, k, v = _parts(piece, query, key, value)
+        mask = _mask(piece, window, query)
+        flowing, out, logarithms = (
+            one[piece.row, piece.queries].transpose(0, 1)[None] for one in (gradient, result, statistics)
+        )
+        parts = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            flowing, q, k, v, out, logarithms, 0.0, mask is None, attn_mask=mask, scale=scale
+        )
+        for whole, part in zip(_parts(piece, *gradients), parts, strict=True):
+            whole.add_(part)  # with a window, several pieces see a key
+    return gradients
+
+
+@attention_by_document_backward.register_fake
+def _(gradient: Any, query: Any, key: Any, value: Any, *others: Any) -> Any:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    query, key, value, *ctx.settings = inputs
+    ctx.save_for_backward(query, key, value, *output)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
+    gradients = attention_by_document_backward(gradient, *ctx.saved_tensors, *ctx.settings)
+    return (*gradients, None, None, None)
+
+
+attention_by_document.register_autograd(_backward, setup_context=_save)
+
+
+#: What records and plans know it by.
+OPERATOR = torch.ops.fuyou.attention_by_document.default
+AUTOGRAD_NODE = "GeneratedBackwardFor_fuyou_attention_by_document"
+"""Beginning of the name that PyTorch gives its backward pass, which uses nothing but what :func:`_save` saves."""
+
+
+@register_flop_formula(torch.ops.fuyou.attention_by_document)
+def _flops(query: Any, key: Any, value: Any, spans: Sequence[int], *_: Any, **__: Any) -> int:
+    squares = sum((end - start) ** 2 for start, end in zip(spans[1::3], spans[2::3], strict=True))
+    return 4 * query[1] * query[3] * squares
+
+
+def _statistics_dtype(query: torch.Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
+def _by_document(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, dropout: float = 0.0, scaling: float | None = None,
+    is_causal: bool | None = None, sliding_window: int | None = None, position_bias: torch.Tensor | None = None,
+    softcap: float | None = None, s_aux: torch.Tensor | None = None, **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """Attention as transformers calls it, ``[B, H, S, D]`` to ``[B, S, H, D]``, within documents if some are at work.
+
+    Raises:
+        NotImplementedError: the family asks for something that is not cut at documents here.
+    """
+    documents = documents_at_work()
+    if documents is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, position_bias,
+            softcap=softcap, s_aux=s_aux, **kwargs,
+        )  # fmt: skip
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    wanted = (documents.rows, documents.length)
+    if not causal or any((one.shape[0], one.shape[2]) != wanted for one in (query, key)):
+        raise NotImplementedError("Attention over something else than the rows' tokens.")
+    if any(one is not None for one in (attention_mask, position_bias, softcap, s_aux)):
+        raise NotImplementedError("Attention with a mask, a bias, a soft cap or sinks.")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    window = sliding_window or 0
+    if query.device.type in ("cpu", "meta") and query.shape[-1] == value.shape[-1] and not dropout:
+        return attention_by_document(query, key, value, documents.flat, window, scale)[0], None
+    result = value.new_empty(*wanted, query.shape[1], value.shape[-1])
+    for piece in _pieces(documents.flat, window):
+        q, k, v = _parts(piece, query, key, value)
+        mask = _mask(piece, window, query)
+        shared = q.shape[1] != k.shape[1]
+        out = functional.scaled_dot_product_attention(
+            q, k, v, mask, dropout, mask is None, scale=scale, enable_gqa=shared
+        )
+        result[piece.row, piece.queries] = out[0].transpose(0, 1)
+    return result, None
+
+
+ALL_ATTENTION_FUNCTIONS.register(BY_DOCUMENT, _by_document)
