@@ -169,6 +169,14 @@ class BlockCalls:
         """What the embedding has made that carries gradients."""
         return [value for (maker, _), value in self._values.items() if maker == EMBEDDING]
 
+    def lost_gradient(self) -> tuple[int, str] | None:
+        """Return block and path of an argument that carries a gradient of which nothing is known; None if none does."""
+        for block, (args, kwargs) in enumerate(self.arguments):
+            for path, leaf in paths(args, kwargs):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad and id(leaf) not in self._keys:
+                    return block, path
+        return None
+
     # -- while a block runs ---------------------------------------------------------------------------------------
 
     def describe(self, block: int) -> Hashable:

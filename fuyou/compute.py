@@ -239,6 +239,13 @@ class StepComputation:
     def _embed_backward(self, task: Task) -> None:
         with self._stack.bound(self._leaves(task), before=True), self._replayed(-1, task.micro):
             hidden, again = self._stack.embed(self._model_inputs(task.micro))
+            lost = again.lost_gradient()
+            if lost is not None:
+                raise FinetuneError(
+                    f"{type(self._stack.model).__name__} gives block {lost[0]} an argument{lost[1]} that carries a "
+                    "gradient in this batch and none in one of text alone, and that gradient would be lost: freeze "
+                    "what it comes from (vision tower and projector), and start anew."
+                )
             values, gradients = self._call(task.micro).embedding_gradients(again)
             if hidden.requires_grad:
                 values.append(hidden)

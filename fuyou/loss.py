@@ -31,7 +31,7 @@ def targets_of(labels: torch.Tensor, shifts: bool) -> torch.Tensor:
     """Return what each position is to predict, int64 ``[B, S]``, of ``labels`` as a family's own loss takes them.
 
     Args:
-        labels: int64 ``[B, S]``, -100 where no loss is wanted; of a sequence classifier ``[B]``, as ``[B, 1]``.
+        labels: int64 ``[B, S]``, -100 where no loss is wanted; ``[B]`` of a sequence classifier gives ``[B, 1]``.
         shifts: whether the family compares a position with the label of the next one; if not, with its own.
     """
     if labels.dim() == 1:

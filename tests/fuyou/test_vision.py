@@ -12,6 +12,7 @@ import fuyou
 from common.errors import UserError
 from common.models.adapters import AdapterOptions
 from common.models.towers import tower_parameters
+from fuyou.block_calls import BlockCalls
 from tests.fuyou.vision_families import NAMED, OTHERS, PlainLoop, image_batch, save_checkpoint, text_batch
 
 OPTIONS = {"lr": 1e-3, "weight_decay": 0.1}
@@ -151,3 +152,13 @@ def test_memory_for_images_is_planned_when_they_come(tmp_path: Path) -> None:
         trained(**image_batch("qwen3_vl", 2)).loss.backward()
         trained.step()
         assert trained.memory_plan.device_bytes > text
+
+
+def test_a_gradient_that_only_images_bring_into_a_block_is_not_lost_silently() -> None:
+    calls = BlockCalls()
+    features = torch.ones(3, requires_grad=True)
+    calls.add((), {"told": torch.ones(3)}, None)
+    assert calls.lost_gradient() is None
+    calls.add((), {"told": features * 2}, None)
+    block, path = calls.lost_gradient() or (-1, "")
+    assert block == 1 and "told" in path
