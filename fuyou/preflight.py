@@ -33,6 +33,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from common.errors import FinetuneError, UserError
 from common.models.adapters import ALL_LINEAR
 from common.models.classes import TaskType, task_type_of
+from common.models.meta import build_meta_model
 from common.models.miniature import TOKENS, VOCABULARY, miniature
 from fuyou.loss import targets_of
 from fuyou.open_model import OpenModel
@@ -166,7 +167,10 @@ class _Proof:
     def run(self) -> None:
         claim = self._claim
         precision, cpu = Precision(claim.dtype, torch.float32), torch.device("cpu")
-        plain = OpenModel(self._small, precision, cpu, router_loss="off").base
+        try:
+            plain = build_meta_model(self._small, dtype=claim.dtype)
+        except UserError as error:
+            raise self._unprovable(error) from error
         adapters, trainable = self._small_adapters(plain), claim.trainable and self._small_names(plain)
         opened = OpenModel(self._small, precision, cpu, adapters, trainable)
         try:

@@ -360,6 +360,7 @@ class _Shrunk:
             (_POSITIONS, keep if any(name in self._fields for name in _ROTARY) else at_most(_PLACES)),
             (re.compile(r"^(spatial_|temporal_)?patch_size$"), at_most(4)),
             (re.compile(r"image_size"), at_most(16)),
+            (re.compile(r"^base_channels$"), at_most(32)),  # the usual number of groups that are normalised
             (_TOKEN_ID, self._token),
             (_PERIOD, at_most(3)),
             (_OFFSET, at_most(1)),

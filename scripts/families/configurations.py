@@ -3,6 +3,7 @@
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from common.models.miniature import miniature
 
@@ -48,6 +49,7 @@ def small_config(name: str, dropout: bool = True) -> PreTrainedConfig:
                 if "drop" in field and isinstance(value, float):
                     setattr(part, field, 0.0)
     small.use_cache = False
+    small.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]]
     return small
 
 
