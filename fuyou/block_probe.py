@@ -27,6 +27,8 @@ class BlockProbe:
         self.values: dict[Key, torch.Tensor] = {}
         #: What they left in dictionaries that they share.
         self.left: list[torch.Tensor] = []
+        #: Of the hidden states that they returned.
+        self.dtypes: set[torch.dtype] = set()
 
     def look(self, index: int, block: nn.Module, hidden: torch.Tensor, calls: BlockCalls) -> None:
         """Run ``block`` with what it has just been called with, if there is anything to learn from that."""
@@ -54,6 +56,7 @@ class BlockProbe:
         except Exception:  # whatever a family's own code does without values, or with tensors of its own
             result = _on_device(block, hidden, *tree_map(to_device, calls.arguments[index]))
         leaves, structure = tree_flatten(result)
+        self.dtypes.add(leaves[0].dtype)
         for position, leaf in enumerate(leaves):
             if position and isinstance(leaf, torch.Tensor):
                 self.values[index, position] = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
@@ -86,7 +89,7 @@ def _on_device(block: nn.Module, hidden: torch.Tensor, args: tuple[Any, ...], kw
 @contextmanager
 def on_meta(block: nn.Module) -> Iterator[None]:
     """Let ``block`` run on the meta device: its buffers go there, and whatever the run leaves in it is undone."""
-    with _unchanged(block):
+    with unchanged(block):
         for module in block.modules():
             module._buffers.update({name: _to_meta(buffer) for name, buffer in module._buffers.items()})
         yield
@@ -95,7 +98,7 @@ def on_meta(block: nn.Module) -> Iterator[None]:
 @contextmanager
 def _parameters(module: nn.Module, made: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Let ``module`` have other parameters while the context is open."""
-    with _unchanged(module):
+    with unchanged(module):
         for one in module.modules():
             for name, parameter in one._parameters.items():
                 if parameter is not None:
@@ -104,7 +107,8 @@ def _parameters(module: nn.Module, made: Callable[[torch.Tensor], torch.Tensor])
 
 
 @contextmanager
-def _unchanged(module: nn.Module) -> Iterator[None]:
+def unchanged(module: nn.Module) -> Iterator[None]:
+    """Undo, when the context ends, whatever a run has left in the modules."""
     saved = [(one, dict(one.__dict__), dict(one._buffers), dict(one._parameters)) for one in module.modules()]
     try:
         yield

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
 from transformers import PreTrainedModel
 
 from common.data.isolation import Documents
@@ -30,7 +30,7 @@ from common.models.isolation import Separator, takes_positions
 from common.models.structure import find_blocks
 from common.models.towers import tower_parameters
 from fuyou.block_calls import BlockCalls, Links, Recorder, paths
-from fuyou.block_probe import TENSOR, BlockProbe
+from fuyou.block_probe import TENSOR, BlockProbe, unchanged
 from fuyou.family import Family, family_of
 from fuyou.survey import LookBack, Used
 
@@ -122,7 +122,7 @@ class StreamedModel:
         hooks = [module.register_forward_pre_hook(note) for module in outside]
         ids = torch.zeros(1, _SURVEYED, dtype=torch.long, device=self.device)
         try:
-            with self._skipped(outside), self._hollow_outside(), torch.enable_grad():
+            with unchanged(self.model), self._skipped(outside), self._hollow_outside(), torch.enable_grad():
                 self._probe = BlockProbe(self._returns)
                 direct = {id(value): (owner, name) for owner in owners for name, value in owner._parameters.items()}
                 with Used(direct) as used:
@@ -130,7 +130,7 @@ class StreamedModel:
                 self.before = frozenset(called)
                 self._read_before = {direct[identity] for identity in used.found}
                 self._find_links(calls, self._probe)
-                self._measure_hidden(hidden)
+                self._measure_hidden(hidden, self._probe.dtypes)
                 self._check_head(hidden)
         except FinetuneError:
             raise
@@ -157,17 +157,19 @@ class StreamedModel:
                         carried.add((block, path))
         self.links = Links(frozenset(carried), frozenset(consumed), bool(probe.left))
 
-    def _measure_hidden(self, hidden: torch.Tensor) -> None:
-        """Find the dimension that counts tokens: the one that is shorter where there are fewer of them."""
+    def _measure_hidden(self, hidden: torch.Tensor, returned: set[torch.dtype]) -> None:
+        """See that blocks take and return the model's dtype, and find the dimension that counts tokens: the one that is
+        shorter where there are fewer of them."""
         _, fewer = self._embed(
             {"input_ids": torch.zeros(1, _SURVEYED - 1, dtype=torch.long, device=self.device)}, Links()
         )
         changed = [dim for dim, size in enumerate(hidden.shape) if size != fewer.hidden_shape[dim]]
-        if hidden.dtype != self.model.dtype:
-            name = str(hidden.dtype).removeprefix("torch.")
+        others = {hidden.dtype, *returned} - {self.model.dtype}
+        if others:
+            found, weights = (str(dtype).removeprefix("torch.") for dtype in (others.pop(), self.model.dtype))
             raise UserError(
-                f"{self._name} carries hidden states in {name} from block to block where its weights are "
-                f"{str(self.model.dtype).removeprefix('torch.')}: train it with --dtype fp32."
+                f"{self._name} carries hidden states in {found} from block to block where its weights are {weights}: "
+                "train it with --dtype fp32."
             )
         if len(changed) != 1 or hidden.shape[changed[0]] != _SURVEYED:
             raise UserError(
@@ -434,18 +436,19 @@ class StreamedModel:
         meta = {(owner, name): value for owner, name, value in self._owners.values() if owner in inner}
         trained = any(value.requires_grad for value in meta.values())
 
-        def to_device(value: Any) -> Any:
+        def to_device(value: Any, carries: bool) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
             zeros = torch.zeros(value.shape, dtype=value.dtype, device=self.device)
-            # With gradients enabled, as in a survey, it shows what depends on parameters that are trained.
-            wanted = trained and torch.is_grad_enabled() and value.is_floating_point()
-            return zeros.requires_grad_().clone() if wanted else zeros
+            return zeros.requires_grad_().clone() if carries and value.is_floating_point() else zeros
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with torch.no_grad(), self._replaced(meta):
                 result = forward(*tree_map(to_meta, args), **tree_map(to_meta, kwargs))
-            made = tree_map(to_device, result)
+            # With gradients enabled, as in a survey, results show whether they depend on parameters that are trained.
+            given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+            carries = torch.is_grad_enabled() and (trained or any(leaf.requires_grad for leaf in given))
+            made = tree_map(lambda value: to_device(value, carries), result)
             if self._look_back is not None:
                 self._look_back.note(made)
             return made

@@ -265,6 +265,24 @@ def test_families(family: str) -> None:
     check(whole, stack, 100)
 
 
+@pytest.mark.parametrize("family", ["zaya", "mamba"])
+def test_hidden_states_that_stay_in_fp32_are_not_rounded_in_silence(family: str) -> None:
+    """The first block's input of one, what the blocks of the other return."""
+    config = miniature(CONFIG_MAPPING[family]())
+    with pytest.raises(
+        UserError, match=r"hidden states in float32 .* weights are bfloat16: train it with --dtype fp32"
+    ):
+        StreamedModel(build_meta_model(config, dtype=torch.bfloat16), CPU)
+
+
+def test_gradients_reach_adapters_behind_frozen_modules() -> None:
+    """Gemma 4's inputs of each layer pass a frozen norm after an adapted projection."""
+    model = build_meta_model(miniature(CONFIG_MAPPING["gemma4_text"]()))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("per_layer_model_projection" in name)
+    assert StreamedModel(model, CPU).links.carried
+
+
 def test_tracing_on_meta_leaves_no_trace() -> None:
     """GPT-J's blocks move a buffer to the device of what they are called with."""
     _, stack = family_pair("gptj")
