@@ -36,7 +36,10 @@ def shifts_labels(model: PreTrainedModel) -> bool:
     model.eval()
     try:
         with torch.no_grad():
-            output = model(input_ids=ids, labels=labels, use_cache=False)
+            try:
+                output = model(input_ids=ids, labels=labels, use_cache=False)
+            except Exception:  # some families' code for inference does not run where that for training does (xLSTM's)
+                output = model.train()(input_ids=ids, labels=labels, use_cache=False)
     finally:
         model.train(was_training)
     if output.loss is None:
