@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -110,9 +111,15 @@ def test_what_is_wider_between_blocks_than_inside_is_refused() -> None:
     """Mamba adds to its residual in fp32, whatever its weights are in; what streams is bf16."""
     fuyou.prove(LlamaConfig(), dtype=torch.bfloat16)
     fuyou.prove(MambaConfig())
-    with pytest.raises(UserError, match=r"in bfloat16: .* In fp32 they are equal: train it with dtype fp32"):
+    with pytest.raises(UserError, match=r"hidden states in float32 .* train it with --dtype fp32"):
         fuyou.prove(MambaConfig(), dtype=torch.bfloat16)
     fuyou.prove(MambaConfig(residual_in_fp32=False), dtype=torch.bfloat16)
+
+
+def test_what_rounding_alone_changes_is_told_apart() -> None:
+    """In memory, OLMo hybrid keeps some weights in fp32 where the rest is bf16."""
+    with pytest.raises(UserError, match=r"in bfloat16: .* In fp32 they are equal: train it with dtype fp32"):
+        fuyou.prove(CONFIG_MAPPING["olmo_hybrid"](), dtype=torch.bfloat16)
 
 
 def test_adapters_parts_and_packed_rows_are_proven() -> None:
