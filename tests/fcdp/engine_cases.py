@@ -1,7 +1,7 @@
 """What ranks do in the tests of the out-of-core engine over a process group."""
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,6 +29,8 @@ class Run:
     steps: int = 5
     rows: int = 4
     """Of all ranks together."""
+    packed: bool = True
+    """Whether rows hold two documents."""
     ssds: int = 1
     save: Path | None = None
     bad: tuple[int, ...] = ()
@@ -84,6 +86,8 @@ def train(topology: fcdp.Topology | None, run: Run) -> Outcome:
         outcome = Outcome(engine.step_count, kept=engine.memory_plan.kept_bytes)
         for step in range(engine.step_count + 1, run.steps + 1):
             whole = batch(step, run.rows)
+            if not run.packed:
+                del whole["position_ids"]
             whole["input_ids"][-1, 2] *= step not in run.bad
             mine = slice(rank * run.rows // world, (rank + 1) * run.rows // world)
             loss = engine(**{name: value[mine] for name, value in whole.items()}).loss
@@ -165,4 +169,4 @@ def train_routed(topology: fcdp.Topology | None, run: Run) -> Outcome:
     """The same of a model some of whose experts no token is sent to."""
     from tests.fuyou import routed  # noqa: F401 - so that this process knows the family
 
-    return train(topology, run)
+    return train(topology, replace(run, packed=False))
