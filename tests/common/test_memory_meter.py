@@ -1,5 +1,6 @@
 """The memory meter, against allocations of known size in this and in other processes."""
 
+import mmap
 import os
 import subprocess
 import sys
