@@ -21,6 +21,9 @@ from common.data.isolation import documents_at_work
 BY_DOCUMENT = "by_document"
 #: With a sliding window, so many queries at least go through a kernel at once: their mask stays small.
 _WINDOW_QUERIES = 256
+#: In 16 bits, lengths are rounded up to a multiple of this: PyTorch's CPU kernel compiles matrix products for each new
+#: length and keeps them for good, megabytes each (torch 2.13, processors with bf16 instructions).
+_BUCKET = 32
 
 _aten = torch.ops.aten
 
@@ -47,13 +50,21 @@ def _pieces(spans: Sequence[int], window: int) -> Iterator[_Piece]:
             yield _Piece(row, slice(first, last), slice(max(start, first - window + 1), last), True)
 
 
-def _mask(piece: _Piece, window: int, like: torch.Tensor) -> torch.Tensor | None:
-    """0 where a query sees a key and minus infinity elsewhere, ``[queries, keys]``; None: it is causal and no more."""
+def _mask(piece: _Piece, window: int, like: torch.Tensor, padded: bool = False) -> torch.Tensor | None:
+    """0 where a query sees a key and minus infinity elsewhere, ``[queries, keys]``; None: it is causal and no more.
+
+    ``padded``: for lengths that are rounded up. No query sees a key behind the piece's; those behind its queries see
+    some key, whichever, so that all numbers are finite.
+    """
     if not piece.banded:
         return None
-    queries = torch.arange(piece.queries.start, piece.queries.stop, device=like.device)[:, None]
-    keys = torch.arange(piece.keys.start, piece.keys.stop, device=like.device)
-    seen = (keys <= queries) & (keys > queries - window)
+    lengths = [part.stop - part.start for part in (piece.queries, piece.keys)]
+    if padded:
+        lengths = [_rounded(length) for length in lengths]
+    queries = piece.queries.start + torch.arange(lengths[0], device=like.device)[:, None]
+    keys = piece.keys.start + torch.arange(lengths[1], device=like.device)
+    seen = (keys <= queries) & (keys > queries - window) & (keys < piece.keys.stop)
+    seen |= (queries >= piece.queries.stop) & (keys == piece.keys.start)
     return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, float("-inf"))
 
 
@@ -61,6 +72,15 @@ def _parts(piece: _Piece, query: torch.Tensor, key: torch.Tensor, value: torch.T
     """Of each ``[B, H, S, D]``, the piece's tokens: ``[1, H, tokens, D]``."""
     row = slice(piece.row, piece.row + 1)
     return query[row, :, piece.queries], key[row, :, piece.keys], value[row, :, piece.keys]
+
+
+def _rounded(length: int) -> int:
+    return -(-length // _BUCKET) * _BUCKET
+
+
+def _pad(*parts: torch.Tensor) -> list[torch.Tensor]:
+    """Each ``[.., tokens, D]`` with zeros behind, to a rounded number of tokens. Causal attention does not see them."""
+    return [functional.pad(part, (0, 0, 0, _rounded(part.shape[-2]) - part.shape[-2])) for part in parts]
 
 
 @torch.library.custom_op("fuyou::attention_by_document", mutates_args=())
@@ -83,14 +103,18 @@ def attention_by_document(
     rows, heads, length, _ = query.shape
     result = query.new_empty(rows, length, heads, query.shape[-1])
     statistics = query.new_empty(rows, length, heads, dtype=_statistics_dtype(query))
+    narrow = query.dtype.itemsize == 2
     for piece in _pieces(spans, window):
         q, k, v = _parts(piece, query, key, value)
-        mask = _mask(piece, window, query)
+        length = q.shape[-2]
+        if narrow:
+            q, k, v = _pad(q, k, v)
+        mask = _mask(piece, window, query, narrow)
         out, logarithms = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale
         )
-        result[piece.row, piece.queries] = out[0].transpose(0, 1)
-        statistics[piece.row, piece.queries] = logarithms[0].transpose(0, 1)
+        result[piece.row, piece.queries] = out[0, :, :length].transpose(0, 1)
+        statistics[piece.row, piece.queries] = logarithms[0, :, :length].transpose(0, 1)
     return result, statistics
 
 
@@ -108,17 +132,21 @@ def attention_by_document_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the gradients of query, key and value, given that of the result and what the forward pass had."""
     gradients = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    narrow = query.dtype.itemsize == 2
     for piece in _pieces(spans, window):
         q, k, v = _parts(piece, query, key, value)
-        mask = _mask(piece, window, query)
+        mask = _mask(piece, window, query, narrow)
         flowing, out, logarithms = (
             one[piece.row, piece.queries].transpose(0, 1)[None] for one in (gradient, result, statistics)
         )
+        if narrow:  # what flows back into the tokens behind is zero
+            q, k, v, flowing, out = _pad(q, k, v, flowing, out)
+            logarithms = functional.pad(logarithms, (0, q.shape[-2] - logarithms.shape[-1]))
         parts = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             flowing, q, k, v, out, logarithms, 0.0, mask is None, attn_mask=mask, scale=scale
         )
         for whole, part in zip(_parts(piece, *gradients), parts, strict=True):
-            whole.add_(part)  # with a window, several pieces see a key
+            whole.add_(part[..., : whole.shape[-2], :])  # with a window, several pieces see a key
     return gradients
 
 

@@ -2,7 +2,8 @@
 
 It shares with the engine only what exactness needs (any two programs would have to): the same micro-batches in the same
 order, compute weights rounded the same way, ``_fused_adamw_`` without scalar tails, tied weights whose head and
-embedding gradients are summed one after the other, and gradients summed in fp32 before they are rounded to bf16.
+embedding gradients are summed one after the other, gradients summed in fp32 before they are rounded to bf16, and, in
+bf16 on a CPU, attention to documents of packed rows with their lengths rounded up to 32 tokens.
 It knows nothing of records, chunks, tiers or schedules.
 
 On a GPU the model computes there; masters, moments and the update stay on the CPU, as they do in the engine.
@@ -29,15 +30,18 @@ def attention_by_document(module, query, key, value, attention_mask, dropout=0.0
         starts = [index for index, position in enumerate(positions) if position == 0] + [len(positions)]
         for start, end in pairwise(starts):
             part = [each[row : row + 1, :, start:end] for each in (query, key, value)]
+            length = end - start
+            if query.dtype == torch.bfloat16 and query.device.type == "cpu":  # zeros behind, which nothing sees
+                part = [nn.functional.pad(each, (0, 0, 0, -length % 32)) for each in part]
             mask = None
-            if window and end - start > window:
-                token = torch.arange(end - start)
+            if window and length > window:
+                token = torch.arange(part[0].shape[2])
                 mask = ((token <= token[:, None]) & (token > token[:, None] - window))[None, None].to(query.device)
             shared = query.shape[1] != key.shape[1]
             outputs.append(
                 nn.functional.scaled_dot_product_attention(
                     *part, mask, dropout, mask is None, scale=scaling, enable_gqa=shared
-                ).transpose(1, 2)
+                )[:, :, :length].transpose(1, 2)
             )
     return torch.cat(outputs, 1).view(query.shape[0], query.shape[2], query.shape[1], -1), None
 

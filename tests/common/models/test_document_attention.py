@@ -1,5 +1,6 @@
 """Attention cut at documents against attention over whole rows with a mask."""
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -59,3 +60,18 @@ def test_what_cannot_be_cut_is_not_computed(extra: dict) -> None:
     inputs = [torch.zeros(2, 4, 37, 8) for _ in range(3)]
     with documents_apart(Documents.of(positions())), pytest.raises(NotImplementedError):
         _by_document(nn.Identity(), *inputs, None, **extra)
+
+
+def test_memory_does_not_grow_with_every_new_length() -> None:
+    """In bf16, PyTorch compiles its kernel for each length where the processor can multiply that, and keeps it."""
+
+    def attend(length: int) -> None:
+        query = torch.randn(1, 2, 256, 64, dtype=torch.bfloat16, requires_grad=True)
+        attention_by_document(query, query, query, [0, 0, length, 0, length, 256], 0, 0.125)[0].sum().backward()
+
+    for length in range(32, 256, 32):  # every rounded length, once
+        attend(length - 1)
+    before = psutil.Process().memory_info().rss
+    for length in range(8, 248, 2):
+        attend(length)
+    assert psutil.Process().memory_info().rss - before < 64 << 20  # 400 MiB if each were compiled by itself
