@@ -8,7 +8,7 @@ from typing import Any
 from cli.settings import COMMITS, Settings
 from common.errors import FinetuneError, UserError
 from common.hardware import pick_gpu, torch_name
-from fuyou.computing_dtype import AUTO, fastest_dtype, stored_dtype
+from fuyou.computing_dtype import AUTO, dtype_of_all, fastest_dtype, stored_dtype
 from fuyou.emulated import is_emulated
 
 ELSEWHERE = "meta"
@@ -28,23 +28,18 @@ def with_dtype(settings: Settings, device_type: str | None = None) -> Settings:
 
 
 def with_dtype_of_all(settings: Settings, device_type: str, restarted: bool) -> Settings:
-    """The same for every rank of a run, alike on all of them; collective. Rank 0 decides.
+    """The same for every rank of a run, alike on all of them; collective.
 
     Args:
         device_type: of what this rank computes on.
         restarted: whether the ranks have been started again, and go on from what they left.
     """
-    import torch.distributed as dist
-
     from common.telling import tell
 
     if settings.dtype != AUTO:
         return settings
     stored = _stored(settings) if settings.resume or restarted else None
-    fastest = fastest_dtype(device_type) if dist.get_rank() == 0 else None
-    told = tell((stored, fastest))
-    dtype = next((one for one, _ in told if one is not None), told[0][1])  # a node may have joined without a store
-    return replace(settings, dtype=dtype)
+    return replace(settings, dtype=dtype_of_all(stored, device_type, tell))
 
 
 def _stored(settings: Settings) -> str | None:

@@ -246,7 +246,8 @@ def prepare(settings: Settings) -> Job:
         model.get_parameter(name).numel() for name in towers_of(settings).frozen(model)
     )  # fmt: skip
     adapter_parameters = trainable_parameters(settings, model) if settings.trains_adapters else 0
-    data = _Data(settings, checkpoint, tokenizer, seq_len, output, task_type_of(config), family_of(model))
+    task_type = task_type_of(model.config)
+    data = _Data(settings, checkpoint, tokenizer, seq_len, output, task_type, family_of(model))
     batches, data_key = data.batches(text.vocab_size)
     seq_len = getattr(batches, "seq_len", seq_len)
     total = _total_steps(settings, batches)
@@ -254,7 +255,7 @@ def prepare(settings: Settings) -> Job:
     job = Job(
         settings, type(model).__name__, text.vocab_size, parameters, checkpoint, found.gpu, output, found.ssd,
         found.run_name, seq_len, batches, data_key, rate, adapter_parameters, data.held_out(), frozen,
-        task_type_of(config), _quantised_bytes(settings) if _keeps_fewer_bits(settings, checkpoint) else None,
+        task_type, _quantised_bytes(settings) if _keeps_fewer_bits(settings, checkpoint) else None,
     )  # fmt: skip
     if settings.save:
         _check_space(job)
@@ -340,7 +341,6 @@ class _Data:
     seq_len: int
     output: Path
     task_type: TaskType
-
     family: Family
 
     def batches(self, vocab_size: int) -> tuple[Batches, str]:

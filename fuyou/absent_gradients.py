@@ -37,6 +37,11 @@ def mark_absent(record: Record, flat: torch.Tensor, present: Collection[str]) ->
         torch._foreach_add_(there, 0.0)  # makes 0.0 of -0.0, and changes nothing else
 
 
+def marked_absent(firsts: torch.Tensor) -> torch.Tensor:
+    """Return, for the first element of each of some parameters' gradients, whether it says that there is none: bool."""
+    return (firsts == 0) & torch.signbit(firsts)
+
+
 def _part_starts(record: Record, slot: ParameterSlot) -> list[int]:
     """Return the elements of the record at which a rank's part of the parameter begins."""
     stop = slot.offset + slot.numel
@@ -78,8 +83,7 @@ class OwnedParameters:
 
     def absent(self, gradient: torch.Tensor) -> tuple[int, ...]:
         """Return the indices of the parameters that a gradient ``[owned]`` says it has nothing for."""
-        firsts = gradient[self._firsts]
-        without = (firsts == 0) & torch.signbit(firsts)
+        without = marked_absent(gradient[self._firsts])
         return tuple(part.slot for part, none in zip(self._marked, without.tolist(), strict=True) if none)
 
     def runs(self, chunk: Chunk, absent: Collection[int], missed: Mapping[int, int]) -> list[Run]:

@@ -182,7 +182,7 @@ class BlockCalls:
     def describe(self, block: int) -> Hashable:
         """What must be the same for a block to run the same operators on the same shapes, beside hidden states."""
         args, kwargs = self.arguments[block]
-        leaves = [*tree_leaves((args, [kwargs[name] for name in sorted(kwargs)]))]
+        leaves = tree_leaves((args, [kwargs[name] for name in sorted(kwargs)]))
         edit = self.edits.get(block)
         if edit is not None:
             leaves += [self._values[key] for key in edit.values.values()]
@@ -327,15 +327,13 @@ class Recorder(TorchFunctionMode):
         self.paused = False
         self._steps: list[tuple[Callable[..., Any], Any, Any, Any]] = []
         self._made: dict[int, torch.Tensor] = {}  # everything that depends on outputs of blocks
-        self._outputs: dict[int, int] = {}  # of which block each output is
-        self._versions: dict[int, int] = {}
+        self._outputs: list[int] = []  # identities of what stands for the outputs of the blocks so far
 
-    def output(self, block: int, like: torch.Tensor) -> torch.Tensor:
-        """Scratch memory in the place of what ``block`` will return."""
+    def output(self, like: torch.Tensor) -> torch.Tensor:
+        """Scratch memory in the place of what the next block will return."""
         scratch = torch.empty_like(like, requires_grad=False)
         self._made[id(scratch)] = scratch
-        self._outputs[id(scratch)] = block
-        self._versions[id(scratch)] = scratch._version
+        self._outputs.append(id(scratch))
         return scratch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -359,10 +357,10 @@ class Recorder(TorchFunctionMode):
         Raises:
             UserError: it follows from something else.
         """
-        source = next((identity for identity, maker in self._outputs.items() if maker == block - 1), None)
-        if source is None:
+        if not self._outputs:
             return None
-        if id(hidden) == source and self._made[source]._version == self._versions[source]:
+        *earlier, source = self._outputs
+        if id(hidden) == source and hidden._version == 0:  # as it was made: not edited in place either
             return None
         needed, chosen = {id(hidden)}, []
         for step in reversed(self._steps):
@@ -372,7 +370,7 @@ class Recorder(TorchFunctionMode):
             if needed & (outputs | changed):
                 chosen.append(step)
                 needed |= {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
-        if source not in needed or any(identity in needed for identity in self._outputs if identity != source):
+        if source not in needed or not needed.isdisjoint(earlier):
             raise self._refusal(f"gives block {block} another input than the output of the block before it")
         values: dict[int, Key] = {}
 

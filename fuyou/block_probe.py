@@ -1,6 +1,6 @@
 """Runs blocks without their weights, to see what they return and what they leave for each other."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 
 from fuyou.block_calls import BlockCalls, Key, shared_dictionaries
+from fuyou.block_trace import is_grouped_product
 
 
 class BlockProbe:
@@ -71,19 +72,25 @@ class _GroupedShapes(TorchDispatchMode):
     """Makes products of groups of rows without computing: their kernel insists on bf16, or on weights with memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._grouped_mm.default and args[1].dim() == 3:
+        if is_grouped_product(func, args):
             return args[0].new_zeros(args[0].shape[0], args[1].shape[2])
         return func(*args, **(kwargs or {}))
 
 
 def _on_device(block: nn.Module, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a block on the device, with weights that are all zero and take no memory."""
-    with (
-        torch.no_grad(),
-        _GroupedShapes(),
-        _parameters(block, lambda value: torch.zeros((), dtype=value.dtype, device=hidden.device).expand(value.shape)),
-    ):
+    with torch.no_grad(), _GroupedShapes(), unchanged(block):
+        for module in block.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = hollow(parameter, hidden.device)
         return block(torch.zeros_like(hidden), *args, **kwargs)
+
+
+def hollow(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """Return zeros in the place of ``parameter`` that take no memory."""
+    zero = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+    return nn.Parameter(zero, requires_grad=parameter.requires_grad)
 
 
 @contextmanager
@@ -92,17 +99,6 @@ def on_meta(block: nn.Module) -> Iterator[None]:
     with unchanged(block):
         for module in block.modules():
             module._buffers.update({name: _to_meta(buffer) for name, buffer in module._buffers.items()})
-        yield
-
-
-@contextmanager
-def _parameters(module: nn.Module, made: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Let ``module`` have other parameters while the context is open."""
-    with unchanged(module):
-        for one in module.modules():
-            for name, parameter in one._parameters.items():
-                if parameter is not None:
-                    one._parameters[name] = nn.Parameter(made(parameter), requires_grad=False)
         yield
 
 

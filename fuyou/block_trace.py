@@ -187,7 +187,7 @@ class Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is _aten._grouped_mm.default and args[0].is_meta and args[1].dim() == 3:
+        if is_grouped_product(func, args) and args[0].is_meta:
             result = args[0].new_empty(args[0].shape[0], args[1].shape[2])  # the meta kernel insists on bf16
         else:
             result = func(*args, **kwargs)
@@ -234,6 +234,11 @@ class _PythonReads(TorchFunctionMode):
         if func in _HANDED_OVER:
             self._note(args[0])
         return func(*args, **(kwargs or {}))
+
+
+def is_grouped_product(function: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether a call multiplies groups of rows ``[N, I]`` by a matrix each, ``[E, I, O]``, and gives ``[N, O]``."""
+    return function is _aten._grouped_mm.default and args[1].dim() == 3
 
 
 @cache

@@ -2,9 +2,10 @@
 
 import functools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,6 +36,15 @@ def stored_dtype(directories: Iterable[Path]) -> str | None:
         if content is not None and content.get("dtype") in names:
             return names[content["dtype"]]
     return None
+
+
+def dtype_of_all(stored: str | None, device_type: str, tell: Callable[[Any], list[Any]]) -> str:
+    """Return the dtype that all ranks compute in: what any has stored, else what is fastest on rank 0's device.
+
+    Collective, as ``tell`` is, which gives every rank what all have said. A node may have joined without a store.
+    """
+    found = next(filter(None, tell(stored)), None)
+    return str(found or tell(fastest_dtype(device_type))[0])
 
 
 @functools.cache

@@ -34,7 +34,7 @@ from fuyou.checksums import RecordSums
 from fuyou.clipping import ClipBy, Strikes, clip_by_named
 from fuyou.commits import Commits, sealed_records
 from fuyou.compute import NextToken, StepComputation
-from fuyou.computing_dtype import AUTO, DEFAULT, fastest_dtype, stored_dtype
+from fuyou.computing_dtype import AUTO, DEFAULT, dtype_of_all, stored_dtype
 from fuyou.data_plane import DataPlane
 from fuyou.devices import memory_limits, open_device
 from fuyou.emulated import EmulatedDevice, TimedComputation
@@ -297,13 +297,9 @@ class Engine:
 
     def _choose_dtype(self, continued: Sequence[Path]) -> None:
         """Compute in what suits the device, or in what the run that is ``continued`` began with; all ranks alike."""
-        stored = [stored_dtype(continued)]
-        if self._agreement is not None:
-            stored = self._agreement.tell(stored[0])
         kind = "meta" if self.emulated else self._device.torch_device.type
-        chosen = next(filter(None, stored), None) or fastest_dtype(kind)
-        if self._agreement is not None:
-            chosen = self._agreement.tell(chosen)[0]
+        tell = (lambda value: [value]) if self._agreement is None else self._agreement.tell
+        chosen = dtype_of_all(stored_dtype(continued), kind, tell)
         moments = self._options.precision.optimizer_dtype
         self._options = replace(self._options, precision=Precision(DTYPES[chosen], moments))
 

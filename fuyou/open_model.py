@@ -117,7 +117,7 @@ class OpenModel:
         adapted = None
         if self.adapters is not None:  # scaling and dropout are part of the computation, and of no record
             settings = self.adapters.config.to_dict()
-            adapted = {name: _same_text(settings[name]) for name in sorted(settings) if name not in _NOT_COMPUTED}
+            adapted = {name: same_text(settings[name]) for name in sorted(settings) if name not in _NOT_COMPUTED}
         return fingerprint(self.shape.records, adapted)
 
     @property
@@ -164,6 +164,6 @@ class OpenModel:
 _NOT_COMPUTED = {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "task_type"}
 
 
-def _same_text(value: object) -> str:
-    """In every process: peft keeps names in sets, whose order another process does not share."""
+def same_text(value: object) -> str:
+    """Return ``value`` as text that is the same in every process: peft keeps names in sets, whose order is not."""
     return str(sorted(value, key=str) if isinstance(value, (set, frozenset)) else value)

@@ -11,7 +11,6 @@ import contextlib
 import copy
 import hashlib
 import json
-import os
 import random
 import re
 import warnings
@@ -35,14 +34,15 @@ from common.models.adapters import ALL_LINEAR
 from common.models.classes import TaskType, task_type_of
 from common.models.meta import build_meta_model
 from common.models.miniature import TOKENS, VOCABULARY, miniature
+from fuyou.cache import read_cached, write_cached
 from fuyou.loss import targets_of
-from fuyou.open_model import OpenModel
-from fuyou.profiling.cache import cache_directory
+from fuyou.open_model import OpenModel, same_text
 from fuyou.records import Precision
 from fuyou.small_step import SmallStep
 
 ROWS = 2
 FORMAT = 1
+_KIND = "proofs"
 TOLERANCE = 1e-4
 """Of a tensor's gradient, relative to its largest element (or a hundredth of the whole gradient's): what another order
 of summation in fp32 may come to. What is lost or wrong is larger by orders of magnitude."""
@@ -92,7 +92,7 @@ class Claim:
             "router_loss": self.router_loss, "dtype": str(self.dtype),
         }  # fmt: skip
         return {
-            "claim": json.loads(json.dumps(settled, sort_keys=True, default=_text)),
+            "claim": json.loads(json.dumps(settled, sort_keys=True, default=same_text)),
             "versions": {name: metadata.version(name) for name in ("torch", "transformers", "peft")},
             "code": _own_code(),
         }
@@ -139,12 +139,11 @@ def prove(
 def _prove(claim: Claim) -> None:
     small = claim.small_config()
     key = claim.key(small)
-    path = _proof_path(key)
-    if _is_proven(path, key):
+    if read_cached(_KIND, key, FORMAT) is not None:
         return
     with _quietly(), _seeded(0):
         _Proof(claim, small).run()
-    _keep(path, key)
+    write_cached(_KIND, key, FORMAT)
 
 
 class _RefusedError(UserError):
@@ -419,29 +418,3 @@ def _own_code() -> str:
         for file in sorted((root / folder).rglob("*.py")):
             digest.update(file.read_bytes())
     return digest.hexdigest()[:24]
-
-
-def _text(value: object) -> str:
-    return str(sorted(value, key=str) if isinstance(value, (set, frozenset)) else value)
-
-
-def _proof_path(key: dict[str, Any]) -> Path:
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return cache_directory() / "proofs" / f"{digest[:24]}.json"
-
-
-def _is_proven(path: Path, key: dict[str, Any]) -> bool:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return bool(content["format"] == FORMAT and content["key"] == key)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def _keep(path: Path, key: dict[str, Any]) -> None:
-    """A directory that cannot be written to costs the next run its proof."""
-    beside = path.with_suffix(f".{os.getpid()}.tmp")
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps({"format": FORMAT, "key": key}))
-        beside.replace(path)

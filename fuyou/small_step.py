@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 
+from fuyou.absent_gradients import marked_absent
 from fuyou.compute import StepComputation
 from fuyou.data_plane import DataPlane
 from fuyou.memory_plan import Batch, MemoryPlan
@@ -108,9 +109,7 @@ class SmallStep:
 
     def _take(self, record: Record, flat: torch.Tensor) -> None:
         for name, view in record.views(flat).items():
-            first = view.reshape(-1)[:1]
-            absent = bool((first == 0).all() and torch.signbit(first).all())  # as the optimizer process sees it
-            self.gradients[name] = None if absent else view
+            self.gradients[name] = None if marked_absent(view.reshape(-1)[:1]).any() else view
 
 
 def _flat(record: Record, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -30,7 +30,7 @@ from common.models.isolation import Separator, takes_positions
 from common.models.structure import find_blocks
 from common.models.towers import tower_parameters
 from fuyou.block_calls import BlockCalls, Links, Recorder, paths
-from fuyou.block_probe import TENSOR, BlockProbe, unchanged
+from fuyou.block_probe import TENSOR, BlockProbe, hollow, unchanged
 from fuyou.family import Family, family_of
 from fuyou.survey import LookBack, Used
 
@@ -181,13 +181,8 @@ class StreamedModel:
     def _check_head(self, hidden: torch.Tensor) -> None:
         """See that what comes after the blocks uses nothing from before but the last block's output."""
         ids = torch.zeros(1, _SURVEYED, dtype=torch.long, device=self.device)
-        with LookBack() as self._look_back:
-            self._stack_output = torch.zeros_like(hidden)
-            try:
-                with self._stood_in():
-                    self.model(input_ids=ids, use_cache=False)
-            finally:
-                self._stack_output = None
+        with LookBack() as self._look_back, self._handed_out(torch.zeros_like(hidden)):
+            self.model(input_ids=ids, use_cache=False)
         looked_back, self._look_back = self._look_back.found, None
         if looked_back:
             raise UserError(
@@ -201,11 +196,8 @@ class StreamedModel:
         if not self.links:
             return 0
         if seq_len not in self._carried_bytes:
-            self._probe = probe = BlockProbe(self._returns, everything=True)
-            try:
+            with self._probed() as probe:
                 _, calls = self.embed_hollow(torch.zeros(1, seq_len, dtype=torch.long, device=self.device))
-            finally:
-                self._probe = None
             kept = {id(value): value for value in calls.carried()}
             made = [probe.values[key] for key in self.links.consumed if key in probe.values] + probe.left
             kept.update({id(value): value for value in made})
@@ -224,7 +216,7 @@ class StreamedModel:
         """What the model computes with in the place of the parameter ``name``."""
         return self._owners[name][2].dtype
 
-    @property
+    @cached_property
     def family(self) -> Family:
         """What was tried out on a small model of the same configuration."""
         return family_of(self.model)
@@ -279,12 +271,9 @@ class StreamedModel:
         """The same as :meth:`embed`, for blocks that are run by themselves: what others hand them is zero."""
         if not self.links:
             return self.embed(batch)
-        self._probe = BlockProbe(self._returns, everything=True)
-        try:
+        with self._probed() as probe:
             hidden, calls = self.embed(batch)
-            calls.supply(self._probe.values, self.device)
-        finally:
-            self._probe = None
+        calls.supply(probe.values, self.device)
         return hidden, calls
 
     def _embed(self, batch: Mapping[str, torch.Tensor], links: Links) -> tuple[torch.Tensor, BlockCalls]:
@@ -318,24 +307,17 @@ class StreamedModel:
         Positions are of no use to it, and would make it build masks that nobody looks at.
         """
         batch = {name: value for name, value in batch.items() if name != "position_ids"}
-        self._stack_output = hidden
-        try:
-            with self._stood_in(), self._skipped(self.before), self._replaced(self._hollow(self._read_before)):
-                return self.model(**batch, use_cache=False).logits
-        finally:
-            self._stack_output = None
+        with self._handed_out(hidden), self._skipped(self.before), self._replaced(self._hollow(self._read_before)):
+            return self.model(**batch, use_cache=False).logits
 
     @torch.no_grad()
     def dry_run(self, batch: Mapping[str, torch.Tensor]) -> Any:
         """Return what the model returns for ``batch`` where its blocks do nothing and its weights are not there: it
         does what it always does, and what comes out means nothing."""
         hidden, _ = self.embed_hollow(batch["input_ids"])
-        self._stack_output = torch.zeros_like(hidden)
-        try:
-            with self._skipped(set(self._runners.values())), self._hollow_outside(), self._stood_in():
-                return self.model(**batch, use_cache=False)
-        finally:
-            self._stack_output = None
+        outside = set(self._runners.values())
+        with self._skipped(outside), self._hollow_outside(), self._handed_out(torch.zeros_like(hidden)):
+            return self.model(**batch, use_cache=False)
 
     # -- how -------------------------------------------------------------------------------------------------------
 
@@ -365,7 +347,7 @@ class StreamedModel:
             self._probe.look(index, self.blocks[index], calls.first_hidden, calls)
         if last:
             raise _Reached
-        result = self._returned(index, recorder.output(index, calls.first_hidden))
+        result = self._returned(index, recorder.output(calls.first_hidden))
         recorder.paused = False
         return result
 
@@ -389,6 +371,25 @@ class StreamedModel:
             for index, block in enumerate(self.blocks):
                 self._list._modules[str(index)] = block
 
+    @contextmanager
+    def _handed_out(self, output: torch.Tensor) -> Iterator[None]:
+        """Let ``output`` be what the last block's stand-in returns."""
+        self._stack_output = output
+        try:
+            with self._stood_in():
+                yield
+        finally:
+            self._stack_output = None
+
+    @contextmanager
+    def _probed(self) -> Iterator[BlockProbe]:
+        """Run every block without its weights, too, where its stand-in is called."""
+        self._probe = BlockProbe(self._returns, everything=True)
+        try:
+            yield self._probe
+        finally:
+            self._probe = None
+
     def _hollow_outside(self) -> contextlib.AbstractContextManager[None]:
         """Let parameters outside the blocks be zeros that take no memory, where the model reads them itself."""
         return self._replaced(self._hollow((owner, name) for owner in self._outer for name in owner._parameters))
@@ -398,8 +399,7 @@ class StreamedModel:
         for owner, name in places:
             parameter = owner._parameters[name]
             if parameter is not None:
-                zero = torch.zeros((), dtype=parameter.dtype, device=self.device).expand(parameter.shape)
-                made[owner, name] = nn.Parameter(zero, requires_grad=parameter.requires_grad)
+                made[owner, name] = hollow(parameter, self.device)
         return made
 
     @contextmanager

@@ -12,54 +12,38 @@ from typing import Any
 import torch
 
 from common.hardware import cpu_count
+from fuyou.cache import cached_path, read_cached, write_cached
 from fuyou.devices import Device
 from fuyou.emulated import EmulatedDevice
 from fuyou.profiling.measure import Workload, versions
 from fuyou.profiling.profile import FORMAT, Profile
 
-CACHE_VARIABLE = "FINETUNE_CACHE"
-"""Environment variable: another directory for what is kept between runs."""
+_KIND = "profiles"
 MAX_AGE_SECONDS = 30 * 86400.0
 """Drives fill up and wear, drivers change: older profiles are measured again."""
 
 
-def cache_directory() -> Path:
-    """Where profiles are kept: ``$FINETUNE_CACHE``, else ``$XDG_CACHE_HOME/finetune``, else ``~/.cache/finetune``."""
-    own = os.environ.get(CACHE_VARIABLE)
-    if own:
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finetune"
-
-
 def load(workload: Workload, device: Device) -> Profile | None:
     """The kept profile, or None if there is none, it is too old, or its file is damaged."""
-    key = describe(workload, device)
+    content = read_cached(_KIND, describe(workload, device), FORMAT)
+    if content is None:
+        return None
     try:
-        content = json.loads(profile_path(key).read_text(encoding="utf-8"))
-        if content["format"] != FORMAT or content["key"] != key:
-            return None
         profile = Profile.from_dict(content["profile"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None
     return profile if 0 <= time.time() - profile.measured_at < MAX_AGE_SECONDS else None
 
 
 def save(profile: Profile, workload: Workload, device: Device) -> Profile:
     """Keep ``profile``, and return it. A directory that cannot be written to costs the next run its measurement."""
-    key = describe(workload, device)
-    path = profile_path(key)
-    beside = path.with_suffix(f".{os.getpid()}.tmp")
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps({"format": FORMAT, "key": key, "profile": profile.to_dict()}, indent=1))
-        beside.replace(path)
+    write_cached(_KIND, describe(workload, device), FORMAT, profile=profile.to_dict())
     return profile
 
 
 def profile_path(key: dict[str, Any]) -> Path:
     """The file for :func:`describe`'s key."""
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return cache_directory() / "profiles" / f"{digest[:24]}.json"
+    return cached_path(_KIND, key)
 
 
 def describe(workload: Workload, device: Device) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from common.models.adapters import AdapterOptions
 from common.models.miniature import TOKENS, VOCABULARY
 from families.configurations import small_config
 from families.twin import Twin
-from fuyou.profiling.cache import CACHE_VARIABLE
+from fuyou.cache import CACHE_VARIABLE
 
 STEPS = 3
 EXACT_LOSS, EXACT_WEIGHT = 1e-6, 1e-5

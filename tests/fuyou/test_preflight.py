@@ -27,8 +27,8 @@ import fuyou
 from common.errors import UserError
 from common.models.adapters import AdapterOptions
 from fuyou import preflight
+from fuyou.cache import CACHE_VARIABLE
 from fuyou.compute import StepComputation
-from fuyou.profiling.cache import CACHE_VARIABLE
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from fuyou.cache import cache_directory
 from fuyou.devices import CpuDevice
 from fuyou.emulated import EmulatedDevice, EmulatedSpec
-from fuyou.profiling import Profile, Workload, cache_directory, load, save
+from fuyou.profiling import Profile, Workload, load, save
 from fuyou.records import Precision
 from tests.fuyou.profiling.test_profile import PROFILE
 from tests.fuyou.twin import tiny_configs
