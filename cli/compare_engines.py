@@ -64,7 +64,7 @@ def in_memory(job: Training, machine: Machine, network_bytes_per_second: float) 
         "planned", machine.device, Levels((share.ranks_per_node, share.nodes)), machine.device_bytes,
         machine.host_bytes, rates.flops_per_second, math.inf, inside, AlphaBeta(links),
     )  # fmt: skip
-    trained = sum(job.shape.records[index].parameter_count for index in job.shape.trainable)
+    trained = sum(job.shape.records[index].trained_count for index in job.shape.trainable)
     found, least = [], math.inf
     for micro_batch in (size for size in range(1, job.rows + 1) if job.rows % size == 0):
         workload = Workload.of_model(

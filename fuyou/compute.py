@@ -317,11 +317,12 @@ class StepComputation:
         """The same, but what is trained are leaves whose gradients go to their record's sum. Tied names share one."""
         leaves: dict[str, torch.Tensor] = {}
         for record, views in self._views(task):
-            own = {name: torch.nn.Parameter(view, requires_grad=record.trainable) for name, view in views.items()}
-            if record.trainable:
+            trained = record.trained_names
+            own = {name: torch.nn.Parameter(view, requires_grad=name in trained) for name, view in views.items()}
+            if trained:
                 if task.first and record.index not in self._sums:
                     self._sums[record.index] = GradientSum(record, self._sum_buffer(record, task.gradient))
-                self._sums[record.index].attach(own)
+                self._sums[record.index].attach({name: own[name] for name in trained})
             for slot in record.parameters:
                 leaf = own[slot.name].to(self._stack.dtype_of(slot.name))
                 leaves.update(dict.fromkeys(slot.names, leaf))

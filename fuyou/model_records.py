@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,6 +21,8 @@ from fuyou.records import Kind, Precision, Record, wants_decay
 from fuyou.stack import StreamedModel
 from fuyou.step_shape import StepShape, no_bytes
 
+HELD_FRACTION = 0.1
+"""Of what is trained of a block: so much that is frozen stays beside it, as the corrections of a mixture's routers."""
 #: Names, shape, and whether weight decay applies.
 Entry = tuple[tuple[str, ...], Sequence[int], bool]
 
@@ -30,12 +33,22 @@ class _Group:
 
     frozen: list[Entry] = field(default_factory=list)
     trained: list[Entry] = field(default_factory=list)
+    held: frozenset[str] = frozenset()
+    """First names of those among ``trained`` that are not."""
 
     def add(self, entry: Entry, trained: bool) -> None:
         (self.trained if trained else self.frozen).append(entry)
 
     def joined(self, other: "_Group") -> "_Group":
         return _Group(self.frozen + other.frozen, self.trained + other.trained)
+
+    def settled(self) -> "_Group":
+        """The same group, where little is frozen with that among what is trained: it takes the place of states that it
+        does not need, and what is trained is not taken for adapters."""
+        frozen, trained = (sum(math.prod(shape) for _, shape, _ in part) for part in (self.frozen, self.trained))
+        if frozen > HELD_FRACTION * trained:
+            return self
+        return _Group([], self.trained + self.frozen, frozenset(names[0] for names, *_ in self.frozen))
 
 
 class _Records:
@@ -47,16 +60,20 @@ class _Records:
 
     def main(self, name: str, kind: Kind, group: _Group) -> int:
         """A record of the whole group, or of what is frozen of it."""
-        return self._add(name, kind, self._precision, group.frozen or group.trained, not group.frozen)
+        entries = group.frozen or group.trained
+        return self._add(name, kind, self._precision, entries, trainable=not group.frozen, held=group.held)
 
     def adapter(self, name: str, entries: list[Entry]) -> int:
         """A record of what is trained of a group that is frozen otherwise; -1 if that is nothing."""
         if not entries:
             return -1
         precision = Precision(torch.float32, self._precision.optimizer_dtype)
-        return self._add(f"{name} adapters", Kind.ADAPTER, precision, entries, True)
+        return self._add(f"{name} adapters", Kind.ADAPTER, precision, entries, trainable=True)
 
-    def _add(self, name: str, kind: Kind, precision: Precision, entries: list[Entry], trainable: bool) -> int:
+    def _add(
+        self, name: str, kind: Kind, precision: Precision, entries: list[Entry], *, trainable: bool,
+        held: Collection[str] = (),
+    ) -> int:  # fmt: skip
         frozen = self._frozen if kind is Kind.BLOCK and not trainable else FrozenDtype.PLAIN
         compressed: dict[str, CompressedParameter] = {}
         if frozen is FrozenDtype.CHECKPOINT:
@@ -65,7 +82,7 @@ class _Records:
         self.made.append(
             Record.build(
                 len(self.made), name, kind, precision, entries, trainable=trainable, frozen=frozen,
-                compressed=compressed,
+                held=held, compressed=compressed,
             )
         )  # fmt: skip
         return len(self.made) - 1
@@ -78,7 +95,8 @@ def model_records(
     compressed: Mapping[str, CompressedParameter] | None = None,
 ) -> StepShape:
     """One record per block, one for what runs before the blocks, one for what runs after; and where some parameters
-    are frozen (``requires_grad`` is False) and some are not, one more for the latter; and one for frozen towers.
+    are frozen (``requires_grad`` is False) and some are not, one more for the latter, unless hardly any are frozen; and
+    one for frozen towers.
 
     Where a parameter is used on both sides (tied embeddings), both sides are one record.
 
@@ -113,6 +131,7 @@ def model_records(
             sides = {stack.runs_before_blocks(name) for name in names}
             group = both if len(sides) == 2 else before if True in sides else after
         group.add(entry, parameter.requires_grad)
+    blocks = [group.settled() for group in blocks]
     made = _step_shape(blocks, before, after, both, tower, _Records(precision, frozen, compressed or {}), precision)
     adapted = [name for name, module in stack.model.named_modules() if isinstance(module, BaseTunerLayer)]
     outside = (stack.model.get_submodule(name) for name in adapted if not name.startswith(prefix))
@@ -132,12 +151,12 @@ def _step_shape(
     first, last = before.joined(_Group()), after
     if both.frozen or both.trained or not _any(before) or not _any(after):
         # In the model's order, as far as that goes: what is tied is the embedding, which comes first.
-        whole = both.joined(before).joined(after)
+        whole = both.joined(before).joined(after).settled()
         embedding = head = records.main("outer", Kind.OUTER, whole)
         if not whole.frozen:
             first = last = _Group()  # trained as a whole: no adapters
     else:
-        whole = _Group()
+        whole, before, after = _Group(), before.settled(), after.settled()
         embedding, head = records.main("embedding", Kind.OUTER, before), records.main("head", Kind.OUTER, after)
         first, last = (group if group.frozen else _Group() for group in (before, after))
     layers = tuple(records.main(f"block {layer}", Kind.BLOCK, group) for layer, group in enumerate(blocks))

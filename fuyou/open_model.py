@@ -127,7 +127,7 @@ class OpenModel:
 
     @property
     def trainable_parameters(self) -> int:
-        return sum(self.shape.records[index].parameter_count for index in self.shape.trainable)
+        return sum(self.shape.records[index].trained_count for index in self.shape.trainable)
 
     def _compressed(self, frozen: FrozenDtype | None) -> dict[str, CompressedParameter]:
         """How the checkpoint has frozen parameters that can be kept in its own bytes, if they are to be."""

@@ -179,8 +179,8 @@ class _Proof:
         self._shifts = opened.stack.family.shifts_labels
         names = {name for record in opened.shape.records for slot in record.parameters for name in slot.names}
         frozen = {
-            name for record in opened.shape.records if not record.trainable for slot in record.parameters
-            for name in slot.names
+            name for record in opened.shape.records for slot in record.parameters for name in slot.names
+            if slot.name not in record.trained_names
         }  # fmt: skip
         values = dict(whole.named_parameters(remove_duplicate=False))
         for name, value in values.items():

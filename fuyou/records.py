@@ -9,7 +9,7 @@ trained, in fp32.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -106,6 +106,8 @@ class ParameterSlot:
     """First element within the record."""
     decay: bool
     """Whether weight decay applies."""
+    trained: bool = True
+    """Whether gradients flow to it, if its record is trained."""
     compressed: CompressedParameter | None = None
     """How it is kept where its record is kept in the checkpoint's own bytes; None: as it computes."""
 
@@ -167,11 +169,13 @@ class Record:
         *,
         trainable: bool = True,
         frozen: FrozenDtype = FrozenDtype.PLAIN,
+        held: Collection[str] = (),
         compressed: Mapping[str, CompressedParameter] | None = None,
     ) -> "Record":
         """Lay out ``(names, shape, decay)`` in order, decayed ones first.
 
         Args:
+            held: first names of those that are not trained though the record is.
             compressed: some of them by first name, for :attr:`FrozenDtype.CHECKPOINT`.
         """
         own = compressed or {}
@@ -181,7 +185,9 @@ class Record:
         for part in (True, False):
             for names, shape, decay in wanted:
                 if decay is part:
-                    slot = ParameterSlot(names, tuple(shape), position, decay, own.get(names[0]))
+                    slot = ParameterSlot(
+                        names, tuple(shape), position, decay, names[0] not in held, own.get(names[0])
+                    )  # fmt: skip
                     slots.append(slot)
                     position = round_up(position + slot.numel, ALIGN_ELEMENTS)
             position = round_up(position, PAGE_ELEMENTS)
@@ -271,6 +277,16 @@ class Record:
         """Parameters without padding."""
         return sum(slot.numel for slot in self.parameters)
 
+    @property
+    def trained_count(self) -> int:
+        """Those of them that gradients flow to."""
+        return sum(slot.numel for slot in self.parameters if slot.name in self.trained_names)
+
+    @cached_property
+    def trained_names(self) -> frozenset[str]:
+        """First names of the parameters that gradients flow to."""
+        return frozenset(slot.name for slot in self.parameters if slot.trained and self.trainable)
+
     def chunks(self, chunk_elements: int) -> list[Chunk]:
         """What this rank owns, in ranges of at most ``chunk_elements`` (a multiple of a page), counted from the first
         element that it owns."""
@@ -323,6 +339,7 @@ class Record:
         return sum(slot.kept_nbytes(self.precision.dtype) for slot in self.parameters)
 
     def to_dict(self) -> dict[str, Any]:
+        held = [slot.name for slot in self.parameters if not slot.trained]
         compressed = {slot.name: slot.compressed.to_dict() for slot in self.parameters if slot.compressed is not None}
         return {
             "name": self.name,
@@ -331,6 +348,7 @@ class Record:
             "trainable": self.trainable,
             "frozen": self.frozen.value,
             "parameters": [[list(slot.names), list(slot.shape), slot.decay] for slot in self.parameters],
+            **({"held": held} if held else {}),
             **({"compressed": compressed} if compressed else {}),
         }
 
@@ -344,6 +362,7 @@ class Record:
             [(tuple(names), shape, decay) for names, shape, decay in content["parameters"]],
             trainable=content["trainable"],
             frozen=FrozenDtype(content["frozen"]),
+            held=content.get("held", ()),
             compressed={
                 name: CompressedParameter.from_dict(one) for name, one in content.get("compressed", {}).items()
             },

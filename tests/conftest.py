@@ -12,6 +12,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ["OMP_NUM_THREADS"] = "1"
 # Threads that wait for each other sleep: on a busy machine, spinning makes small tensors several times slower.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+# MKL's sums depend on where in memory a matrix begins (seen on AMD), and weights of a loaded checkpoint begin anywhere.
+os.environ["MKL_CBWR"] = "AUTO,STRICT"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, RoFormerConfig
 
 import fuyou
 from fuyou.memory_plan import MemoryPlanner
@@ -91,6 +91,31 @@ def compare(trained: fuyou.Engine, twin: Twin) -> None:
 @pytest.mark.parametrize(("family", "dtype"), [*((family, "bf16") for family in tiny_configs()), ("mixtral", "fp32")])
 def test_families(family: str, dtype: str, checkpoints: Path, tmp_path: Path) -> None:
     check(checkpoints / family, directories(tmp_path, 1), dtype=dtype, micro_batch=1)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_what_a_family_itself_never_trains_stays_beside_what_is_trained(dtype: str, tmp_path: Path) -> None:
+    """RoFormer's positions, in the embedding's record, are parameters without gradients; gradients would flow there."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(
+        RoFormerConfig(
+            vocab_size=211, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=72,
+            max_position_embeddings=TOKENS, is_decoder=True, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )
+    )  # fmt: skip
+    positions = model.roformer.encoder.embed_positions.weight
+    torch.nn.init.normal_(positions, std=0.5)
+    model.save_pretrained(tmp_path / "model")
+    twin = Twin(str(tmp_path / "model"), bf16=dtype == "bf16", max_grad_norm=0.5, **OPTIONS)
+    with engine(tmp_path / "model", directories(tmp_path, 2), dtype, micro_batch=2, max_grad_norm=0.5) as trained:
+        assert trained.parameters - trained.trainable_parameters == positions.numel()
+        for batch in batches(3, packed=False):
+            out = trained(**batch)
+            out.loss.backward()
+            trained.step()
+            assert out.loss.item() == twin.step(batch, 2)
+        compare(trained, twin)
+        assert torch.equal(dict(trained.named_parameters())["roformer.encoder.embed_positions.weight"], positions)
 
 
 @pytest.mark.parametrize(

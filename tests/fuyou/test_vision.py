@@ -15,7 +15,7 @@ from common.models.towers import tower_parameters
 from fuyou.block_calls import BlockCalls
 from tests.fuyou.vision_families import NAMED, OTHERS, PlainLoop, image_batch, save_checkpoint, text_batch
 
-OPTIONS = {"lr": 1e-3, "weight_decay": 0.1}
+OPTIONS = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-6}  # at 1e-8, gradients that are rounding become updates
 
 
 def engine(checkpoint: Path, ssd: Path, **options: Any) -> fuyou.Engine:

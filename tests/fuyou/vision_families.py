@@ -239,7 +239,7 @@ def halves(batch: Mapping[str, Any], rows: int) -> Iterator[dict[str, torch.Tens
 class PlainLoop:
     """PyTorch's own AdamW on the whole model in memory."""
 
-    def __init__(self, checkpoint: Path, frozen: frozenset[str], lr: float, weight_decay: float):
+    def __init__(self, checkpoint: Path, frozen: frozenset[str], lr: float, weight_decay: float, eps: float):
         self.model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32).train()
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(name not in frozen)
@@ -248,7 +248,7 @@ class PlainLoop:
             if parameter.requires_grad:
                 (decayed if parameter.dim() > 1 and not name.endswith("bias") else rest).append(parameter)
         groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
-        self._optimizer = torch.optim.AdamW(groups, lr=lr)
+        self._optimizer = torch.optim.AdamW(groups, lr=lr, eps=eps)
 
     def step(self, batch: Mapping[str, Any], rows: int) -> float:
         items = (batch["labels"][:, 1:] != -100).sum()
