@@ -15,12 +15,12 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from cli.config import effective_config
-from cli.grouped import WRITTEN, expand_pattern
-from cli.interrupts import Interrupts, Stopped
-from cli.modes import CHECK, DEMO, PLAN_CLUSTER, PROFILE, VERIFY, mode_of
-from cli.options import build_command
-from cli.settings import Settings
+from cli.launch.interrupts import Interrupts, Stopped
+from cli.options.command import build_command
+from cli.options.config_file import effective_config
+from cli.options.grouped import WRITTEN, expand_pattern
+from cli.options.modes import CHECK, DEMO, PLAN_CLUSTER, PROFILE, VERIFY, mode_of
+from cli.options.settings import Settings
 from common.errors import FinetuneError, UserError
 
 DEFAULT_PROFILE_MODEL = "gpt3-1.3b"
@@ -67,16 +67,16 @@ def _run(interrupts: Interrupts, arguments: tuple[str, ...], **options: Any) -> 
     mode = mode_of(options)
     mode.check(options, _typed)
     if mode is VERIFY:
-        from cli.verify import run_verify
+        from cli.inspect.verify import run_verify
 
         return run_verify([path for word in options["verify"] for path in expand_pattern("--verify", word)])
     if mode is CHECK:
-        from cli.check import run_check
+        from cli.inspect.check import run_check
 
         run_check(settings_of(arguments, {**options, "model": options["model"] or ""}))
         return 0
     if mode is DEMO:
-        from cli.demo import run_demo
+        from cli.train.demo import run_demo
 
         run_demo(options["output"], options["report"], options["debug"], interrupts)
         return 0
@@ -88,15 +88,15 @@ def _run(interrupts: Interrupts, arguments: tuple[str, ...], **options: Any) -> 
         raise UserError("Give the model to fine-tune with --model DIR or --model PRESET, or try --demo.")
     settings = settings_of(arguments, options)
     if settings.nodes is not None:
-        from cli.launch import launch
+        from cli.launch.nodes import launch
 
         launch(settings, trains=not options["profile"])
     elif mode is PROFILE:
-        from cli.profile import run_profile
+        from cli.inspect.profile import run_profile
 
         run_profile(settings)
     else:
-        from cli.train import finetune
+        from cli.train.one_machine import finetune
 
         finetune(settings, interrupts)
     return 0
@@ -125,7 +125,7 @@ def _plan(arguments: tuple[str, ...], options: dict[str, Any]) -> int:
             if options["max_model"]
             else "Give the model to plan for, --model DIR or --model PRESET, or ask for the largest with --max-model."
         )
-    from cli.plan import PlanOptions, run_plan
+    from cli.plan.out_of_core import PlanOptions, run_plan
 
     single = settings_of(arguments, {**options, "nodes": None, "gpus_per_node": None})
     return run_plan(single, PlanOptions(**{field.name: options[field.name] for field in fields(PlanOptions)}))
@@ -134,7 +134,7 @@ def _plan(arguments: tuple[str, ...], options: dict[str, Any]) -> int:
 def _plan_cluster(options: dict[str, Any]) -> int:
     if options["model"] is None:
         raise UserError("Give the model to plan for, --model DIR or --model PRESET.")
-    from cli.plan_cluster import ClusterSettings, plan_cluster
+    from cli.plan.cluster import ClusterSettings, plan_cluster
 
     shared = {field.name: options[field.name] for field in fields(ClusterSettings) if field.name in options}
     batch = options["batch_size"] if _typed("batch_size") else None

@@ -9,10 +9,10 @@ if getattr(common, "PROJECT", None) != "fuyou":
         f"in {_found}: rename that one, take its folder off the module search path, or run from another folder."
     )
 
+from fcdp.cache.staleness import StaleCacheError
 from fcdp.shard import fully_shard, sharding
 from fcdp.sharding import Sharding
-from fcdp.staleness import StaleCacheError
-from fcdp.strategy import Strategy
-from fcdp.topology import Topology
+from fcdp.strategy.strategy import Strategy
+from fcdp.strategy.topology import Topology
 
 __all__ = ["Sharding", "StaleCacheError", "Strategy", "Topology", "fully_shard", "sharding"]

@@ -30,13 +30,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 
 from common.errors import UserError
+from fcdp.cache.placement import DeviceMemory
 from fcdp.grouping import AdapterGroups, ParameterGroup, Unit, find_units, split_units, whole_units
-from fcdp.placement import DeviceMemory
-from fcdp.routes import Routes
 from fcdp.sharding import ATTRIBUTE, Sharding
-from fcdp.strategy import Layout, Strategy
-from fcdp.strategy_names import AUTO, parse_strategy
-from fcdp.topology import Topology
+from fcdp.strategy.names import AUTO, parse_strategy
+from fcdp.strategy.routes import Routes
+from fcdp.strategy.strategy import Layout, Strategy
+from fcdp.strategy.topology import Topology
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -65,7 +65,7 @@ def fully_shard(
         model: parameters on any device, the meta device included; it is moved to ``topology.device`` shard by shard.
             Which parameters require gradients should be settled: it decides what travels together.
         topology: the ranks, and which of them share a node.
-        strategy: one of the space, or what :func:`fcdp.strategy_names.parse_strategy` understands: a preset's name, or
+        strategy: one of the space, or what :func:`fcdp.strategy.names.parse_strategy` understands: a preset's name, or
             P/G/OS.
         mp_policy: FSDP2's. Where it has no ``reduce_dtype``, that is set to what FSDP2 has always taken, the dtype of
             the computation: FSDP2's own default is about to change.

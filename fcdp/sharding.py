@@ -7,20 +7,20 @@ import torch
 from torch import nn
 
 from common.errors import FinetuneError
-from common.telling import tell
+from common.object_collectives import tell
 from common.units import format_bytes
-from fcdp.all_gather import Column, GatherLevels, StagedAllGather
-from fcdp.collectives import shaped_levels
+from fcdp.cache.host_cache import CopyStreams, HostCache, Share
+from fcdp.cache.placement import DeviceMemory, OnDevice, Placement
+from fcdp.cache.policy import all_kept, within
+from fcdp.cache.staleness import Net, Watch, mark_all
+from fcdp.comms.all_gather import Column, GatherLevels, StagedAllGather
+from fcdp.comms.collectives import shaped_levels
+from fcdp.comms.rank_level import Level
+from fcdp.comms.reduce_scatter import MicroBatches, ReduceLevels, StagedReduction
 from fcdp.grouping import ParameterGroup
-from fcdp.host_cache import CopyStreams, HostCache, Share
-from fcdp.keeping import all_kept, within
-from fcdp.placement import DeviceMemory, OnDevice, Placement
-from fcdp.rank_level import Level
-from fcdp.reduce_scatter import MicroBatches, ReduceLevels, StagedReduction
-from fcdp.routes import Axis, Routes
-from fcdp.staleness import Net, Watch, mark_all
-from fcdp.strategy import Format, Strategy
-from fcdp.topology import Purpose, Topology
+from fcdp.strategy.routes import Axis, Routes
+from fcdp.strategy.strategy import Format, Strategy
+from fcdp.strategy.topology import Purpose, Topology
 from fcdp.traffic import Traffic
 
 ATTRIBUTE = "_fcdp_sharding"

@@ -23,28 +23,28 @@ from torch.distributed.tensor import DTensor
 from common.data import Documents, restarts
 from common.data.rows import take_rows
 from common.errors import UserError
-from common.memory_meter import PeakMeter
-from common.models.adapters import MERGED, Adapters
-from common.models.export import CheckpointWriter, copy_tokenizer_files
+from common.memory.meter import PeakMeter
+from common.models.adapters.adapters import MERGED, Adapters
+from common.models.attention.isolation import Separator, takes_positions
+from common.models.checkpoint.export import CheckpointWriter, copy_tokenizer_files
+from common.models.checkpoint.sources import CheckpointSource, RandomSource, WeightSource
 from common.models.flops import active_parameters, hardware_flops_per_token, model_flops_per_token
-from common.models.isolation import Separator, takes_positions
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
-from common.models.sources import CheckpointSource, RandomSource, WeightSource
-from common.models.towers import DEFAULT_FREEZING, TowerFreezing
-from common.telling import first_alone, tell
-from fcdp.commits import Commits
+from common.models.vision.towers import DEFAULT_FREEZING, TowerFreezing
+from common.object_collectives import first_alone, tell
+from fcdp.checkpoint.commits import Commits
+from fcdp.checkpoint.weights import gather_blocks, load, materialise, whole, widen
 from fcdp.shard import fully_shard, sharding
-from fcdp.strategy import Strategy
-from fcdp.topology import Topology
-from fcdp.weights import gather_blocks, load, materialise, whole, widen
-from fuyou.adam import AdamConfig, check_learning_rate, check_max_grad_norm
-from fuyou.gradients import sum_of_squares
-from fuyou.loss import cross_entropy, targets_of
-from fuyou.nonfinite import NonFinitePolicy
-from fuyou.records import DTYPES, wants_decay
-from fuyou.router_loss import RouterPass, find_router_loss, switch_router_logits, wants_router_loss
-from fuyou.stack import StreamedModel
+from fcdp.strategy.strategy import Strategy
+from fcdp.strategy.topology import Topology
+from fuyou.layout.record import DTYPES, wants_decay
+from fuyou.model.loss import cross_entropy, targets_of
+from fuyou.model.router_loss import RouterPass, find_router_loss, switch_router_logits, wants_router_loss
+from fuyou.model.streamed_model import StreamedModel
+from fuyou.optimizer.adam import AdamConfig, check_learning_rate, check_max_grad_norm
+from fuyou.optimizer.gradient_sum import sum_of_squares
+from fuyou.optimizer.nonfinite import NonFinitePolicy
 
 #: Largest shard of an exported checkpoint. Rank 0 holds one.
 _SHARD_BYTES = 2_000_000_000
@@ -71,7 +71,7 @@ class TrainerConfig:
     """Per rank; see :func:`fcdp.fully_shard`."""
     device_cache_threshold: float = 0.9
     on_nonfinite: str = "stop"
-    """Or ``skip``; see :mod:`fuyou.nonfinite`."""
+    """Or ``skip``; see :mod:`fuyou.optimizer.nonfinite`."""
     towers: TowerFreezing = DEFAULT_FREEZING
     """What of a vision-language model is not trained."""
     router_loss: str = "auto"

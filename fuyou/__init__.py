@@ -13,18 +13,22 @@ if getattr(common, "PROJECT", None) != "fuyou":
     )
 
 if TYPE_CHECKING:
-    from fuyou.accounting import StepReport
-    from fuyou.engine import Engine, EngineOutput
-    from fuyou.keeping import Keeping
-    from fuyou.nonfinite import NonFiniteLoss
+    from fuyou.engine.engine import Engine, EngineOutput
+    from fuyou.optimizer.nonfinite import NonFiniteLoss
     from fuyou.preflight import prove
+    from fuyou.recompute.policy import Keeping
+    from fuyou.runtime.accounting import StepReport
 
 __all__ = ["Engine", "EngineOutput", "Keeping", "NonFiniteLoss", "StepReport", "prove"]
 
 _MODULES = {
-    "Engine": "engine", "EngineOutput": "engine", "Keeping": "keeping", "NonFiniteLoss": "nonfinite",
-    "StepReport": "accounting", "prove": "preflight",
-}  # fmt: skip
+    "Engine": "engine.engine",
+    "EngineOutput": "engine.engine",
+    "Keeping": "recompute.policy",
+    "NonFiniteLoss": "optimizer.nonfinite",
+    "StepReport": "runtime.accounting",
+    "prove": "preflight",
+}
 
 
 def __getattr__(name: str) -> Any:

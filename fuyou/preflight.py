@@ -2,8 +2,8 @@
 
 The configuration is shrunk by rule (:mod:`common.models.miniature`), filled with random weights, and trained both ways
 on the same batches: as transformers' own code in memory, and through the engine's parts, schedule and computation
-(:mod:`fuyou.small_step`). Losses and every gradient must be equal, in a first step, in a second one, in which blocks
-recompute by what the first one has traced, and with several micro-batches. So no list says which families are
+(:mod:`fuyou.runtime.small_step`). Losses and every gradient must be equal, in a first step, in a second one, in which
+blocks recompute by what the first one has traced, and with several micro-batches. So no list says which families are
 supported: what cannot be split shows itself, whatever the reason.
 """
 
@@ -30,15 +30,15 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import FinetuneError, UserError
-from common.models.adapters import ALL_LINEAR
+from common.models.adapters.adapters import ALL_LINEAR
 from common.models.classes import TaskType, task_type_of
 from common.models.meta import build_meta_model
 from common.models.miniature import TOKENS, VOCABULARY, miniature
-from fuyou.cache import read_cached, write_cached
-from fuyou.loss import targets_of
-from fuyou.open_model import OpenModel, same_text
-from fuyou.records import Precision
-from fuyou.small_step import SmallStep
+from common.result_cache import read_cached, write_cached
+from fuyou.layout.record import Precision
+from fuyou.model.loss import targets_of
+from fuyou.model.open_model import OpenModel, same_text
+from fuyou.runtime.small_step import SmallStep
 
 ROWS = 2
 FORMAT = 1

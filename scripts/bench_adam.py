@@ -32,14 +32,14 @@ import click
 import numpy as np
 import torch
 
-from common.buffers import HostBuffer, round_up
-from common.hardware import describe_machine
+from common.hardware.machine import describe_machine
+from common.memory.buffers import HostBuffer, round_up
 from common.store import Layout, Store
 from common.units import format_count, parse_bytes
-from fuyou.adam import AdamConfig, ChunkAdam, Update
-from fuyou.memory_plan import SMALLEST_CHUNK
-from fuyou.optimizer_link import OptimizerLink
-from fuyou.optimizer_protocol import (
+from fuyou.layout.record import PAGE_ELEMENTS, Kind, Precision, Record, allocate_extents
+from fuyou.optimizer.adam import AdamConfig, ChunkAdam, Update
+from fuyou.optimizer.client import OptimizerLink
+from fuyou.optimizer.protocol import (
     BufferRegion,
     CreateRecord,
     ReadStates,
@@ -49,7 +49,7 @@ from fuyou.optimizer_protocol import (
     UpdateRecord,
     Written,
 )
-from fuyou.records import PAGE_ELEMENTS, Kind, Precision, Record, allocate_extents
+from fuyou.schedule.memory_plan import SMALLEST_CHUNK
 
 PRECISION = Precision(torch.bfloat16, torch.float32)
 #: Bytes per parameter that a copy moves in each direction, so that it moves as many as an update: 14 in and 12 out.

@@ -26,7 +26,7 @@ import psutil
 import torch
 from transformers import LlamaConfig
 
-from common.hardware import cpu_count
+from common.hardware.machine import cpu_count
 from common.store.checksums import checksum
 from common.units import format_bytes
 from fuyou import Engine

@@ -24,10 +24,10 @@ from bench_overlap import LINK, MEMORY
 from bench_plan import NAME, Configuration, emulated, run
 
 from common.units import parse_bytes
-from fuyou.clipping import ClipBy
-from fuyou.planner import Machine, Plan, plan, training
+from fuyou.optimizer.clipping import ClipBy
+from fuyou.planner import Machine, Plan, describe_training, plan
 from fuyou.planner.evaluate import NOTHING
-from fuyou.simulator import Rates
+from fuyou.planner.simulator import Rates
 
 TFLOPS, DRIVE, HOST = 10, 1e9, "900MiB"
 ADAM = 2.2e8
@@ -70,7 +70,7 @@ def machine_of(drives: int) -> Machine:
 def plans(batch: int, machine: Machine) -> list[tuple[Row, Plan]]:
     """Every way, planned."""
     one = configuration(batch)
-    job = replace(training(one.config, batch, one.seq_len, micro_batch=one.micro_batch), keeping=NOTHING)
+    job = replace(describe_training(one.config, batch, one.seq_len, micro_batch=one.micro_batch), keeping=NOTHING)
     choice = plan(replace(job, clips=True), machine)
     assert choice.clip_by is not None
     click.echo(

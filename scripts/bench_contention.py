@@ -32,7 +32,7 @@ sys.path.insert(1, str(ROOT))  # not installed: run from a checkout
 
 from common.waiting import OF_THE_USER  # noqa: E402
 
-from cli.demo import DemoSize, write_checkpoint, write_data  # noqa: E402
+from cli.train.demo import DemoSize, write_checkpoint, write_data  # noqa: E402
 
 WARM_STEPS = 2
 """Left out of every median."""

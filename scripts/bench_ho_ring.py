@@ -31,9 +31,9 @@ from netcluster import Cluster, rate_bits
 
 import fcdp
 from common.errors import FinetuneError
-from fcdp.collectives import HoRing
-from fcdp.rank_level import RankLevel
-from fcdp.routes import Axis
+from fcdp.comms.ho_ring import HoRing
+from fcdp.comms.rank_level import RankLevel
+from fcdp.strategy.routes import Axis
 from fcdp.traffic import Traffic
 
 PAPER = {"flat": 288, "hierarchical": 183, "ho": 162}

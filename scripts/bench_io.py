@@ -34,9 +34,9 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(1, str(ROOT))  # not installed: run from a checkout
 
-from common.buffers import HostBuffer  # noqa: E402
 from common.errors import FinetuneError, UserError  # noqa: E402
-from common.hardware import describe_machine, huge_pages_enabled  # noqa: E402
+from common.hardware.machine import describe_machine, huge_pages_enabled  # noqa: E402
+from common.memory.buffers import HostBuffer  # noqa: E402
 from common.store import Layout, Store  # noqa: E402
 from common.store.layout import LARGEST_UNIT  # noqa: E402
 from common.units import format_bytes, parse_bytes  # noqa: E402

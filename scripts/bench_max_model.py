@@ -32,9 +32,9 @@ from peers.contenders import zero_infinity
 from peers.deepspeed_environment import DeepSpeedEnvironment, work_option
 from peers.runner import Contender, ContenderFailedError
 
-from common.cgroups import ControlGroup
 from common.errors import UserError
-from common.hardware import cpu_count, describe_machine
+from common.hardware.machine import cpu_count, describe_machine
+from common.memory.cgroups import ControlGroup
 from common.units import format_bytes, format_count, parse_bytes
 
 SEQ_LEN, STEPS = 128, 3

@@ -22,18 +22,18 @@ import click
 import torch
 from transformers import LlamaConfig
 
-from common.hardware import cpu_count
+from common.hardware.machine import cpu_count
 from common.models.meta import build_meta_model
 from common.units import parse_bytes
 from fuyou import Engine
-from fuyou.adam import AdamConfig, ChunkAdam, Update
-from fuyou.deferral import best_fraction, interleaved
-from fuyou.keeping import KeepingPlan
-from fuyou.memory_plan import MemoryPlanner
-from fuyou.model_records import model_records
-from fuyou.records import Precision
-from fuyou.simulator import Rates, simulate
-from fuyou.stack import StreamedModel
+from fuyou.layout.deferred import best_fraction, interleaved
+from fuyou.layout.record import Precision
+from fuyou.model.model_records import model_records
+from fuyou.model.streamed_model import StreamedModel
+from fuyou.optimizer.adam import AdamConfig, ChunkAdam, Update
+from fuyou.planner.simulator import Rates, simulate
+from fuyou.recompute.policy import KeepingPlan
+from fuyou.schedule.memory_plan import MemoryPlanner
 
 CONFIG = LlamaConfig(
     hidden_size=1024, intermediate_size=2816, num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=16,

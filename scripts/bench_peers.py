@@ -42,7 +42,7 @@ from peers.drive import DriveRates, measure_drive
 from peers.runner import Contender, ContenderFailedError
 
 from common.errors import FinetuneError, UserError
-from common.hardware import cpu_count, describe_machine, memory_available_bytes
+from common.hardware.machine import cpu_count, describe_machine, memory_available_bytes
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from common.units import format_bytes, parse_bytes

@@ -25,8 +25,8 @@ from transformers import LlamaConfig, PreTrainedConfig
 
 from common.units import parse_bytes
 from fuyou import Engine
-from fuyou.devices import leave_cores, memory_limits, open_device
-from fuyou.planner import Machine, Plan, Prospect, Training, plan, profiled_machine, training
+from fuyou.planner import Machine, Plan, Prospect, Training, describe_training, plan, profiled_machine
+from fuyou.runtime.devices import leave_cores, memory_limits, open_device
 
 NAME = "bench-plan"
 SEQ_LEN = 512
@@ -113,7 +113,7 @@ def machine_of(one: Configuration, job: Training, ssd: Sequence[Path]) -> Machin
 
 def predict(one: Configuration, ssd: Sequence[Path]) -> Plan:
     """Profile and plan."""
-    job = training(one.config, one.batch, one.seq_len, micro_batch=one.micro_batch)
+    job = describe_training(one.config, one.batch, one.seq_len, micro_batch=one.micro_batch)
     return plan(job, machine_of(one, job, ssd))
 
 

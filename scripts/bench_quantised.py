@@ -37,7 +37,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fcdp
 from common.errors import FinetuneError
-from fcdp.mesh import Levels
+from fcdp.strategy.mesh import Levels
 
 NODES, RANKS = 2, 2
 VOCABULARY, SEQUENCE, ROWS = 2048, 128, 2

@@ -27,12 +27,12 @@ from netcluster import network_bytes
 
 import fcdp
 import fuyou
-from common.models.adapters import AdapterOptions
-from common.telling import tell
-from fuyou.emulated import EmulatedSpec, is_emulated
-from fuyou.nodes.topology import share_of
-from fuyou.planner import training
-from fuyou.simulator import Rates, simulate
+from common.models.adapters.adapters import AdapterOptions
+from common.object_collectives import tell
+from fuyou.planner import describe_training
+from fuyou.planner.simulator import Rates, simulate
+from fuyou.ranks.topology import share_of
+from fuyou.runtime.emulated import EmulatedSpec, is_emulated
 
 WARM_UP = 2
 """Steps that are not counted: the first one finds empty buffers."""
@@ -135,7 +135,7 @@ def report(
         )  # fmt: skip
         batch = engine.memory_plan.batch
         frozen = adapters.peft_config() if adapters is not None else None
-        shape = training(model, batch.rows, batch.seq_len, adapters=frozen).shape.shared(share_of(topology))
+        shape = describe_training(model, batch.rows, batch.seq_len, adapters=frozen).shape.shared(share_of(topology))
         simulation, _ = simulate(shape, engine.memory_plan, rates)
         facts["simulated_seconds"] = round(simulation.step_seconds(), 3)
     return facts

@@ -31,12 +31,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fcdp
 from common.errors import FinetuneError
-from fcdp.mesh import Levels
 from fcdp.planner import Cluster as PlannedCluster
 from fcdp.planner import Plan, Workload, plan
+from fcdp.planner.profiling import measure_collectives, measure_computing
 from fcdp.planner.rates import Measured
-from fcdp.profiling import measure_collectives, measure_computing
-from fcdp.strategy_names import PARO, parse_strategy
+from fcdp.strategy.mesh import Levels
+from fcdp.strategy.names import PARO, parse_strategy
 
 NAMED = ("ddp", "zero1", "zero2", "zero3", "hybrid", "zero++-exact", "fcdp", "I/G/G+host", "G/G/G+host+second")
 EVERY = (*NAMED, *(f"paro-{scopes.lower()}" for scopes in PARO))

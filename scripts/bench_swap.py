@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from bench_plan import NAME, Configuration, emulated, machine_of, run
 
-from fuyou.keeping import Keeping, keepable
-from fuyou.planner import Plan, plan, training
+from fuyou.planner import Plan, describe_training, plan
 from fuyou.planner.evaluate import Evaluator
+from fuyou.recompute.policy import Keeping, keepable
 
 SWAP = Configuration("compute-bound", "gpu", 32, emulated(6, "2GB/s", memory="1GiB"), "3GiB", micro_batch=8)
 VERTICAL = Configuration("64 sequences", "gpu", 64, emulated(10, "1GB/s"), "900MiB", micro_batch=8)
@@ -80,7 +80,7 @@ def show(row: Try, best: float) -> None:
 
 def sweep(one: Configuration, ssd: Sequence[Path], steps: int, only: Sequence[int]) -> list[Try]:
     """Every amount (``only``: see :func:`amounts`) with the planner's other choices, and the planner's choice last."""
-    job = training(one.config, one.batch, one.seq_len, micro_batch=one.micro_batch)
+    job = describe_training(one.config, one.batch, one.seq_len, micro_batch=one.micro_batch)
     machine = machine_of(one, job, ssd)
     chosen = plan(job, machine)
     evaluator = Evaluator(job, machine)
@@ -104,7 +104,7 @@ def vertical(one: Configuration, ssd: Sequence[Path], steps: int) -> tuple[float
     single = replace(one, batch=one.micro_batch)
     times = []
     for shape, whole in ((single, False), (one, True)):
-        job = training(shape.config, shape.batch, shape.seq_len, micro_batch=shape.micro_batch)
+        job = describe_training(shape.config, shape.batch, shape.seq_len, micro_batch=shape.micro_batch)
         machine = machine_of(shape, job, ssd)
         if not whole:
             job = replace(job, keeping=Keeping((), 0), deferred_fraction=0.0)

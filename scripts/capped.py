@@ -22,8 +22,8 @@ from pathlib import Path
 
 import click
 
-from common.cgroups import ControlGroup, own_groups
 from common.errors import UserError
+from common.memory.cgroups import ControlGroup, own_groups
 from common.units import format_bytes, parse_bytes
 
 CANNOT_CAP, CANNOT_EXECUTE, NOT_FOUND = 125, 126, 127

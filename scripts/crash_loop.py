@@ -34,8 +34,8 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from common.models.adapters import AdapterOptions
-from common.store.succession import beside
+from common.models.adapters.adapters import AdapterOptions
+from common.store.migration import beside
 from tests.crash.points import NOTHING_THERE
 from tests.crash.runs import Outcome, Run, execute, start_server
 

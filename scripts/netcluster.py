@@ -30,7 +30,7 @@ from pathlib import Path
 import click
 
 from common.errors import FinetuneError, UserError
-from common.hardware import cpu_count
+from common.hardware.machine import cpu_count
 from common.units import format_bytes
 
 PREFIX = "netcluster"

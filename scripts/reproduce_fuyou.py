@@ -13,8 +13,8 @@ from functools import cache
 
 import click
 
-from common.hardware_presets import drive_preset, gpu_preset
-from fuyou.planner import Machine, PaperScheme, Training, plan, preset_machine, training
+from common.hardware.presets import drive_preset, gpu_preset
+from fuyou.planner import Machine, PaperScheme, Training, describe_training, plan, preset_machine
 from fuyou.planner.advice import fits_ours, largest_model
 
 SEQ_LEN = 1024
@@ -79,7 +79,7 @@ def machine(gpu: str, host_gb: int = 768) -> Machine:
 
 @cache
 def _model(name: str) -> Training:
-    return training(name, 1, SEQ_LEN)
+    return describe_training(name, 1, SEQ_LEN)
 
 
 def paper(name: str, batch: int, on: Machine, overlaps: bool = True) -> PaperScheme:

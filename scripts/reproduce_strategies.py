@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from common.models.presets import load_config
-from fcdp.mesh import Levels
 from fcdp.planner import Cluster, Estimate, Plan, Workload, estimate, load_cluster, plan
 from fcdp.planner.search import SAME, Objective, scopes_of
-from fcdp.strategy import Strategy
-from fcdp.strategy_names import PARO, PRESETS, parse_strategy
+from fcdp.strategy.mesh import Levels
+from fcdp.strategy.names import PARO, PRESETS, parse_strategy
+from fcdp.strategy.strategy import Strategy
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -33,12 +33,12 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-ALWAYS = ("torch", "fuyou.optimizer_process")
+ALWAYS = ("torch", "fuyou.optimizer.process")
 """What is imported at once."""
 FOR_COMMANDS = (
     "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama", "datasets", "peft",
-    "accelerate", "torch.distributed.launcher.api", "torch.distributed.fsdp", "fuyou.engine", "fcdp.trainer",
-    "cli.train", "cli.train_ranks", "cli.rank", "cli.launch",
+    "accelerate", "torch.distributed.launcher.api", "torch.distributed.fsdp", "fuyou.engine.engine", "fcdp.trainer",
+    "cli.train.one_machine", "cli.train.ranks", "cli.launch.rank", "cli.launch.nodes",
 )  # fmt: skip
 """What is imported as soon as a command is to be run that is not the optimizer process."""
 _SERVER = "FUYOU_TESTS_SERVER"
@@ -142,9 +142,9 @@ def as_subprocess(popen: type[Popen] = Popen) -> SimpleNamespace:
 
 def stand_in(replace: Callable[[Any, str, Any], None], ranks: type[Popen] = Popen) -> None:
     """Have optimizer processes and ranks that this process starts forked; ``replace`` is called as ``setattr`` is."""
-    import fuyou.optimizer_link
+    import fuyou.optimizer.client
 
-    replace(fuyou.optimizer_link, "subprocess", as_subprocess())
+    replace(fuyou.optimizer.client, "subprocess", as_subprocess())
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     replace(subprocess_handler, "Popen", ranks)
@@ -184,7 +184,7 @@ def _address() -> str:
             [sys.executable, "-W", "ignore", "-m", "tests.forked", address], stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, env={
                 **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                "TORCH_CPP_LOG_LEVEL": "FATAL",  # as cli.launch asks for, which comes too late where PyTorch is there
+                "TORCH_CPP_LOG_LEVEL": "FATAL",  # as cli.launch.nodes asks for, too late where PyTorch is there
             },
         )  # fmt: skip
         assert server.stdin is not None and server.stdout is not None
@@ -250,7 +250,7 @@ class _Server:
         connection, _ = self._listener.accept()
         length, received, _, _ = socket.recv_fds(connection, 4, 64)
         request = pickle.loads(_exactly(connection, int.from_bytes(length, "little")))
-        if "fuyou.optimizer_process" not in request["words"]:
+        if "fuyou.optimizer.process" not in request["words"]:
             _import(FOR_COMMANDS)
         sys.stderr.flush()
         pid = os.fork()
@@ -310,7 +310,7 @@ def _settle(request: dict[str, Any], received: Sequence[int]) -> None:
     if "RANK" in os.environ:  # the command line does not tell
         ctypes.CDLL(None).prctl(_PR_SET_NAME, f"rank {os.environ['RANK']}".encode())
     tempfile.tempdir = None
-    if "cli.launch" in sys.modules:
+    if "cli.launch.nodes" in sys.modules:
         stand_in(setattr, Child)
     import torch
 

@@ -19,7 +19,7 @@ from common.data.packing import TRAINED, Packer, Padder, cut, first_lengths, unp
 from common.data.shapes import examples_of_records, examples_of_text_file
 from common.data.token_file import Header, TokenFile, cache_key, remove_unfinished, write_token_file
 from common.errors import UserError
-from common.heap import return_free_memory
+from common.memory.heap import return_free_memory
 from common.store.lock import DirectoryLock
 from common.units import format_count
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.models.meta import build_meta_model
 from common.models.structure import find_blocks
-from common.models.towers import tower_parameters
+from common.models.vision.towers import tower_parameters
 
 
 def model_flops_per_token(model: PreTrainedModel | PreTrainedConfig, seq_len: int) -> float:

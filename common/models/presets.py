@@ -7,8 +7,8 @@ from pathlib import Path
 from transformers import AutoConfig, PreTrainedConfig
 
 from common.errors import UserError, did_you_mean
+from common.models.checkpoint.compressed import accept_config
 from common.models.classes import model_class, refusal
-from common.models.compressed import accept_config
 from common.presets import preset_files
 
 

@@ -5,8 +5,8 @@ from common.store.errors import StoreError
 from common.store.layout import ALIGNMENT, Extent, Layout
 from common.store.lock import DirectoryLock
 from common.store.manifest import commit_manifest, load_manifest
-from common.store.pacing import Pace
 from common.store.store import Store
+from common.store.throttle import Pace
 
 __all__ = [
     "ALIGNMENT",

@@ -15,8 +15,8 @@ from common.errors import FinetuneError, UserError
 from common.store.errors import StoreError, described, opened
 from common.store.layout import ALIGNMENT, Layout
 from common.store.manifest import MANIFEST_FILE
-from common.store.pacing import CLOCK_FILE
 from common.store.sealed import read_sealed, sync_directory, write_sealed
+from common.store.throttle import CLOCK_FILE
 from common.units import format_bytes
 
 IDENTITY_FILE = "store.json"

@@ -16,8 +16,8 @@ from common.store.checksums import Sums
 from common.store.errors import StoreError, described
 from common.store.kvikio_backend import KvikioFile
 from common.store.layout import ALIGNMENT, Extent, Layout, pieces, whole_pages
-from common.store.pacing import CLOCK_FILE, DriveClock, Pace
 from common.store.posix import PosixFile
+from common.store.throttle import CLOCK_FILE, DriveClock, Pace
 from common.store.transfers import Transfer
 
 Io = Literal["auto", "kvikio", "posix"]

@@ -10,8 +10,8 @@ from typing import Any
 from common.errors import UserError, did_you_mean
 from common.presets import preset_files
 from common.units import parse_bytes
-from fcdp.mesh import Levels
 from fcdp.planner.rates import AlphaBeta, Link, Measured, Rates
+from fcdp.strategy.mesh import Levels
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from typing import Literal
 
 from common.errors import UserError
 from common.quantisation import BLOCK, quantised_nbytes
-from fcdp.mesh import Mesh
 from fcdp.planner.workload import Workload
-from fcdp.strategy import Format, Layout, Ring
+from fcdp.strategy.mesh import Mesh
+from fcdp.strategy.strategy import Format, Layout, Ring
 
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
 """``broadcast``: every rank in turn gives its part to all others; at the end, what an all-gather gives."""

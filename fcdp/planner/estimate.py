@@ -7,7 +7,7 @@ from fcdp.planner.cluster import Cluster
 from fcdp.planner.collectives import Collective, Phase, bytes_per_node, step_collectives
 from fcdp.planner.memory import ADAPTIVE_THRESHOLD, P_BYTES, Memory, memory_of
 from fcdp.planner.workload import Workload
-from fcdp.strategy import Layout
+from fcdp.strategy.strategy import Layout
 
 OPTIMIZER_BYTES = 28.0
 """Per trainable parameter, read and written by Adam: 12 of states and 2 of gradient in, 12 and 2 of P out."""

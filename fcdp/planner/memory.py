@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fcdp.planner.collectives import BYTES_PER_ELEMENT
 from fcdp.planner.workload import Workload
-from fcdp.strategy import Layout
+from fcdp.strategy.strategy import Layout
 
 P_BYTES, G_BYTES, OS_BYTES = 2.0, 2.0, 12.0
 """Per parameter: in bf16, in bf16, and K of the papers."""

@@ -7,7 +7,7 @@ leaf switch never reaches a spine switch.
 from collections.abc import Sequence
 
 from common.errors import UserError
-from fcdp.strategy import Layout
+from fcdp.strategy.strategy import Layout
 
 
 def node_order(leaf_of_node: Sequence[int], group: int) -> list[int]:

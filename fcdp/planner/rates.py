@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Protocol, get_args
 
 from common.errors import UserError
-from fcdp.mesh import Mesh
 from fcdp.planner.collectives import Operation, ring_parts
-from fcdp.strategy import Ring
+from fcdp.strategy.mesh import Mesh
+from fcdp.strategy.strategy import Ring
 
 
 class Rates(Protocol):

@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 from common.errors import FinetuneError, UserError
 from common.units import format_bytes
-from fcdp.mesh import Levels, Scope
 from fcdp.planner.cluster import Cluster
 from fcdp.planner.estimate import Estimate, estimate
 from fcdp.planner.workload import Workload
-from fcdp.strategy import Layout, Strategy, Tier
-from fcdp.strategy_names import PARO, PRESETS, parse_strategy
+from fcdp.strategy.mesh import Levels, Scope
+from fcdp.strategy.names import PARO, PRESETS, parse_strategy
+from fcdp.strategy.strategy import Layout, Strategy, Tier
 
 Objective = Literal["step", "communication"]
 

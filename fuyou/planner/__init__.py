@@ -1,11 +1,11 @@
 """Plans before running: whether a run fits, how fast it will be, and what bounds it. Needs no weights, GPU or SSD."""
 
 from fuyou.planner.choose import Choice, choose
+from fuyou.planner.context import Prospect
 from fuyou.planner.machine import Links, Machine, one_of_several, preset_machine, profiled_machine
 from fuyou.planner.paper import PaperScheme
-from fuyou.planner.plan import Plan, plan
-from fuyou.planner.prospect import Prospect
-from fuyou.planner.training import Training, training
+from fuyou.planner.run_plan import Plan, plan
+from fuyou.planner.training import Training, describe_training
 
 __all__ = [
     "Choice",
@@ -16,9 +16,9 @@ __all__ = [
     "Prospect",
     "Training",
     "choose",
+    "describe_training",
     "one_of_several",
     "plan",
     "preset_machine",
     "profiled_machine",
-    "training",
 ]

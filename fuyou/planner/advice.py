@@ -8,13 +8,13 @@ import torch
 from common.errors import UserError
 from common.models.presets import load_config, preset_names
 from common.units import format_bytes
-from fuyou.clipping import ClipBy
+from fuyou.layout.record import Precision
+from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner.evaluate import Candidate, Evaluator
 from fuyou.planner.machine import Machine
-from fuyou.planner.plan import Plan, missing_space, quick, ssd_bytes
+from fuyou.planner.run_plan import Plan, missing_space, quick, ssd_bytes
 from fuyou.planner.training import Training
-from fuyou.records import Precision
-from fuyou.tasks import Resource
+from fuyou.schedule.tasks import Resource
 
 #: Larger batches are not looked for.
 MOST_ROWS = 1 << 16

@@ -4,12 +4,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from common.errors import UserError
-from fuyou.clipping import ClipBy
-from fuyou.keeping import Keeping
+from fuyou.optimizer.clipping import ClipBy
+from fuyou.planner.context import Prospect
 from fuyou.planner.evaluate import Evaluator
 from fuyou.planner.machine import Links, one_of_several, profiled_machine
-from fuyou.planner.plan import most_clipped, search
-from fuyou.planner.prospect import Prospect
+from fuyou.planner.run_plan import most_clipped, search
+from fuyou.recompute.policy import Keeping
 
 
 @dataclass(frozen=True)

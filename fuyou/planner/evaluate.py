@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from common.errors import UserError
-from fuyou.block_trace import BlockTrace, Operator
-from fuyou.clipping import ClipBy
-from fuyou.deferral import interleaved
-from fuyou.keeping import Keeping, KeepingPlan, keep_of, roofline, trace_block, worth_keeping
-from fuyou.memory_plan import Batch, MemoryPlan, MemoryPlanner
+from fuyou.layout.deferred import interleaved
+from fuyou.layout.model_layout import Recomputation
+from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner.machine import Machine
+from fuyou.planner.simulator import Rates, Simulation, simulate
 from fuyou.planner.training import Training
-from fuyou.simulator import Rates, Simulation, simulate
-from fuyou.step_shape import Recomputation
-from fuyou.tasks import Resource, StepList
+from fuyou.recompute.block_trace import BlockTrace, Operator
+from fuyou.recompute.policy import Keeping, KeepingPlan, keep_of, roofline, trace_block, worth_keeping
+from fuyou.schedule.memory_plan import Batch, MemoryPlan, MemoryPlanner
+from fuyou.schedule.tasks import Resource, StepList
 
 #: Visits times micro-batches in a step that is only simulated to compare.
 _MOST_TASKS = 640

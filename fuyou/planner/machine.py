@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, replace
 
-from common.hardware_presets import DrivePreset, GpuPreset
+from common.hardware.presets import DrivePreset, GpuPreset
 from common.units import format_bytes
-from fuyou.profiling import Profile
-from fuyou.simulator import Rates
+from fuyou.planner.profiling import Profile
+from fuyou.planner.simulator import Rates
 
 #: Device memory that CUDA's context, its libraries and the allocator's slack take: the engine leaves as much.
 LIBRARY_BYTES = 512 << 20

@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from common.units import format_bytes
-from fuyou.memory_plan import Batch, MemoryPlan
+from fuyou.layout.model_layout import BatchShape, BufferCounts, StepShape
+from fuyou.layout.record import Precision
 from fuyou.planner.evaluate import Evaluator, busy_seconds
 from fuyou.planner.machine import Machine
-from fuyou.planner.plan import Plan, missing_space
+from fuyou.planner.run_plan import Plan, missing_space
+from fuyou.planner.simulator import Rates, Simulation, Simulator
 from fuyou.planner.training import Training
-from fuyou.records import Precision
-from fuyou.schedule import Scheduler
-from fuyou.simulator import Rates, Simulation, Simulator
-from fuyou.step_shape import BatchShape, BufferCounts, StepShape
-from fuyou.tasks import Op, Phase, StepList, Task
+from fuyou.schedule.memory_plan import Batch, MemoryPlan
+from fuyou.schedule.scheduler import Scheduler
+from fuyou.schedule.tasks import Op, Phase, StepList, Task
 
 #: Buffers of whole blocks that fill device memory: parameters and fp16 gradients, two of each, so that one moves while
 #: the other computes. (With three or five, the largest model on an RTX 4090 would not be the one that the paper names.)
@@ -246,7 +246,7 @@ class PaperScheme:
         return simulator.run(lists), lists[-1]
 
     def plan(self) -> Plan:
-        """As :func:`fuyou.planner.plan` gives it for our scheme."""
+        """As :func:`fuyou.planner.run_plan` gives it for our scheme."""
         missing = self.missing()
         if missing:
             return Plan(self.training, self.machine, "fuyou", missing, ssd_bytes=self.ssd_bytes)

@@ -9,15 +9,15 @@ from transformers import PreTrainedConfig
 
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
 from common.models.presets import load_config
-from common.models.towers import DEFAULT_FREEZING, TowerFreezing
-from fuyou.clipping import ClipBy, Strikes, speculation_obstacle
-from fuyou.frozen import FrozenDtype
-from fuyou.keeping import Keeping
-from fuyou.open_model import OpenModel
-from fuyou.records import Precision
-from fuyou.share import Share
-from fuyou.stack import StreamedModel
-from fuyou.step_shape import StepShape
+from common.models.vision.towers import DEFAULT_FREEZING, TowerFreezing
+from fuyou.layout.frozen_weights import FrozenDtype
+from fuyou.layout.model_layout import StepShape
+from fuyou.layout.record import Precision
+from fuyou.layout.share import Share
+from fuyou.model.open_model import OpenModel
+from fuyou.model.streamed_model import StreamedModel
+from fuyou.optimizer.clipping import ClipBy, Strikes, speculation_obstacle
+from fuyou.recompute.policy import Keeping
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Training:
         )
 
 
-def training(
+def describe_training(
     model: str | os.PathLike[str] | PreTrainedConfig,
     rows: int,
     seq_len: int,
@@ -135,7 +135,7 @@ def training(
         adapters: what is trained, if the weights are frozen.
         frozen: how frozen matrices are kept; None: in a compressed checkpoint's own bytes, else as they compute.
         towers: what of a vision-language model's towers is frozen.
-        router_loss: see :mod:`fuyou.router_loss`.
+        router_loss: see :mod:`fuyou.model.router_loss`.
         commit_every: steps from one commit to the next.
         clip_by: how gradients are clipped; None leaves it to the planner.
         clipped_share: of the steps, in which they are expected to be.

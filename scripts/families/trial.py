@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import fuyou
 from common.errors import UserError
-from common.models.adapters import AdapterOptions
+from common.models.adapters.adapters import AdapterOptions
 from common.models.miniature import TOKENS, VOCABULARY
+from common.result_cache import CACHE_VARIABLE
 from families.configurations import small_config
 from families.twin import Twin
-from fuyou.cache import CACHE_VARIABLE
 
 STEPS = 3
 EXACT_LOSS, EXACT_WEIGHT = 1e-6, 1e-5

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from common.buffers import HostBuffer
-from common.hardware import cpu_count
+from common.hardware.machine import cpu_count
+from common.memory.buffers import HostBuffer
 from common.store import Layout, Store, remove
 from common.units import format_bytes
-from fuyou.adam import AdamConfig, ChunkAdam, Update
+from fuyou.optimizer.adam import AdamConfig, ChunkAdam, Update
 from gpu.journal import Check
 
 #: Sizes [m, k, n] of matrix products: squares, and a block's feed-forward products over 16 Ki tokens.

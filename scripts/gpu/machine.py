@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from common.hardware import cpu_count, huge_pages_enabled, memory_available_bytes, memory_limit_bytes
+from common.hardware.machine import cpu_count, huge_pages_enabled, memory_available_bytes, memory_limit_bytes
 from common.store import kvikio_backend
 from gpu.journal import Check
 

@@ -11,11 +11,11 @@ import torch
 from transformers import LlamaConfig, PreTrainedConfig, logging
 
 import fuyou
-import fuyou.open_model
+import fuyou.model.open_model
 from common.errors import UserError
+from common.models.checkpoint.sources import RandomSource
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
-from common.models.sources import RandomSource
 from common.units import format_bytes
 from gpu.journal import DATA_PREFIX, Check, Settings, Skip, describe
 from gpu.profiling import profile_step
@@ -77,7 +77,7 @@ class TiledSource(RandomSource):
 
 
 def open_engine(settings: Settings, config: PreTrainedConfig, **options: Any) -> fuyou.Engine:
-    fuyou.open_model.RandomSource = TiledSource  # type: ignore[misc]
+    fuyou.model.open_model.RandomSource = TiledSource  # type: ignore[misc]
     return fuyou.Engine(
         config, ssd=[settings.ssd], run_name=RUN_NAME, device=settings.device, host_memory=settings.host_memory,
         device_memory=settings.device_memory, io="posix", **options,

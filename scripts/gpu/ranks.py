@@ -22,8 +22,8 @@ from torch.multiprocessing import start_processes
 from transformers import LlamaConfig, LlamaForCausalLM, logging
 
 import fcdp
-from common.telling import tell
-from fcdp import host_cache
+from common.object_collectives import tell
+from fcdp.cache import host_cache
 from gpu.journal import Check
 from gpu.limits import synchronize
 

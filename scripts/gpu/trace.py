@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from fuyou.intervals import merge
+from common.intervals import merge
 
 Event = dict[str, Any]
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")

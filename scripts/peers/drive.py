@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.buffers import HostBuffer
+from common.memory.buffers import HostBuffer
 from common.store import Layout, Store
 
 PIECE_BYTES = 64 << 20

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from common.memory_meter import PeakMeter
+from common.memory.meter import PeakMeter
 from common.units import format_bytes
 from peers.contender import MARK, Task
 

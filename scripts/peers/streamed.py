@@ -12,10 +12,10 @@ from transformers import PreTrainedConfig
 from common.errors import UserError
 from common.models.meta import build_meta_model
 from fuyou import Engine
-from fuyou.memory_plan import MemoryPlan, MemoryPlanner
-from fuyou.model_records import model_records
-from fuyou.records import Precision
-from fuyou.stack import StreamedModel
+from fuyou.layout.record import Precision
+from fuyou.model.model_records import model_records
+from fuyou.model.streamed_model import StreamedModel
+from fuyou.schedule.memory_plan import MemoryPlan, MemoryPlanner
 from peers import contender
 
 PRECISION = Precision(torch.bfloat16, torch.float32)

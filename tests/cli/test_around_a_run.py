@@ -14,8 +14,8 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cli.main import main
-from cli.metrics import step_metrics
-from cli.progress import ClusterLine
+from cli.report.metrics import step_metrics
+from cli.report.progress import ClusterLine
 from common.data import DataConfig, open_data
 from tests.cli.conftest import Finetune
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from cli.check import Paint
-from cli.findings import DriveFound, Finding, GpuFound, MachineFound, find_trouble
-from common.drives import Drive, drive_of
-from common.hardware import Gpu
+from cli.inspect.check import Paint
+from cli.inspect.findings import DriveFound, Finding, GpuFound, MachineFound, find_trouble
+from common.hardware.drives import Drive, drive_of
+from common.hardware.machine import Gpu
 from tests.cli.conftest import Finetune
 
 MACHINE = MachineFound(16, 16, 64 << 30, 64 << 30, 50 << 30, True, 2, "performance", False, (13, 0))

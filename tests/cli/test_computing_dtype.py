@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from cli import computing_dtype
-from cli.computing_dtype import with_dtype, with_dtype_of_all
 from cli.main import main
-from cli.settings import Settings
+from cli.options import computing_dtype
+from cli.options.computing_dtype import with_dtype, with_dtype_of_all
+from cli.options.settings import Settings
 from common.store import commit_manifest
 
 
@@ -64,10 +64,10 @@ class Others:
 
     def decide(self, ranks: list[tuple[Settings, str, bool]]) -> list[str]:
         told: list[Any] = []
-        self._patch.setattr("common.telling.tell", lambda value: told.append(value) or told)
+        self._patch.setattr("common.object_collectives.tell", lambda value: told.append(value) or told)
         self._all(ranks)
         everyone = list(told)
-        self._patch.setattr("common.telling.tell", lambda value: everyone)
+        self._patch.setattr("common.object_collectives.tell", lambda value: everyone)
         return self._all(ranks)
 
     def _all(self, ranks: list[tuple[Settings, str, bool]]) -> list[str]:
@@ -102,7 +102,7 @@ def test_ranks_go_on_in_what_any_of_them_has_stored(
 def test_a_run_in_memory_goes_on_in_what_its_commit_says(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fastest: list[str]
 ) -> None:
-    monkeypatch.setattr("fcdp.commits.Commits.newest", lambda commits: 3)
-    monkeypatch.setattr("fcdp.commits.Commits.describe", lambda commits, step: {"--dtype": "bf16"})
+    monkeypatch.setattr("fcdp.checkpoint.commits.Commits.newest", lambda commits: 3)
+    monkeypatch.setattr("fcdp.checkpoint.commits.Commits.describe", lambda commits, step: {"--dtype": "bf16"})
     settings = Settings("m", nodes=1, output=tmp_path, resume=True)
     assert Others(monkeypatch).decide([(settings, "cpu", False)]) == ["bf16"]

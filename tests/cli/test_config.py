@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from cli.config import effective_config, written_by
 from cli.main import main
-from cli.options import build_command
+from cli.options.command import build_command
+from cli.options.config_file import effective_config, written_by
 
 
 def parse(*words: object) -> dict[str, Any]:

@@ -2,10 +2,9 @@
 
 import pytest
 
-from cli import modes
 from cli.main import main
-from cli.modes import Mode
-from cli.options import build_command
+from cli.options.command import build_command, modes
+from cli.options.modes import Mode
 
 OPTIONS = {option.name for option in build_command(lambda **options: 0).params if option.expose_value}
 MODES = {name: mode for name, mode in vars(modes).items() if isinstance(mode, Mode)}

@@ -24,11 +24,11 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from cli.launch.rendezvous import expand_node_list, find_meeting
 from cli.main import main
-from cli.rendezvous import expand_node_list, find_meeting
-from cli.settings import Settings
+from cli.options.settings import Settings
 from common.errors import UserError
-from fcdp.commits import Commits
+from fcdp.checkpoint.commits import Commits
 from tests import forked
 from tests.cli.conftest import Finetune
 from tests.cli.test_train import history
@@ -36,7 +36,7 @@ from tests.cli.test_train import history
 ROOT = Path(__file__).parents[2]
 BEGIN = ("-m", "cli.main")
 _ENDS_WITHIN = (
-    "import sys, cli.interrupts; cli.interrupts.STOP_SECONDS = {}; from cli.main import main; sys.exit(main())"
+    "import sys, cli.launch.interrupts as one; one.STOP_SECONDS = {}; from cli.main import main; sys.exit(main())"
 )
 PATIENT = ("-c", _ENDS_WITHIN.format(200))
 """The command, which gives a step that is under way time to end on the slowest machine."""

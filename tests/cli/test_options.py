@@ -8,9 +8,9 @@ from typing import Any
 import click
 import pytest
 
-from cli.grouped import expand_pattern, repeat_option
 from cli.main import main
-from cli.options import build_command
+from cli.options.command import build_command
+from cli.options.grouped import expand_pattern, repeat_option
 from common.errors import UserError
 
 ROOT = Path(__file__).parents[2]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cli.profile import table
-from fuyou.profiling import Profile, beside, blocks, drives, optimizer
-from fuyou.tasks import Resource
+from cli.inspect.profile import table
+from fuyou.planner.profiling import Profile, beside, blocks, drives, optimizer
+from fuyou.schedule.tasks import Resource
 from tests.cli.conftest import Finetune, sending
 from tests.cli.test_bad_input import check
 from tests.fuyou.profiling.test_profile import PROFILE

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from cli.history import History
-from cli.report import Measurements
+from cli.report.history import History
+from cli.report.summary import Measurements
 from common.store.errors import StoreError
-from fuyou.clipping import ClipBy
+from fuyou.optimizer.clipping import ClipBy
 
 FIELDS = {
     "parameters", "trainable_parameters", "steps", "losses", "step_seconds", "tokens_per_second", "flops_per_second",

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
-from cli.schedule import SCHEDULES, LearningRate, Warmup
+from cli.options.schedule import SCHEDULES, LearningRate, Warmup
 from common.errors import UserError
 
 

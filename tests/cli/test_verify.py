@@ -4,7 +4,7 @@ import re
 import shutil
 from pathlib import Path
 
-from common.store.succession import beside
+from common.store.migration import beside
 from tests.cli.conftest import Finetune
 
 SMALL = ("--batch-size", 1, "--seq-len", 16, "--gpu", "cpu", "--steps", 2, "--no-save")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.buffers import HUGE_PAGE, PAGE, HostBuffer, round_up
+from common.memory.buffers import HUGE_PAGE, PAGE, HostBuffer, round_up
 
 KINDS = pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
 MIB = 1 << 20

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from common.cgroups import own_groups
+from common.memory.cgroups import own_groups
 
 GIB = 1 << 30
 NO_LIMIT_V1 = 9223372036854771712

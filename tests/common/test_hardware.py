@@ -9,9 +9,9 @@ import psutil
 import pytest
 import torch
 
-from common import hardware
 from common.errors import UserError
-from common.hardware import Gpu
+from common.hardware import machine as hardware
+from common.hardware.machine import Gpu
 
 GIB = 1 << 30
 

@@ -3,7 +3,7 @@
 import pytest
 
 from common.errors import UserError
-from common.hardware_presets import drive_names, drive_preset, gpu_names, gpu_preset
+from common.hardware.presets import drive_names, drive_preset, gpu_names, gpu_preset
 
 
 def test_the_papers_hardware():

@@ -10,7 +10,7 @@ import pytest
 #: In a process of its own: the heap of one that has run other tests has room for all of it.
 PROGRAM = """
 from pathlib import Path
-from common.heap import Heap
+from common.memory.heap import Heap
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

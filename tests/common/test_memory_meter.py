@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from common import memory_meter
-from common.memory_meter import PeakMeter, proportional_set_bytes
+from common.memory import meter as memory_meter
+from common.memory.meter import PeakMeter, proportional_set_bytes
 
 MIB = 1 << 20
 SLACK = 6 * MIB

@@ -16,7 +16,7 @@ def test_what_the_user_has_set_wins(name: str) -> None:
     assert environment == {name: "17"}
 
 
-@pytest.mark.parametrize("module", ["cli.main", "fuyou.optimizer_process"])
+@pytest.mark.parametrize("module", ["cli.main", "fuyou.optimizer.process"])
 def test_the_library_in_use_reads_it_in_every_process_of_ours(module: str) -> None:
     """What libgomp says of itself once our module has loaded PyTorch, or the command is about to."""
     clean = {name: value for name, value in os.environ.items() if name not in OF_THE_USER}

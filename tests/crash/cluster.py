@@ -21,8 +21,8 @@ from transformers.utils import logging as transformers_logging
 
 from common.data import RandomBatches
 from common.errors import FinetuneError
-from fcdp.commits import Commits
-from fcdp.topology import Topology
+from fcdp.checkpoint.commits import Commits
+from fcdp.strategy.topology import Topology
 from fcdp.trainer import Trainer, TrainerConfig
 from tests.crash.points import Reference, carry_on, check, clean, files_in, interrupt
 from tests.crash.runs import SEQ_LEN, STEPS, VOCABULARY, Run, tiny_config

@@ -20,8 +20,8 @@ import torch.distributed as dist
 import fuyou
 from common.data import RandomBatches
 from common.errors import FinetuneError
-from common.telling import tell
-from fcdp.topology import Topology
+from common.object_collectives import tell
+from fcdp.strategy.topology import Topology
 from tests.crash.drives import Fault, count
 from tests.crash.points import Reference, carry_on, check, clean, files_in, interrupt
 from tests.crash.runs import ROWS, SEQ_LEN, VOCABULARY, Outcome, Run, digests, execute, tiny_config

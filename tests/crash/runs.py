@@ -27,10 +27,9 @@ from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama  # noqa: F401 - so that no run has to import it
 
 import fuyou
-import fuyou.optimizer_link
+import fuyou.optimizer.client
 from common.data import RandomBatches
 from common.errors import FinetuneError
-from fuyou import optimizer_process  # noqa: F401 - so that no run has to import it
 from tests.crash.drives import Fault, FaultyDrives
 from tests.forked import Child, as_subprocess
 
@@ -186,7 +185,7 @@ def _train(run: Run, results: Path) -> None:
     out = os.open(results, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     with contextlib.suppress(AttributeError):
         sys.stdin.close()
-    setattr(fuyou.optimizer_link, "subprocess", as_subprocess(Child))  # noqa: B010 - for mypy it is a module
+    setattr(fuyou.optimizer.client, "subprocess", as_subprocess(Child))  # noqa: B010 - for mypy it is a module
     torch.set_num_threads(1)
     for path in (*run.ssd, *run.leaving):
         path.mkdir(parents=True, exist_ok=True)

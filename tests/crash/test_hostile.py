@@ -12,19 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cli.options import build_command
+from cli.options.command import build_command
 from common.data.files import read_records, reading
 from common.errors import FinetuneError, UserError
+from common.models.checkpoint.shards import INDEX, Shards
 from common.models.presets import load_config
-from common.models.shards import INDEX, Shards
 from common.presets import preset_files
 from common.store import Layout, StoreError
 from common.store.directories import FORMAT, IDENTITY_FILE, Identity
 from common.store.sealed import write_sealed
 from common.store.verify import Sealed
 from fcdp.planner.cluster import load_cluster
-from fuyou.training_state import FORMAT as STATE_FORMAT
-from fuyou.training_state import TrainingState
+from fuyou.checkpoint.state import FORMAT as STATE_FORMAT
+from fuyou.checkpoint.state import TrainingState
 from tests.common.data.conftest import write_records
 
 anything = st.recursive(
@@ -237,7 +237,7 @@ def test_a_preset_or_file_of_options_of_any_text_is_taken_or_refused(place: Path
 def test_options_in_a_file_of_any_value_are_taken_or_refused(place: Path, key: str, value: object) -> None:
     (place / "options.toml").touch()
     context = build_command(lambda **options: 0).make_context
-    with patch("cli.config.tomllib.loads", lambda text: {key: value}):
+    with patch("cli.options.config_file.tomllib.loads", lambda text: {key: value}):
         _is_decided(lambda: context("finetune", ["--config", str(place / "options.toml"), "--model", "llama-10m"]))
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from common.cgroups import ControlGroup
-from fuyou import optimizer_process
+from common.memory.cgroups import ControlGroup
+from fuyou.optimizer import process as optimizer_process
 from scripts.capped import CannotCapError, make_group, remove_group
 from tests.crash.runs import Run, execute
 

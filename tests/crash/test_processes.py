@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import fuyou.optimizer_link
+import fuyou.optimizer.client
 from common.errors import FinetuneError, UserError
 from common.store import DirectoryLock, Layout, Store, StoreError
 from tests.fuyou.test_failures import small_engine, train
@@ -78,7 +78,7 @@ def test_where_directories_cannot_be_locked_a_file_is(tmp_path: Path, monkeypatc
 
 
 def test_a_hung_optimizer_process_is_noticed_and_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuyou.optimizer_link, "PATIENCE_BEATS", 1)
+    monkeypatch.setattr(fuyou.optimizer.client, "PATIENCE_BEATS", 1)
     engine = small_engine(tmp_path, lr=1e-3)
     losses = train(engine, 1)
     engine.flush()
@@ -96,7 +96,7 @@ def test_a_hung_optimizer_process_is_noticed_and_killed(tmp_path: Path, monkeypa
 
 
 def test_memory_that_is_not_there_is_missed_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fuyou.engine.memory_available_bytes", lambda: 10 << 20)
+    monkeypatch.setattr("fuyou.engine.engine.memory_available_bytes", lambda: 10 << 20)
     with pytest.raises(UserError, match=r"would take .* of host memory, and 10.* available"):
         small_engine(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from common.errors import FinetuneError, UserError
-from common.store import Layout, Store, StoreError, commit_manifest, load_manifest, remove, succession
+from common.store import Layout, Store, StoreError, commit_manifest, load_manifest, remove
+from common.store import migration as succession
 from common.store.checksums import Sums
 from common.store.verify import Sealed, verify
-from fuyou.commits import sealed_records
-from fuyou.restripe import Drives, open_run
-from fuyou.training_state import TrainingState
+from fuyou.checkpoint.commits import sealed_records
+from fuyou.checkpoint.restripe import Drives, open_run
+from fuyou.checkpoint.state import TrainingState
 from tests.crash.drives import Fault
 from tests.crash.points import Move, Reference, crash_move, move_reference
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cli.config import written_by
+from cli.options.config_file import written_by
 from common.data.demo_text import train_demo_tokenizer
 from tests.docs.blocks import ROOT, Block, blocks_of, run_command
 

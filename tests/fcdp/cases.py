@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import fcdp
-from common.telling import first_alone
-from fcdp.placement import DeviceMemory
+from common.object_collectives import first_alone
+from fcdp.cache.placement import DeviceMemory
 from tests.fcdp.twin import InOrder, Plain, Ring
 
 warnings.filterwarnings("ignore")

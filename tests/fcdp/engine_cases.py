@@ -13,7 +13,7 @@ import fcdp
 import fuyou
 from common.errors import FinetuneError
 from common.store import commit_manifest, load_manifest
-from fuyou.nodes import handlers
+from fuyou.runtime import rank_handlers as handlers
 
 VOCABULARY = 67
 OPTIONS = {"dtype": "bf16", "lr": 1e-3, "weight_decay": 0.1, "host_memory": "4GiB"}
@@ -111,7 +111,7 @@ def train_unlike(topology: fcdp.Topology | None, run: Run) -> Outcome:
     """Train on ranks of which the first alone is fast in bf16; in a run that goes on, all but the first are."""
     first = topology is None or topology.rank == 0
     fastest = "bf16" if first != run.options.get("resume", False) else "fp32"
-    with mock.patch("fuyou.engine.fastest_dtype", return_value=fastest):
+    with mock.patch("fuyou.engine.engine.fastest_dtype", return_value=fastest):
         return train(topology, run)
 
 

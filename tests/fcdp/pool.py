@@ -80,7 +80,7 @@ def _serve(index: int, pipe: Connection) -> None:
     import torch.distributed as dist
 
     import fcdp
-    from fcdp.mesh import Levels
+    from fcdp.strategy.mesh import Levels
 
     torch.set_num_threads(1)
     topology: fcdp.Topology | None = None

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 import fcdp
-from fuyou.devices import memory_limits, open_device
-from fuyou.nodes.agreement import Agreement
-from fuyou.nodes.choosing import measure_links
-from fuyou.nodes.topology import share_of
-from fuyou.planner import Prospect, training
-from fuyou.profiling import save
-from fuyou.records import Precision
+from fuyou.layout.record import Precision
+from fuyou.planner import Prospect, describe_training
+from fuyou.planner.choose_together import measure_links
+from fuyou.planner.profiling import save
+from fuyou.ranks.agreement import Agreement
+from fuyou.ranks.topology import share_of
+from fuyou.runtime.devices import memory_limits, open_device
 from tests.fcdp import engine_cases as cases
 from tests.fcdp.engine_cases import Run
 from tests.fcdp.pool import Pool
@@ -29,7 +29,7 @@ def train_as_chosen(topology: fcdp.Topology, run: Run, cache: Path) -> cases.Out
     rows = run.rows // topology.world_size
     if topology.rank == 0:
         device, share = open_device("cpu"), share_of(topology)
-        job = training(run.model, run.rows, SEQ_LEN, precision=Precision.named("fp32", "fp32")).among(share)
+        job = describe_training(run.model, run.rows, SEQ_LEN, precision=Precision.named("fp32", "fp32")).among(share)
         limits = memory_limits(device, cases.OPTIONS["host_memory"], None, share.ranks_per_node)
         slow = replace(  # of computing, so that outputs are worth keeping
             PROFILE, tokens=rows * SEQ_LEN, block_parameters=job.block_parameters // 3, block_forward_seconds=0.1,

@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common.errors import FinetuneError, UserError
-from common.models.adapters import ALL_LINEAR, AdapterOptions
+from common.models.adapters.adapters import ALL_LINEAR, AdapterOptions
 from common.store import load_manifest
-from fuyou.nodes.commits import ClusterCommits, Found, agreed_step
-from fuyou.records import ALIGN_ELEMENTS, PAGE_ELEMENTS
-from fuyou.share import Share
-from fuyou.tasks import Op, Task
+from fuyou.checkpoint.cluster_commits import ClusterCommits, Found, agreed_step
+from fuyou.layout.record import ALIGN_ELEMENTS, PAGE_ELEMENTS
+from fuyou.layout.share import Share
+from fuyou.schedule.tasks import Op, Task
 from tests.fcdp import engine_cases as cases
 from tests.fcdp.engine_cases import Run
 from tests.fcdp.pool import Pool

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 from torch import nn
 
+from fcdp.cache.policy import Kept, all_kept, within
 from fcdp.grouping import ParameterGroup
-from fcdp.keeping import Kept, all_kept, within
-from fcdp.mesh import Levels
-from fcdp.routes import Routes
-from fcdp.strategy_names import parse_strategy
+from fcdp.strategy.mesh import Levels
+from fcdp.strategy.names import parse_strategy
+from fcdp.strategy.routes import Routes
 
 
 def _group(trainable: bool, cell: int, *, stays: bool = False) -> ParameterGroup:

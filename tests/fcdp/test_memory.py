@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import fcdp
-from fcdp.placement import DeviceMemory
+from fcdp.cache.placement import DeviceMemory
 from tests.fcdp.pool import Pool
 from tests.fcdp.twin import Plain
 

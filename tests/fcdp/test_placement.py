@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fcdp.host_cache import HostCache, Share
-from fcdp.placement import DeviceMemory, Placement
+from fcdp.cache.host_cache import HostCache, Share
+from fcdp.cache.placement import DeviceMemory, Placement
 from fcdp.traffic import Traffic
 
 

@@ -7,8 +7,8 @@ import transformers
 
 import fcdp
 from fcdp.planner import Workload, load_cluster, plan
+from fcdp.planner.profiling import measure_collectives, profile_cluster
 from fcdp.planner.rates import Measured
-from fcdp.profiling import measure_collectives, profile_cluster
 from tests.fcdp.pool import Pool
 
 SIZES = (512, 8192)

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 import fcdp
-from fcdp.flat_ring import FlatRing
-from fcdp.mesh import Levels
-from fcdp.rank_level import RankLevel
-from fcdp.routes import Axis, axes_between
+from fcdp.comms.flat_ring import FlatRing
+from fcdp.comms.rank_level import RankLevel
+from fcdp.strategy.mesh import Levels
+from fcdp.strategy.routes import Axis, axes_between
 from fcdp.traffic import Traffic
 from tests.fcdp.pool import Pool
 

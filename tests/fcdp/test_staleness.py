@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from fcdp.cache.staleness import Watch
 from fcdp.grouping import ParameterGroup
-from fcdp.staleness import Watch
 
 
 class Owner:

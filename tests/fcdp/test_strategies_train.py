@@ -4,7 +4,7 @@ from math import prod
 
 import pytest
 
-from fcdp.strategy_names import PARO
+from fcdp.strategy.names import PARO
 from tests.fcdp.pool import Pool
 from tests.fcdp.strategy_cases import Run, train_all
 

@@ -3,9 +3,9 @@
 import pytest
 
 from common.errors import UserError
-from fcdp.mesh import Levels, Mesh, Scope
-from fcdp.strategy import Precision, Strategy
-from fcdp.strategy_names import PARO, PRESETS, parse_strategy
+from fcdp.strategy.mesh import Levels, Mesh, Scope
+from fcdp.strategy.names import PARO, PRESETS, parse_strategy
+from fcdp.strategy.strategy import Precision, Strategy
 
 DGX = Levels((8, 128))
 FRONTIER = Levels((2, 4, 16))

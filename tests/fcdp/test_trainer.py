@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from common.errors import UserError
-from common.models.adapters import AdapterOptions
+from common.models.adapters.adapters import AdapterOptions
+from common.models.checkpoint.sources import RandomSource
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
-from common.models.sources import RandomSource
-from fcdp.manifest import Manifest
+from fcdp.checkpoint.manifest import Manifest
 from fcdp.trainer import TrainerConfig
 from tests.common.models.small import small_config
 from tests.fcdp.pool import Pool, RankError

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from fuyou.deferral import interleaved
-from fuyou.records import Kind, Precision, Record
-from fuyou.schedule import Scheduler
-from fuyou.step_shape import BatchShape, BufferCounts, Recomputation, StepShape
-from fuyou.tasks import Activation, Op, Phase, StepList, Task
+from fuyou.layout.deferred import interleaved
+from fuyou.layout.model_layout import BatchShape, BufferCounts, Recomputation, StepShape
+from fuyou.layout.record import Kind, Precision, Record
+from fuyou.schedule.scheduler import Scheduler
+from fuyou.schedule.tasks import Activation, Op, Phase, StepList, Task
 
 BF16 = Precision(torch.bfloat16, torch.float32)
 TRAINS = (Phase.HEAD, Phase.BLOCK_BACKWARD, Phase.EMBED_BACKWARD)

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fuyou import adam
-from fuyou.absent_gradients import MissedUpdates, OwnedParameters, mark_absent
-from fuyou.adam import AdamConfig, ChunkAdam, Run, Update
-from fuyou.records import Chunk, Kind, Precision, Record
-from fuyou.share import Share
-from fuyou.training_state import TrainingState
+from fuyou.checkpoint.state import TrainingState
+from fuyou.layout.record import Chunk, Kind, Precision, Record
+from fuyou.layout.share import Share
+from fuyou.optimizer import adam
+from fuyou.optimizer.absent_gradients import MissedUpdates, OwnedParameters, mark_absent
+from fuyou.optimizer.adam import AdamConfig, ChunkAdam, Run, Update
 from tests.fuyou.routed import RoutedConfig
 from tests.fuyou.test_exact import OPTIONS, compare, directories, engine
 from tests.fuyou.twin import Twin

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from fuyou.accounting import Accounting, TaskKind
-from fuyou.devices import CpuDevice
-from fuyou.tasks import Op, Phase, StepList, Task, Visit
-from fuyou.trace import RecordInterval
+from fuyou.runtime.accounting import Accounting, TaskKind
+from fuyou.runtime.devices import CpuDevice
+from fuyou.runtime.trace import RecordInterval
+from fuyou.schedule.tasks import Op, Phase, StepList, Task, Visit
 
 
 def done(op: Op, after: list[Task], began: float, ended: float) -> Task:

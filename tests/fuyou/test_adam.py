@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from fuyou import adam as adam_module
-from fuyou.adam import AdamConfig, ChunkAdam, Update, stochastic_round
-from fuyou.halves import join, split
+from fuyou.optimizer import adam as adam_module
+from fuyou.optimizer.adam import AdamConfig, ChunkAdam, Update, stochastic_round
+from fuyou.optimizer.split_weights import join, split
 
 CONFIG = AdamConfig(lr=1e-2, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
 #: Multiples of 128 elements, as in records: around the size of a pass, which is made small here.

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from common.errors import UserError
-from fuyou.clipping import ClipBy, Strikes, clip_by_named, speculation_obstacle
-from fuyou.memory_plan import MemoryPlanner
-from fuyou.runtime import Runtime
-from fuyou.tasks import Op, StepList
+from fuyou.engine.runtime import Runtime
+from fuyou.optimizer.clipping import ClipBy, Strikes, clip_by_named, speculation_obstacle
+from fuyou.schedule.memory_plan import MemoryPlanner
+from fuyou.schedule.tasks import Op, StepList
 from tests.fuyou.test_exact import ONE_OF_EACH, OPTIONS, SCARCE, batches, check, compare, directories, engine, train
 from tests.fuyou.twin import Twin, save_checkpoints
 

@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from common.errors import UserError
-from common.models.adapters import AdapterOptions
+from common.models.adapters.adapters import AdapterOptions
 from common.models.presets import load_config
-from fuyou.frozen import FrozenDtype
-from fuyou.open_model import OpenModel
-from fuyou.planner import training
-from fuyou.records import Kind, Precision, Record
+from fuyou.layout.frozen_weights import FrozenDtype
+from fuyou.layout.record import Kind, Precision, Record
+from fuyou.model.open_model import OpenModel
+from fuyou.planner import describe_training
 from tests.common.models.compressed.cases import PAIRS, compressed
 from tests.common.models.compressed.writing import is_written_so
 from tests.fuyou.test_exact import batches, check, directories
@@ -118,7 +118,7 @@ def test_bytes_are_those_of_the_files(family: str, method: str, tmp_path: Path) 
             if f"model.layers.{layer}." in name and is_written_so(method, name, value)
         )
         assert record.decoded_nbytes >= halves
-    planned = training(directory, 4, 32, adapters=AdapterOptions(4).peft_config())
+    planned = describe_training(directory, 4, 32, adapters=AdapterOptions(4).peft_config())
     assert [record.device_nbytes for record in planned.shape.records] == [
         record.device_nbytes for record in model.shape.records
     ]
@@ -159,6 +159,6 @@ def test_checkpoints_that_are_not_compressed(tmp_path: Path) -> None:
         OpenModel(config, BF16, torch.device("cpu"), adapters, frozen=FrozenDtype.CHECKPOINT)
     assert opened(twin).shape.decoded_nbytes == 0
     (directory / "model.safetensors").unlink()
-    assert training(directory, 4, 32).parameters  # without adapters a plan needs no weights
+    assert describe_training(directory, 4, 32).parameters  # without adapters a plan needs no weights
     with pytest.raises(UserError, match="has no weights"):
-        training(directory, 4, 32, adapters=AdapterOptions(4).peft_config())
+        describe_training(directory, 4, 32, adapters=AdapterOptions(4).peft_config())

@@ -10,8 +10,8 @@ import torch
 
 import fuyou
 from common.store import commit_manifest
-from fuyou import computing_dtype
-from fuyou.computing_dtype import fastest_dtype, stored_dtype
+from fuyou.engine import computing_dtype
+from fuyou.engine.computing_dtype import fastest_dtype, stored_dtype
 from tests.fuyou.twin import tiny_configs
 
 IDS = torch.arange(64).view(2, 32)
@@ -21,7 +21,7 @@ IDS = torch.arange(64).view(2, 32)
 def fastest(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What this machine is fast in, for the engine; may be changed."""
     answer = ["fp32"]
-    monkeypatch.setattr("fuyou.engine.fastest_dtype", lambda device_type: answer[0])
+    monkeypatch.setattr("fuyou.engine.engine.fastest_dtype", lambda device_type: answer[0])
     return answer
 
 
@@ -98,7 +98,7 @@ def test_a_gpu_computes_in_bf16_if_it_can(monkeypatch: pytest.MonkeyPatch, has_i
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="oneDNN's names of instruction sets are x86's")
 def test_a_processor_without_instructions_for_bf16_computes_in_fp32() -> None:
     """This very processor, with those instructions hidden from the library."""
-    code = "from fuyou.computing_dtype import fastest_dtype; print(fastest_dtype('cpu'))"
+    code = "from fuyou.engine.computing_dtype import fastest_dtype; print(fastest_dtype('cpu'))"
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, capture_output=True,
         text=True, timeout=120, check=True,

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from fuyou.contention import Contention
-from fuyou.simulator import Simulator
-from fuyou.tasks import Resource
+from fuyou.planner.contention import Contention
+from fuyou.planner.simulator import Simulator
+from fuyou.schedule.tasks import Resource
 from tests.fuyou.schedule_model import step_shape
 from tests.fuyou.test_simulator import BF16, CHUNK, FAST, run
 

@@ -8,9 +8,9 @@ import torch
 
 from common.errors import UserError
 from fuyou import Engine
-from fuyou.emulated import EmulatedDevice, EmulatedEvent, EmulatedSpec
-from fuyou.records import Kind
-from fuyou.tasks import Op, Task
+from fuyou.layout.record import Kind
+from fuyou.runtime.emulated import EmulatedDevice, EmulatedEvent, EmulatedSpec
+from fuyou.schedule.tasks import Op, Task
 from tests.fuyou.twin import tiny_configs
 
 DEVICE = "emulated:tflops=0.002,memory=1GiB,link=1GB/s,ssd_read=2GB/s,ssd_write=2GB/s"

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, RoFormerConfig
 
 import fuyou
-from fuyou.memory_plan import MemoryPlanner
+from fuyou.schedule.memory_plan import MemoryPlanner
 from tests.fuyou.twin import Twin, tiny_configs
 
 ROWS, TOKENS, STEPS = 4, 32, 5

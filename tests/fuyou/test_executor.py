@@ -10,8 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from fuyou.executor import ELSEWHERE, Executor
-from fuyou.tasks import Op, Task
+from fuyou.runtime.executor import ELSEWHERE, Executor
+from fuyou.schedule.tasks import Op, Task
 
 LANES = [Op.PARAMETER_READ, Op.PARAMETER_UPLOAD, Op.UPDATE, Op.STATE_WRITE]
 Made = Callable[..., Executor]

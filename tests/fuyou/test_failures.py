@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 import fuyou
 from common.errors import FinetuneError, UserError
-from fuyou.compute import StepComputation
-from fuyou.tasks import Task
+from fuyou.runtime.compute import StepComputation
+from fuyou.schedule.tasks import Task
 from tests.fuyou.twin import tiny_configs
 
 BATCH = {"input_ids": torch.arange(64).view(2, 32), "labels": torch.arange(64).view(2, 32)}

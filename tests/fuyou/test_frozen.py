@@ -8,10 +8,10 @@ import torch
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
-from common.buffers import PAGE
 from common.errors import UserError
-from common.models.adapters import AdapterOptions
-from fuyou.frozen import ROW_ELEMENTS, FrozenDtype
+from common.memory.buffers import PAGE
+from common.models.adapters.adapters import AdapterOptions
+from fuyou.layout.frozen_weights import ROW_ELEMENTS, FrozenDtype
 from tests.fuyou.test_exact import batches, directories
 from tests.fuyou.test_exact import engine as plain_engine
 from tests.fuyou.test_lora import InMemory, compare, train

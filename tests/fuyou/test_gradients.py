@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou import gradients
-from fuyou.gradients import GradientSum, round_in_place, sum_of_squares
-from fuyou.records import Kind, Precision, Record
+from fuyou.layout.record import Kind, Precision, Record
+from fuyou.optimizer import gradient_sum as gradients
+from fuyou.optimizer.gradient_sum import GradientSum, round_in_place, sum_of_squares
 
 BF16 = Precision(torch.bfloat16, torch.float32)
 SHAPES = {"up": (7, 5), "norm": (5,), "down": (5, 7), "scale": (1,)}

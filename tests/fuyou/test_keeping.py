@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig, LlamaConf
 import fuyou
 from common.errors import UserError
 from common.models.meta import build_meta_model
-from fuyou.block_calls import BlockCalls
-from fuyou.block_trace import BlockTrace, Tracer
-from fuyou.keeping import Keepable, Keeping, KeepingPlan, keep_of, keepable, trace_block
-from fuyou.memory_plan import MemoryPlanner
-from fuyou.recompute import Recomputations
-from fuyou.residency import spread
-from fuyou.stack import StreamedModel
+from fuyou.layout.resident import spread
+from fuyou.model.block_calls import BlockCalls
+from fuyou.model.streamed_model import StreamedModel
+from fuyou.recompute.block_trace import BlockTrace, Tracer
+from fuyou.recompute.policy import Keepable, Keeping, KeepingPlan, keep_of, keepable, trace_block
+from fuyou.recompute.replay import Recomputations
+from fuyou.schedule.memory_plan import MemoryPlanner
 from tests.fuyou.test_exact import batches, check, directories, engine
 from tests.fuyou.twin import tiny_configs
 

@@ -14,8 +14,8 @@ from common.errors import UserError
 from common.models.meta import build_meta_model
 from common.models.miniature import miniature
 from common.models.structure import parameter_names
-from fuyou.recompute import Recomputations
-from fuyou.stack import StreamedModel
+from fuyou.model.streamed_model import StreamedModel
+from fuyou.recompute.replay import Recomputations
 
 CPU = torch.device("cpu")
 Batch = Mapping[str, torch.Tensor]

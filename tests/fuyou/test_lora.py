@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 import fuyou
 from common.errors import UserError
-from common.models.adapters import AdapterOptions
-from fuyou.memory_plan import MemoryPlanner
-from fuyou.records import Kind
+from common.models.adapters.adapters import AdapterOptions
+from fuyou.layout.record import Kind
+from fuyou.schedule.memory_plan import MemoryPlanner
 from tests.fuyou.test_exact import OPTIONS, ROWS, STEPS, batches, directories
 from tests.fuyou.test_exact import engine as plain_engine
 from tests.fuyou.twin import documents_alone, save_checkpoints

@@ -5,8 +5,8 @@ import torch
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import fuyou.loss
-from fuyou.loss import cross_entropy, pass_bytes, shifted_labels
+import fuyou.model.loss
+from fuyou.model.loss import cross_entropy, pass_bytes, shifted_labels
 
 
 def test_labels_move_left_by_one() -> None:
@@ -20,7 +20,7 @@ def test_labels_move_left_by_one() -> None:
 def test_loss_and_gradient_are_those_of_pytorch(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int, length: int, vocabulary: int, per_pass: int
 ) -> None:
-    monkeypatch.setattr(fuyou.loss, "_CPU_LOGITS", per_pass)
+    monkeypatch.setattr(fuyou.model.loss, "_CPU_LOGITS", per_pass)
     generator = torch.Generator().manual_seed(rows * length)
     logits = (4 * torch.randn(rows, length, vocabulary, generator=generator)).to(dtype).requires_grad_()
     targets = torch.randint(0, vocabulary, (rows, length), generator=generator)

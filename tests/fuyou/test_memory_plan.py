@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, LlamaConfig, MixtralConfig, OPTConfig, PreTrainedConfig
 
 from common.errors import UserError
-from fuyou.memory_plan import (
+from fuyou.layout.model_layout import StepShape
+from fuyou.layout.record import PAGE_ELEMENTS, Kind, Precision
+from fuyou.schedule.memory_plan import (
     Batch,
     MemoryPlan,
     MemoryPlanner,
     activation_elements_per_token,
 )
-from fuyou.records import PAGE_ELEMENTS, Kind, Precision
-from fuyou.step_shape import StepShape
 from tests.fuyou.schedule_model import BF16, Machine, build, check_order, step_shape
 
 MEBIBYTE = 1 << 20

@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 import fuyou
 from common.errors import UserError
-from fuyou.nonfinite import MOST_IN_A_ROW, NonFiniteLoss, NonFinitePolicy
+from fuyou.optimizer.nonfinite import MOST_IN_A_ROW, NonFiniteLoss, NonFinitePolicy
 from tests.crash.runs import SEQ_LEN, VOCABULARY, digests, tiny_config
 
 POISON = 7

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import FinetuneError
-from fuyou.pool import NEVER, Pool, SortedPool
-from fuyou.tasks import Op, Task
+from fuyou.schedule.buffer_pool import NEVER, Pool, SortedPool
+from fuyou.schedule.tasks import Op, Task
 
 
 def task() -> Task:

@@ -25,10 +25,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import fuyou
 from common.errors import UserError
-from common.models.adapters import AdapterOptions
+from common.models.adapters.adapters import AdapterOptions
+from common.result_cache import CACHE_VARIABLE
 from fuyou import preflight
-from fuyou.cache import CACHE_VARIABLE
-from fuyou.compute import StepComputation
+from fuyou.runtime.compute import StepComputation
 
 
 @pytest.fixture(autouse=True)

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.buffers import PAGE
+from common.memory.buffers import PAGE
 from common.store import Layout
 from common.store.layout import pieces
-from fuyou.records import (
+from fuyou.layout.record import (
     ALIGN_ELEMENTS,
     FROZEN_FILE,
     PAGE_ELEMENTS,

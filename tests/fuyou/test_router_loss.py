@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, DogeConfig, Gpt
 
 import fuyou
 from common.errors import UserError
-from fuyou.memory_plan import ROUTER_BYTES
-from fuyou.open_model import OpenModel
-from fuyou.records import Precision
-from fuyou.router_loss import RouterLoss
+from fuyou.layout.record import Precision
+from fuyou.model.open_model import OpenModel
+from fuyou.model.router_loss import RouterLoss
+from fuyou.schedule.memory_plan import ROUTER_BYTES
 from tests.fuyou.test_exact import ROWS, TOKENS, compare, directories
 from tests.fuyou.twin import Twin, tiny_configs
 

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuyou.records import Kind, Precision
-from fuyou.schedule import Scheduler
-from fuyou.step_shape import BatchShape, BufferCounts
-from fuyou.tasks import SSD_READS, SSD_WRITES, Op, Phase, Task
+from fuyou.layout.model_layout import BatchShape, BufferCounts
+from fuyou.layout.record import Kind, Precision
+from fuyou.schedule.scheduler import Scheduler
+from fuyou.schedule.tasks import SSD_READS, SSD_WRITES, Op, Phase, Task
 from tests.fuyou.schedule_model import TRAINS, Machine, Program, build, check_order, step_shape
 
 #: The least that works: everything streams, nothing overlaps.

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fuyou.deferral import best_fraction, interleaved
-from fuyou.records import Precision
-from fuyou.schedule import Scheduler
-from fuyou.simulator import Rates, Simulation, Simulator
-from fuyou.step_shape import BatchShape, BufferCounts, Recomputation
-from fuyou.tasks import Op, Resource, StepList
+from fuyou.layout.deferred import best_fraction, interleaved
+from fuyou.layout.model_layout import BatchShape, BufferCounts, Recomputation
+from fuyou.layout.record import Precision
+from fuyou.planner.simulator import Rates, Simulation, Simulator
+from fuyou.schedule.scheduler import Scheduler
+from fuyou.schedule.tasks import Op, Resource, StepList
 from tests.fuyou.schedule_model import step_shape
 
 BF16 = Precision(torch.bfloat16, torch.float32)

@@ -13,10 +13,10 @@ from transformers.modeling_outputs import CausalLMOutput
 from common.errors import FinetuneError, UserError
 from common.models.meta import build_meta_model
 from common.models.structure import parameter_names
-from fuyou.loss import cross_entropy, shifted_labels
-from fuyou.model_records import fingerprint, model_records
-from fuyou.records import Kind, Precision
-from fuyou.stack import StreamedModel
+from fuyou.layout.record import Kind, Precision
+from fuyou.model.loss import cross_entropy, shifted_labels
+from fuyou.model.model_records import fingerprint, model_records
+from fuyou.model.streamed_model import StreamedModel
 from tests.common.models.families import FAMILIES, MIXED, family_config
 
 CPU = torch.device("cpu")

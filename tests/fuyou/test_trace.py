@@ -10,12 +10,12 @@ import torch
 
 from common.errors import UserError
 from fuyou import Engine
-from fuyou.records import Precision
-from fuyou.schedule import Scheduler
-from fuyou.simulator import Rates, Simulator
-from fuyou.step_shape import BatchShape, BufferCounts
-from fuyou.tasks import Op, Resource, Task
-from fuyou.trace import RecordInterval, Span, StepTrace, write_spans, write_trace
+from fuyou.layout.model_layout import BatchShape, BufferCounts
+from fuyou.layout.record import Precision
+from fuyou.planner.simulator import Rates, Simulator
+from fuyou.runtime.trace import RecordInterval, Span, StepTrace, write_spans, write_trace
+from fuyou.schedule.scheduler import Scheduler
+from fuyou.schedule.tasks import Op, Resource, Task
 from tests.fuyou.schedule_model import step_shape
 from tests.fuyou.twin import tiny_configs
 

@@ -10,9 +10,9 @@ from transformers import AutoModelForImageTextToText
 
 import fuyou
 from common.errors import UserError
-from common.models.adapters import AdapterOptions
-from common.models.towers import tower_parameters
-from fuyou.block_calls import BlockCalls
+from common.models.adapters.adapters import AdapterOptions
+from common.models.vision.towers import tower_parameters
+from fuyou.model.block_calls import BlockCalls
 from tests.fuyou.vision_families import NAMED, OTHERS, PlainLoop, image_batch, save_checkpoint, text_batch
 
 OPTIONS = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-6}  # at 1e-8, gradients that are rounding become updates

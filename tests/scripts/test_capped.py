@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from common.cgroups import ControlGroup, own_groups
+from common.memory.cgroups import ControlGroup, own_groups
 
 ROOT = Path(__file__).parents[2]
 ALLOCATE = "import sys; held = b'x' * (int(sys.argv[1]) << 20); print('held', flush=True)"

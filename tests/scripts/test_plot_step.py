@@ -10,8 +10,8 @@ from types import ModuleType
 import pytest
 
 from common.errors import UserError
-from fuyou.tasks import Resource
-from fuyou.trace import Span, write_spans
+from fuyou.runtime.trace import Span, write_spans
+from fuyou.schedule.tasks import Resource
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "plot_step.py"
 

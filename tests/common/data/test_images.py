@@ -14,9 +14,9 @@ import torch
 pytest.importorskip("PIL", reason="pip install 'fuyou[images]'")
 
 from common.data import DataConfig
-from common.data.image_batches import ImageBatches, any_images, open_image_data
-from common.data.image_content import has_images, with_images
-from common.data.image_encoding import load_processor
+from common.data.images.batches import ImageBatches, any_images, open_image_data
+from common.data.images.content import has_images, with_images
+from common.data.images.encoding import load_processor
 from common.errors import FinetuneError, UserError
 from tests.common.data.processors import REWRITING_TEMPLATE, TEMPLATE, chat, draw, make_processor, write
 

@@ -5,7 +5,7 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from common.models.miniature import miniature
-from fuyou.family import small_model
+from fuyou.model.family import small_model
 
 LACKING: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},

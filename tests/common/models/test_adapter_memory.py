@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common.models.adapter_memory import AdapterMemory, adapter_memory
+from common.models.adapters.memory import AdapterMemory, adapter_memory
 
 NAMES = ["first", "second", "third"]
 

@@ -9,10 +9,10 @@ from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, Peft
 from transformers import AutoModelForCausalLM
 
 from common.errors import UserError
-from common.models.adapters import CONFIG, WEIGHTS, AdapterOptions, Adapters, load_peft_config
+from common.models.adapters.adapters import CONFIG, WEIGHTS, AdapterOptions, Adapters, load_peft_config
+from common.models.checkpoint.sources import CheckpointSource
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
-from common.models.sources import CheckpointSource
 from tests.fuyou.twin import save_checkpoints
 
 EVERY = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common.models.attention_memory import AttentionMemory
+from common.models.attention.memory import AttentionMemory
 from common.models.structure import find_blocks
 from tests.common.models.families import peak_bytes, reset_peak_bytes
 from tests.common.models.small import small_config

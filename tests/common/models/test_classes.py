@@ -9,7 +9,7 @@ from common.models.classes import TaskType, model_class, task_type_of
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from common.models.structure import find_blocks
-from common.models.towers import TowerFreezing, projector_parameters, tower_parameters
+from common.models.vision.towers import TowerFreezing, projector_parameters, tower_parameters
 from tests.common.models.families import family_config
 from tests.fuyou.vision_families import FAMILIES
 from tests.fuyou.vision_families import family_config as vision_config

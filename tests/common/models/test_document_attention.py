@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from common.data.isolation import Documents, documents_apart
-from common.models import document_attention
-from common.models.document_attention import _by_document, attention_by_document
+from common.models.attention import documents as document_attention
+from common.models.attention.documents import _by_document, attention_by_document
 
 ROWS = ([5, 20, 12], [30, 7])
 

@@ -7,12 +7,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from common.errors import FinetuneError
-from common.models.export import CheckpointWriter, copy_tokenizer_files
+from common.models.checkpoint.export import CheckpointWriter, copy_tokenizer_files
+from common.models.checkpoint.saving import INCOMPLETE, NonFiniteWeights, first_nonfinite
+from common.models.checkpoint.shards import INDEX, SINGLE
+from common.models.checkpoint.sources import CheckpointSource
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
-from common.models.saving import INCOMPLETE, NonFiniteWeights, first_nonfinite
-from common.models.shards import INDEX, SINGLE
-from common.models.sources import CheckpointSource
 from common.models.structure import find_blocks, parameter_names
 from tests.common.models.families import FAMILIES, family_config, peak_bytes, real_model, reset_peak_bytes, saved
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from common.data.isolation import Documents
-from common.models.isolation import Isolation, Separator, documents_are_isolated, find_isolation
+from common.models.attention.isolation import Isolation, Separator, documents_are_isolated, find_isolation
 from tests.common.models.small import model_of
 
 WHOLE = {"llama", "gpt2", "gemma3_text", "opt"}

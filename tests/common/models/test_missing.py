@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from common.errors import FinetuneError, UserError
+from common.models.checkpoint.shards import SINGLE, without_wrappers
+from common.models.checkpoint.sources import CheckpointSource
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
-from common.models.shards import SINGLE, without_wrappers
-from common.models.sources import CheckpointSource
 from tests.common.models.families import family_config, saved
 
 

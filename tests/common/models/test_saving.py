@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from common.models.saving import INCOMPLETE, begin, discard, move_into_place, save_tensors
+from common.models.checkpoint.saving import INCOMPLETE, begin, discard, move_into_place, save_tensors
 from common.store.errors import StoreError
 
 
@@ -34,7 +34,7 @@ def test_what_the_system_refuses_is_told_with_the_file(tmp_path: Path, monkeypat
     def full(*arguments: object, **options: object) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("common.models.saving.save_file", full)
+    monkeypatch.setattr("common.models.checkpoint.saving.save_file", full)
     with pytest.raises(
         StoreError, match=rf"writing of weights in {re.escape(str(tmp_path))} failed: No space left"
     ) as told:

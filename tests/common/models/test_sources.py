@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import Chunk, WeightConverter
 
 from common.errors import FinetuneError, UserError
+from common.models.checkpoint.shards import INDEX, SINGLE
+from common.models.checkpoint.sources import CheckpointSource, RandomSource
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
-from common.models.shards import INDEX, SINGLE
-from common.models.sources import CheckpointSource, RandomSource
 from tests.common.models.families import FAMILIES, MIXED, family_config, peak_bytes, real_model, reset_peak_bytes, saved
 
 
@@ -310,7 +310,9 @@ def test_one_tensor_on_disk_that_is_several_in_the_model(tmp_path, monkeypatch):
     """As some families store query, key and value; here with a rule made up for Llama."""
     targets = [f"self_attn.{part}_proj.weight" for part in "qkv"]
     rules = [WeightConverter("self_attn.qkv.weight", list(targets), operations=[Chunk(dim=0)])]
-    monkeypatch.setattr("common.models.conversion.get_model_conversion_mapping", lambda model: copy.deepcopy(rules))
+    monkeypatch.setattr(
+        "common.models.checkpoint.conversion.get_model_conversion_mapping", lambda model: copy.deepcopy(rules)
+    )
     directory = saved(tmp_path, family_config("llama", num_key_value_heads=4))
     expected = AutoModelForCausalLM.from_pretrained(directory)
     tensors = load_file(directory / SINGLE)

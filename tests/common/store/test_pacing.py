@@ -9,8 +9,9 @@ from concurrent.futures import wait
 import pytest
 
 from common.errors import UserError
-from common.store import Layout, Pace, Store, pacing, remove
-from common.store.pacing import CLOCK_FILE, DriveClock
+from common.store import Layout, Pace, Store, remove
+from common.store import throttle as pacing
+from common.store.throttle import CLOCK_FILE, DriveClock
 from tests.common.store.conftest import memory, noise
 
 MIB = 1 << 20

@@ -8,10 +8,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fcdp
 from common.quantisation import dequantise, quantise, quantised_nbytes
-from fcdp.collectives import HoRing, QuantisedLevel
-from fcdp.collectives.quantised import pieces
-from fcdp.rank_level import RankLevel
-from fcdp.routes import Axis
+from fcdp.comms.ho_ring import HoRing
+from fcdp.comms.quantised import QuantisedLevel, pieces
+from fcdp.comms.rank_level import RankLevel
+from fcdp.strategy.routes import Axis
 from fcdp.traffic import Traffic
 
 SIZES = [1, 4097, 33_001]

@@ -7,11 +7,11 @@ from math import prod
 import pytest
 
 from common.errors import UserError
-from fcdp.mesh import Levels, Mesh
 from fcdp.planner import Workload, bytes_per_node, step_collectives
 from fcdp.planner.collectives import ring_parts
-from fcdp.strategy import Strategy
-from fcdp.strategy_names import PRESETS, parse_strategy
+from fcdp.strategy.mesh import Levels, Mesh
+from fcdp.strategy.names import PRESETS, parse_strategy
+from fcdp.strategy.strategy import Strategy
 
 PSI = 1e9
 MODEL_BYTES = 2 * PSI

@@ -7,13 +7,13 @@ import pytest
 
 from common.errors import UserError
 from common.models.presets import load_config
-from fcdp.mesh import Levels, Mesh
 from fcdp.planner import Cluster, Workload, admissible, cluster_names, estimate, load_cluster, plan
 from fcdp.planner.collectives import step_collectives
 from fcdp.planner.memory import RUNTIME_BYTES, memory_of
 from fcdp.planner.node_order import groups_across_leaves, node_order
 from fcdp.planner.search import SAME, refusal, scopes_of
-from fcdp.strategy_names import PRESETS, parse_strategy
+from fcdp.strategy.mesh import Levels, Mesh
+from fcdp.strategy.names import PRESETS, parse_strategy
 
 PSI = 8e9
 WORKLOAD = Workload(PSI, PSI, blocks=31, forward_flops_per_token=2 * PSI, weight_flops_per_token=2 * PSI, seq_len=4096)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
-from fcdp.mesh import Levels, Mesh
 from fcdp.planner import load_cluster
 from fcdp.planner.rates import AlphaBeta, Link, Measured, Timing
+from fcdp.strategy.mesh import Levels, Mesh
 
 GB = 10**9
 # 100 GB/s and 1 us inside, 10 GB/s per rank and 10 us across, 5 us to begin.

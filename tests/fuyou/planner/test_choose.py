@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from fuyou.devices import open_device
-from fuyou.memory_plan import MemoryPlanner
-from fuyou.planner import Prospect, choose, prospect, training
-from fuyou.profiling import Profile, Workload, save
+from fuyou.planner import Prospect, choose, describe_training
+from fuyou.planner import context as prospect
+from fuyou.planner.profiling import Profile, Workload, save
+from fuyou.runtime.devices import open_device
+from fuyou.schedule.memory_plan import MemoryPlanner
 from tests.fuyou.profiling.test_profile import PROFILE
 
 CONFIG = LlamaConfig(
@@ -30,7 +31,7 @@ def test_it_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(prospect, "measure", measure)
     monkeypatch.setattr(prospect, "as_the_engine_runs_it", lambda alone, *_: alone)
-    job, device = training(CONFIG, 8, 64), open_device("emulated:tflops=0.01,memory=256MiB,link=1GB/s")
+    job, device = describe_training(CONFIG, 8, 64), open_device("emulated:tflops=0.01,memory=256MiB,link=1GB/s")
     first = Prospect(job, device, LIMITS, [tmp_path])
     assert first.profile is None
     again = Prospect(job, device, LIMITS, [tmp_path])
@@ -41,7 +42,7 @@ def test_it_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_profile_at_hand_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
     device = open_device("emulated:tflops=0.01,memory=256MiB,link=1GB/s")
-    job = training(CONFIG, 8, 64)
+    job = describe_training(CONFIG, 8, 64)
     assert choose(Prospect(job, device, LIMITS, [tmp_path])) is None
     plan = MemoryPlanner(job.shape, CONFIG, LIMITS[1], LIMITS[0], False).plan(8, 64, None)
     slow = replace(  # of computing, so that outputs are worth keeping

@@ -4,18 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from common.hardware_presets import drive_preset, gpu_preset
-from fuyou.planner import Machine, PaperScheme, Training, preset_machine, training
+from common.hardware.presets import drive_preset, gpu_preset
+from fuyou.planner import Machine, PaperScheme, Training, describe_training, preset_machine
 from fuyou.planner.paper import Swap
-from fuyou.simulator import Rates
-from fuyou.tasks import Resource
+from fuyou.planner.simulator import Rates
+from fuyou.schedule.tasks import Resource
 
 RATES = Rates(200e12, 25e9, 25e9, 25e9, 25e9, 4e9)
 
 
 @pytest.fixture(scope="module")
 def model() -> Training:
-    return training("gpt3-13b", 1, 1024)
+    return describe_training("gpt3-13b", 1, 1024)
 
 
 def server(rates: Rates = RATES, host: int = 768 << 30) -> Machine:
@@ -86,7 +86,7 @@ def test_overlapping_the_optimizer_helps(model: Training) -> None:
 )
 def test_largest_models_of_section_5_2(gpu: str, host: int, fits: str, too_large: str | None) -> None:
     on = presets(gpu, host)
-    assert PaperScheme(training(fits, 1, 1024), on).missing() == ()
+    assert PaperScheme(describe_training(fits, 1, 1024), on).missing() == ()
     if too_large:
-        lacks = PaperScheme(training(too_large, 1, 1024), on).missing()
+        lacks = PaperScheme(describe_training(too_large, 1, 1024), on).missing()
         assert lacks and "memory" in lacks[0]

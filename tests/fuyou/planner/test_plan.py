@@ -9,16 +9,16 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from fuyou.clipping import ClipBy
-from fuyou.planner import Machine, Training, plan, training
+from fuyou.layout.model_layout import BatchShape
+from fuyou.layout.record import Precision
+from fuyou.optimizer.clipping import ClipBy
+from fuyou.planner import Machine, Training, describe_training, plan
 from fuyou.planner.advice import best_changes, clipping_cost, largest_batch, rarer_commits
 from fuyou.planner.evaluate import NOTHING, Candidate, Evaluator
-from fuyou.planner.plan import gpu_bound_tokens, most_clipped, search
-from fuyou.records import Precision
-from fuyou.schedule import Scheduler
-from fuyou.simulator import Rates
-from fuyou.step_shape import BatchShape
-from fuyou.tasks import Resource
+from fuyou.planner.run_plan import gpu_bound_tokens, most_clipped, search
+from fuyou.planner.simulator import Rates
+from fuyou.schedule.scheduler import Scheduler
+from fuyou.schedule.tasks import Resource
 
 SEQ_LEN, LAYERS = 64, 6
 FAST = Rates(1e15, 1e12, 1e12, 1e12, 1e12, 1e12, commit_seconds=0.0)
@@ -35,7 +35,7 @@ def job() -> Training:
         hidden_size=256, intermediate_size=704, num_hidden_layers=LAYERS, num_attention_heads=4, vocab_size=512,
         max_position_embeddings=SEQ_LEN,
     )  # fmt: skip
-    return training(config, 8, SEQ_LEN)
+    return describe_training(config, 8, SEQ_LEN)
 
 
 def machine(rates: Rates = FAST, host: int = 256 << 20, device: int = 64 << 20, **fields: int) -> Machine:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fuyou.profiling import beside, blocks, drives, optimizer
+from fuyou.planner.profiling import beside, blocks, drives, optimizer
 
 
 @pytest.fixture

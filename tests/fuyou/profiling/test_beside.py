@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from common.errors import FinetuneError
-from fuyou.profiling import beside
-from fuyou.profiling.beside import Repeated, measure_contention, pieces_per_second
-from fuyou.profiling.optimizer import Pump
-from fuyou.tasks import Resource
+from fuyou.planner.profiling import beside
+from fuyou.planner.profiling.beside import Repeated, measure_contention, pieces_per_second
+from fuyou.planner.profiling.optimizer import Pump
+from fuyou.schedule.tasks import Resource
 
 
 @pytest.fixture(autouse=True)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from fuyou.cache import cache_directory
-from fuyou.devices import CpuDevice
-from fuyou.emulated import EmulatedDevice, EmulatedSpec
-from fuyou.profiling import Profile, Workload, load, save
-from fuyou.records import Precision
+from common.result_cache import cache_directory
+from fuyou.layout.record import Precision
+from fuyou.planner.profiling import Profile, Workload, load, save
+from fuyou.runtime.devices import CpuDevice
+from fuyou.runtime.emulated import EmulatedDevice, EmulatedSpec
 from tests.fuyou.profiling.test_profile import PROFILE
 from tests.fuyou.twin import tiny_configs
 

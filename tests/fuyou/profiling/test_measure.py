@@ -12,18 +12,18 @@ from transformers import CONFIG_MAPPING
 from common.errors import UserError
 from common.models.meta import build_meta_model
 from common.models.miniature import miniature
-from common.store.pacing import Pace
-from fuyou.devices import CpuDevice, open_device
-from fuyou.keeping import trace_block
-from fuyou.model_records import model_records
-from fuyou.optimizer_link import OptimizerLink
-from fuyou.profiling import Workload, measure
-from fuyou.profiling.beside import pieces_per_second
-from fuyou.profiling.blocks import BlockBench, OperatorTimer, _extrapolated, _shortened, random_values
-from fuyou.profiling.drives import open_scratch
-from fuyou.profiling.optimizer import OptimizerBench, scratch_records
-from fuyou.records import Precision
-from fuyou.stack import StreamedModel
+from common.store.throttle import Pace
+from fuyou.layout.record import Precision
+from fuyou.model.model_records import model_records
+from fuyou.model.streamed_model import StreamedModel
+from fuyou.optimizer.client import OptimizerLink
+from fuyou.planner.profiling import Workload, measure
+from fuyou.planner.profiling.beside import pieces_per_second
+from fuyou.planner.profiling.blocks import BlockBench, OperatorTimer, _extrapolated, _shortened, random_values
+from fuyou.planner.profiling.drives import open_scratch
+from fuyou.planner.profiling.optimizer import OptimizerBench, scratch_records
+from fuyou.recompute.policy import trace_block
+from fuyou.runtime.devices import CpuDevice, open_device
 from tests.fuyou.twin import tiny_configs
 
 BF16 = Precision(torch.bfloat16, torch.float32)
@@ -67,8 +67,8 @@ def test_a_block_that_others_hand_values_is_measured_without_them() -> None:
 @pytest.mark.usefixtures("_quick")
 def test_adam_is_measured_on_states_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at the rate at which a drive brings them, once it has."""
-    monkeypatch.setattr("fuyou.profiling.beside.WARM_SECONDS", 0.3)
-    monkeypatch.setattr("fuyou.profiling.beside.WINDOW_SECONDS", 0.2)
+    monkeypatch.setattr("fuyou.planner.profiling.beside.WARM_SECONDS", 0.3)
+    monkeypatch.setattr("fuyou.planner.profiling.beside.WINDOW_SECONDS", 0.2)
     pace, link = Pace(2e6, 1e9), OptimizerLink()
     link.wait_until_up()
     with open_scratch([tmp_path], scratch_records(4096, BF16), pace) as scratch:
@@ -94,7 +94,7 @@ def test_operators_are_listed_with_their_ordinals_and_results() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_every_operator_that_could_be_kept_has_a_time(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fuyou.profiling.blocks.REPEAT_SECONDS", 0.005)
+    monkeypatch.setattr("fuyou.planner.profiling.blocks.REPEAT_SECONDS", 0.005)
     stack = StreamedModel(build_meta_model(tiny_configs()[family], dtype=torch.bfloat16), torch.device("cpu"))
     times = BlockBench(stack, model_records(stack, BF16), CpuDevice(), 2, 16, 8).measure()
     planned = trace_block(stack, 16, "cpu", torch.bfloat16).operators  # as the planner sees it, which takes these times
@@ -115,7 +115,7 @@ def test_a_long_micro_batch_is_measured_on_less_of_it() -> None:
 
 def test_a_slow_block_is_shortened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockBench, "_matmul_rate", lambda *_: 1.0)  # one FLOP/s
-    monkeypatch.setattr("fuyou.profiling.blocks.REPEAT_SECONDS", 0.005)
+    monkeypatch.setattr("fuyou.planner.profiling.blocks.REPEAT_SECONDS", 0.005)
     stack = StreamedModel(build_meta_model(tiny_configs()["llama"], dtype=torch.bfloat16), torch.device("cpu"))
     bench = BlockBench(stack, model_records(stack, BF16), CpuDevice(), 4, 32, 8)
     assert (bench.rows, bench.seq_len) == (1, 16)

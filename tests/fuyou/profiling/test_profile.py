@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from fuyou.contention import Contention
-from fuyou.profiling import OperatorTime, Profile
-from fuyou.tasks import Phase, Resource
+from fuyou.planner.contention import Contention
+from fuyou.planner.profiling import OperatorTime, Profile
+from fuyou.schedule.tasks import Phase, Resource
 
 PROFILE = Profile(
     device="cpu", tokens=100, measured_tokens=100, block_parameters=1000, matmul_flops_per_second=1e12,

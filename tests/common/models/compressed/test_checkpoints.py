@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config, PreTrainedModel
 
 from common.errors import UserError
-from common.models.compressed import Placements
-from common.models.export import CheckpointWriter
+from common.models.checkpoint.compressed import Placements
+from common.models.checkpoint.export import CheckpointWriter
+from common.models.checkpoint.sources import CheckpointSource
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
-from common.models.sources import CheckpointSource
 from tests.common.models.compressed.cases import PAIRS, compressed
 from tests.common.models.families import peak_bytes, reset_peak_bytes
 

@@ -11,8 +11,8 @@ from transformers.core_model_loading import (
     WeightConverter,
 )
 
-from common.models.compressed import Placements
-from common.models.conversion import Conversion
+from common.models.checkpoint.compressed import Placements
+from common.models.checkpoint.conversion import Conversion
 from common.models.meta import build_meta_model
 from tests.common.models.families import family_config
 

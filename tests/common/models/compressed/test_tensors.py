@@ -11,7 +11,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from common.errors import FinetuneError, UserError
-from common.models.compressed import CompressedShards, CompressedTensor
+from common.models.checkpoint.compressed import CompressedShards, CompressedTensor
 from tests.common.models.compressed.writing import GROUP, METHODS, fp8, int4
 
 #: What compressed-tensors 0.20.0 has made; ``make_goldens.py`` beside it made the file.
@@ -113,7 +113,7 @@ def test_mxfp4_equals_transformers(tmp_path: Path) -> None:
 
 def test_more_than_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Temporary memory holds a few rows of a tensor at once; blocks are cut by that."""
-    monkeypatch.setattr("common.models.compressed.tensors.CHUNK_ELEMENTS", 24 * 5)
+    monkeypatch.setattr("common.models.checkpoint.compressed.tensors.CHUNK_ELEMENTS", 24 * 5)
     weight = torch.randn(40, 24, generator=torch.Generator().manual_seed(0))
     written, numbers = fp8(weight)
     files = shards(tmp_path, {f"kv{suffix}": value for suffix, value in written.items()}, fp8_settings())

@@ -1,0 +1,210 @@
+"""``finetune --check``: this machine as a run would find it, what a bug report needs, and what will hurt."""
+
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from cli.inspect.findings import DriveFound, Finding, GpuFound, MachineFound, find_trouble
+from cli.inspect.versions import versions
+from cli.options.adapters import peft_config_of
+from cli.options.computing_dtype import with_dtype
+from cli.options.settings import Settings
+from cli.plan.machine import directories_at_hand, training_of
+from common.hardware.drives import drive_of
+from common.hardware.machine import cpu_count, huge_pages_enabled, list_gpus, memory_available_bytes, memory_limit_bytes
+from common.models.presets import load_config
+from common.units import format_bytes
+
+RED, YELLOW, GREEN, BOLD = 31, 33, 32, 1
+
+
+@dataclass(frozen=True)
+class Paint:
+    """Colours on a terminal, none elsewhere or where ``NO_COLOR`` is set (no-color.org)."""
+
+    on: bool = field(
+        default_factory=lambda: (
+            sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        )
+    )
+
+    def __call__(self, text: str, code: int) -> str:
+        return f"\x1b[{code}m{text}\x1b[0m" if self.on else text
+
+
+def run_check(settings: Settings) -> None:
+    """Look, measure the drives, print.
+
+    Args:
+        settings: ``ssd``, ``output``, and all that says what a run would keep on the drives, count.
+            Without a model, free space is compared with nothing.
+
+    Raises:
+        UserError: a directory or a model that was named does not exist.
+    """
+    paint = Paint()
+    directories = directories_at_hand(settings)
+    settings = with_dtype(settings)
+    store = training_of(settings).record_bytes if settings.model else None
+    _section(paint, "versions", list(versions().items()))
+    machine = look_at_machine()
+    _section(paint, "machine", list(_machine_rows(machine)))
+    gpus = look_at_gpus()
+    _section(paint, "GPUs", [row for gpu in gpus for row in _gpu_rows(gpu)] or [("none", "the CPU computes")])
+    drives = []
+    for directory in directories:
+        drives.append(look_at_drive(directory))
+        _section(paint, "drive", list(_drive_rows(drives[-1])))
+    _print_findings(paint, find_trouble(machine, gpus, drives, store, settings.model))
+    if settings.model:
+        _section(paint, "model", [("trains as in memory", _proof(settings))])
+
+
+def _proof(settings: Settings) -> str:
+    """Show it on a small model of the same family.
+
+    Raises:
+        UserError: it does not.
+    """
+    from fuyou import prove
+    from fuyou.layout.record import Precision
+
+    assert settings.model is not None
+    config, _ = load_config(settings.model)
+    began = time.monotonic()
+    dtype = Precision.named(settings.dtype, settings.optimizer_dtype).dtype
+    prove(config, adapters=peft_config_of(settings), dtype=dtype)
+    return f"losses and all gradients of a small {config.model_type}, block by block ({time.monotonic() - began:.1f} s)"
+
+
+def look_at_machine() -> MachineFound:
+    """Memory, processors, control groups and what the kernel allows."""
+    governor = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
+    return MachineFound(
+        processors=cpu_count(),
+        all_processors=os.cpu_count() or 1,
+        memory_bytes=psutil.virtual_memory().total,
+        limit_bytes=memory_limit_bytes(),
+        available_bytes=memory_available_bytes(),
+        huge_pages=huge_pages_enabled(),
+        numa_nodes=max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))),
+        governor=governor.read_text().strip() if governor.exists() else None,
+        has_p2p_storage=Path("/proc/driver/nvidia-fs/version").exists(),
+        torch_cuda=_torch_cuda(),
+    )
+
+
+def look_at_gpus() -> list[GpuFound]:
+    """All that this process may use, as the driver's management library knows them."""
+    import pynvml
+
+    found = []
+    for gpu in list_gpus():
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
+        version = int(pynvml.nvmlSystemGetCudaDriverVersion())
+        try:
+            width = pynvml.nvmlDeviceGetCurrPcieLinkWidth(handle), pynvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
+            generation = pynvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)
+        except pynvml.NVMLError:
+            width, generation = (0, 0), 0
+        used = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+        pynvml.nvmlShutdown()
+        found.append(GpuFound(gpu, used, generation, *width, (version // 1000, version % 1000 // 10)))
+    return found
+
+
+def look_at_drive(directory: Path) -> DriveFound:
+    """What it is, how much room there is, and what it moves: a few seconds."""
+    from fuyou.layout.record import Kind, Precision, Record
+    from fuyou.planner.profiling.drives import open_scratch
+
+    usage = shutil.disk_usage(directory)
+    record = Record.build(0, "check", Kind.BLOCK, Precision.named("bf16", "fp32"), [(("weight",), (1024,), True)])
+    with open_scratch([directory], [record], None) as scratch:
+        rates, direct = scratch.measure(), scratch.store.direct
+    return DriveFound(
+        drive_of(directory), directory.stat().st_dev, usage.total, usage.free, direct, rates.read, rates.write,
+        rates.commit_seconds,
+    )  # fmt: skip
+
+
+def _torch_cuda() -> tuple[int, int] | None:
+    import torch
+
+    if torch.version.cuda is None:
+        return None
+    major, minor = torch.version.cuda.split(".")[:2]
+    return int(major), int(minor)
+
+
+# -- for people -------------------------------------------------------------------------------------------------------
+
+
+def _machine_rows(found: MachineFound) -> Iterator[tuple[str, str]]:
+    yield (
+        "processors",
+        f"{found.processors} of {found.all_processors}, {platform.machine()}"
+        + (f", governor {found.governor}" if found.governor else ""),
+    )
+    group = "" if found.limit_bytes >= found.memory_bytes else f"; the control group allows {_size(found.limit_bytes)}"
+    yield "memory", f"{_size(found.memory_bytes)}, {_size(found.available_bytes)} available{group}"
+    yield "huge pages", "on" if found.huge_pages else "off"
+    yield "NUMA nodes", str(found.numa_nodes)
+    yield "GPUDirect", "nvidia-fs is loaded" if found.has_p2p_storage else "Storage: nvidia-fs is not loaded"
+    cuda = ".".join(map(str, found.torch_cuda)) if found.torch_cuda else None
+    yield "PyTorch", f"built for CUDA {cuda}" if cuda else "built without CUDA"
+
+
+def _gpu_rows(found: GpuFound) -> Iterator[tuple[str, str]]:
+    gpu, link = (
+        found.gpu,
+        f"PCIe {found.link_generation}.0 x{found.link_width}" if found.link_width else "no PCIe link told",
+    )
+    node = "" if gpu.numa_node is None else f", NUMA node {gpu.numa_node}"
+    yield str(gpu.index), f"{gpu.name}, {_size(gpu.memory_bytes)} ({_size(found.used_bytes)} in use), {link}{node}"
+    yield "", f"the driver is for CUDA {found.driver_cuda[0]}.{found.driver_cuda[1]}"
+
+
+def _drive_rows(found: DriveFound) -> Iterator[tuple[str, str]]:
+    drive = found.drive
+    node = None if drive.numa_node is None else f"NUMA node {drive.numa_node}"
+    parts = [drive.model, drive.device, drive.file_system or "unknown file system", drive.link, node]
+    yield "directory", str(drive.directory)
+    yield "on", ", ".join(part for part in parts if part)
+    yield "room", f"{_size(found.free_bytes)} free of {_size(found.total_bytes)}"
+    yield (
+        "measured",
+        (
+            f"{found.read / 1e9:.3g} GB/s read, {found.write / 1e9:.3g} GB/s written at first, a commit in "
+            f"{found.commit_seconds * 1e3:.2g} ms; {'direct I/O' if found.direct else 'through the page cache'}"
+        ),
+    )
+
+
+def _section(paint: Paint, heading: str, rows: list[tuple[str, str]]) -> None:
+    print(paint(heading, BOLD))
+    for name, text in rows:
+        print(f"  {name:14} {text}")
+    print(flush=True)
+
+
+def _print_findings(paint: Paint, findings: list[Finding]) -> None:
+    print(paint("what will hurt", BOLD))
+    for finding in findings:
+        print(f"  {paint('!' if finding.grave else '-', RED if finding.grave else YELLOW)} {finding.what}")
+        if finding.mend:
+            print(f"      {finding.mend}")
+    if not findings:
+        print(f"  {paint('nothing that was looked for', GREEN)}")
+
+
+def _size(nbytes: float) -> str:
+    return format_bytes(nbytes)

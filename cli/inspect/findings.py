@@ -1,0 +1,226 @@
+"""What in a machine will slow a run down or end it, and how to mend it: rules over what was found."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from common.hardware.drives import Drive
+from common.hardware.machine import Gpu
+from common.units import format_bytes, format_count
+
+
+@dataclass(frozen=True)
+class MachineFound:
+    """Processors and memory."""
+
+    processors: int
+    """That this process may use."""
+    all_processors: int
+    memory_bytes: int
+    """Of the whole machine."""
+    limit_bytes: int
+    """That control groups allow, at most all."""
+    available_bytes: int
+    huge_pages: bool
+    """Whether memory gets huge pages on request."""
+    numa_nodes: int
+    governor: str | None
+    """Of the processors' clock."""
+    has_p2p_storage: bool
+    """Whether the kernel module of GPUDirect Storage is loaded."""
+    torch_cuda: tuple[int, int] | None
+    """CUDA version that PyTorch was built for."""
+
+
+@dataclass(frozen=True)
+class GpuFound:
+    """One GPU."""
+
+    gpu: Gpu
+    used_bytes: int
+    """Of its memory, by anybody."""
+    link_generation: int
+    link_width: int
+    """PCI Express lanes now; 0: not told."""
+    full_link_width: int
+    """Lanes that device and slot could have."""
+    driver_cuda: tuple[int, int]
+    """Newest CUDA version that the driver can serve."""
+
+
+@dataclass(frozen=True)
+class DriveFound:
+    """One directory for a store, with what was measured through it."""
+
+    drive: Drive
+    file_system_id: int
+    """The same for directories on one file system."""
+    total_bytes: int
+    free_bytes: int
+    direct: bool
+    """Whether direct I/O works."""
+    read: float
+    """Bytes per second."""
+    write: float
+    """The same, on an empty fast cache."""
+    commit_seconds: float
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that will hurt."""
+
+    what: str
+    mend: str = ""
+    """What to do about it; a command where there is one."""
+    grave: bool = False
+    """Whether a run will fail, or be several times slower."""
+
+
+def find_trouble(
+    machine: MachineFound, gpus: list[GpuFound], drives: list[DriveFound], store_bytes: int | None, model: str | None
+) -> list[Finding]:
+    """All that applies, the grave ones first.
+
+    Args:
+        machine, gpus, drives: what there is.
+        store_bytes: what ``model`` takes on all drives together; None: not known.
+        model: its name.
+    """
+    found = [*_of_machine(machine), *_of_gpus(machine, gpus), *_of_drives(gpus, drives)]
+    free = _free_bytes(drives)
+    if store_bytes is not None and store_bytes > free:
+        found.append(Finding(
+            f"{model} takes {format_bytes(store_bytes)} on the drives, and {format_bytes(free)} can be used.",
+            "Name more or larger drives with --ssd, or take half the space with --single-slot.", grave=True,
+        ))  # fmt: skip
+    return sorted(found, key=lambda finding: not finding.grave)
+
+
+def _of_machine(machine: MachineFound) -> Iterator[Finding]:
+    if not machine.huge_pages:
+        yield Finding(
+            "Huge pages are off: direct I/O then takes two to three times as long.",
+            "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled", grave=True,
+        )  # fmt: skip
+    if machine.limit_bytes < machine.memory_bytes:
+        yield Finding(
+            f"A control group allows {format_bytes(machine.limit_bytes)} of the machine's "
+            f"{format_bytes(machine.memory_bytes)} of memory.",
+            "Budgets follow that limit. To raise it: docker run --memory, sbatch --mem, or systemd's MemoryMax.",
+        )
+    if machine.available_bytes < 4 << 30:
+        yield Finding(
+            f"Only {format_bytes(machine.available_bytes)} of host memory are available.",
+            "End other programs; a budget that is too small is refused with the smallest that works.",
+        )
+    if machine.governor == "powersave":
+        yield Finding(
+            "The processors' clock is governed by powersave, which slows Adam and short kernels' launches.",
+            "sudo cpupower frequency-set --governor performance",
+        )
+    if machine.processors < 4:
+        yield Finding(
+            f"{machine.processors} processors have to move data, run Adam and launch kernels beside each other.",
+            "Allow more: docker run --cpus, sbatch --cpus-per-task.",
+        )
+
+
+def _of_gpus(machine: MachineFound, gpus: list[GpuFound]) -> Iterator[Finding]:
+    if not gpus:
+        yield Finding(
+            "No NVIDIA GPU was found: the CPU computes.",
+            "If there is one, nvidia-smi must show it, and CUDA_VISIBLE_DEVICES must not hide it.",
+        )
+        return
+    if machine.torch_cuda is None:
+        yield Finding(
+            f"PyTorch was built without CUDA and cannot use the {gpus[0].gpu.name}.",
+            "Install a CUDA build of the same version; pytorch.org/get-started says how.", grave=True,
+        )  # fmt: skip
+    elif machine.torch_cuda[0] > gpus[0].driver_cuda[0]:
+        yield Finding(
+            f"PyTorch was built for CUDA {machine.torch_cuda[0]}, and the driver knows CUDA {gpus[0].driver_cuda[0]}.",
+            "Install a newer NVIDIA driver, or PyTorch for the older CUDA.", grave=True,
+        )  # fmt: skip
+    for found in gpus:
+        if found.link_width < found.full_link_width:
+            yield Finding(
+                f"{found.gpu.name} uses {found.link_width} of {found.full_link_width} PCI Express lanes: copies are so "
+                "much slower.",
+                "Put it into a slot with all lanes, or check riser and BIOS settings.",
+            )
+        if found.used_bytes > found.gpu.memory_bytes // 10:
+            yield Finding(
+                f"{format_bytes(found.used_bytes)} of memory on {found.gpu.name} are in use by others.",
+                "nvidia-smi says by whom. --device-memory gives what is left as the budget.",
+            )
+
+
+def _of_drives(gpus: list[GpuFound], drives: list[DriveFound]) -> Iterator[Finding]:
+    shared = Counter(found.file_system_id for found in drives)
+    for found in drives:
+        drive, where = found.drive, found.drive.directory
+        if drive.is_in_memory:
+            yield Finding(
+                f"{where} is {drive.file_system}: it takes host memory instead of a drive.",
+                "Give a directory on an NVMe drive with --ssd.", grave=True,
+            )  # fmt: skip
+        if drive.is_over_a_network:
+            yield Finding(
+                f"{where} is a network file system ({drive.file_system}).",
+                "Give a directory on a local NVMe drive with --ssd; --output may stay.", grave=True,
+            )  # fmt: skip
+        if drive.is_rotational and found.read < 1e9:  # virtual drives may say so as well
+            yield Finding(f"{where} is on a hard disk.", "Give a directory on an NVMe drive with --ssd.", grave=True)
+        if not found.direct and not drive.is_in_memory:
+            yield Finding(
+                f"{drive.file_system or 'The file system'} of {where} has no direct I/O: the page cache takes memory.",
+                "ext4 and xfs have it.",
+            )
+        if drive.link != drive.full_link:
+            yield Finding(
+                f"{drive.model or drive.device} runs at {drive.link} and could at {drive.full_link}.",
+                "It is in a slower slot: move it, or check the BIOS settings.",
+            )
+        nodes = {drive.numa_node, *(gpu.gpu.numa_node for gpu in gpus)}
+        if len(gpus) == 1 and len(nodes) == 2 and None not in nodes:
+            yield Finding(
+                f"{drive.model or drive.device} is at NUMA node {drive.numa_node} and the GPU at "
+                f"{gpus[0].gpu.numa_node}: what moves between them crosses the processors' link.",
+                "Move one of them to the other processor's slots.",
+            )
+        yield from _of_preset(found)
+    for number, count in shared.items():
+        if count > 1:
+            same = [str(found.drive.directory) for found in drives if found.file_system_id == number]
+            yield Finding(
+                f"{' and '.join(same)} are on one file system: they share its speed and its room.",
+                "Give one directory per drive with --ssd.",
+            )
+
+
+def _of_preset(found: DriveFound) -> Iterator[Finding]:
+    """What is known of this kind of drive and shows only after a while."""
+    preset = found.drive.preset
+    if preset is None:
+        return
+    slow = preset.sustained_write_bytes_per_second
+    if slow is not None and slow < 0.9 * preset.write_bytes_per_second:
+        after = f" after {format_count(preset.cache_bytes / 1e9)} GB of writes" if preset.cache_bytes else " later"
+        yield Finding(
+            f"{preset.title} slows to {slow / 1e9:.2g} GB/s{after}: a run of more than a few steps meets that.",
+            "Plan with it: --drive knows this drive. More drives, or --commit-every, spread the writes.",
+        )
+    if found.read < 0.5 * preset.read_bytes_per_second:
+        yield Finding(
+            f"{preset.title} reads {found.read / 1e9:.3g} GB/s here, and its maker says "
+            f"{preset.read_bytes_per_second / 1e9:.3g}.",
+            "Is it busy, hot, nearly full or encrypted?",
+        )
+
+
+def _free_bytes(drives: list[DriveFound]) -> int:
+    """What a store striped over all of them can take: as much on each as the fullest has free."""
+    shared = Counter(found.file_system_id for found in drives)
+    return min(found.free_bytes // shared[found.file_system_id] for found in drives) * len(drives)

@@ -1,0 +1,1 @@
+"""Starting the processes of several ranks, and ending them together."""

@@ -1,0 +1,1 @@
+"""What can be said on the command line and in a configuration file."""

@@ -1,0 +1,66 @@
+"""``--dtype auto``: decided once, before anything is planned, opened or said."""
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cli.options.settings import COMMITS, Settings
+from common.errors import FinetuneError, UserError
+from common.hardware.machine import pick_gpu, torch_name
+from fuyou.engine.computing_dtype import AUTO, dtype_of_all, fastest_dtype, stored_dtype
+from fuyou.runtime.emulated import is_emulated
+
+ELSEWHERE = "meta"
+"""In the place of a device's type: hardware that is not here."""
+
+
+def with_dtype(settings: Settings, device_type: str | None = None) -> Settings:
+    """Return ``settings`` with a dtype instead of ``auto``: that of the run that goes on, else the device's fastest.
+
+    Args:
+        device_type: of what will compute; None: what ``--gpu`` names here.
+    """
+    if settings.dtype != AUTO:
+        return settings
+    stored = _stored(settings) if settings.resume else None
+    return replace(settings, dtype=stored or fastest_dtype(device_type or _type_at_hand(settings.gpu)))
+
+
+def with_dtype_of_all(settings: Settings, device_type: str, restarted: bool) -> Settings:
+    """The same for every rank of a run, alike on all of them; collective.
+
+    Args:
+        device_type: of what this rank computes on.
+        restarted: whether the ranks have been started again, and go on from what they left.
+    """
+    from common.object_collectives import tell
+
+    if settings.dtype != AUTO:
+        return settings
+    stored = _stored(settings) if settings.resume or restarted else None
+    return replace(settings, dtype=dtype_of_all(stored, device_type, tell))
+
+
+def _stored(settings: Settings) -> str | None:
+    """What the run that is there began with, on this node's drives or in its commits."""
+    if settings.nodes is not None and not settings.ssd:
+        from fcdp.checkpoint.commits import Commits
+
+        commits = Commits(settings.output_directory / COMMITS)
+        with contextlib.suppress(FinetuneError, OSError):  # whoever opens it says what is wrong
+            newest = commits.newest()
+            saved: Any = None if newest is None else commits.describe(newest).get("--dtype")
+            return saved if isinstance(saved, str) else None
+        return None
+    drives = [Path(word).expanduser() for word in (*settings.ssd, *settings.leave_ssd)]
+    return stored_dtype(drive / settings.store_name for drive in drives or [settings.output_directory])
+
+
+def _type_at_hand(gpu: str) -> str:
+    if is_emulated(gpu):
+        return ELSEWHERE
+    try:
+        return torch_name(pick_gpu(gpu)).partition(":")[0]
+    except UserError:  # said with more to go by where the device is opened
+        return ELSEWHERE

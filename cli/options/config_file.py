@@ -1,0 +1,157 @@
+"""Options as TOML: the file that ``--config`` reads and ``--write-config`` prints.
+
+Keys are the names of options without their dashes, in tables named after the headings of ``--help``, or in none. Values
+are written as on the command line, numbers and ``true`` without quotation marks, several words as a list.
+"""
+
+import json
+import re
+import textwrap
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cli.options.grouped import WRITTEN, GroupedCommand, GroupedOption
+from common.errors import UserError, did_you_mean
+
+NOT_IN_FILES = ("config", "write_config", "version", "help", "completion")
+"""Options that say what to do with options."""
+_WIDTH = 116
+_NUMBER = re.compile(r"(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
+"""Those that TOML and the command line write alike."""
+
+
+def load_config_file(ctx: click.Context, param: click.Parameter, file: Path | None) -> Path | None:
+    """Callback of ``--config``: what is in the file becomes the default of all other options.
+
+    Raises:
+        UserError: the file cannot be read, is not TOML, or has keys or values that no option takes.
+    """
+    if file is None or ctx.resilient_parsing:
+        return file
+    path = file.expanduser()
+    try:
+        content = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"--config {file}: it cannot be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"--config {file}: this is not TOML: {error}") from error
+    assert isinstance(ctx.command, GroupedCommand)
+    options = [option for option in ctx.command.options if option.name not in NOT_IN_FILES]
+    ctx.default_map = dict(_read(f"--config {file}", content, options))
+    return file
+
+
+def _read(where: str, content: Mapping[str, Any], options: list[GroupedOption]) -> Iterable[tuple[str, Any]]:
+    """Names and values as click wants them for a context's ``default_map``."""
+    by_key = {name.removeprefix("--"): option for option in options for name in (*option.opts, *option.secondary_opts)}
+    tables = {option.group.lower() for option in options}
+    entries: list[tuple[str, Any]] = []
+    for key, value in content.items():
+        if not isinstance(value, dict):
+            entries.append((key, value))
+        elif key in tables:
+            entries += value.items()
+        else:
+            raise UserError(f"{where}: there is no table [{key}].{did_you_mean(key, tables)}")
+    seen: set[str] = set()
+    for key, value in entries:
+        option = by_key.get(key.replace("_", "-"))
+        if option is None or option.name is None:
+            raise UserError(f"{where}: there is no option {key!r}.{did_you_mean(key.replace('_', '-'), by_key)}")
+        if option.name in seen:
+            raise UserError(f"{where}: {key!r} is there twice. Give it once.")
+        seen.add(option.name)
+        negated = f"--{key.replace('_', '-')}" in option.secondary_opts
+        yield option.name, _value(f"{where}: {key}", value, option, negated)
+
+
+def _value(where: str, value: Any, option: GroupedOption, negated: bool) -> Any:
+    """``value`` as the command line would have it: words as text, flags as booleans."""
+    if option.is_flag:
+        if not isinstance(value, bool):
+            raise UserError(f"{where} is either true or false, not {value!r}.")
+        return value != negated
+    words = value if isinstance(value, list) else [value]
+    for word in words:
+        if isinstance(word, bool) or not isinstance(word, str | int | float):
+            raise UserError(f"{where} = {json.dumps(value, default=str)} is not a value for {option.shown}.")
+    if option.words:
+        return tuple(str(word) for word in words)
+    if isinstance(value, list):
+        raise UserError(f"{where} takes one value, not a list.")
+    return str(value)
+
+
+def effective_config(ctx: click.Context, *, absolute: bool = False, leave_out: Iterable[str] = ()) -> str:
+    """All options of a parsed command line as TOML, grouped and commented; those without a value are commented out.
+
+    Args:
+        ctx: of a :class:`~cli.options.grouped.GroupedCommand`.
+        absolute: whether paths are made independent of the working directory.
+        leave_out: names of options that are shown without a value.
+    """
+    assert isinstance(ctx.command, GroupedCommand)
+    groups: dict[str, list[str]] = {}
+    for option in ctx.command.options:
+        if option.name is None or option.name in NOT_IN_FILES:
+            continue
+        value = ctx.meta.get(WRITTEN, {}).get(option.name, option.plain_default)
+        if option.name in leave_out:
+            value = option.plain_default
+        groups.setdefault(option.group, []).append(_entry(option, value, absolute))
+    return "\n".join(f"[{heading.lower()}]\n" + "\n".join(entries) for heading, entries in groups.items())
+
+
+def written_by(arguments: Iterable[str]) -> click.Context:
+    """The context of a command line that was parsed before, without running anything.
+
+    Args:
+        arguments: of ``finetune``.
+    """
+    from cli.options.command import build_command
+
+    return build_command(lambda **options: 0).make_context("finetune", list(arguments))
+
+
+def plain_options(arguments: Iterable[str]) -> dict[str, str | int | float | bool]:
+    """Every option of a command line that has a value, as trackers take them."""
+    plain: dict[str, str | int | float | bool] = {}
+    for name, value in written_by(arguments).params.items():
+        if value is not None and value != ():
+            text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            plain[name] = value if isinstance(value, int | float) else text
+    return plain
+
+
+def _entry(option: GroupedOption, value: Any, absolute: bool) -> str:
+    """An option's help as a comment, its key and its value."""
+    lines = textwrap.wrap(option.help or "", _WIDTH, initial_indent="# ", subsequent_indent="# ")
+    key = option.shown.removeprefix("--")
+    if option.is_flag:
+        value = bool(value) != (option.shown in option.secondary_opts)
+        lines.append(f"{key} = {'true' if value else 'false'}")
+    elif value is None or value == ():
+        lines.append(f"# {key} = {option.metavar or '...'}")
+    else:
+        written = [_toml(option, word, absolute) for word in (value if option.words else [value])]
+        lines.append(f"{key} = [{', '.join(written)}]" if option.words else f"{key} = {written[0]}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml(option: GroupedOption, value: Any, absolute: bool) -> str:
+    """A value as TOML: numbers as they are, all else as a string."""
+    text = str(value)
+    if absolute and (isinstance(option.type, click.Path) or _names_a_path(option, text)):
+        text = str(Path(text).expanduser().absolute())
+    elif option.type is not click.STRING and _NUMBER.fullmatch(text):
+        return text
+    return json.dumps(text, ensure_ascii=False)  # JSON's strings are TOML's, too
+
+
+def _names_a_path(option: GroupedOption, text: str) -> bool:
+    """Whether this word of an option for names and paths alike is a path."""
+    return (option.words or option.name in ("model", "cluster")) and Path(text).expanduser().exists()

@@ -1,0 +1,211 @@
+"""``finetune --plan`` for a cluster: every sharding strategy that fits, with its costs, and the one to take."""
+
+import json
+from dataclasses import dataclass
+
+from cli.options.naming import naming
+from cli.plan.machine import sequence_length
+from common.errors import UserError
+from common.models.presets import load_config
+from common.units import format_bytes, format_count, format_seconds
+from fcdp.planner import Cluster, Estimate, Plan, Workload, bytes_per_node, cluster_names, load_cluster, plan
+from fcdp.planner.node_order import group_of, groups_across_leaves, node_order
+from fcdp.planner.search import refusal
+from fcdp.strategy.mesh import Levels
+from fcdp.strategy.names import AUTO, parse_strategy
+
+
+@dataclass(frozen=True)
+class ClusterSettings:
+    """What ``finetune --plan --nodes`` was asked."""
+
+    model: str
+    """Checkpoint directory or preset name."""
+    cluster: str | None
+    """Name of a preset, or the file of a profile."""
+    nodes: int | None = None
+    """None: as many as the preset has."""
+    gpus_per_node: int | None = None
+    """None: as many as the preset has."""
+    levels: str | None = None
+    """``2,4,16``: instead of ``nodes`` and ``gpus_per_node``."""
+    batch_size: int | None = None
+    """Sequences per step of all ranks together; None: one micro-batch for each rank."""
+    micro_batch: int | None = None
+    """Sequences that a rank computes at once; None: 1."""
+    seq_len: int | None = None
+    """Tokens per sequence; None: 1024, or the model's context where that is shorter."""
+    trainable: float | None = None
+    """Trainable parameters over all parameters: about 0.01 with LoRA. None: 1."""
+    strategy: str | None = None
+    """One strategy to cost instead of all; None or ``auto``: all."""
+    quantise: bool = False
+    """Whether a strategy that quantises what it sends may be chosen."""
+    as_json: bool = False
+
+
+def plan_cluster(settings: ClusterSettings) -> int:
+    """Print the plan. Returns the exit status.
+
+    Raises:
+        UserError: what was asked for makes no cluster, batch or strategy.
+        FinetuneError: nothing fits.
+    """
+    cluster = cluster_of(settings.cluster, settings.levels, settings.nodes, settings.gpus_per_node)
+    workload = _workload(settings, cluster)
+    chosen = None if settings.strategy in (None, AUTO) else [parse_strategy(settings.strategy)]
+    quantise = settings.quantise or chosen is not None
+    found = plan(workload, cluster, strategies=chosen, allow_quantised=quantise)
+    if settings.as_json:
+        print(json.dumps({**found.as_dict(), "node_order": _node_order(found, cluster)}, indent=1))
+    if found.choice is None:
+        raise refusal(found, cluster)
+    if not settings.as_json:
+        print(render(found, workload, cluster))
+    return 0
+
+
+def cluster_of(name: str | None, levels: str | None, nodes: int | None, gpus_per_node: int | None) -> Cluster:
+    """The hardware called ``name``, in the size that the other options say; None: as it is.
+
+    Raises:
+        UserError: there is no such hardware, or it does not come in that size.
+    """
+    if name is None:
+        raise UserError(
+            f"Name the hardware: --cluster PRESET, one of {', '.join(cluster_names())}, or a profile's file, which "
+            "finetune --profile --nodes N writes."
+        )
+    cluster = load_cluster(name)
+    if levels is not None:
+        return cluster.resized(levels_of(levels, nodes, gpus_per_node))
+    *inner, last, there = cluster.levels.sizes
+    ranks = cluster.levels.ranks_per_node if gpus_per_node is None else gpus_per_node
+    faster = cluster.levels.ranks_per_node // last
+    if ranks % faster:
+        raise UserError(f"{name} has {faster} ranks at its fastest level, which {ranks} per node do not fill.")
+    return cluster.resized(Levels((*inner, ranks // faster, nodes or there)))
+
+
+def levels_of(text: str, nodes: int | None, gpus_per_node: int | None) -> Levels:
+    """``--levels``, which the other two options must not contradict.
+
+    Raises:
+        UserError: they do, or the text is no list of levels.
+    """
+    levels = Levels.parse(text)
+    for option, given, there in (
+        ("--nodes", nodes, levels.nodes),
+        ("--gpus-per-node", gpus_per_node, levels.ranks_per_node),
+    ):
+        if given not in (None, there):
+            raise UserError(f"--levels {levels} has {there} where {option} says {given}. Leave one of them out.")
+    return levels
+
+
+def _workload(settings: ClusterSettings, cluster: Cluster) -> Workload:
+    with naming("--model"):
+        config, _ = load_config(settings.model)
+    micro_batch = settings.micro_batch or 1
+    at_once = micro_batch * cluster.levels.world_size
+    batch = settings.batch_size or at_once
+    if batch % at_once:
+        raise UserError(
+            f"--batch-size {batch} is no multiple of {at_once}: {micro_batch} at once on each of "
+            f"{cluster.levels.world_size} ranks. Take {max(1, round(batch / at_once)) * at_once}."
+        )
+    return Workload.of_model(
+        config,
+        seq_len=sequence_length(settings.seq_len, config),
+        micro_batch=micro_batch,
+        micro_batches=batch // at_once,
+        trainable_ratio=settings.trainable or 1.0,
+    )
+
+
+def _node_order(found: Plan, cluster: Cluster) -> list[int] | None:
+    """How to number nodes for the choice, where the cluster says which leaf switches they hang on."""
+    if found.choice is None or cluster.leaf_of_node is None:
+        return None
+    return node_order(cluster.leaf_of_node, group_of(found.choice.layout))
+
+
+_HEADINGS = ("strategy", "P", "G", "OS", "cache", "device", "host", "gather", "reduce", "spread", "inside", "step")
+
+
+def render(found: Plan, workload: Workload, cluster: Cluster) -> str:
+    """The plan as a table, the fastest first, and what the choice consists of."""
+    levels, choice = cluster.levels, found.choice
+    fitting = [estimate for estimate in found.estimates if estimate.fits]
+    lines = [
+        f"{cluster.title}: {levels.nodes} nodes with {levels.ranks_per_node} devices, "
+        f"{format_bytes(cluster.device_memory_bytes)} each",
+        f"{format_count(workload.parameters)} parameters, {format_count(workload.trainable)} of them trainable; "
+        f"{workload.micro_batches} micro-batches of {workload.micro_batch} x {workload.seq_len} tokens on each device",
+        "",
+        f"{len(fitting)} of {len(found.estimates)} strategies fit. gather, reduce, spread: bytes that a node sends to "
+        "others per step; inside: to itself.",
+        "c: blocks are computed again in the backward pass. q: sent in fewer bits, so not chosen unless asked for.",
+        "",
+    ]
+    rows = [_HEADINGS, *(_row(estimate) for estimate in fitting)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
+    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if choice is not None:
+        lines += ["", *_details(choice)]
+    order = _node_order(found, cluster)
+    if order is not None and choice is not None and cluster.leaf_of_node is not None:
+        group = group_of(choice.layout)
+        groups = len(order) // group
+        inside = groups - groups_across_leaves(order, cluster.leaf_of_node, group)
+        lines.append(
+            f"  number nodes in this order, so that {inside} of {groups} groups of {group} stay under one leaf "
+            f"switch: {' '.join(map(str, order))}"
+        )
+    return "\n".join(lines)
+
+
+def _row(estimate: Estimate) -> tuple[str, ...]:
+    layout = estimate.layout
+    by_purpose = {"gather": 0.0, "reduce": 0.0, "spread": 0.0}
+    for collective in estimate.collectives:
+        by_purpose[collective.purpose.split()[0]] += bytes_per_node([collective], layout)[0]
+    marks = "c" * estimate.checkpointing + "q" * (not layout.strategy.precision.exact)
+    return (
+        estimate.name,
+        str(layout.p),
+        str(layout.g),
+        str(layout.os),
+        layout.cache if layout.cache != "none" else "-",
+        format_bytes(estimate.memory.device),
+        format_bytes(estimate.memory.host) if estimate.memory.host else "-",
+        *(format_bytes(nbytes) if nbytes else "-" for nbytes in by_purpose.values()),
+        format_bytes(estimate.intra_node_bytes) if estimate.intra_node_bytes else "-",
+        f"{format_seconds(estimate.step_seconds)} {marks}".rstrip(),
+    )
+
+
+def _details(choice: Estimate) -> list[str]:
+    memory = choice.memory
+    parts = {
+        "parameters": memory.parameters,
+        "second shards": memory.second,
+        "gradients": memory.gradients,
+        "optimizer states": memory.optimizer,
+        "activations": memory.activations,
+        "gathered blocks and runtime": memory.working,
+    }
+    held = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts.items() if nbytes)
+    lines = [
+        f"choice: {choice.name}, {format_seconds(choice.step_seconds)} per step "
+        f"({format_seconds(choice.compute_seconds)} of computing)",
+        f"  device memory: {held}",
+    ]
+    for collective, seconds in zip(choice.collectives, choice.seconds, strict=True):
+        inter, intra = bytes_per_node([collective], choice.layout)
+        lines.append(
+            f"  {collective.purpose}: {collective.operation.replace('_', '-')} over {collective.mesh} ranks, "
+            f"{collective.times} x per step, {format_bytes(inter)} across nodes, {format_bytes(intra)} inside, "
+            f"{format_seconds(seconds)}"
+        )
+    return lines

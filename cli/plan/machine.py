@@ -1,0 +1,90 @@
+"""What is measured and planned for: this machine's device and drives, and the training that would run there."""
+
+import math
+from pathlib import Path
+
+from transformers import PreTrainedConfig
+
+from cli.options.adapters import peft_config_of, towers_of
+from cli.options.naming import naming
+from cli.options.settings import Settings
+from common.errors import UserError
+from common.hardware.machine import pick_gpu, torch_name
+from common.models.presets import load_config
+from common.store.directories import usable
+from fuyou.layout.frozen_weights import FrozenDtype
+from fuyou.layout.record import Precision
+from fuyou.optimizer.clipping import Strikes, clip_by_named
+from fuyou.planner import Training, describe_training
+from fuyou.runtime.devices import Device, leave_cores, open_device
+from fuyou.runtime.emulated import is_emulated
+
+DEFAULT_SEQ_LEN = 1024
+
+
+def device_at_hand(gpu: str) -> Device:
+    """What ``--gpu`` names. If it is the CPU, it computes on all cores but the optimizer's from now on.
+
+    Raises:
+        UserError: there is no such device here.
+    """
+    device = open_device(gpu if is_emulated(gpu) else torch_name(pick_gpu(gpu)))
+    leave_cores(device)
+    return device
+
+
+def directories_at_hand(settings: Settings) -> list[Path]:
+    """Directories on the drives that the run would use; those of ``--output`` need not be there yet.
+
+    Raises:
+        UserError: a directory of ``--ssd`` is not there, or cannot be used.
+    """
+    return usable([Path(word).expanduser() for word in settings.ssd] or [_existing(settings.output_directory)])
+
+
+def sequence_length(wanted: int | None, config: PreTrainedConfig) -> int:
+    """Tokens per sequence, as asked for with ``--seq-len`` or by default.
+
+    Raises:
+        UserError: longer than the model's context.
+    """
+    context = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
+    if wanted is None:
+        return int(min(DEFAULT_SEQ_LEN, context))
+    if wanted > context:
+        raise UserError(f"--seq-len {wanted} is longer than the model's context of {context} tokens.")
+    return wanted
+
+
+def training_of(settings: Settings) -> Training:
+    """The run as the planner knows it; looks at no weights.
+
+    Raises:
+        UserError: no such model, or one that cannot be trained so.
+    """
+    with naming("--model"):
+        config, _ = load_config(settings.model)
+    waits = settings.max_grad_norm > 0 or settings.on_nonfinite == "skip"
+    return describe_training(
+        settings.model, settings.batch_size, sequence_length(settings.seq_len, config),
+        precision=Precision.named(settings.dtype, settings.optimizer_dtype),
+        clips=waits, single_slot=settings.single_slot, micro_batch=settings.micro_batch,
+        host_cache=settings.host_cache, adapters=peft_config_of(settings),
+        frozen=FrozenDtype.named(settings.frozen_dtype), towers=towers_of(settings),
+        router_loss=settings.router_loss,
+        commit_every=settings.commit_interval, clip_by=clip_by_named(settings.clip_by),
+        clipped_share=_strikes(settings).share if settings.max_grad_norm > 0 else 0.0,
+    )  # fmt: skip
+
+
+def _strikes(settings: Settings) -> Strikes:
+    """How often clipping has struck in the run that is to be continued, if there is one."""
+    if not settings.resume:
+        return Strikes()
+    drives = [Path(word).expanduser() for word in settings.ssd] or [settings.output_directory]
+    return Strikes.of_run(drive / settings.store_name for drive in drives)
+
+
+def _existing(directory: Path) -> Path:
+    """The nearest directory above that is there: the same drive."""
+    return next(path for path in (directory, *directory.parents) if path.is_dir())

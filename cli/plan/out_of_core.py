@@ -1,0 +1,374 @@
+"""``finetune --plan``: what a run would take and how fast it would be, before there is a run."""
+
+import json
+import math
+import shutil
+import textwrap
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cli.options.computing_dtype import ELSEWHERE, with_dtype
+from cli.options.naming import naming
+from cli.options.settings import Settings
+from cli.plan.compare_engines import InMemory, in_memory
+from cli.plan.machine import device_at_hand, directories_at_hand, training_of
+from cli.report.summary import RESOURCES
+from cli.train.one_machine import quiet_transformers
+from common.errors import UserError
+from common.hardware.machine import memory_available_bytes
+from common.hardware.presets import drive_names, drive_preset, gpu_names, gpu_preset
+from common.units import format_bytes, format_count, format_seconds, parse_bytes
+from fuyou.layout.share import Share
+from fuyou.optimizer.clipping import ClipBy
+from fuyou.planner import (
+    Links,
+    Machine,
+    PaperScheme,
+    Plan,
+    Prospect,
+    Training,
+    one_of_several,
+    plan,
+    preset_machine,
+    profiled_machine,
+)
+from fuyou.planner.advice import (
+    MOST_ROWS,
+    best_changes,
+    clipping_cost,
+    fits_ours,
+    largest_batch,
+    largest_model,
+    rarer_commits,
+)
+from fuyou.runtime.devices import Device, memory_limits
+from fuyou.runtime.emulated import is_emulated
+from fuyou.runtime.trace import write_trace
+from fuyou.schedule.tasks import Resource
+
+WIDTH = 100
+_BAR = 24
+_LABEL = 10
+DOES_NOT_FIT = 1
+"""Exit status of a plan that does not fit: it is an answer, and not the one that was hoped for."""
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What only ``--plan`` takes."""
+
+    drive: str | None = None
+    """Name of a drive preset; None: the drives of this machine."""
+    ssds: int | None = None
+    """How many of them."""
+    scheme: str = "ours"
+    """``ours`` or ``fuyou``."""
+    max_model: bool = False
+    json: bool = False
+    nodes: int | None = None
+    """Machines of that kind; None: one, with one GPU."""
+    gpus_per_node: int | None = None
+    network: str | None = None
+    """What a node sends to others, such as ``25Gbit/s``."""
+
+
+def run_plan(settings: Settings, options: PlanOptions) -> int:
+    """Plan, print, and return the exit status.
+
+    Args:
+        settings: of the run; with ``max_model`` they name no model.
+        options: of the plan.
+
+    Raises:
+        UserError: something typed does not exist.
+    """
+    if not settings.debug:
+        quiet_transformers()
+    settings = with_dtype(settings, None if options.drive is None else ELSEWHERE)
+    machine = _machine(settings, options)
+    wanted = _largest(settings, options, machine) if options.max_model else training_of(settings)
+    other: InMemory | None = None
+    if wanted is not None and options.nodes is not None:
+        share = Share(options.nodes, options.gpus_per_node or 1)
+        wanted, network = wanted.among(share), _network(options.network, share.nodes)
+        other = in_memory(wanted, machine, network)
+        machine = one_of_several(machine, share.ranks_per_node, Links.assumed(machine, share.ranks_per_node, network))
+    if wanted is None:
+        lacking = f"No preset fits on {machine.device} with {format_bytes(machine.host_bytes)} of host memory."
+        print(json.dumps({"model": None, "fits": False, "missing": [lacking]}) if options.json else lacking)
+        return DOES_NOT_FIT
+    result = _plan(wanted, machine, options.scheme)
+    if settings.trace is not None:
+        _write_trace(result, settings.trace)
+    if options.json:
+        content = result.to_json() | ({} if other is None else {"in_memory": other.to_json()})
+        print(json.dumps(content, indent=2))
+    else:
+        lines = describe(result)
+        if other is not None:
+            lines += ["", *_row("in memory", other.verdict(result))]
+        print("\n".join(lines))
+    return 0 if result.fits else DOES_NOT_FIT
+
+
+def _plan(wanted: Training, machine: Machine, scheme: str) -> Plan:
+    return PaperScheme(wanted, machine).plan() if scheme == "fuyou" else plan(wanted, machine)
+
+
+def _largest(settings: Settings, options: PlanOptions, machine: Machine) -> Training | None:
+    """The largest preset that fits."""
+
+    def fits(candidate: Training) -> bool:
+        if options.scheme == "fuyou":
+            return not PaperScheme(candidate, machine).missing()
+        return fits_ours(candidate, machine)
+
+    return largest_model(lambda name: training_of(replace(settings, model=name)), fits)
+
+
+# -- the machine ------------------------------------------------------------------------------------------------------
+
+
+def _machine(settings: Settings, options: PlanOptions) -> Machine:
+    """From presets if ``--drive`` is given, else the one at hand, profiled."""
+    if options.drive is not None:
+        if settings.gpu in ("auto", "cpu") or is_emulated(settings.gpu):
+            raise UserError(
+                f"--drive plans for hardware by name: name the GPU as well, --gpu {' | '.join(gpu_names())}."
+            )
+        host = settings.host_memory or memory_available_bytes() * 4 // 5
+        with naming("--gpu"):
+            gpu = gpu_preset(settings.gpu)
+        with naming("--drive"):
+            drive = drive_preset(options.drive)
+        return preset_machine(
+            gpu,
+            drive,
+            options.ssds or 1,
+            host,
+            device_bytes=settings.device_memory,
+        )
+    if options.ssds is not None:
+        raise UserError(f"--ssds counts drives of one kind: name it with --drive {' | '.join(drive_names())}.")
+    if options.max_model:
+        raise UserError("--max-model needs hardware by name: --gpu NAME --drive NAME --ssds N --host-memory SIZE.")
+    return _machine_at_hand(settings)
+
+
+def _machine_at_hand(settings: Settings) -> Machine:
+    device, directories = _open(settings.gpu), directories_at_hand(settings)
+    host, memory = memory_limits(device, settings.host_memory, settings.device_memory)
+    profile = Prospect(training_of(settings), device, (host, memory), directories).profile_or_measure()
+    free = min(shutil.disk_usage(path).free for path in directories) * len(directories)
+    return profiled_machine(profile, device.shares_host_memory, memory, host, len(directories), free)
+
+
+def _open(name: str) -> Device:
+    """The device at hand; a GPU that is not there, but has a preset, lacks its drives only."""
+    try:
+        return device_at_hand(name)
+    except UserError as error:
+        try:
+            gpu_preset(name)
+        except UserError:
+            raise error from None
+        raise UserError(
+            f"--gpu {name} is not in this machine: to plan for it, say which drives it has, --drive NAME --ssds N "
+            f"({', '.join(drive_names())})."
+        ) from None
+
+
+def _network(text: str | None, nodes: int) -> float:
+    """Bytes per second of ``25Gbit/s`` or ``3GB/s``.
+
+    Raises:
+        UserError: it is neither, or not given for several nodes.
+    """
+    if text is None:
+        if nodes > 1:
+            raise UserError("A plan for several nodes with SSDs needs to know what connects them: --network 25Gbit/s.")
+        return math.inf
+    number, bits, _ = text.removesuffix("/s").partition("bit")
+    try:
+        rate = parse_bytes(number + "B" if bits else number) / (8 if bits else 1)
+    except UserError:
+        rate = 0.0
+    if rate <= 0:
+        raise UserError(f"--network {text} is not a rate: write 25Gbit/s, or 3GB/s.")
+    return rate
+
+
+def _write_trace(result: Plan, path: Path) -> None:
+    if result.tasks is None or result.simulation is None:
+        raise UserError("--trace: a run that does not fit has no step to draw.")
+    ends = result.simulation.step_ends
+    write_trace(path, [result.tasks], result.training.shape.records, (ends[-2], ends[-1]), result.simulation.intervals)
+
+
+# -- for people -------------------------------------------------------------------------------------------------------
+
+
+def describe(result: Plan) -> list[str]:
+    """The plan as lines of at most :data:`WIDTH` columns."""
+    job, machine, share = result.training, result.machine, result.training.shape.share
+    several = f"{machine.drive_count} x " if machine.drive_count > 1 else ""
+    scheme = ", as the paper's Fuyou would run it" if result.scheme == "fuyou" else ""
+    among = f"{share.nodes} nodes of " if share.nodes > 1 else ""
+    among += f"{share.ranks_per_node} x " if share.ranks_per_node > 1 else ""
+    lines = [
+        *textwrap.wrap(f"{job.name} on {among}{machine.device} with {several}{machine.drives}{scheme}", WIDTH),
+        f"{format_count(job.parameters)} parameters; a step of {job.rows * share.world_size:,} x {job.seq_len:,} tokens"
+        + (f"; below is one of {share.world_size} ranks" if share.world_size > 1 else ""),
+        "",
+    ]
+    if result.memory is None:
+        lines += _row("does not fit", " ".join(result.missing), 14)
+        changes = [change.what for change in best_changes(result)] if result.scheme == "ours" else []
+        if changes:
+            lines += _row("would fit", " or ".join(changes), 14)
+        return lines
+    lines += [*_speed(result), "", *_bars(result), "", *_places(result), "", *_limits(result)]
+    return lines
+
+
+def _speed(result: Plan) -> list[str]:
+    rows = []
+    if not result.fits:
+        rows += _row("does not fit", " ".join(result.missing), 14)
+    rows += _row(
+        "step",
+        f"{format_seconds(result.step_seconds)}: {format_count(result.tokens_per_second)} tokens/s, "
+        f"{result.flops_per_second / 1e12:.3g} TFLOP/s "
+        f"({result.hardware_flops_per_second / 1e12:.3g} with recomputation)",
+    )
+    bound = result.busy[result.bound]
+    return rows + _row(
+        "bound",
+        f"{RESOURCES[result.bound.value]}, {format_seconds(bound)} ({bound / result.step_seconds:.0%} of the step)",
+    )
+
+
+def _bars(result: Plan) -> list[str]:
+    rows, label = [], "busy"
+    for resource in (resource for resource in Resource if resource in result.busy):
+        share = min(1.0, result.busy[resource] / result.step_seconds)
+        filled = round(share * _BAR)
+        rows.append(
+            f"{label:{_LABEL}}{RESOURCES[resource.value]:<24}{'█' * filled}{'░' * (_BAR - filled)} {share:>5.0%}"
+            f"{format_seconds(result.busy[resource]):>14}"
+        )
+        label = ""
+    return rows
+
+
+def _places(result: Plan) -> list[str]:
+    assert result.memory is not None
+    counts, job, machine = result.memory.counts, result.training, result.machine
+    layers = len(job.shape.blocks)
+    device = [
+        f"{_many(counts.device_blocks, 'block')}, {_many(counts.device_block_gradients, 'gradient')}",
+        _many(counts.device_activations, "block input"),
+        counts.device_kept and f"{counts.device_kept:,} sets of kept outputs",
+        f"{format_bytes(result.memory.workspace_bytes)} to compute in",
+    ]
+    ring = result.memory.ring_chunks * result.memory.chunk_elements * job.shape.precision.state_bytes
+    host = [
+        f"{min(counts.host_blocks, layers)} of {layers} blocks, {_many(counts.host_block_gradients, 'gradient')}",
+        f"{format_bytes(ring)} of optimizer states on their way",
+        result.memory.resident and f"states of {_many(len(result.memory.resident), 'record')} for good",
+        counts.host_activations and _many(counts.host_activations, "block input"),
+        counts.host_kept and f"{counts.host_kept:,} sets of kept outputs",
+    ]
+    slots = 1 if job.single_slot or result.scheme == "fuyou" else 2
+    ssd = [
+        f"parameters and optimizer states{'' if slots == 1 else ', two slots'}",
+        counts.ssd_activations and "block inputs",
+        counts.ssd_kept and "kept outputs",
+    ]
+    rows = []
+    for label, used, there, what in (
+        ("device", result.device_peak_bytes, machine.device_bytes, device),
+        ("host", result.host_peak_bytes, machine.host_bytes, host),
+        ("SSD", result.ssd_bytes, machine.store_bytes, ssd),
+    ):
+        room = "" if there is None else f" of {format_bytes(there)}"
+        rows += _row(label, f"{format_bytes(used) + room:<24}{'; '.join(part for part in what if part)}")
+    return rows
+
+
+def _limits(result: Plan) -> list[str]:
+    assert result.memory is not None
+    job, batch = result.training, result.memory.batch
+    how = [_many(batch.micro_batches, "micro-batch", "es") + f" of {batch.micro_rows}"]
+    if result.clip_by is not None:
+        how.append(_clipping(result))
+    if 0 < result.deferred_fraction < 1:
+        how.append(f"{result.deferred_fraction:.0%} of the blocks updated in the next forward pass")
+    if result.kept_activation_bytes:
+        how.append(f"{format_bytes(result.kept_activation_bytes)} of activations kept instead of computed again")
+    rows = _row("schedule", "; ".join(how))
+    traffic = f"{format_bytes(result.read_bytes)} read and {format_bytes(result.written_bytes)} written per step; "
+    traffic += f"{format_bytes(result.written_bytes_per_day)} written per day"
+    if job.shape.share.nodes > 1:
+        traffic = f"{format_bytes(result.sent_bytes)} sent to other nodes, {traffic}"
+    if result.drive_days is not None:
+        traffic += f": {_days(result.drive_days)} until the drives' warranted writes are used up"
+    rows += _row("drives", traffic)
+    if result.scheme == "ours":
+        rows += _commits(result)
+        most = largest_batch(job, result.machine) * job.shape.share.world_size
+        tokens = result.gpu_bound_tokens
+        rows += _row(
+            "batch",
+            f"{'at least ' if most >= MOST_ROWS else ''}{most:,} sequences fit; computing is the bound from "
+            f"{tokens:,.0f} tokens per step ({-(-tokens // job.seq_len):,.0f} sequences)",
+        )
+        changes = [f"{change.what}: {change.speedup:.2g}x" for change in best_changes(result) if change.speedup]
+        rows += _row("faster", "; ".join(changes) or "nothing that is simple to change would help by more than 3%")
+    if result.machine.assumptions:
+        rows += _row("assumed", "; ".join(result.machine.assumptions))
+    return rows
+
+
+def _clipping(result: Plan) -> str:
+    """How gradients are clipped, and what that costs."""
+    job, cost = result.training, clipping_cost(result)
+    what = "clipping" if job.clipped_share else "leaving out what is not finite"
+    if result.clip_by is ClipBy.SPECULATION:
+        text = f"{what} by speculation, updates before the gradient's norm is known, done again where it is too large"
+        if job.clipped_share:
+            text += f" (expected in {job.clipped_share:.0%} of the steps)"
+    else:
+        text = f"{what} by deferral, all updates in the next forward pass, when the gradient's norm is known"
+        if job.speculation_obstacle is not None:
+            text += f" (speculation: {job.speculation_obstacle})"
+    return text if cost is None else f"{text}: a step {cost:.2f} times as long as with {job.asks_for_norm}"
+
+
+def _commits(result: Plan) -> list[str]:
+    """What rarer commits would save, where it is more than a little."""
+    rarer = rarer_commits(result)
+    if rarer is None or rarer.written_bytes_per_day * rarer.step_seconds > 0.95 * result.written_bytes * 86400:
+        return []
+    life = "" if rarer.drive_days is None else f", {_days(rarer.drive_days)} for the drives"
+    return _row(
+        "commits",
+        f"every step; with --commit-every {rarer.every} a step takes {format_seconds(rarer.step_seconds)} and "
+        f"{format_bytes(rarer.written_bytes_per_day)} are written per day{life}, but a crash loses up to {rarer.every} "
+        "steps",
+    )
+
+
+def _row(label: str, text: str, width: int = _LABEL) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=f"{label:{width}}", subsequent_indent=" " * width, drop_whitespace=True,
+        break_on_hyphens=False,
+    )  # fmt: skip
+
+
+def _many(count: int, what: str, plural: str = "s") -> str:
+    return f"{count:,} {what}{plural if count != 1 else ''}"
+
+
+def _days(days: float) -> str:
+    return f"{days:,.0f} days" if days >= 10 else f"{days:.1f} days"

@@ -1,0 +1,1 @@
+"""What a run shows: progress lines, metrics, the report at the end."""

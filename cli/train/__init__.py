@@ -1,0 +1,1 @@
+"""Training runs: on one machine, on ranks in memory and on ranks out of core."""

@@ -1,0 +1,1 @@
+"""Images in data: found, encoded and put into batches."""

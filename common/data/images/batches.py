@@ -1,0 +1,291 @@
+"""Batches of conversations with images: one conversation is one row, padded; pixels are made when a batch is asked for.
+
+What is kept on disk is where the conversations are said to have tokens that are trained on: one JSON line each, with a
+CRC-32 before it. Images stay where they are.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import shutil
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from transformers import ProcessorMixin
+
+from common.data.batches import Batches, DataConfig
+from common.data.files import Record, find_files, read_records, reading
+from common.data.fitting import Tally
+from common.data.images.content import has_images, with_images
+from common.data.images.encoding import ImageEncoder, ImageRow, processor_identity
+from common.data.order import draw_rows
+from common.data.shapes import Chat, examples_of_records
+from common.data.token_file import tokenizer_identity
+from common.errors import FinetuneError, UserError
+from common.store.errors import described
+from common.store.lock import DirectoryLock
+from common.units import format_count
+
+_FORMAT_VERSION = 1
+_SUM = 9  # bytes of a line's checksum and the space behind it
+_LENGTHS = 64
+"""Rows are padded to a multiple of this many tokens."""
+
+
+@dataclass
+class _Header:
+    """The first line of an index file."""
+
+    rows: int = 0
+    tokens: int = 0
+    trainable_tokens: int = 0
+    images: int = 0
+    longest: int = 0
+    cut: Tally = field(default_factory=Tally)
+    left_out: Tally = field(default_factory=Tally)
+    untrained: Tally = field(default_factory=Tally)
+    digest: str = ""
+
+    @staticmethod
+    def read(line: bytes) -> "_Header":
+        content: dict[str, Any] = json.loads(_checked(line))
+        content.update({name: Tally(**one) for name, one in content.items() if isinstance(one, dict)})
+        return _Header(**content)
+
+
+def any_images(files: tuple[str, ...], scratch: Path) -> bool:
+    """Return whether the data files hold conversations with images; looks at all records until it finds one.
+
+    Args:
+        scratch: a directory, made if it is not there.
+
+    Raises:
+        UserError: a file is missing or cannot be read.
+    """
+    suspects = [file for file in find_files(files) if _names_images(file)]
+    if not suspects:
+        return False
+    scratch.mkdir(parents=True, exist_ok=True)
+    with DirectoryLock([scratch], patience=math.inf), reading(scratch) as folder:
+        return any(has_images(record.values) for file in suspects for record in read_records(file, folder))
+
+
+def _names_images(file: Path) -> bool:
+    """Whether the word occurs where a file with images must have it: found without reading its records one by one."""
+    match file.suffix.lower():
+        case ".parquet":
+            import pyarrow.parquet
+
+            with contextlib.suppress(OSError, ValueError):  # whoever reads it says what is wrong
+                return "image" in str(pyarrow.parquet.read_schema(file))
+            return False
+        case ".json" | ".jsonl":
+            before = b""
+            with file.open("rb") as stream:
+                while block := stream.read(1 << 22):
+                    if b'"image' in before + block:
+                        return True
+                    before = block[-8:]
+    return False
+
+
+class ImageBatches(Batches):
+    """Batches of the conversations in an index file. Memory is that of a batch, and 8 bytes per conversation.
+
+    Attributes:
+        seq_len: tokens of every row, padding included.
+    """
+
+    def __init__(self, path: Path, config: DataConfig, processor: ProcessorMixin) -> None:
+        """
+        Raises:
+            ValueError: not a complete index file.
+            OSError: it cannot be opened.
+        """
+        self._encoder, self._config, self._path = ImageEncoder(processor), config, path
+        tokenizer = processor.tokenizer
+        known = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+        self._pad = next((int(token) for token in known if token is not None), 0)
+        self._file = path.open("rb")
+        try:
+            header = _Header.read(self._file.readline())
+            self._starts = np.fromfile(path.with_suffix(".starts"), np.int64)
+            if len(self._starts) != header.rows:
+                raise ValueError(f"{path} is not complete")
+        except BaseException:
+            self._file.close()
+            raise
+        self.rows, self.tokens, self.trainable_tokens = header.rows, header.tokens, header.trainable_tokens
+        self.steps_per_epoch = -(-header.rows // config.batch_size)
+        self.seq_len = min(config.seq_len, -(-header.longest // _LENGTHS) * _LENGTHS)
+        self.digest = header.digest
+        self.description = _describe(header, self.seq_len)
+
+    def batch(self, step: int) -> dict[str, Any]:
+        """Return ``input_ids``, ``labels`` and ``attention_mask`` of step ``step`` (from 0), ``[batch_size, seq_len]``
+        with padding on the right; and what else the processor makes, in the same shape if it is about tokens, or as a
+        list with one entry for each row (None for a row without images), see :mod:`common.data.rows`."""
+        size = self._config.batch_size
+        draws = range(step * size, (step + 1) * size)
+        rows = draw_rows(draws, self.rows, self._config.seed if self._config.shuffle else None)
+        return self._collate([self._encoder.tensors(self._read(int(row))) for row in rows])
+
+    def _collate(self, made: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+        batch: dict[str, Any] = {}
+        for number, row in enumerate(made):
+            shape = row["input_ids"].shape
+            row.setdefault("attention_mask", torch.ones(shape, dtype=torch.int64))
+            for name, value in row.items():
+                if value.shape != shape:
+                    batch.setdefault(name, [None] * len(made))[number] = value
+                    continue
+                if name not in batch:
+                    filler = {"input_ids": self._pad, "labels": -100}.get(name, 0)
+                    batch[name] = torch.full((len(made), self.seq_len), filler, dtype=value.dtype)
+                batch[name][number, : shape[1]] = value[0]
+        return batch
+
+    def _read(self, row: int) -> ImageRow:
+        self._file.seek(int(self._starts[row]))
+        try:
+            return ImageRow(**json.loads(_checked(self._file.readline())))
+        except ValueError as error:
+            raise FinetuneError(
+                f"The prepared data are damaged: line {row + 2} of {self._path} is not what was written there. Delete "
+                "the file: --resume makes it anew from the data, and goes on."
+            ) from error
+
+    def close(self) -> None:
+        """Close the index file."""
+        self._file.close()
+
+
+def open_image_data(config: DataConfig, processor: ProcessorMixin, cache_dir: Path) -> ImageBatches:
+    """Return batches of the conversations in ``config.files``, with or without images.
+
+    Each is run through the processor once, to find out how long it is and what of it is trained on; what comes out of
+    that is kept in ``cache_dir`` for as long as data files, processor and ``seq_len`` are the same.
+
+    Raises:
+        UserError: a file or an image is missing or cannot be understood, or nothing is left to train on.
+    """
+    files = find_files(config.files)
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    path = cache_dir / f"images-{_cache_key(files, config, processor)}.jsonl"
+    unusable = contextlib.suppress(OSError, ValueError, TypeError)  # not there, or damaged
+    with unusable:
+        return ImageBatches(path, config, processor)
+    with DirectoryLock([cache_dir], patience=math.inf):  # of several ranks on a machine, the first one makes it for all
+        with unusable:
+            return ImageBatches(path, config, processor)
+        _build(path, files, config.seq_len, config.truncate, ImageEncoder(processor))
+    return ImageBatches(path, config, processor)
+
+
+def _cache_key(files: list[Path], config: DataConfig, processor: ProcessorMixin) -> str:
+    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    identity = [tokenizer_identity(processor.tokenizer), processor_identity(processor)]
+    return hashlib.sha256(
+        json.dumps([_FORMAT_VERSION, config.seq_len, config.truncate, stats, identity]).encode()
+    ).hexdigest()[:16]
+
+
+def _build(path: Path, files: list[Path], seq_len: int, truncate: bool, encoder: ImageEncoder) -> None:
+    """Write the index file, which takes its name only when it is complete."""
+    lines, unfinished = path.with_suffix(".lines"), path.with_suffix(".tmp")
+    try:
+        with described("writing", lines), lines.open("wb") as out, reading(path.parent) as scratch:
+            header, sizes = _write_rows(_rows(files, encoder, seq_len if truncate else None, scratch), seq_len, out)
+        if not header.rows:
+            raise UserError(_nothing_left(header, files, seq_len))
+        first = _line(asdict(header))
+        starts = len(first) + np.cumsum([0, *sizes[:-1]], dtype=np.int64)
+        with described("writing", unfinished), unfinished.open("wb") as whole, lines.open("rb") as written:
+            whole.write(first)
+            shutil.copyfileobj(written, whole)
+            whole.flush()
+            os.fsync(whole.fileno())
+            starts.tofile(path.with_suffix(".starts"))
+            unfinished.replace(path)
+    finally:
+        lines.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
+
+
+def _write_rows(rows: Iterator[ImageRow], seq_len: int, out: BinaryIO) -> tuple[_Header, list[int]]:
+    """Write the rows that can be trained on, a line each; return what they are together and the lines' lengths."""
+    header, digest, sizes = _Header(), hashlib.blake2b(digest_size=8), []
+    for row in rows:
+        if row.tokens > seq_len:
+            header.left_out.add(row.tokens, row.where)
+        elif not any(stop > max(start, 1) for start, stop in row.trained):
+            header.untrained.add(row.tokens, row.where)
+        else:
+            if row.cut:
+                header.cut.add(row.cut, row.where)
+            header.rows += 1
+            header.tokens += row.tokens
+            header.trainable_tokens += row.trained_tokens
+            header.longest = max(header.longest, row.tokens)
+            header.images += sum(part["type"] == "image" for one in row.messages for part in one["content"])
+            line = _line(asdict(row))
+            digest.update(line)
+            sizes.append(out.write(line))
+    header.digest = digest.hexdigest()
+    return header, sizes
+
+
+def _rows(files: list[Path], encoder: ImageEncoder, limit: int | None, scratch: Path) -> Iterator[ImageRow]:
+    for file in files:
+        for values, place in read_records(file, scratch):
+            where = f"{file}, {place}"
+            record = Record(with_images(values, where, file.parent), place)
+            for example in examples_of_records([record], str(file)):
+                if not isinstance(example, Chat):
+                    raise UserError(f"{where} is no conversation: beside images, there are only conversations.")
+                yield from encoder.rows(example, limit)
+
+
+def _line(content: dict[str, Any]) -> bytes:
+    text = json.dumps(content).encode()
+    return b"%08x " % zlib.crc32(text) + text + b"\n"
+
+
+def _checked(line: bytes) -> bytes:
+    text = line[_SUM:].rstrip(b"\n")
+    if not line.endswith(b"\n") or line[:_SUM] != b"%08x " % zlib.crc32(text):
+        raise ValueError("a line is damaged")
+    return text
+
+
+def _describe(header: _Header, seq_len: int) -> str:
+    text = (
+        f"{header.rows:,} conversations with {header.images:,} images: {format_count(header.tokens)} tokens, "
+        f"{format_count(header.trainable_tokens)} of them trained on, each in a row of {seq_len:,} "
+        f"({header.tokens / (header.rows * seq_len):.1%} full)"
+    )
+    longer = "longer than --seq-len"
+    for tally, what in (
+        (header.cut, f"cut behind the last answer that fits: {{}} {longer} (--drop-long drops them)"),
+        (header.left_out, f"left out: {{}} {longer}"),
+        (header.untrained, "left out: {} without an answer of the assistant"),
+    ):
+        if tally.records:
+            text += f"\n{what.format(f'{tally.records:,}')}; first {tally.first}"
+    return text
+
+
+def _nothing_left(header: _Header, files: list[Path], seq_len: int) -> str:
+    named = ", ".join(str(file) for file in files[:3]) + (", ..." if len(files) > 3 else "")
+    if header.left_out.records:
+        return (
+            f"All {header.left_out.records:,} conversations in {named} are longer than --seq-len {seq_len:,}: raise it."
+        )
+    return f"There is nothing to train on in {named}: {header.untrained.records:,} conversations without an answer."

@@ -1,0 +1,159 @@
+"""Conversations with images become token ids and tensors of pixels, by the family's own processor."""
+
+import json
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import ProcessorMixin
+
+from common.data.shapes import Chat
+from common.errors import FinetuneError, UserError
+
+
+@dataclass(frozen=True)
+class ImageRow:
+    """A conversation of a data set: what is put into the processor, and what of its result is trained on."""
+
+    messages: list[dict[str, Any]]
+    """See :func:`common.data.images.content.with_images`."""
+    trained: list[tuple[int, int]]
+    """Ranges of tokens that carry loss."""
+    tokens: int
+    where: str
+    """File and line."""
+    options: dict[str, Any]
+    """What else the chat template takes."""
+    cut: int = 0
+    """Tokens that the conversation had behind these."""
+
+    @property
+    def trained_tokens(self) -> int:
+        """How many tokens carry loss."""
+        return sum(stop - start for start, stop in self.trained)
+
+
+def load_processor(checkpoint: Path) -> ProcessorMixin:
+    """Return the processor of a vision-language checkpoint, which makes token ids and pixels of conversations.
+
+    Raises:
+        UserError: it has none that transformers can load here, or one without a chat template.
+    """
+    from transformers import AutoProcessor
+
+    advice = ""
+    try:
+        processor = AutoProcessor.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
+        if not isinstance(processor, ProcessorMixin):
+            raise OSError("no processor_config.json or preprocessor_config.json")
+    except Exception as error:  # each processor's class fails in its own way
+        if "orchvision" in str(error) or "PIL" in str(error) or "Pillow" in str(error):
+            advice = " Install what it needs: pip install 'fuyou[images]'."
+        raise UserError(
+            f"{checkpoint} has no processor that transformers can load, and data with images need one: {error}{advice}"
+        ) from error
+    if not (getattr(processor, "chat_template", None) or processor.tokenizer.chat_template):
+        raise UserError(f"The processor of {checkpoint} has no chat template, and data with images need one.")
+    return processor
+
+
+def processor_identity(processor: ProcessorMixin) -> str:
+    """Return text that changes with whatever decides which tokens and pixels a processor gives, its tokenizer apart."""
+    return json.dumps([type(processor).__name__, processor.to_json_string(), processor.chat_template], default=str)
+
+
+class ImageEncoder:
+    """Runs a processor on single conversations."""
+
+    def __init__(self, processor: ProcessorMixin) -> None:
+        self._processor = processor
+
+    def rows(self, chat: Chat, limit: int | None = None) -> list[ImageRow]:
+        """Find which tokens carry loss: one row for the conversation, as a rule.
+
+        Some templates render a turn differently once others follow. Such a conversation becomes one row per answer,
+        each as the model will see it.
+
+        Args:
+            chat: whose contents are lists of parts.
+            limit: a longer conversation ends behind the last answer that is within this many tokens, if one is.
+
+        Raises:
+            UserError: an image is none, or the template refuses the conversation.
+        """
+        messages = self._opened(chat.messages, chat.where)
+        whole = self._ids(messages, chat)
+        turns = []
+        for place in chat.answers:
+            asks = messages[place]["role"] == "assistant"
+            before, after = self._ids(messages[:place], chat, asks), self._ids(messages[: place + 1], chat)
+            turns.append((place + 1, (_common_prefix(before, after), len(after)), after))
+
+        def row(count: int, spans: list[tuple[int, int]], tokens: int) -> ImageRow:
+            return ImageRow(chat.messages[:count], spans, tokens, chat.where, chat.options)
+
+        if any(whole[: len(after)] != after for _, _, after in turns):
+            return [row(count, [span], span[1]) for count, span, _ in turns]
+        spans = [span for _, span, _ in turns]
+        fitting = [number for number, span in enumerate(spans) if limit is not None and span[1] <= limit]
+        if limit is None or len(whole) <= limit or not fitting:
+            return [row(len(messages), spans, len(whole))]
+        last = fitting[-1]
+        kept = row(turns[last][0], spans[: last + 1], spans[last][1])
+        return [replace(kept, cut=len(whole) - kept.tokens)]
+
+    def tensors(self, row: ImageRow) -> dict[str, torch.Tensor]:
+        """Return what the processor gives for a row, each value ``[1, tokens]`` or about its images; and ``labels``.
+
+        Raises:
+            FinetuneError: it is not what it was when the data were prepared: an image has been changed since.
+        """
+        made = self._process(self._opened(row.messages, row.where), row.where, row.options)
+        ids = made["input_ids"]
+        if ids.shape[1] != row.tokens:
+            raise FinetuneError(
+                f"{row.where} had {row.tokens} tokens when the data were prepared and has {ids.shape[1]} now: its "
+                "images have changed. Put them back, or start a new run."
+            )
+        made["labels"] = torch.full_like(ids, -100)
+        for start, stop in row.trained:
+            made["labels"][:, start:stop] = ids[:, start:stop]
+        return made
+
+    def _ids(self, messages: list[dict[str, Any]], chat: Chat, ask: bool = False) -> list[int]:
+        return self._process(messages, chat.where, chat.options, ask)["input_ids"][0].tolist() if messages else []
+
+    def _process(
+        self, messages: list[dict[str, Any]], where: str, options: dict[str, Any], ask: bool = False
+    ) -> dict[str, torch.Tensor]:
+        try:
+            made: Any = self._processor.apply_chat_template(
+                messages, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=ask, **options
+            )
+        except Exception as error:  # templates and processors raise whatever they like
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise UserError(
+                f"{where}: the checkpoint's processor refuses this conversation (roles {roles}): {error}"
+            ) from error
+        return {name: value for name, value in made.items() if isinstance(value, torch.Tensor)}
+
+    def _opened(self, messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+        """The same messages with images that are read."""
+        return [{**one, "content": [self._open(part, where) for part in one["content"]]} for one in messages]
+
+    @staticmethod
+    def _open(part: dict[str, Any], where: str) -> dict[str, Any]:
+        if part["type"] != "image":
+            return part
+        from transformers.image_utils import load_image
+
+        try:
+            return {"type": "image", "image": load_image(part["url"])}
+        except Exception as error:  # Pillow raises many kinds
+            raise UserError(f"{where}: the image {part['url'][:80]} cannot be read: {error}") from error
+
+
+def _common_prefix(left: list[int], right: list[int]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))

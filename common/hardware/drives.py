@@ -1,0 +1,104 @@
+"""What lies under a directory: its file system, and the drive that this one is on, as the kernel tells."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.hardware.presets import DrivePreset, drive_preset_of
+from common.mounts import Mount, mounts
+
+IN_MEMORY = ("tmpfs", "ramfs")
+OVER_A_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "ceph", "9p", "glusterfs", "beegfs", "gpfs")
+"""Names of file systems, or what follows ``fuse.`` in them."""
+
+
+@dataclass(frozen=True)
+class Drive:
+    """The drive behind a directory."""
+
+    directory: Path
+    file_system: str
+    """``ext4``, ``xfs``, ``tmpfs``, ``nfs4``, ...; empty where the kernel does not tell."""
+    device: str | None
+    """Name of the whole drive: ``nvme0n1``. None where there is none, or several behind one."""
+    model: str | None
+    """As the drive says it."""
+    is_rotational: bool
+    link: str | None
+    """``16.0 GT/s PCIe x4``."""
+    full_link: str | None
+    """What the drive could have: it is in a slower slot if this is more."""
+    numa_node: int | None
+
+    @property
+    def preset(self) -> DrivePreset | None:
+        """The preset of this kind of drive, if there is one."""
+        return drive_preset_of(self.model) if self.model else None
+
+    @property
+    def is_in_memory(self) -> bool:
+        return self.file_system in IN_MEMORY
+
+    @property
+    def is_over_a_network(self) -> bool:
+        return self.file_system.removeprefix("fuse.") in OVER_A_NETWORK
+
+
+def drive_of(directory: Path, sys: Path = Path("/sys"), listed: Path = Path("/proc/self/mountinfo")) -> Drive:
+    """The drive that ``directory`` is on. ``sys`` and ``listed`` (the mounts) are for tests."""
+    mount = _mount_of(directory.resolve(), listed)
+    device = _whole_drive(sys, mount.device, mount.source)
+    if device is None:
+        return Drive(directory, mount.file_system, None, None, False, None, None, None)
+    link, full_link = _links(device)
+    node = _text(device / "device/numa_node") or _text(device / "device/device/numa_node")
+    return Drive(
+        directory, mount.file_system, device.name, _text(device / "device/model") or None,
+        _text(device / "queue/rotational") == "1", link, full_link,
+        int(node) if node and int(node) >= 0 else None,
+    )  # fmt: skip
+
+
+def _mount_of(directory: Path, listed: Path) -> Mount:
+    """The mount that ``directory`` is in, by the file that lists them."""
+    best = Mount("/", "", "", "", "", "")
+    for mount in mounts(listed):
+        # Of equally long ones the later: it hides what was mounted there before.
+        if directory.is_relative_to(mount.point) and len(mount.point) >= len(best.point):
+            best = mount
+    return best
+
+
+def _whole_drive(sys: Path, number: str, source: str) -> Path | None:
+    """Its folder in /sys: the drive of a partition, or the only one behind a volume."""
+    for link in (sys / "dev/block" / number, sys / "class/block" / os.path.basename(source)):
+        if number and link.exists():
+            device = link.resolve()
+            break
+    else:
+        return None
+    if (device / "partition").exists():
+        device = device.parent
+    below = list((device / "slaves").iterdir()) if (device / "slaves").is_dir() else []
+    if below:
+        return _whole_drive(sys, _text(below[0].resolve() / "dev"), "") if len(below) == 1 else None
+    return device
+
+
+def _links(device: Path) -> tuple[str | None, str | None]:
+    """What the drive's PCI Express link carries, and could."""
+    for folder in device.resolve().parents:
+        if (folder / "current_link_speed").exists():
+            found = [
+                f"{_text(folder / f'{kind}_link_speed')} x{_text(folder / f'{kind}_link_width')}"
+                for kind in ("current", "max")
+            ]
+            return found[0], found[1]
+    return None, None
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""

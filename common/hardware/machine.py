@@ -1,0 +1,249 @@
+"""What this machine has: memory, processors and GPUs, as far as this process may use them."""
+
+import math
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from common.errors import UserError
+from common.memory.cgroups import PROC_SELF, own_groups
+from common.units import format_bytes
+
+
+def memory_limit_bytes(proc_self: Path = PROC_SELF) -> int:
+    """Host memory this process may use at most: physical memory or a control group's limit, whichever is less."""
+    limits = [group.memory_limit() for group in own_groups("memory", proc_self)]
+    return min([psutil.virtual_memory().total, *(limit for limit in limits if limit is not None)])
+
+
+def memory_available_bytes(proc_self: Path = PROC_SELF) -> int:
+    """Host memory this process can still take without swapping or being killed.
+
+    Page cache that yields counts as available, in the host's account as in a control group's.
+    """
+    rooms = [psutil.virtual_memory().available]
+    for group in own_groups("memory", proc_self):
+        limit = group.memory_limit()
+        if limit is not None:
+            rooms.append(limit - group.memory_in_use())
+    return max(0, min(rooms))
+
+
+def cpu_count(proc_self: Path = PROC_SELF) -> int:
+    """Processors this process may run on: its affinity, or a control group's share of time rounded up."""
+    shares = [group.processors() for group in own_groups("cpu", proc_self)]
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([affinity, *(math.ceil(share) for share in shares if share is not None)]))
+
+
+def huge_pages_enabled(switch: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled")) -> bool:
+    """Whether private memory gets huge pages when asked to by ``madvise(MADV_HUGEPAGE)``."""
+    try:
+        return "[never]" not in switch.read_text()
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One NVIDIA GPU that CUDA programs started from here would see."""
+
+    index: int
+    """Place among the visible GPUs: in CUDA_VISIBLE_DEVICES' order, else in that of the PCI bus, as in nvidia-smi.
+
+    PyTorch may count differently ("fastest first"): take :func:`torch_index` for that."""
+    uuid: str
+    """``GPU-`` and a UUID, or ``MIG-`` and a UUID for a slice of one."""
+    name: str
+    """As the driver says it: ``NVIDIA GeForce RTX 4090``."""
+    memory_bytes: int
+    """All of its memory, used or not."""
+    pci_bus_id: str
+    """As in /sys/bus/pci/devices: ``0000:65:00.0``. Empty where the driver does not tell."""
+    numa_node: int | None
+    """Host memory node it is attached to; None where the kernel does not tell."""
+
+
+def list_gpus() -> list[Gpu]:
+    """The NVIDIA GPUs there are, less those that CUDA_VISIBLE_DEVICES hides; empty without a driver.
+
+    Asks the driver's management library, so it neither starts CUDA nor takes memory on a GPU.
+    """
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        return [_describe(index, handle) for index, handle in enumerate(_visible_handles())]
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def nvlink_peers() -> list[set[int]]:
+    """For each GPU of :func:`list_gpus`, which others it reaches over NVLink, switches included; empty without a
+    driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        handles = list(_visible_handles())
+        return [
+            {place for place, other in enumerate(handles) if other is not handle and _over_nvlink(handle, other)}
+            for handle in handles
+        ]
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _over_nvlink(handle: Any, other: Any) -> bool:
+    import pynvml
+
+    try:
+        status = pynvml.nvmlDeviceGetP2PStatus(handle, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+    except pynvml.NVMLError:  # older drivers, slices of a GPU
+        return False
+    return bool(status == pynvml.NVML_P2P_STATUS_OK)
+
+
+def _visible_handles() -> Iterator[Any]:
+    """The management library's handles, in CUDA_VISIBLE_DEVICES' order; like CUDA, stops at the first bad entry."""
+    import pynvml
+
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        yield from handles
+        return
+    for entry in (entry.strip() for entry in visible.split(",")):
+        if entry.isdigit() and int(entry) < len(handles):
+            yield handles[int(entry)]
+            continue
+        try:
+            if entry.startswith("MIG-"):
+                yield pynvml.nvmlDeviceGetHandleByUUID(entry)
+                continue
+        except pynvml.NVMLError:
+            return
+        named = [handle for handle in handles if entry and _text(pynvml.nvmlDeviceGetUUID(handle)).startswith(entry)]
+        if len(named) != 1:
+            return
+        yield named[0]
+
+
+def _describe(index: int, handle: Any) -> Gpu:
+    """What the management library knows about one GPU."""
+    import pynvml
+
+    try:
+        # The library writes the PCI domain with eight digits, the kernel with four.
+        bus_id = _text(pynvml.nvmlDeviceGetPciInfo(handle).busId).lower()[-12:]
+        node = int(Path(f"/sys/bus/pci/devices/{bus_id}/numa_node").read_text())
+    except pynvml.NVMLError:
+        bus_id, node = "", -1
+    except OSError:
+        node = -1
+    return Gpu(
+        index=index,
+        uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
+        name=_text(pynvml.nvmlDeviceGetName(handle)),
+        memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+        pci_bus_id=bus_id,
+        numa_node=node if node >= 0 else None,
+    )
+
+
+def _text(value: str | bytes) -> str:
+    """The management library's older bindings answer in bytes."""
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def pick_gpu(spec: str) -> Gpu | None:
+    """The GPU meant by ``--gpu auto|cpu|NAME|INDEX``; None stands for the CPU.
+
+    ``auto`` is the first GPU, or the CPU where there is none that PyTorch can use. One or two digits are an index; all
+    else is part of a name, in any case and with any punctuation: ``4090``, ``rtx-4090``, ``A100-80G``. A UUID will do.
+
+    Raises:
+        UserError: no such GPU. Says which there are.
+    """
+    spec = spec.strip()
+    if spec.lower() == "cpu":
+        return None
+    gpus = list_gpus()
+    if spec.lower() == "auto":
+        return gpus[0] if gpus and _torch_has_cuda() else None
+    for gpu in gpus:
+        wanted = str(gpu.index) == spec if re.fullmatch(r"\d{1,2}", spec) else _matches(spec, gpu)
+        if wanted:
+            if not _torch_has_cuda():
+                raise UserError(
+                    f"--gpu {spec} is {gpu.name}, but this PyTorch was built without CUDA. "
+                    "Install a CUDA build of it, or use --gpu cpu."
+                )
+            return gpu
+    if not gpus:
+        raise UserError(f"--gpu {spec}: no NVIDIA GPU was found on this machine. Use --gpu cpu to train on the CPU.")
+    there = ", ".join(f"{gpu.index}: {gpu.name} ({format_bytes(gpu.memory_bytes)})" for gpu in gpus)
+    raise UserError(
+        f"--gpu {spec} is none of the GPUs on this machine ({there}). "
+        "Give an index or part of a name, or use --gpu cpu."
+    )
+
+
+def _matches(spec: str, gpu: Gpu) -> bool:
+    """Whether every part of ``spec`` occurs in the GPU's name, or it begins its UUID."""
+    name = re.sub(r"[^a-z0-9]", "", gpu.name.lower())
+    parts = re.findall(r"[a-z0-9]+", spec.lower())
+    return gpu.uuid == spec or (bool(parts) and all(part in name for part in parts))
+
+
+def _torch_has_cuda() -> bool:
+    """Whether this PyTorch was built with CUDA. Does not start CUDA."""
+    import torch
+
+    return torch.backends.cuda.is_built()
+
+
+def torch_index(gpu: Gpu) -> int:
+    """PyTorch's number for ``gpu``, as in ``torch.device("cuda", number)``. Starts CUDA.
+
+    Raises:
+        UserError: PyTorch does not see that GPU.
+    """
+    import torch
+
+    seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    number = seen.get(gpu.uuid.partition("-")[2])
+    if number is None:
+        raise UserError(
+            f"PyTorch does not see {gpu.name} ({gpu.uuid}), it sees {len(seen)} other GPUs. If CUDA_VISIBLE_DEVICES "
+            "is set, name the GPU there by its UUID, or set CUDA_DEVICE_ORDER=PCI_BUS_ID so that CUDA counts as "
+            "nvidia-smi does."
+        )
+    return number
+
+
+def torch_name(gpu: Gpu | None) -> str:
+    """``"cuda:1"`` as PyTorch counts; ``"cpu"`` for None.
+
+    Raises:
+        UserError: PyTorch does not see that GPU.
+    """
+    return "cpu" if gpu is None else f"cuda:{torch_index(gpu)}"
+
+
+def describe_machine() -> str:
+    """One line: ``4 processors, 23.5 GiB of memory (22.9 GiB available), no NVIDIA GPU``."""
+    gpus = [f"{gpu.name} with {format_bytes(gpu.memory_bytes)}" for gpu in list_gpus()] or ["no NVIDIA GPU"]
+    memory = f"{format_bytes(memory_limit_bytes())} of memory ({format_bytes(memory_available_bytes())} available)"
+    return ", ".join([f"{cpu_count()} processors", memory, *gpus])

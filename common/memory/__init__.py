@@ -1,0 +1,1 @@
+"""Host memory: buffers, limits of control groups, what the heap keeps, what a run has taken."""

@@ -1,0 +1,1 @@
+"""Adapters of ``peft``: made, filled, saved and merged without holding the model."""

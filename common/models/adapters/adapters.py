@@ -1,0 +1,395 @@
+"""PEFT adapters on a model whose weights are not in memory.
+
+``peft`` itself puts them in, decides their names and draws their first values; here it does so on a model whose own
+weights are one NaN each, stretched to the right shape. So nothing large is made, the random numbers are those of
+``peft.get_peft_model`` on the real model, and a method whose first values depend on the weights shows itself by NaN.
+First values are drawn again when they are asked for (:mod:`common.models.adapters.first_values`).
+"""
+
+import json
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model, get_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from transformers import PreTrainedModel
+
+from common.errors import UserError, did_you_mean
+from common.models.adapters.first_values import FirstValues
+from common.models.checkpoint.saving import NonFiniteWeights, begin, first_nonfinite, move_into_place, save_tensors
+from common.models.checkpoint.sources import WeightSource
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""What an adapter directory consists of."""
+
+MERGED = "merged"
+"""Folder inside an adapter directory for the model with these adapters merged into it."""
+
+METHODS = (PeftType.LORA, PeftType.LOHA, PeftType.LOKR, PeftType.IA3)
+"""Methods whose adapters belong to one module each and whose layers know how to merge themselves."""
+
+ALL_LINEAR = "all-linear"
+
+#: Fields of a LoRA configuration that this project cannot honour, and why.
+_NOT_HONOURED = {
+    "modules_to_save": "makes trainable copies of whole modules",
+    "trainable_token_indices": "trains rows of the embedding",
+    "layer_replication": "uses blocks several times",
+    "eva_config": "needs activations of the whole model beforehand",
+    "corda_config": "needs activations of the whole model beforehand",
+    "lora_ga_config": "needs gradients of the whole model beforehand",
+    "megatron_config": "is for Megatron's layers",
+}
+
+
+@dataclass(frozen=True)
+class AdapterOptions:
+    """LoRA in a few words; whatever else ``peft`` offers comes from a file, see :func:`load_peft_config`."""
+
+    rank: int
+    """Of the two factors that each adapted weight gets."""
+    alpha: float | None = None
+    """The product is multiplied by ``alpha / rank``; None: twice the rank."""
+    dropout: float = 0.0
+    """Probability with which an input element of an adapter is dropped in training."""
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    """Names of the adapted modules (``q_proj``), or ``all-linear``: every linear layer but the head."""
+    rslora: bool = False
+    """Multiply by ``alpha / sqrt(rank)`` instead (Kalajdzievski, arXiv:2312.03732)."""
+    dora: bool = False
+    """Train magnitudes apart from directions (Liu et al., arXiv:2402.09353)."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise UserError(f"--lora-rank must be at least 1, not {self.rank}.")
+        if self.alpha is not None and self.alpha <= 0:
+            raise UserError(f"--lora-alpha must be positive, not {self.alpha:g}.")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"--lora-dropout must be at least 0 and less than 1, not {self.dropout:g}.")
+        if not self.targets:
+            raise UserError(f"--lora-targets needs at least one name, or {ALL_LINEAR}.")
+
+    def peft_config(self) -> LoraConfig:
+        """The same for ``peft``."""
+        whole = self.targets == (ALL_LINEAR,)
+        alpha = 2 * self.rank if self.alpha is None else self.alpha
+        return LoraConfig(
+            task_type="CAUSAL_LM",
+            r=self.rank,
+            lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,  # type: ignore[arg-type]  # any number will do
+            lora_dropout=self.dropout,
+            target_modules=ALL_LINEAR if whole else list(self.targets),
+            use_rslora=self.rslora,
+            use_dora=self.dora,
+        )
+
+
+def load_peft_config(path: str | os.PathLike[str]) -> PeftConfig:
+    """A configuration as ``peft`` writes it: ``adapter_config.json``, or the directory that holds one.
+
+    Raises:
+        UserError: there is none, ``peft`` cannot read it, or it asks for what cannot be done here.
+    """
+    file = Path(path).expanduser()
+    if file.is_dir():
+        file = file / CONFIG
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it is not a table of settings")
+        config = PeftConfig.from_peft_type(**{"peft_type": "LORA", "task_type": "CAUSAL_LM", **content})
+    except OSError as error:
+        raise UserError(f"--peft-config {path}: {file} cannot be read: {error.strerror}.") from error
+    except Exception as error:  # bad JSON, an unknown method, a field that the method does not have, bad values
+        raise UserError(f"--peft-config {file} is not a configuration that peft can read: {error}") from error
+    config.inference_mode = False
+    try:
+        check_supported(config)
+    except UserError as error:
+        raise UserError(f"--peft-config {file}: {error}") from error
+    return config
+
+
+def check_supported(config: PeftConfig) -> None:
+    """Refuse what cannot be trained here.
+
+    Raises:
+        UserError: names the method or the field.
+    """
+    known = ", ".join(method.value for method in METHODS)
+    if config.peft_type not in METHODS:
+        name = getattr(config.peft_type, "value", config.peft_type)
+        raise UserError(
+            f"peft_type {name} cannot be trained with weights that stream: there are {known} (LoRA with rsLoRA, DoRA, "
+            "rank and alpha patterns)."
+        )
+    for field, why in _NOT_HONOURED.items():
+        if getattr(config, field, None):
+            raise UserError(f"{field} in the adapter configuration {why}, which is not possible here: leave it out.")
+    start = getattr(config, "init_lora_weights", True)
+    if start not in (True, False, "gaussian", "orthogonal"):
+        raise UserError(
+            f"init_lora_weights = {start!r} changes or looks at the base weights, which are only streamed: there are "
+            "true, false, gaussian and orthogonal."
+        )
+
+
+class Adapters:
+    """Adapters that have been put into a model; ``model`` is changed in place and used from then on.
+
+    Args:
+        model: from :func:`common.models.meta.build_meta_model`, in the dtype that its weights compute in.
+        config: of the method. Whatever ``peft`` fills in by itself is filled in.
+        seed: of the first values: they are those of ``torch.manual_seed(seed); peft.get_peft_model(model, config)``.
+
+    Attributes:
+        model: the adapted model. Its weights are frozen and on the meta device, as are those of the adapters, which
+            are fp32 whatever the model computes in (``peft``'s own rule).
+        names: the adapters' parameters, in the model's order.
+        base_names: of every other parameter, its name before adapters came in, by its name now.
+        buffer_names: of every buffer, its name now, by its name before.
+
+    Raises:
+        UserError: the configuration does not fit the model, or cannot be trained here.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: PeftConfig, seed: int) -> None:
+        check_supported(config)
+        self.model, self.config = model, config
+        self._dtype = model.dtype
+        before = {id(parameter): name for name, parameter in model.named_parameters()}
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        with _stretched(model) as originals:
+            self._first = FirstValues(lambda module: isinstance(module, BaseTunerLayer), set(originals))
+            self._wrapped = self._inject(seed)
+            self._first.empty(model)
+            self.base_names = {
+                name: before[id(originals[id(parameter)])]
+                for name, parameter in model.named_parameters()
+                if id(parameter) in originals
+            }
+        now = {id(buffer): name for name, buffer in model.named_buffers()}
+        self.buffer_names = {name: now[id(buffer)] for name, buffer in buffers.items()}
+        self.names = tuple(name for name, _ in model.named_parameters() if name not in self.base_names)
+        #: Magnitudes of DoRA are norms of weights, and made when these are read.
+        self._norms = {name for name in self.names if self._first.is_unknown(model, name)}
+        unknown = next((name for name in self.names if name in self._norms and not _is_magnitude(name)), None)
+        if unknown is not None:
+            raise UserError(
+                f"{unknown} would begin with a value made from the base weights, which are only streamed: choose "
+                "another init_weights in the adapter configuration."
+            )
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Of first values that are in memory until they are forgotten: 0, unless they are drawn in an unusual way."""
+        return self._first.kept_nbytes()
+
+    @property
+    def trainable_names(self) -> tuple[str, ...]:
+        """What is trained: the adapters, and with ``bias = "all"`` or ``"lora_only"`` the model's own biases."""
+        return tuple(name for name, parameter in self.model.named_parameters() if parameter.requires_grad)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the adapted modules."""
+        return tuple(name for name, module in self.model.named_modules() if isinstance(module, BaseTunerLayer))
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The configuration as JSON, without what is as ``peft`` has it by default."""
+        usual = type(self.config)().to_dict()
+        own = {key: value for key, value in self.config.to_dict().items() if value != usual.get(key)}
+        for key in ("base_model_name_or_path", "inference_mode", "auto_mapping", "peft_version"):
+            own.pop(key, None)
+        result: dict[str, Any] = json.loads(json.dumps(own, default=sorted, sort_keys=True))
+        return result
+
+    def source(self, weights: WeightSource) -> "AdaptedSource":
+        """``weights`` (of the model as it was) with the adapters' first values, under the names of now."""
+        return AdaptedSource(self, weights)
+
+    def initial_value(self, name: str, weights: WeightSource) -> torch.Tensor:
+        """An adapter parameter's first value, in the adapter's dtype."""
+        if name not in self._norms:
+            return self._first.value(self.model, name)
+        path, _, adapter = name.removesuffix(".weight").rpartition(".lora_magnitude_vector.")
+        layer: Any = self.model.get_submodule(path)
+        ((_, weight),) = weights.read([self.base_names[f"{path}.base_layer.weight"]])
+        lora_a, lora_b = (
+            self._first.value(self.model, f"{path}.{factor}.{adapter}.weight").to(self._dtype)
+            for factor in ("lora_A", "lora_B")
+        )
+        # As peft.tuners.lora.dora.DoraLinearLayer.update_layer, in the model's dtype.
+        norm = layer.lora_magnitude_vector[adapter].get_weight_norm(
+            weight.to(self._dtype), lora_b @ lora_a, layer.scaling[adapter]
+        )
+        return norm.to(layer.lora_magnitude_vector[adapter].weight.dtype)
+
+    def forget_initial_values(self) -> None:
+        """Give their memory back, once they are elsewhere."""
+        self._first.forget()
+
+    def save(self, directory: Path, values: Mapping[str, torch.Tensor], allow_nonfinite: bool = False) -> None:
+        """Write an adapter directory, for ``PeftModel.from_pretrained`` (and for vLLM's and others' LoRA loaders).
+
+        Args:
+            directory: made if it does not exist; an adapter in it is replaced.
+            values: all that is trained, by name in the model.
+            allow_nonfinite: whether they may hold NaNs and infinities.
+
+        Raises:
+            NonFiniteWeights: they do, and may not; the directory is left as it was.
+        """
+        if not allow_nonfinite and (name := first_nonfinite(values)) is not None:
+            raise NonFiniteWeights(name)
+        prefix = "base_model.model."
+        state = get_peft_model_state_dict(
+            self._wrapped, {f"{prefix}{name}": value for name, value in values.items()}, save_embedding_layers=False
+        )
+        folder = begin(directory)
+        save_tensors(folder / WEIGHTS, state)
+        self.config.inference_mode = True
+        try:
+            self.config.save_pretrained(str(folder))
+        finally:
+            self.config.inference_mode = False
+        # An older adapter's configuration may not fit the new weights.
+        move_into_place(directory, [directory / CONFIG], last=[WEIGHTS, CONFIG])
+
+    def merge(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Weights with their adapters added, under the names of the model as it was.
+
+        Args:
+            values: parameters on the CPU, whole modules at a time (a block's, for instance): the weights and all their
+                adapters. The weights are changed in place.
+        """
+        layers = [
+            layer
+            for path, layer in self.model.named_modules()
+            if isinstance(layer, BaseTunerLayer) and any(name.startswith(f"{path}.") for name in values)
+        ]
+        meta = {name: self.model.get_parameter(name) for name in values}
+        try:
+            for name, value in values.items():
+                _set_parameter(self.model, name, nn.Parameter(value, requires_grad=False))
+            for layer in layers:
+                layer.merge()
+            return {
+                self.base_names[name]: self.model.get_parameter(name).detach()
+                for name in values
+                if name in self.base_names
+            }
+        finally:
+            for layer in layers:
+                layer.merged_adapters.clear()
+            for name, parameter in meta.items():
+                _set_parameter(self.model, name, parameter)
+
+    def changed(self, merged: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return those of the weights from :meth:`merge` that training can have changed: of adapted modules, and what
+        was trained itself."""
+        layers = self.layers
+        now = {before: name for name, before in self.base_names.items()}
+        return {
+            name: value
+            for name, value in merged.items()
+            if now[name].startswith(tuple(f"{layer}." for layer in layers))
+            or self.model.get_parameter(now[name]).requires_grad
+        }
+
+    def _inject(self, seed: int) -> PeftModel:
+        try:
+            with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that fan_in_fan_out is set where a family needs it
+                torch.default_generator.manual_seed(seed)
+                with self._first:
+                    return get_peft_model(self.model, self.config)
+        except (ValueError, KeyError, TypeError, RuntimeError, NotImplementedError) as error:
+            raise UserError(f"peft cannot adapt this {type(self.model).__name__}: {error}{self._near()}") from error
+
+    def _near(self) -> str:
+        targets = getattr(self.config, "target_modules", None)
+        if not targets or isinstance(targets, str):
+            return ""
+        linear = {
+            name.rpartition(".")[2]
+            for name, module in self.model.named_modules()
+            if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+        }
+        unknown = sorted(set(targets) - linear)
+        hint = did_you_mean(unknown[0], linear) if unknown else ""
+        return f"{hint} Its linear layers are called {', '.join(sorted(linear))}: name them with --lora-targets."
+
+
+class AdaptedSource:
+    """A :class:`WeightSource` for an adapted model."""
+
+    def __init__(self, adapters: Adapters, weights: WeightSource) -> None:
+        self._adapters, self._weights = adapters, weights
+
+    def check(self) -> None:
+        """See :meth:`WeightSource.check`."""
+        self._weights.check()
+
+    def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """See :meth:`WeightSource.read`."""
+        base = self._adapters.base_names
+        now = {base[name]: name for name in names if name in base}
+        for before, value in self._weights.read([base[name] for name in names if name in base]):
+            yield now[before], value
+        for name in names:
+            if name not in base:
+                yield name, self._adapters.initial_value(name, self._weights)
+
+    def read_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See :meth:`WeightSource.read_buffers`. Read these before adapters change the modules' names."""
+        return self._weights.read_buffers()
+
+    def read_compressed(self, name: str) -> Iterator[Mapping[str, torch.Tensor]]:
+        """See :meth:`WeightSource.read_compressed`."""
+        return self._weights.read_compressed(self._adapters.base_names[name])
+
+
+@contextmanager
+def _stretched(model: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
+    """Replace meta parameters by NaN on the CPU, one number each, and put them back.
+
+    Gives the meta parameter of each replacement, by the replacement's identity. Whether it trains is taken over.
+    """
+    replaced: dict[int, nn.Parameter] = {}
+    originals: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in replaced:
+                value = torch.full((), torch.nan, dtype=parameter.dtype).expand(parameter.shape)
+                replaced[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                originals[id(replaced[id(parameter)])] = parameter
+            module._parameters[name] = replaced[id(parameter)]
+    try:
+        yield originals
+    finally:
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                original = None if parameter is None else originals.get(id(parameter))
+                if original is not None and parameter is not None:
+                    original.requires_grad_(parameter.requires_grad)
+                    module._parameters[name] = original
+
+
+def _is_magnitude(name: str) -> bool:
+    return ".lora_magnitude_vector." in name
+
+
+def _set_parameter(model: nn.Module, name: str, value: nn.Parameter) -> None:
+    path, _, attribute = name.rpartition(".")
+    model.get_submodule(path)._parameters[attribute] = value

@@ -1,0 +1,1 @@
+"""Attention: its memory, and documents that share a row without seeing each other."""

@@ -1,0 +1,372 @@
+"""Keeping the documents of packed rows apart, in the way that holds for a family: found by experiment, not by its name.
+
+Two things mix the tokens of a row. *Attention* that goes through transformers' interface is cut at documents there
+(:mod:`common.models.attention.documents`); where a family has its own, it may look at position ids that restart and
+make a mask. *Other modules* (recurrent layers, short convolutions, attention of a family's own that heeds no positions)
+are called once for each document, with that document's part of every argument.
+
+Which of them a family needs is tried out on a small model of it: each document must get the logits that it gets alone,
+and other tokens in one document must not move the logits of the others. A family for which no way holds is not packed.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from common.data.isolation import Documents, documents_apart, documents_at_work
+from common.models.attention.documents import BY_DOCUMENT
+from common.models.structure import find_blocks
+
+#: Documents of five rows, longer than the windows of a small model. Neither the number of rows nor their length is any
+#: other size in it, such as its number of heads: what goes by them is told by its shape.
+_LENGTHS = ((9, 17, 11), (16, 10, 11), (20, 17), (8, 8, 21), (11, 26))
+#: A difference counts as rounding up to this part of what a document does to the next one if nothing keeps them apart.
+_ROUNDING = 1e-3
+#: An experiment says something if documents that are not kept apart move each other's logits by this part of them.
+_VISIBLE = 1e-3
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """A way to keep documents apart."""
+
+    attention_by_document: bool
+    """Whether attention is cut at documents where transformers' interface calls it; if not, the family's own handling
+    of position ids does what is done."""
+    modules: tuple[str, ...] = ()
+    """Classes of the modules that are called once for each document."""
+
+    @property
+    def makes_masks(self) -> bool:
+        """Whether the family makes a mask of ``[S, S]`` for each row."""
+        return not self.attention_by_document
+
+
+class Separator:
+    """Keeps documents apart in one model.
+
+    Args:
+        model: of the family that ``isolation`` was found for; on any device. Its modules are wrapped, which changes
+            nothing where no documents are at work.
+        isolation: the way.
+    """
+
+    def __init__(self, model: nn.Module, isolation: Isolation):
+        found = [config for config in _configs(model) if config._attn_implementation == "sdpa"]
+        self._configs = found if isolation.attention_by_document else []
+        self._wrapped = [module for module in model.modules() if _is_one_of(module, isolation.modules)]
+        for module in self._wrapped:
+            module.forward = _once_for_each(module.forward)  # type: ignore[method-assign]
+
+    @contextmanager
+    def apart(self, documents: Documents | None) -> Iterator[None]:
+        """Keep ``documents`` apart in whatever the model computes while the context is open; None: there are none."""
+        if documents is None:
+            yield
+            return
+        try:
+            for config in self._configs:
+                config._attn_implementation = BY_DOCUMENT
+            with documents_apart(documents):
+                yield
+        finally:
+            for config in self._configs:
+                config._attn_implementation = "sdpa"
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        for module in self._wrapped:
+            del module.forward
+        self._wrapped = []
+
+
+def takes_positions(model: nn.Module) -> bool:
+    """Return whether the model is told the tokens' positions: not where they follow from the order alone."""
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def _configs(model: nn.Module) -> list[PreTrainedConfig]:
+    found = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            found[id(config)] = config
+    return list(found.values())
+
+
+# -- modules that are called once for each document -------------------------------------------------------------------
+
+
+def _is_one_of(module: nn.Module, classes: tuple[str, ...]) -> bool:
+    return any(_name(kind) in classes for kind in type(module).__mro__)  # FSDP2 makes subclasses of its own
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _once_for_each(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        documents = documents_at_work()
+        if documents is None:
+            return forward(*args, **kwargs)
+        results = []
+        for row, start, end in documents.spans():
+            part = _Part(documents, row, start, end)
+            results.append(forward(*tree_map(part.of, args), **tree_map(part.of, kwargs)))
+        return _joined(documents, results)
+
+    return run
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One document's part of a module's arguments."""
+
+    documents: Documents
+    row: int
+    start: int
+    end: int
+
+    def of(self, value: Any) -> Any:
+        """``value`` for this document, by its shape: rows come first, then tokens; of four dimensions the last two may
+        be tokens."""
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            return value
+        rows, length, tokens = self.documents.rows, self.documents.length, slice(self.start, self.end)
+        first = value.shape[0]
+        if first == length and value.dim() < 3:
+            return value[tokens]
+        if first != 1:
+            each, rest = divmod(first, rows)  # one of each row, or one of each of its heads
+            if rest:
+                raise NotImplementedError(f"An argument of shape {list(value.shape)}, in which no rows are.")
+            value = value[self.row * each : (self.row + 1) * each]
+        if value.dim() >= 4 and value.shape[-1] == value.shape[-2] == length:
+            return value[..., tokens, tokens]
+        for axis in range(1, value.dim()):
+            if value.shape[axis] == length:
+                return value[(slice(None),) * axis + (tokens,)]
+        return value
+
+
+def _joined(documents: Documents, results: list[Any]) -> Any:
+    """The results of all documents as one: states ``[1, tokens, H]`` become ``[B, S, H]``, all else becomes None."""
+    lengths = [end - start for _, start, end in documents.spans()]
+    structure = tree_flatten(results[0])[1]
+    joined: list[Any] = []
+    for leaves in zip(*(tree_leaves(result) for result in results), strict=True):
+        if all(_is_hidden(leaf, (1, length)) for leaf, length in zip(leaves, lengths, strict=True)):
+            whole = torch.cat(leaves, 1)  # documents come row by row
+            joined.append(whole.view(documents.rows, documents.length, -1))
+        else:
+            joined.append(None)
+    return structure.unflatten(joined)
+
+
+def _mixing(model: PreTrainedModel, batch: "_Experiment") -> set[str]:
+    """Classes of the modules in the blocks, as few and as far outside as can be, in which documents see each other."""
+    _, blocks = find_blocks(model)
+    with _calls(blocks.modules()) as calls:
+        batch.packed(batch.ids)
+    found: set[str] = set()
+    for block in blocks:
+        inside = _leaking(block.children(), calls, batch)
+        if not inside and block in calls and batch.mixes(block, *calls[block]):
+            inside = {block}
+        found |= {_name(type(module)) for module in inside}
+    return found
+
+
+@contextmanager
+def _calls(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, tuple[Any, Any]]]:
+    """Note what each of ``modules`` is first called with while the context is open."""
+    calls: dict[nn.Module, tuple[Any, Any]] = {}
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        calls.setdefault(module, (args, kwargs))
+
+    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in modules]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _leaking(modules: Iterable[nn.Module], calls: Mapping[nn.Module, Any], batch: "_Experiment") -> set[nn.Module]:
+    found = set()
+    for module in modules:
+        if module not in calls:  # a mere collection
+            found |= _leaking(module.children(), calls, batch)
+        elif batch.mixes(module, *calls[module]):
+            found.add(module)
+    return found
+
+
+# -- the experiment ----------------------------------------------------------------------------------------------------
+
+
+class _Experiment:
+    """Packed rows of random tokens, and what a model makes of them."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+        device = next(model.parameters()).device
+        self.positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in _LENGTHS])
+        documents = Documents.of(self.positions)
+        assert documents is not None
+        self.documents = documents
+        self.positions = self.positions.to(device)
+        #: Which tokens are not those of the first document of their row, bool ``[B, S]``.
+        self.later = (torch.arange(documents.length) >= torch.tensor([[row[0]] for row in _LENGTHS])).to(device)
+        vocabulary, generator = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(7)
+        self.ids, other = (
+            torch.randint(min(5, vocabulary // 2), vocabulary, self.positions.shape, generator=generator).to(device)
+            for _ in range(2)
+        )
+        #: The same tokens but for those of the first documents.
+        self.changed = torch.where(self.later, self.ids, other)
+        self._separator = Separator(model, Isolation(False))
+
+    @contextmanager
+    def separated(self, isolation: Isolation) -> Iterator[None]:
+        """Let :meth:`packed` keep documents apart in this way while the context is open."""
+        before, self._separator = self._separator, Separator(self.model, isolation)
+        try:
+            yield
+        finally:
+            self._separator.remove()
+            self._separator = before
+
+    def packed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits of all documents together, kept apart."""
+        positions = {"position_ids": self.positions} if takes_positions(self.model) else {}
+        with self._separator.apart(self.documents):
+            return self.model(input_ids=ids, **positions, use_cache=False).logits
+
+    def as_one(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits of rows that are one document each."""
+        return self.model(input_ids=ids, use_cache=False).logits
+
+    def alone(self) -> torch.Tensor:
+        """Logits of each document alone, put together."""
+        parts = [self.as_one(self.ids[row : row + 1, start:end]) for row, start, end in self.documents.spans()]
+        return torch.cat(parts, 1).view(*self.ids.shape, -1)
+
+    def moved(self, one: torch.Tensor, two: torch.Tensor) -> float:
+        """The largest difference between two results ``[B, S, ..]``, outside the first documents."""
+        return float((one - two)[self.later].abs().max())
+
+    def mixes(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
+        """Whether other hidden states in the first documents change what ``module`` gives for the others."""
+        leaves, spec = tree_flatten((args, kwargs))
+        shape = self.ids.shape
+        hidden = next((leaf for leaf in leaves if _is_hidden(leaf, shape)), None)
+        if hidden is None:
+            return False
+        noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(9)).to(hidden)
+        results = []
+        for value in (hidden, torch.where(self.later[..., None], hidden, noise)):
+            again, named = spec.unflatten([value if leaf is hidden else leaf for leaf in leaves])
+            with self._separator.apart(self.documents):
+                found = tree_leaves(module(*again, **named))
+            results.append([leaf for leaf in found if _is_hidden(leaf, shape)])
+        return any(self.moved(one, two) > 1e-4 * float(one.abs().max()) for one, two in zip(*results, strict=True))
+
+
+def _is_hidden(value: Any, shape: tuple[int, ...]) -> bool:
+    """Whether these are states of tokens, ``[B, S, H]``, where ``shape`` is ``[B, S]``."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dim() == 3
+        and value.shape[:2] == shape
+        and value.is_floating_point()
+    )  # fmt: skip
+
+
+def documents_are_isolated(model: PreTrainedModel, how: Isolation) -> bool:
+    """Try out whether ``how`` keeps the documents of packed rows apart: each gets the logits that it gets alone.
+
+    Args:
+        model: a small model of the family, with values (see :mod:`common.models.miniature`).
+        how: the way.
+    """
+    with _at_rest(model):
+        return _holds(_Experiment(model), how)
+
+
+def find_isolation(model: PreTrainedModel) -> Isolation | None:
+    """Find the best way to keep documents apart.
+
+    Args:
+        model: a small model of the family, with values.
+
+    Returns:
+        None: none holds.
+    """
+    interface = any(config._attn_implementation == "sdpa" for config in _configs(model))
+    with _at_rest(model):
+        for by_document in (True, False) if interface else (False,):
+            with suppress(Exception):  # whatever a family's own code does with what it does not expect
+                batch = _Experiment(model)
+                with batch.separated(Isolation(by_document)):
+                    modules = _mixing(model, batch)
+                how = Isolation(by_document, tuple(sorted(modules)))
+                if _holds(batch, how):
+                    return how
+    return None
+
+
+@contextmanager
+def _at_rest(model: nn.Module) -> Iterator[None]:
+    """Without dropout and gradients."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+def _holds(batch: _Experiment, how: Isolation) -> bool:
+    mixed = batch.as_one(batch.ids)
+    seen = batch.moved(mixed, batch.as_one(batch.changed))
+    if not seen > _VISIBLE * float(mixed.abs().max()):
+        return False  # nothing could be told apart
+    with batch.separated(how):
+        packed, changed = (batch.packed(ids) for ids in (batch.ids, batch.changed))
+    away = float((packed - batch.alone()).abs().max())
+    return max(away, batch.moved(packed, changed)) <= _ROUNDING * seen and _told_alike(batch, how)
+
+
+def _told_alike(batch: _Experiment, how: Isolation) -> bool:
+    """Whether the modules that are called once for each document are told what they are told of a document alone.
+
+    Biases that go by the place in the row (ALiBi) are not: up to a constant, which does not matter but to rounding, and
+    in bf16 that loses the differences between neighbours far from the row's beginning.
+    """
+    modules = [module for module in batch.model.modules() if _is_one_of(module, how.modules)]
+    row, start, end = list(batch.documents.spans())[2]
+    part = _Part(batch.documents, row, start, end)
+    with batch.separated(how), _calls(modules) as together:
+        batch.packed(batch.ids)
+    with _calls(modules) as alone:
+        batch.as_one(batch.ids[row : row + 1, start:end])
+    return all(
+        torch.allclose(here.expand_as(there), there, rtol=1e-3, atol=1e-3)
+        for module in modules
+        if module in together
+        for here, there in zip(
+            tree_leaves(tree_map(part.of, together[module])), tree_leaves(alone[module]), strict=True
+        )
+        if isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor) and here.is_floating_point()
+    )

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: reading, converting, decompressing and writing weights."""

@@ -1,0 +1,70 @@
+"""Methods with a scale for each block of a weight: FP8 and MXFP4, as DeepSeek-V3 and gpt-oss are written."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from common.errors import FinetuneError
+from common.models.checkpoint.compressed.found import FLOAT_CODES, Found, checked, component, even_blocks
+from common.models.checkpoint.compressed.tensors import CompressedTensor, ordered
+from common.models.checkpoint.shards import Shards, Stored
+
+
+class Fp8:
+    """FP8 in blocks, as DeepSeek-V3 has it (``weight_scale_inv``); one scale for all where there are no blocks."""
+
+    name = "fp8"
+    _beside = ("activation_scale", "input_scale", "qscale_act")
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._block = settings.get("weight_block_size")
+
+    def find(self, shards: Shards) -> Iterator[tuple[str, Found]]:
+        """See :meth:`Method.find`."""
+        for name, stored in shards.tensors.items():
+            if (stored.dtype not in FLOAT_CODES and stored.dtype != torch.int8) or len(stored.shape) < 2:
+                continue
+            module, _, last = name.rpartition(".")
+            prefix = f"{module}." if module else ""
+            candidates = [f"{name}_scale_inv", *(f"{prefix}{one}" for one in ("scale", "qscale_weight"))]
+            scale = next((one for one in candidates if one in shards.tensors), None)
+            if scale is None or (last != "weight" and scale != candidates[0]):
+                continue
+            beside = tuple(f"{prefix}{one}" for one in self._beside if f"{prefix}{one}" in shards.tensors)
+            tensor = self._tensor(name, stored, shards.tensors[scale])
+            yield name, checked(Found(tensor, {"codes": name, "scale": scale}, beside), name, shards)
+
+    def _tensor(self, name: str, stored: Stored, scale: Stored) -> CompressedTensor:
+        codes = FLOAT_CODES.get(stored.dtype, "e2m1")  # two to a byte, which is what int8 means here
+        shape = (*stored.shape[:-1], stored.shape[-1] * (2 if codes == "e2m1" else 1))
+        components = {"codes": component("codes", stored), "scale": component("scale", scale)}
+        rows, columns = shape[-2:]
+        grid = scale.shape[-2:] if len(scale.shape) >= 2 else (1, 1)
+        block = self._block
+        if not block or grid != (-(-rows // block[0]), -(-columns // block[1])):
+            # Experts of some checkpoints have blocks of their own: the grid of scales tells, as in transformers.
+            block = even_blocks(name, rows, columns, grid)
+        return CompressedTensor(codes, shape, (int(block[0]), int(block[1])), torch.float32, ordered(components))
+
+
+class Mxfp4:
+    """MXFP4 as gpt-oss has it: ``*_blocks`` of 32 numbers in 16 bytes, ``*_scales`` with their exponents."""
+
+    name = "mxfp4"
+
+    def find(self, shards: Shards) -> Iterator[tuple[str, Found]]:
+        """See :meth:`Method.find`."""
+        for name, blocks in shards.tensors.items():
+            base = name.removesuffix("_blocks")
+            scales = shards.tensors.get(f"{base}_scales")
+            if base == name or scales is None:
+                continue
+            if len(blocks.shape) < 3:
+                raise FinetuneError(f"{blocks.file}: {name} of shape {list(blocks.shape)} are no blocks of MXFP4.")
+            *leading, count, width = blocks.shape
+            components = {"codes": component("codes", blocks), "scale": component("scale", scales)}
+            tensor = CompressedTensor(
+                "e2m1", (*leading, count * width * 2), (1, width * 2), torch.bfloat16, ordered(components), True
+            )
+            yield base, checked(Found(tensor, {"codes": name, "scale": f"{base}_scales"}), base, shards)

@@ -1,0 +1,56 @@
+"""The files of a compressed checkpoint as if they held plain tensors."""
+
+from pathlib import Path
+
+import torch
+
+from common.models.checkpoint.compressed.found import Found, Method
+from common.models.checkpoint.compressed.methods import method_of
+from common.models.checkpoint.shards import Shards, Stored
+
+
+class CompressedShards(Shards):
+    """A checkpoint's safetensors files, some of whose tensors are compressed.
+
+    Args:
+        directory: with ``config.json``; see :class:`Shards` for the rest.
+
+    Attributes:
+        method: how it is compressed; None if it is not, and all tensors are as they are in the files.
+        compressed: the compressed tensors among ``tensors``, whose shape and dtype there are those of their numbers.
+
+    Raises:
+        UserError, FinetuneError: as :class:`Shards`, and where what is compressed cannot be read.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.method: Method | None = method_of(directory)
+        self.compressed: dict[str, Found] = {}
+        if self.method is None:
+            return
+        self.compressed = dict(self.method.find(self))
+        hidden = {name for found in self.compressed.values() for name in (*found.names.values(), *found.beside)}
+        self.tensors = {name: stored for name, stored in self.files.items() if name not in hidden}
+        for name, found in self.compressed.items():
+            codes = self.files[found.names["codes"]]
+            self.tensors[name] = Stored(codes.file, found.tensor.dtype, found.tensor.model_shape, codes.name)
+
+    def read(self, name: str) -> torch.Tensor:
+        """See :meth:`Shards.read`; of a compressed tensor, its numbers."""
+        found = self.compressed.get(name)
+        if found is None:
+            return super().read(name)
+        tensor = found.tensor
+        whole = torch.empty(tensor.model_shape, dtype=tensor.dtype)
+        tensor.decode(self.components(name), whole.transpose(-1, -2) if tensor.transposed else whole)
+        return whole
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """See :meth:`Shards.read_rows`. Of a compressed tensor all is read."""
+        return self.read(name)[start:stop] if name in self.compressed else super().read_rows(name, start, stop)
+
+    def components(self, name: str) -> dict[str, torch.Tensor]:
+        """The components of a compressed tensor as they are in the files, by their roles."""
+        read = super().read  # which knows nothing of what is compressed
+        return {role: read(one) for role, one in self.compressed[name].names.items()}

@@ -1,0 +1,218 @@
+"""A tensor in codes of a few bits and a scale for each block of them, and back into numbers.
+
+One rule covers all formats: a number is (code - zero point) x (scale / global scale), computed in fp32 and rounded to
+:attr:`CompressedTensor.dtype`. That is, bit for bit, what the formats' own libraries make of it:
+
+* FP8 by blocks: ``inference/kernel.py`` of DeepSeek-V3, and ``Fp8Dequantize`` of transformers;
+* MXFP4: OCP Microscaling Formats 1.0, and ``convert_moe_packed_tensors`` of transformers. Products with a power of two
+  are exact, in bf16 as well;
+* INT4, INT8, FP8 and NVFP4 of compressed-tensors: ``BaseCompressor.decompress``, which computes in the scales' dtype.
+  Codes have so few bits that their products with bf16 scales are exact in fp32.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from common.models.checkpoint.shards import DTYPES
+
+CHUNK_ELEMENTS = 1 << 20
+"""What is brought back at once: temporary memory is below 20 bytes for each of these."""
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The positive numbers of four bits with two of exponent and one of mantissa; the highest bit is the sign."""
+
+_ROLES = ("codes", "scale", "zero_point", "global_scale")
+
+
+def _nibble_table(numbers: list[float]) -> torch.Tensor:
+    """The two numbers of a byte, the one in its low half first."""
+    return torch.tensor([[numbers[byte & 15], numbers[byte >> 4]] for byte in range(256)])
+
+
+def _float_table(dtype: torch.dtype) -> torch.Tensor:
+    return torch.arange(256, dtype=torch.uint8).view(dtype).float().unsqueeze(1)
+
+
+#: By the codes' name, the fp32 numbers in a byte, ``[256, numbers]``.
+TABLES = {
+    "e4m3": _float_table(torch.float8_e4m3fn),
+    "e5m2": _float_table(torch.float8_e5m2),
+    "int8": _float_table(torch.int8),
+    "offset int8": torch.arange(-128.0, 128.0).unsqueeze(1),
+    "offset int4": _nibble_table([float(code - 8) for code in range(16)]),
+    "e2m1": _nibble_table([*E2M1, *(-number for number in E2M1)]),
+}
+
+
+@dataclass(frozen=True)
+class Component:
+    """One of the tensors in a file that together are a compressed one."""
+
+    role: str
+    """``codes``, ``scale``, ``zero_point`` or ``global_scale``."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class CompressedTensor:
+    """How a tensor is written."""
+
+    codes: str
+    """A key of :data:`TABLES`."""
+    shape: tuple[int, ...]
+    """Of the numbers, ``[..., rows, columns]``; codes of a row lie side by side."""
+    block: tuple[int, int]
+    """Rows and columns that share a scale; blocks at the edges may be smaller."""
+    dtype: torch.dtype
+    """Of the numbers."""
+    components: tuple[Component, ...]
+    """In the order of their roles."""
+    transposed: bool = False
+    """Whether the model has its last two dimensions the other way round."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def model_shape(self) -> tuple[int, ...]:
+        """As the model has it."""
+        return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
+
+    def problem(self) -> str | None:
+        """Say what does not fit together, in words; None: all does."""
+        *leading, rows, columns = self.shape
+        grid = (-(-rows // self.block[0]), -(-columns // self.block[1]))
+        per_byte = TABLES[self.codes].shape[1]
+        for one in self.components:
+            if one.role == "codes":
+                least = -(-columns // per_byte)  # rows may be padded to whole words of four bytes
+                found, odd = divmod(one.nbytes, max(1, math.prod(leading) * rows))
+                fits = not odd and least <= found < least + 4
+            elif one.role == "global_scale":
+                fits = math.prod(one.shape) == 1
+            elif one.role == "zero_point" and one.dtype == torch.int32:  # packed along the rows
+                fits = one.shape[-2:] == (-(-grid[0] // (4 * per_byte)), grid[1])
+            else:
+                fits = math.prod(one.shape) == math.prod(leading) * math.prod(grid)
+            if not fits:
+                return (
+                    f"its {one.role} of shape {list(one.shape)} are not for {list(self.shape)} in blocks of "
+                    f"{self.block[0]} x {self.block[1]}"
+                )
+        return None
+
+    def decode(self, components: Mapping[str, torch.Tensor], out: torch.Tensor) -> None:
+        """Write the numbers to ``out`` ``[..., rows, columns]``, of any floating-point dtype and any strides.
+
+        Args:
+            components: by their roles, on the device of ``out``.
+
+        Memory: 20 bytes for each of :data:`CHUNK_ELEMENTS` elements.
+        """
+        *leading, rows, columns = self.shape
+        count, grid_columns = math.prod(leading), -(-columns // self.block[1])
+        table = _words(self.codes, out.device)
+        codes = components["codes"].reshape(count, rows, -1).view(torch.uint8)
+        scales = components["scale"].reshape(count, -1, grid_columns)
+        zeros = self._zero_points(components, count, grid_columns)
+        divisor = components["global_scale"].float().reshape(()) if "global_scale" in components else None
+        step = max(1, CHUNK_ELEMENTS // columns)
+        for index, target in enumerate(_matrices(out)):
+            for start in range(0, rows, step):
+                stop = min(rows, start + step)
+                blocks = torch.arange(start, stop, device=out.device) // self.block[0]
+                numbers = _looked_up(table, codes[index, start:stop], columns)
+                if zeros is not None:
+                    self._per_block(numbers, zeros[index].index_select(0, blocks), torch.Tensor.sub_)
+                scale = _as_fp32(scales[index].index_select(0, blocks))
+                if divisor is not None:
+                    scale = scale / divisor
+                self._per_block(numbers, scale, torch.Tensor.mul_)
+                target[start:stop].copy_(numbers.to(self.dtype))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "codes": self.codes, "shape": list(self.shape), "block": list(self.block), "dtype": _name(self.dtype),
+            "components": [[one.role, _name(one.dtype), list(one.shape)] for one in self.components],
+            "transposed": self.transposed,
+        }  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> "CompressedTensor":
+        components = tuple(
+            Component(role, getattr(torch, dtype), tuple(shape)) for role, dtype, shape in content["components"]
+        )
+        return cls(
+            content["codes"], tuple(content["shape"]), tuple(content["block"]), getattr(torch, content["dtype"]),
+            components, content["transposed"],
+        )  # fmt: skip
+
+    def _zero_points(self, components: Mapping[str, torch.Tensor], count: int, columns: int) -> torch.Tensor | None:
+        """fp32 ``[count, rows of blocks, columns of blocks]``."""
+        packed = components.get("zero_point")
+        if packed is None:
+            return None
+        if packed.dtype != torch.int32:
+            return packed.float().reshape(count, -1, columns)
+        rows = -(-self.shape[-2] // self.block[0])
+        words = packed.reshape(count, -1, columns).transpose(1, 2).contiguous().view(torch.uint8)
+        table = _words(self.codes, packed.device)
+        return torch.stack([_looked_up(table, matrix, rows) for matrix in words]).transpose(1, 2)
+
+    def _per_block(self, numbers: torch.Tensor, values: torch.Tensor, operation: Any) -> None:
+        """Apply an operation in place, of ``numbers`` ``[n, columns]`` and ``values`` ``[n, columns of blocks]``."""
+        width, columns = self.block[1], self.shape[-1]
+        if columns % width == 0:
+            operation(numbers.unflatten(-1, (-1, width)), values.unsqueeze(-1))
+        else:
+            operation(numbers, values.repeat_interleave(width, dim=-1)[:, :columns])
+
+
+def ordered(components: Mapping[str, Component]) -> tuple[Component, ...]:
+    """In the order of their roles."""
+    return tuple(components[role] for role in _ROLES if role in components)
+
+
+def _matrices(out: torch.Tensor) -> Iterator[torch.Tensor]:
+    if out.dim() == 2:
+        yield out
+    else:
+        for part in out.unbind(0):
+            yield from _matrices(part)
+
+
+@cache
+def _words(codes: str, device: torch.device) -> torch.Tensor:
+    """The numbers of each byte as one integer, which is looked up faster than several numbers."""
+    table = TABLES[codes].to(device)
+    return table.view(torch.int32 if table.shape[1] == 1 else torch.int64).flatten()
+
+
+def _looked_up(table: torch.Tensor, codes: torch.Tensor, columns: int) -> torch.Tensor:
+    """fp32 ``[n, columns]`` of ``uint8 [n, bytes]``."""
+    found = table.index_select(0, codes.flatten().int()).view(torch.float32)
+    return found.view(codes.shape[0], -1)[:, :columns]
+
+
+def _as_fp32(scales: torch.Tensor) -> torch.Tensor:
+    if scales.dtype == torch.uint8:  # an exponent, as in OCP's E8M0
+        return (scales.float() - 127.0).exp2()
+    return scales.float()
+
+
+def _name(dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    assert dtype in DTYPES.values(), dtype
+    return name

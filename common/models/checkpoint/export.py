@@ -1,0 +1,224 @@
+"""Weights going back into a Hugging Face checkpoint directory, a few at a time."""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from common.errors import FinetuneError
+from common.models.checkpoint.conversion import to_disk
+from common.models.checkpoint.saving import (
+    NonFiniteWeights,
+    begin,
+    discard,
+    first_nonfinite,
+    move_into_place,
+    save_tensors,
+)
+from common.models.checkpoint.shards import INDEX, SINGLE
+from common.models.checkpoint.sources import CheckpointSource
+from common.models.structure import fp32_parameters, stored_names
+
+_TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
+    "spiece.model", "sentencepiece*.model", "*.tiktoken", "chat_template*", "additional_chat_templates",
+    "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
+
+
+class CheckpointWriter:
+    """Writes what ``model.save_pretrained`` would, without ever holding the model.
+
+    Nothing that looks like a checkpoint appears in ``directory`` before :meth:`finish`: files are written into a hidden
+    folder inside it, and the one without which transformers loads nothing (the index) is moved into place last.
+
+    Args:
+        directory: made if it does not exist. A checkpoint in it is replaced, by :meth:`finish`.
+        model: from :func:`common.models.meta.build_meta_model`; its persistent buffers are written as they are.
+        config: as it was loaded (``model.config`` has been changed for training).
+        dtype: of the weights on disk. Parameters that the family insists on keeping in fp32 are written in fp32.
+        shard_bytes: a shard is written when the next tensor would make it larger. Memory: this, and what is added at
+            once.
+        source: the checkpoint that training began with, if there was one. Every tensor in it that no added parameter
+            takes the place of goes into the new one as it is, whether the model has a use for it or not; and what is
+            added gets the names that it has there.
+        allow_nonfinite: whether tensors may hold NaNs and infinities. If not, nothing is written from the first such
+            tensor on, and :meth:`finish` refuses: until then all ranks may have to read on together.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        model: PreTrainedModel,
+        config: PreTrainedConfig,
+        dtype: torch.dtype,
+        shard_bytes: int,
+        allow_nonfinite: bool = False,
+        source: CheckpointSource | None = None,
+    ) -> None:
+        self.directory = directory
+        self.model = model
+        self.config = copy.deepcopy(config)
+        self.dtype = dtype
+        self.shard_bytes = shard_bytes
+        self._stored_name = stored_names(model)
+        self._fp32 = {self._stored_name[name] for name in fp32_parameters(model)}
+        self._shapes = {self._stored_name[name]: parameter.shape for name, parameter in model.named_parameters()}
+        self._parameters = sum(parameter.numel() for parameter in model.parameters())
+        self._allows_nonfinite = allow_nonfinite
+        self._nonfinite: str | None = None
+        self._source = source
+        #: Names on disk, by those that ``save_pretrained`` would give.
+        self._names: dict[str, list[str]] = {}
+        if source is not None:
+            meta: dict[str, torch.Tensor] = {
+                self._stored_name[name]: parameter for name, parameter in model.named_parameters()
+            }
+            self._names = source.stored_names(to_disk(model, meta))
+        self._written: set[str] = set()
+        self._shard: dict[str, torch.Tensor] = {}
+        self._shard_size = 0
+        self._shard_of: dict[str, int] = {}
+        self._shards = 0
+        self._total_size = 0
+        self._folder = begin(directory)
+
+    def add(self, named: dict[str, torch.Tensor]) -> None:
+        """Take some parameters, for instance a block's; they are copied.
+
+        Args:
+            named: by name in the model. What a checkpoint on the hub stores as one tensor has to come in one call.
+
+        Raises:
+            FinetuneError: a name or a shape is not the model's.
+        """
+        copies = {}
+        for name, value in named.items():
+            stored = self._stored_name.get(name)
+            if stored is None or self._shapes[stored] != value.shape:
+                raise FinetuneError(f"Cannot export {name} of shape {list(value.shape)}: the model has none such.")
+            if stored not in self._written:  # a tied parameter may come under several of its names
+                dtype = torch.float32 if stored in self._fp32 else self.dtype
+                copies[stored] = value.detach().to("cpu", dtype, copy=True)
+                self._written.add(stored)
+        self._append(copies)
+
+    def finish(self) -> None:
+        """Write what is left, the index and the configurations, and move all into place.
+
+        Raises:
+            NonFiniteWeights: a tensor holds a NaN or an infinity; the directory is left as it was.
+            FinetuneError: parameters are missing, or the source cannot be read any more; the directory is left as it
+                was.
+        """
+        source = self._source
+        missing = sorted(self._shapes.keys() - self._written)
+        if source is not None:
+            missing = [name for name in missing if not source.made_from(name)]
+        if missing:
+            raise FinetuneError(f"Export incomplete: {len(missing)} parameters never came, {missing[0]} among them.")
+        ignored = set(self.model._keys_to_ignore_on_save or ())
+        buffers = self.model.state_dict().keys() - self._stored_name.keys() - ignored
+        if source is not None:
+            buffers = {name for name in buffers if not source.made_from(name)}
+        self._append({name: self.model.get_buffer(name).clone() for name in sorted(buffers)})
+        if self._nonfinite is not None:
+            raise NonFiniteWeights(self._nonfinite)
+        if source is not None:
+            self._copy_untouched(source)
+        self._flush()
+        self._write_configs()
+        self._move_into_place(self._name_shards())
+
+    def discard(self) -> None:
+        """Remove what an unfinished export has left, this one or an earlier one."""
+        discard(self.directory)
+
+    def _append(self, named: dict[str, torch.Tensor]) -> None:
+        """Put tensors, by name in the model, under their names on disk."""
+        if self._nonfinite is None and not self._allows_nonfinite:
+            self._nonfinite = first_nonfinite(named)
+            if self._nonfinite is not None:
+                self._shard = {}
+                self.discard()
+        if self._nonfinite is not None:
+            return
+        for name, value in to_disk(self.model, named).items():
+            first, *others = self._names.get(name) or [name]
+            self._put(first, value.contiguous())
+            for other in others:  # a tied parameter: tensors in a file share no memory
+                self._put(other, value.clone())
+
+    def _put(self, name: str, value: torch.Tensor) -> None:
+        if self._shard and self._shard_size + value.nbytes > self.shard_bytes:
+            self._flush()
+        self._shard[name] = value
+        self._shard_size += value.nbytes
+
+    def _copy_untouched(self, source: CheckpointSource) -> None:
+        """Write every tensor of the source that nothing written takes the place of, in the order of its files."""
+        replaced = {part for name in self._written for part in source.made_from(name)}
+        weights = {part for name in self._shapes for part in source.made_from(name)}  # masks may well be infinite
+        for name in source.shards.tensors:
+            if name not in replaced:
+                value = source.shards.read(name)
+                if not self._allows_nonfinite and name in weights and first_nonfinite({name: value}) is not None:
+                    self.discard()
+                    raise NonFiniteWeights(name)
+                # What stands for fewer bits is written as the numbers that it stands for: the configuration says so.
+                self._put(name, value.to(self.dtype) if name in source.shards.compressed else value)
+
+    def _flush(self) -> None:
+        if not self._shard:
+            return
+        self._shards += 1
+        save_tensors(self._folder / f"shard-{self._shards}", self._shard)
+        self._shard_of.update(dict.fromkeys(self._shard, self._shards))
+        self._total_size += self._shard_size
+        self._shard, self._shard_size = {}, 0
+
+    def _name_shards(self) -> list[str]:
+        """Give files their final names, and write the index if there are several. Returns them in moving order."""
+        if self._shards == 1:
+            (self._folder / "shard-1").rename(self._folder / SINGLE)
+            return [SINGLE]
+        names = [f"model-{number:05d}-of-{self._shards:05d}.safetensors" for number in range(1, self._shards + 1)]
+        for number, name in enumerate(names, start=1):
+            (self._folder / f"shard-{number}").rename(self._folder / name)
+        index = {
+            "metadata": {"total_parameters": self._parameters, "total_size": self._total_size},
+            "weight_map": {name: names[number - 1] for name, number in sorted(self._shard_of.items())},
+        }
+        (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        return [*names, INDEX]
+
+    def _write_configs(self) -> None:
+        self.config.dtype = self.dtype
+        if not self.config.architectures or type(self.model).__name__ not in self.config.architectures:
+            self.config.architectures = [type(self.model).__name__]
+        self.config.save_pretrained(self._folder)
+        if self.model.can_generate():
+            # Not save_pretrained: it refuses generation configs that the hub is full of.
+            self.model.generation_config.to_json_file(self._folder / "generation_config.json")
+
+    def _move_into_place(self, weights: list[str]) -> None:
+        # An older checkpoint's entry points go first, so that its index never points at new shards.
+        old = [self.directory / SINGLE, self.directory / INDEX, *self.directory.glob("model-*-of-*.safetensors")]
+        move_into_place(self.directory, old, last=weights)
+
+
+def copy_tokenizer_files(source: Path, directory: Path) -> list[str]:
+    """Copy a checkpoint's tokenizer, chat templates and processor. Returns what was copied, by name."""
+    found = sorted({path for pattern in _TOKENIZER_FILES for path in source.glob(pattern)})
+    if source.resolve() == directory.resolve():
+        return [path.name for path in found]
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in found:
+        if path.is_dir():
+            shutil.copytree(path, directory / path.name, dirs_exist_ok=True)
+        else:
+            shutil.copyfile(path, directory / path.name)
+    return [path.name for path in found]

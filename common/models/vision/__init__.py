@@ -1,0 +1,1 @@
+"""Towers that turn images into input of a language model."""

@@ -1,0 +1,199 @@
+"""What a rank keeps of gathered parameters: its share of every group, on the device, in host memory, or as fits.
+
+A share is ``[n, c]``: the cells of n ranks, those with this rank's place in the blocks of ranks that have a copy of the
+parameters among them. In FCDP such a block is a node, n the number of nodes, and the shares of its M ranks together are
+one copy of the model in compute precision. Host memory is mapped once, page-locked where there is CUDA, on the GPU's
+NUMA node, and never given back during the run.
+
+Streams on CUDA (not run on a GPU yet). Gathers run on a stream of FSDP2's, the current one in every call here. Copies
+to the host run on ``outward``; copies to the device, and everything that touches a share on the device, on ``inward``.
+A copy inward waits for two things only, that the output is allocated and that the share is filled, so it overtakes the
+gather before it. A copy outward reads an output that FSDP2 may free at any time: the output is held until the stream
+on which the next one is allocated has been told to wait for the copy.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from common.memory.buffers import PAGE, HostBuffer, round_up
+from fcdp.cache import numa
+from fcdp.cache.placement import Residence
+from fcdp.traffic import Traffic
+
+
+@dataclass
+class CopyStreams:
+    """The two copy streams of a device, and the gather outputs that copies outward still read."""
+
+    inward: torch.cuda.Stream
+    outward: torch.cuda.Stream
+    read: list[tuple[torch.Tensor, torch.cuda.Event]] = field(default_factory=list)
+
+    @classmethod
+    def on(cls, device: torch.device) -> "CopyStreams | None":
+        """Two new streams; None for the CPU, where copies are calls that return when done."""
+        if device.type != "cuda":
+            return None
+        return cls(torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device, priority=-1))
+
+    def release(self) -> None:
+        """Order the current stream after all pending reads of outputs, and let go of these."""
+        current = torch.cuda.current_stream()
+        for _, done in self.read:
+            current.wait_event(done)
+        self.read.clear()
+
+
+class HostCache:
+    """Host memory for the shares of all groups: one mapping, cut up once.
+
+    Args:
+        sizes: bytes of each share, in the order in which :meth:`take` is called.
+        device: what copies from it; decides page-locking and the NUMA node.
+    """
+
+    def __init__(self, sizes: list[int], device: torch.device):
+        self.nbytes = sum(sizes)
+        """Bytes of all shares; the mapping is up to a page larger for each."""
+        self._free = 0
+        self._buffer: HostBuffer | None = None
+        if sizes:
+            with numa.prefer(numa.node_of(device)):
+                self._buffer = HostBuffer(sum(round_up(size, PAGE) for size in sizes)).touch()
+            if device.type == "cuda":
+                self._buffer.page_lock()
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """The next ``uint8 [nbytes]``, on a page of its own."""
+        assert self._buffer is not None
+        part = self._buffer.tensor(torch.uint8, self._free, nbytes)
+        self._free += round_up(nbytes, PAGE)
+        return part
+
+    def close(self) -> None:
+        """Unlock and unmap, once the last tensor over it is dropped. Copies must have ended."""
+        if self._buffer is not None:
+            self._buffer.close()
+            self._buffer = None
+
+
+class Share:
+    """One group's share: written by a gather, read by later ones until the group is dirty.
+
+    Args:
+        nbytes: its size.
+        host: ``uint8 [nbytes]``, its place in host memory; None: it is always on the device.
+        streams: None on the CPU.
+        placement: decides between host and device at every use.
+        traffic: where copied bytes are counted.
+    """
+
+    def __init__(
+        self,
+        nbytes: int,
+        host: torch.Tensor | None,
+        streams: CopyStreams | None,
+        placement: Residence,
+        traffic: Traffic,
+    ):
+        self.nbytes = nbytes
+        self._host = host
+        self._streams = streams
+        self._placement = placement
+        self._traffic = traffic
+        self._device: torch.Tensor | None = None
+        self._on_host = False  # the host copy is the newest, too
+        self._filled: torch.cuda.Event | None = None
+        self._loaded: torch.cuda.Event | None = None
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the newest copy is on the device."""
+        return self._device is not None
+
+    def store(self, column: torch.Tensor, output: torch.Tensor) -> None:
+        """Keep ``column`` ``[n, c]``, a strided part of ``output`` that the current stream has filled."""
+        if self._device is not None and not self._placement.may_stay():
+            self._drop_device()
+        keep = self._device is not None or self._placement.admit(self.nbytes)
+        self._on_host = not keep
+        if self._streams is None:
+            if keep:
+                self._device = _copy_cells(column, self._device)
+            else:
+                _copy_cells(column, self._host_view(column))
+        else:
+            stream = self._streams.inward if keep else self._streams.outward
+            stream.wait_stream(torch.cuda.current_stream())
+            if self._loaded is not None:
+                stream.wait_event(self._loaded)
+            with torch.cuda.stream(stream):
+                if keep:
+                    self._device = _copy_cells(column, self._device)
+                else:
+                    _copy_cells(column, self._host_view(column))
+                self._filled = stream.record_event()
+            self._streams.read.append((output, self._filled))
+        if not keep:
+            self._traffic.device_to_host += self.nbytes
+
+    def load(self, column: torch.Tensor, own: int, allocated: torch.cuda.Event | None) -> None:
+        """Fill ``column`` ``[n, c]`` but for cell ``own``, which holds what FSDP2 has just put there.
+
+        On return the current stream is ordered after the copies.
+        """
+        if self._streams is None:
+            _copy_cells(self._newest(column), column, skip=own)
+            return
+        inward = self._streams.inward
+        for event in (allocated, self._filled):
+            if event is not None:
+                inward.wait_event(event)
+        with torch.cuda.stream(inward):
+            _copy_cells(self._newest(column), column, skip=own)
+            self._loaded = inward.record_event()
+        torch.cuda.current_stream().wait_event(self._loaded)
+
+    def cell(self, column: torch.Tensor, index: int) -> torch.Tensor:
+        """Cell ``index`` where it lies now, ``[c]``; shape and dtype are those of ``column`` ``[n, c]``. For the CPU:
+        nothing is ordered."""
+        return self._device[index] if self._device is not None else self._host_view(column)[index]
+
+    def _newest(self, column: torch.Tensor) -> torch.Tensor:
+        """The share where it should be read from, after moving it between tiers if that is called for."""
+        if self._device is not None and not self._placement.may_stay():
+            if not self._on_host:
+                _copy_cells(self._device, self._host_view(column))
+                self._traffic.device_to_host += self.nbytes
+                self._on_host = True
+            self._drop_device()
+            if self._streams is not None:
+                self._filled = self._streams.inward.record_event()
+        elif self._device is None and self._placement.admit(self.nbytes):
+            self._device = torch.empty_like(column, memory_format=torch.contiguous_format)
+            self._device.copy_(self._host_view(column), non_blocking=True)
+            self._traffic.host_to_device += self.nbytes
+        if self._device is not None:
+            return self._device
+        self._traffic.host_to_device += self.nbytes // column.size(0) * (column.size(0) - 1)
+        return self._host_view(column)
+
+    def _drop_device(self) -> None:
+        """Free the device copy. It was made and used on ``inward`` alone, so its memory is in order there."""
+        self._device = None
+        self._placement.leave(self.nbytes)
+
+    def _host_view(self, column: torch.Tensor) -> torch.Tensor:
+        assert self._host is not None
+        return self._host.view(column.dtype).view(column.shape)
+
+
+def _copy_cells(source: torch.Tensor, target: torch.Tensor | None, skip: int = -1) -> torch.Tensor:
+    """Copy ``[n, c]`` cell by cell: each is contiguous, so each is one plain, asynchronous copy."""
+    if target is None:
+        target = torch.empty_like(source, memory_format=torch.contiguous_format)
+    for index in range(source.size(0)):
+        if index != skip:
+            target[index].copy_(source[index], non_blocking=True)
+    return target

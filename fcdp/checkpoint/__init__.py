@@ -1,0 +1,1 @@
+"""Sharded checkpoints of a training on several nodes."""

@@ -1,0 +1,116 @@
+"""Weights into a sharded model, each rank its own rows; and out of it, a block at a time. Adapters, which are small,
+are made whole on every rank.
+
+FSDP2 cuts every parameter along its first dimension into as many equal parts as there are shards, so a rank's part is a
+range of rows. Where a tensor on disk is the parameter, each rank reads its range alone. What has to be put together
+first (fused experts, other layouts) and random weights are made one parameter or module at a time on every rank, of
+which the rank keeps its rows.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from common.models.adapters.adapters import Adapters
+from common.models.checkpoint.sources import CheckpointSource, WeightSource
+
+
+def widen(model: nn.Module) -> None:
+    """Turn the parameters of a model on the meta device that are trained into fp32 ones, the masters, tied ones staying
+    tied. Buffers, and parameters that are frozen, stay as they are."""
+    wide: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_floating_point() and parameter.requires_grad:
+                if id(parameter) not in wide:
+                    value = torch.empty_like(parameter, dtype=torch.float32)
+                    wide[id(parameter)] = nn.Parameter(value)
+                setattr(module, name, wide[id(parameter)])
+
+
+def materialise(model: nn.Module, device: torch.device) -> None:
+    """Give the shards of a model on the meta device memory on ``device``, uninitialised. Buffers keep their values."""
+    buffers = [(module, name, value) for module in model.modules() for name, value in module._buffers.items()]
+    for module, name, _ in buffers:
+        module._buffers[name] = None
+    model.to_empty(device=device)
+    for module, name, value in buffers:
+        module._buffers[name] = None if value is None else value.to(device)
+
+
+def load(model: nn.Module, source: WeightSource, adapters: Adapters | None = None) -> None:
+    """Fill the shards of ``model`` from ``source``, and those of adapters with their first values. Collective.
+
+    Args:
+        model: sharded and materialised.
+        source: of the same model, made from a copy of it that is not sharded and has no adapters. It has been checked.
+        adapters: that ``model`` has been given.
+    """
+    shards = {name: cast(DTensor, parameter) for name, parameter in model.named_parameters()}
+    new = adapters.names if adapters is not None else ()
+    names = adapters.base_names if adapters is not None else {name: name for name in shards}
+    by_source = {names[name]: shard for name, shard in shards.items() if name in names}
+    made = []
+    for name, shard in by_source.items():
+        if isinstance(source, CheckpointSource) and (stored := source.stored_as(name)) is not None:
+            _read_own_rows(source, stored, shard)
+        else:
+            made.append(name)
+    for name, value in source.read(made):
+        _keep_rows(by_source[name], value)
+    for name in new:
+        assert adapters is not None
+        _keep_rows(shards[name], adapters.initial_value(name, source))
+    for name, value in source.read_buffers():
+        model.get_buffer(name if adapters is None else adapters.buffer_names[name]).copy_(value)
+
+
+def _read_own_rows(source: CheckpointSource, stored: str, shard: DTensor) -> None:
+    start, stop = row_range(shard)
+    if start < stop:
+        with torch.no_grad():
+            shard.to_local().copy_(source.shards.read_rows(stored, start, stop))
+
+
+def _keep_rows(shard: DTensor, value: torch.Tensor) -> None:
+    start, stop = row_range(shard)
+    with torch.no_grad():
+        shard.to_local().copy_(value[start:stop])
+
+
+def row_range(parameter: DTensor) -> tuple[int, int]:
+    """The rows of a parameter sharded by FSDP2 that this rank holds: the last dimension of the mesh shards."""
+    mesh = parameter.device_mesh
+    rows = parameter.shape[0]
+    part = -(-rows // mesh.size(mesh.ndim - 1))
+    start = min(rows, part * mesh.get_local_rank(mesh.ndim - 1))
+    return start, min(rows, start + part)
+
+
+def gather_blocks(
+    model: nn.Module, prefix: str, dtype: torch.dtype | None, layers: Sequence[str] = ()
+) -> Iterator[dict[str, torch.Tensor]]:
+    """All parameters, those of one block at a time, then those outside blocks one by one. Collective: every rank
+    iterates to the end, and gets all.
+
+    Args:
+        prefix: name of the model's list of blocks.
+        dtype: that they are given in; None: their own.
+        layers: names of modules outside blocks whose parameters are to come together.
+    """
+    together: dict[str, list[str]] = {}
+    for name, _ in model.named_parameters():
+        layer = next((layer for layer in layers if name.startswith(f"{layer}.")), name)
+        if name.startswith(f"{prefix}."):
+            layer = f"block {name.removeprefix(f'{prefix}.').partition('.')[0]}"
+        together.setdefault(layer, []).append(name)
+    for names in together.values():
+        yield {name: whole(model.get_parameter(name), dtype) for name in names}
+
+
+def whole(parameter: nn.Parameter, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A sharded parameter put together on every rank, in ``dtype`` or its own. Collective."""
+    return cast(DTensor, parameter.detach().to(dtype or parameter.dtype)).full_tensor()

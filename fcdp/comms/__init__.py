@@ -1,0 +1,1 @@
+"""Collectives: all-gather, reduce-scatter and the rings and formats that they are put together from."""

@@ -1,0 +1,109 @@
+"""Quantised gathers and reductions (ZeRO++; ZeRO-topo III-C, V): less to send, in blocks with a scale each.
+
+* Gather (int8): every rank quantises its cells, what travels is bytes, and every rank dequantises what it gets; its own
+  cells stay as they are. Nothing is quantised twice on its way, whatever ring carries it.
+* Reduce-scatter (int4): all-to-all in one hop. A ring would quantise anew at every step, adding an error each time;
+  here each cell is quantised once, sent straight to the rank that adds it, and added there in fp32, in the order of
+  ranks. A rank's own cell is added as it is.
+
+Cells travel in pieces: one is quantised while those before it are on their way, and dequantised while those after it
+are. On CUDA the communicator's stream and the current stream overlap the same way.
+
+Only floating-point data is quantised. FSDP2 gathers groups whose parameters differ in dtype as plain bytes (uint8);
+these go as they are.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from common.quantisation import BLOCK, Bits, dequantise, quantise, quantised_nbytes
+from fcdp.comms.rank_level import Level, RankLevel, Wait, nothing
+from fcdp.comms.side_stream import Beside
+
+PIECES = 4
+"""Most pieces of a cell: all but one of them overlap, and each costs a message to every peer."""
+SMALLEST_PIECE = 1 << 14
+"""Elements below which a cell is not cut further."""
+
+
+class QuantisedLevel:
+    """Stands for ``level`` wherever rows are gathered or reduced, and sends ``bits`` per element.
+
+    The bytes that it counts are those that travel, scales included.
+
+    Args:
+        level: for reductions a :class:`RankLevel`: cells of other axes are summed on their way.
+    """
+
+    def __init__(self, level: Level, bits: Bits):
+        self._level = level
+        self._bits: Bits = bits
+        self.axis = level.axis
+        self.size = level.size
+        self.index = level.index
+        self._others = [others for others in (slice(self.index), slice(self.index + 1, self.size)) if _length(others)]
+        self._beside = Beside()
+
+    def gather(self, rows: torch.Tensor) -> Wait:
+        """See :meth:`RankLevel.gather`."""
+        if not rows.is_floating_point() or not rows.numel():
+            return self._level.gather(rows)
+        own, bits = rows[:, self.index], self._bits
+        beside = self._beside.start(rows)
+        on_their_way = []
+        for start, stop in pieces(rows.size(2)):
+            nbytes = quantised_nbytes(stop - start, bits)
+            payload = torch.empty((*rows.shape[:2], nbytes), dtype=torch.uint8, device=rows.device)
+            quantise(own[:, start:stop], bits, out=payload[:, self.index])
+            beside.follow()
+            with beside:
+                on_their_way.append((start, stop, payload, self._level.gather(payload), beside.mark()))
+
+        def wait() -> None:
+            for start, stop, payload, arrived, gathered in on_their_way:
+                arrived()
+                beside.join(until=gathered)
+                for others in self._others:
+                    rows[:, others, start:stop] = dequantise(payload[:, others], stop - start, bits)
+            on_their_way.clear()
+
+        if not rows.is_cuda:
+            return wait
+        wait()
+        return nothing
+
+    def reduce_scatter(self, rows: torch.Tensor, output: torch.Tensor) -> None:
+        """:meth:`RankLevel.reduce_scatter`; sums are taken in fp32."""
+        level = self._level
+        if not rows.is_floating_point() or not rows.numel() or not isinstance(level, RankLevel):
+            return level.reduce_scatter(rows, output)
+        on_their_way = []
+        for start, stop in pieces(rows.size(2)):
+            nbytes = quantised_nbytes(stop - start, self._bits)
+            sent = torch.empty((*rows.shape[:2], nbytes), dtype=torch.uint8, device=rows.device)
+            for others in self._others:
+                quantise(rows[:, others, start:stop], self._bits, out=sent[:, others])
+            received = sent.new_empty((sent.size(0), self.size - 1, sent.size(2)))
+            # What is sent has to stay until it is: hence it is kept here, too.
+            on_their_way.append((start, stop, sent, received, level.all_to_all(sent, received)))
+        for start, stop, _, received, arrived in on_their_way:
+            arrived()
+            places = [dequantise(cells, stop - start, self._bits) for cells in received.unbind(1)]
+            places.insert(self.index, rows[:, self.index, start:stop].float())
+            total = places[0] if self.index else places[0].clone()
+            for place in places[1:]:
+                total += place
+            output[:, start:stop] = total
+
+
+def _length(part: slice) -> int:
+    return int(part.stop) - int(part.start or 0)
+
+
+def pieces(count: int) -> Iterator[tuple[int, int]]:
+    """Start and stop of the pieces in which ``count`` elements travel: whole blocks, but for the last."""
+    width = max(-(-count // PIECES), SMALLEST_PIECE)
+    width = -(-width // BLOCK) * BLOCK
+    for start in range(0, count, width):
+        yield start, min(start + width, count)

@@ -1,0 +1,249 @@
+"""Gather and reduce-scatter along one axis of the cluster, straight from and into the places where data lies.
+
+Data is seen as *rows* ``[R, K, c]``: K cells of c elements for the K ranks of the axis, R times over. Rows may be
+strided, cells are contiguous. So neither collective needs a copy to bring ranks of one node, or of one place in every
+node, next to each other in memory:
+
+* NCCL: one collective per contiguous row, in place; grouped point-to-point where a row is strided.
+* gloo: point-to-point on every cell. Sends what theory says, which its own reduce-scatter does not (that one is an
+  all-reduce: twice the bytes), needs no flattened copies, and is under way while the caller computes.
+* gloo with CUDA tensors: by way of host memory. For tests of stream order, not for speed.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from fcdp.strategy.routes import Axis
+from fcdp.strategy.topology import Purpose, Topology
+from fcdp.traffic import Level as LevelName
+from fcdp.traffic import Traffic
+
+Wait = Callable[[], None]
+
+
+def nothing() -> None:
+    """Already complete, or ordered on the current stream."""
+
+
+class Level(Protocol):
+    """What gathers and reductions are put together from: ranks along an axis."""
+
+    axis: Axis
+    size: int
+    index: int
+    """This rank's place on its line of the axis."""
+
+    def gather(self, rows: torch.Tensor) -> Wait:
+        """See :meth:`RankLevel.gather`."""
+        ...
+
+    def reduce_scatter(self, rows: torch.Tensor, output: torch.Tensor) -> None:
+        """See :meth:`RankLevel.reduce_scatter`."""
+        ...
+
+
+class RankLevel:
+    """The ranks on one line of an axis, and what this rank sends them.
+
+    Args:
+        topology: gives the process group for as long as it may be used: whoever closes it ends it for everyone.
+        axis: all of whose lines lie inside nodes, or go from node to node.
+        purpose, traffic: under what heading sent bytes are counted, and where.
+    """
+
+    def __init__(self, topology: Topology, axis: Axis, purpose: Purpose, traffic: Traffic):
+        self.axis = axis
+        self.size = axis.size
+        self.index = axis.index(topology.rank)
+        self._topology = topology
+        self._purpose: Purpose = purpose
+        self._traffic = traffic
+        topology.group(axis, purpose)  # made here, where all ranks are
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return self._topology.group(self.axis, self._purpose)
+
+    def gather(self, rows: torch.Tensor) -> Wait:
+        """Fill every cell of ``rows`` ``[R, K, c]`` from the rank it belongs to; this rank's cells hold its data.
+
+        Returns:
+            What to call before reading. NCCL: nothing to wait for on the host, the current stream is in order.
+        """
+        if not rows.numel():
+            return nothing
+        self._count(rows)
+        if uses_gloo(self._group, rows.device):
+            return self._exchange(rows, rows) if rows.device.type == "cpu" else self._gather_staged(rows)
+        for row in rows:
+            if row.is_contiguous():
+                all_gather(row.view(-1), row[self.index], self._group)
+            else:
+                self._grouped([(row[self.index], to, row[source], source) for to, source in self._turns()])()
+        return nothing
+
+    def reduce_scatter(self, rows: torch.Tensor, output: torch.Tensor) -> None:
+        """``output[r]`` = sum over ranks of their ``rows[r, <this rank>]``, added in rank order.
+
+        Args:
+            rows: ``[R, K, c]``, left as they are.
+            output: ``[R, c]``; may not share memory with ``rows``.
+        """
+        self._count(rows)
+        if not uses_gloo(self._group, rows.device):
+            for row, result in zip(rows, output, strict=True):
+                _reduce_scatter(result, row.contiguous().view(-1), self._group)
+            return
+        # Sent as they are, received into a place for each sender, then added in the order of ranks on every rank.
+        on_host = rows if rows.device.type == "cpu" else rows.cpu()
+        received = torch.empty((on_host.size(0), self.size - 1, on_host.size(2)), dtype=rows.dtype)
+        self._exchange(on_host, received, skip_own=True)()
+        places = list(received.unbind(1))
+        places.insert(self.index, on_host[:, self.index])
+        if rows.device.type == "cpu":
+            torch.add(places[0], places[1], out=output)
+            for place in places[2:]:
+                output.add_(place)
+        else:
+            output.copy_(sum(places[1:], start=places[0]))
+
+    def all_to_all(self, rows: torch.Tensor, received: torch.Tensor) -> Wait:
+        """Cell k of every row goes to rank k, and what the others have for this rank arrives.
+
+        Args:
+            rows: ``[R, K, c]``, left as they are; this rank's own cells are not read.
+            received: ``[R, K-1, c]``, by rank of the sender, without this rank.
+
+        Returns:
+            What to call before reading ``received``; until then ``rows`` must stay.
+        """
+        if not rows.numel():
+            return nothing
+        nbytes = rows.numel() // self.size * rows.element_size()
+        for to, _ in self._turns():
+            self._traffic.sent(self._purpose, "across" if self._is_on_another_node(to) else "inside", nbytes)
+        if not uses_gloo(self._group, rows.device):
+            return self._grouped([
+                (row[to], to, places[_without(self.index, source)], source)
+                for row, places in zip(rows, received, strict=True)
+                for to, source in self._turns()
+            ])  # fmt: skip
+        if rows.device.type == "cpu":
+            return self._exchange(rows, received, skip_own=True)
+        staged = torch.empty(received.shape, dtype=received.dtype)
+        self._exchange(rows.cpu(), staged, skip_own=True)()
+        received.copy_(staged)
+        return nothing
+
+    def shift(self, cell: torch.Tensor, to: int, place: torch.Tensor, source: int) -> Wait:
+        """One step of a ring: ``cell`` goes to rank ``to`` while ``place`` is filled by rank ``source``.
+
+        Returns:
+            What to call before reading ``place``; until then ``cell`` must stay. NCCL: orders the stream that is
+            current when it is called.
+        """
+        self._traffic.sent(self._purpose, self._name, cell.numel() * cell.element_size())
+        return self._swap(cell, to, place, source)
+
+    def _swap(self, cell: torch.Tensor, to: int, place: torch.Tensor, source: int) -> Wait:
+        """:meth:`shift`, not counted."""
+        if not uses_gloo(self._group, cell.device):
+            return self._grouped([(cell, to, place, source)])
+        if cell.device.type == "cpu":
+            works = [
+                dist.irecv(place, group=self._group, group_src=source),
+                dist.isend(cell, group=self._group, group_dst=to),
+            ]
+            return _all_of(works)
+        staged = torch.empty(place.shape, dtype=place.dtype)
+        receiving = dist.irecv(staged, group=self._group, group_src=source)
+        _all_of([receiving, dist.isend(cell.cpu(), group=self._group, group_dst=to)])()
+        place.copy_(staged)
+        return nothing
+
+    def _turns(self) -> list[tuple[int, int]]:
+        """To whom to send and from whom to receive, in which order: everyone starts with its neighbour, so that not
+        all send to rank 0 first."""
+        return [((self.index + step) % self.size, (self.index - step) % self.size) for step in range(1, self.size)]
+
+    def _exchange(self, send: torch.Tensor, receive: torch.Tensor, *, skip_own: bool = False) -> Wait:
+        """Point-to-point on host memory. Gather (``send`` is ``receive``): this rank's cell goes to every peer.
+        With ``skip_own``: cell k goes to rank k, and ``receive`` has no place for this rank."""
+        works = []
+        for row_out, row_in in zip(send, receive, strict=True):
+            for to, source in self._turns():
+                cell = row_out[to] if skip_own else row_out[self.index]
+                place = _without(self.index, source) if skip_own else source
+                works.append(dist.irecv(row_in[place], group=self._group, group_src=source))
+                works.append(dist.isend(cell, group=self._group, group_dst=to))
+        return _all_of(works)
+
+    def _grouped(self, messages: list[tuple[torch.Tensor, int, torch.Tensor, int]]) -> Wait:
+        """NCCL: all sends and receives (cell, to, place, source) as one operation."""
+        operations = []
+        for cell, to, place, source in messages:
+            operations.append(dist.P2POp(dist.isend, cell, group=self._group, group_peer=to))
+            operations.append(dist.P2POp(dist.irecv, place, group=self._group, group_peer=source))
+        return _all_of(dist.batch_isend_irecv(operations))
+
+    def _gather_staged(self, rows: torch.Tensor) -> Wait:
+        """gloo has no point-to-point for CUDA tensors: there and back over the host, synchronously."""
+        on_host = rows.cpu()
+        self._exchange(on_host, on_host)()
+        for index in range(self.size):
+            if index != self.index:
+                rows[:, index].copy_(on_host[:, index])
+        return nothing
+
+    def _count(self, rows: torch.Tensor) -> None:
+        nbytes = rows.numel() // self.size * (self.size - 1) * rows.element_size()
+        self._traffic.sent(self._purpose, self._name, nbytes)
+
+    @property
+    def _name(self) -> LevelName:
+        return "across" if self.axis.crosses_nodes(self._topology.ranks_per_node) else "inside"
+
+    def _is_on_another_node(self, index: int) -> bool:
+        rank = self._topology.rank + (index - self.index) * self.axis.stride
+        return rank // self._topology.ranks_per_node != self._topology.node
+
+
+def _all_of(works: Sequence[dist.Work | None]) -> Wait:
+    """Wait for every one. gloo: the host waits; NCCL: the current stream does."""
+
+    def wait() -> None:
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    return wait
+
+
+def _without(own: int, rank: int) -> int:
+    """The place of ``rank`` where ranks are numbered without ``own``."""
+    return rank - (rank > own)
+
+
+def uses_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether tensors on ``device`` go through gloo in this group, which may have a backend per device type."""
+    configuration = dist.get_backend_config(group)
+    for part in configuration.split(","):
+        kind, _, backend = part.rpartition(":")
+        if kind in ("", device.type):
+            return backend == "gloo"
+    return False
+
+
+def all_gather(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> Any:
+    """The flat all-gather under the name that this PyTorch does not deprecate."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, own, group=group, async_op=async_op)
+
+
+def _reduce_scatter(output: torch.Tensor, data: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """The flat reduce-scatter (sum) under the name that this PyTorch does not deprecate."""
+    reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    reduce(output, data, group=group)

@@ -1,0 +1,166 @@
+"""How gradients are reduced: axis after axis, inside G's scope by every micro-batch, beyond it once per step.
+
+FSDP2 hands over the unsharded gradients of a group as one cell for each rank of OS's scope. The closer ranks are, the
+earlier they exchange, while there is most to reduce:
+
+1. *reduce*: along the axes inside G's scope, scattering. What a rank is left with, one of as many parts as G has
+   shards, is added to what earlier micro-batches have left. Before the last one, FSDP2 is told that gradients are zero.
+2. *finish*: along the axes from G's scope to OS's, scattering: the rank's own cell.
+3. *replicate*: the same cells of OS's replicas are added, by a reduction along the axes between them and a gather back.
+
+So with several micro-batches what is beyond G's scope is crossed once per step (PaRO 3.3). Sums take G's share of the
+group's gradients in reduce precision, on the device, until the last micro-batch. Along an axis ranks are added in their
+order, so a sum depends neither on its place in memory nor on timing: ((g00 + g01) + ..) + ((g10 + g11) + ..) + .. for g
+of (node, place); only flat rings have orders of their own.
+
+Where OS is not sharded, FSDP2 has nothing to scatter and calls :meth:`StagedReduction.add_up` instead, with all of the
+gradients in one cell.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from common.errors import FinetuneError
+from fcdp.comms.rank_level import Level
+
+
+@dataclass
+class MicroBatches:
+    """Shared by the reductions of all groups."""
+
+    is_last: bool = True
+    """Whether the next backward is the step's last: gradients go all the way, and ``.grad`` is valid after it."""
+
+
+@dataclass(frozen=True)
+class ReduceLevels:
+    """The axes of a reduction, fastest first."""
+
+    reduce: Sequence[Level]
+    finish: Sequence[Level]
+    replicate: Sequence[Level]
+    gather_back: Sequence[Level]
+    """Those of ``replicate``, slowest first, with process groups for gathers."""
+
+
+class StagedReduction:
+    """FSDP2's reduce-scatter for one parameter group, and all that follows until the gradient is final.
+
+    Args:
+        name: the group's, for messages.
+        replica: which one this rank is, among those that hold the same shard.
+        micro_batches: tells which backward is the last.
+    """
+
+    def __init__(self, name: str, levels: ReduceLevels, replica: int, micro_batches: MicroBatches):
+        self._name = name
+        self._levels = levels
+        self._replica = replica
+        self._micro_batches = micro_batches
+        self.partial: torch.Tensor | None = None
+        """``[cells, c]``: summed inside G's scope over micro-batches, and not yet beyond it."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for the input, then for the output. Never reused: the output becomes ``.grad``."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Reduce ``input_tensor`` ``[ranks * c]`` to this rank's ``output_tensor`` ``[c]``.
+
+        On return it is done, or in order on the current stream.
+        """
+        average = _is_average(op)
+        cells = input_tensor.view(-1, output_tensor.numel())
+        total = self._accumulate(scatter(cells, self._levels.reduce, average))
+        if total is None:
+            output_tensor.zero_()
+            return
+        total = scatter(total, self._levels.finish, average)
+        output_tensor.copy_(self._over_replicas(total.view(-1)))
+
+    def add_up(self, gradient: torch.Tensor) -> None:
+        """FSDP2's hook after a reduction, where OS is not sharded: make ``gradient`` the mean over all ranks."""
+        if gradient.is_cuda:  # allocated on one stream of FSDP2's, and freed while this one may still use it
+            gradient.record_stream(torch.cuda.current_stream())
+        is_kept = not self._micro_batches.is_last and self.partial is None
+        total = self._accumulate((gradient.clone() if is_kept else gradient).view(1, -1))
+        if total is None:
+            gradient.zero_()
+        else:
+            gradient.copy_(self._over_replicas(total.view(-1)))
+
+    def _accumulate(self, cells: torch.Tensor) -> torch.Tensor | None:
+        """Add what earlier micro-batches have left. None: more will come."""
+        if self.partial is not None:
+            if self.partial.shape != cells.shape:
+                raise FinetuneError(
+                    f"Micro-batches of one step gave gradients of different sizes for '{self._name}' "
+                    f"({self.partial.numel():,} and {cells.numel():,} elements per rank). Which parameters "
+                    "require gradients must not change between the micro-batches of a step."
+                )
+            cells = self.partial.add_(cells)
+        if self._micro_batches.is_last:
+            self.partial = None
+            return cells
+        if cells.is_cuda:  # FSDP2's input, if G is not sharded: allocated on another stream than this one
+            cells.record_stream(torch.cuda.current_stream())
+        self.partial = cells
+        return None
+
+    def _over_replicas(self, total: torch.Tensor) -> torch.Tensor:
+        """The mean of ``total`` ``[c]`` over the replicas. FSDP2 does not know of them, so it is never a sum."""
+        levels = self._levels
+        if not levels.replicate:
+            return total
+        replicas = 1
+        for level in levels.replicate:
+            replicas *= level.size
+        padding = -total.numel() % replicas
+        cells = torch.nn.functional.pad(total, (0, padding)).view(replicas, -1)
+        summed = scatter(cells, levels.replicate, True)
+        gathered = torch.empty_like(cells)
+        gathered[self._replica] = summed[0]
+        inner = replicas
+        for level in levels.gather_back:
+            inner //= level.size
+            rows = gathered.view(-1, level.size, inner, gathered.size(1))[:, :, self._replica % inner]
+            level.gather(rows)()
+        return gathered.view(-1)[: total.numel()]
+
+
+def scatter(cells: torch.Tensor, levels: Sequence[Level], average: bool) -> torch.Tensor:
+    """Reduce ``cells`` ``[n, c]`` along axes, fastest first, to the cells of the ranks with this one's place."""
+    for level in levels:
+        rows = cells.view(-1, level.size, cells.size(1))
+        cells = torch.empty((rows.size(0), rows.size(2)), dtype=rows.dtype, device=rows.device)
+        level.reduce_scatter(rows, cells)
+        if average:
+            cells.div_(level.size)
+    return cells
+
+
+def _is_average(op: Any) -> bool:
+    """Whether ``op`` divides by the number of ranks.
+
+    Raises:
+        FinetuneError: it is neither a sum nor an average.
+    """
+    if op == dist.ReduceOp.AVG:
+        return True
+    if op == dist.ReduceOp.SUM:
+        return False
+    raise FinetuneError(
+        f"Gradients are reduced with {op}, which reductions here do not know: they sum and average. Do not call "
+        "set_gradient_divide_factor(), or call set_force_sum_reduction_for_comms(True), too."
+    )

@@ -1,0 +1,223 @@
+"""A cluster as it is: the planner's numbers, measured on the process groups and devices that will train.
+
+All ranks measure together, so that links and memory are as busy as in training (AMSP IV-A: profiling instead of a cost
+model). What is measured is what the engine does: the same levels, rings and buffers, in bf16.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedConfig
+
+from common.hardware.machine import memory_limit_bytes
+from common.models.flops import hardware_flops_per_token
+from common.models.meta import build_meta_model
+from fcdp.comms.collectives import shaped_levels
+from fcdp.comms.rank_level import Level
+from fcdp.comms.reduce_scatter import scatter
+from fcdp.planner.estimate import OPTIMIZER_BYTES
+from fcdp.planner.rates import Measured, Timing
+from fcdp.planner.search import scopes_of
+from fcdp.strategy.mesh import Mesh
+from fcdp.strategy.routes import axes_between
+from fcdp.strategy.strategy import Ring
+from fcdp.strategy.topology import Topology
+from fcdp.traffic import Traffic
+from fuyou.layout.record import Precision
+from fuyou.model.model_records import model_records
+from fuyou.model.streamed_model import StreamedModel
+from fuyou.planner.profiling.blocks import BlockBench
+from fuyou.planner.profiling.links import measure_link
+from fuyou.runtime.devices import open_device
+
+SIZES = (16 << 10, 256 << 10, 4 << 20, 32 << 20)
+"""Bytes of whole buffers; on CUDA, four times as large again at the end."""
+REPEAT_SECONDS = 0.3
+MOST_REPETITIONS = 7
+RINGS: tuple[Ring, ...] = ("flat", "hierarchical", "ho")
+
+_OPTIMIZER_ELEMENTS = 4 << 20
+_COPIED_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Computing:
+    """What one device does while all devices of its node do the same."""
+
+    flops_per_second: float
+    """Of forward and backward with recomputation, in the model's shapes, head and embedding included."""
+    memory_bytes_per_second: float
+    """Of AdamW, by the bytes that the planner counts for it."""
+    host_link_bytes_per_second: float
+    """The slower direction."""
+
+
+def profile_cluster(
+    topology: Topology,
+    config: PreTrainedConfig,
+    path: Path,
+    *,
+    rows: int,
+    seq_len: int,
+    dtype: str = "bf16",
+    say: Callable[[str], None] = lambda line: None,
+) -> Measured:
+    """Measure, and have rank 0 write what ``finetune --cluster`` reads. Collective.
+
+    Args:
+        config: of the model whose blocks are computed.
+        path: of the file.
+        rows, seq_len: a rank's micro-batch.
+        say: hears on rank 0 what is being measured.
+    """
+    device = topology.device
+    say("computing")
+    computing = measure_computing(topology, config, rows, seq_len, dtype)
+    timings = measure_collectives(topology, say=say)
+    measured = Measured(timings)
+    if topology.rank == 0:
+        host = memory_limit_bytes()
+        on_device = (
+            torch.cuda.get_device_properties(device).total_memory
+            if device.type == "cuda"
+            else host // topology.ranks_per_node
+        )
+        measured.save(
+            path,
+            title=f"Measured on {topology.nodes} nodes of {topology.ranks_per_node}, {rows} x {seq_len} tokens at once",
+            levels=list(topology.levels.sizes),
+            device_memory_bytes=on_device,
+            host_memory_bytes=host,
+            overlaps=device.type == "cuda",
+            **vars(computing),
+        )
+    dist.barrier()
+    return measured
+
+
+def measure_computing(topology: Topology, config: PreTrainedConfig, rows: int, seq_len: int, dtype: str) -> Computing:
+    """How fast devices compute, update and copy, all at once; the slowest one counts."""
+    device = open_device(topology.device)
+    model = build_meta_model(config, dtype=Precision.named(dtype, "fp32").dtype)
+    stack = StreamedModel(model, topology.device)
+    shape = model_records(stack, Precision.named(dtype, "fp32"))
+    dist.barrier()
+    parts = BlockBench(stack, shape, device, rows, seq_len, seq_len).measure()
+    blocks = len(shape.blocks) * (parts.block_forward + parts.block_backward)
+    seconds = blocks + parts.embed_forward + parts.embed_backward + parts.head
+    flops = rows * seq_len * hardware_flops_per_token(model, seq_len)
+    update = _update_seconds(topology)
+    dist.barrier()
+    copies = measure_link(device, _COPIED_BYTES)
+    slowest = torch.tensor([seconds / flops, update, 1 / min(copies.upload, copies.download)], dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    per_flop, update, per_byte = slowest.tolist()
+    return Computing(1 / per_flop, OPTIMIZER_BYTES * _OPTIMIZER_ELEMENTS / update, 1 / per_byte)
+
+
+def measure_collectives(
+    topology: Topology, sizes: Sequence[int] | None = None, say: Callable[[str], None] = lambda line: None
+) -> list[Timing]:
+    """Gathers, reductions and all-reduces of all scopes, rings and sizes that a strategy may use here.
+
+    An all-reduce is what the engine makes it of: a reduce-scatter and an all-gather.
+    """
+    if sizes is None:
+        sizes = (*SIZES, 4 * SIZES[-1]) if topology.device.type == "cuda" else SIZES
+    found = []
+    for mesh, low, high in _meshes(topology):
+        levels_used = sum(extent > 1 for extent in mesh.extents)
+        say(f"collectives over {'x'.join(map(str, mesh.extents))} ranks")
+        # Along one level, all rings are the same.
+        for rings in [RINGS] if levels_used == 1 else [(ring,) for ring in RINGS]:
+            group = _Group(topology, low, high, rings[0])
+            for nbytes in sizes:
+                gather, reduce = group.gather_seconds(nbytes), group.reduce_seconds(nbytes)
+                for ring in rings:
+                    found += [
+                        Timing("all_gather", ring, mesh.extents, nbytes, gather),
+                        Timing("reduce_scatter", ring, mesh.extents, nbytes, reduce),
+                        Timing("all_reduce", ring, mesh.extents, nbytes, gather + reduce),
+                    ]
+    return found
+
+
+def _meshes(topology: Topology) -> list[tuple[Mesh, int, int]]:
+    """Every mesh between two scopes, once, with the sizes of blocks that it lies between."""
+    scopes = [scope.on(topology.levels) for scope in scopes_of(topology.levels)]
+    found: dict[Mesh, tuple[int, int]] = {}
+    for inner in scopes:
+        for outer in scopes:
+            if outer != inner and outer.holds(inner):
+                found.setdefault(outer.over(inner), (inner.shards, outer.shards))
+    return [(mesh, *between) for mesh, between in found.items()]
+
+
+class _Group:
+    """The ranks between blocks of ``low`` and of ``high`` ranks, with one ring."""
+
+    def __init__(self, topology: Topology, low: int, high: int, ring: Ring):
+        axes = axes_between(low, high, topology.levels, ring)
+        traffic = Traffic()
+        self._topology = topology
+        self._low, self._ranks = low, high // low
+        self._index = topology.rank // low % self._ranks
+        self._gather: list[Level] = shaped_levels(topology, axes, "gather", traffic, ring)[::-1]
+        self._reduce: list[Level] = shaped_levels(topology, axes, "reduce", traffic, ring)
+
+    def gather_seconds(self, nbytes: int) -> float:
+        """Of an all-gather whose result has ``nbytes``."""
+        cells = self._cells(nbytes)
+
+        def gather() -> None:
+            for level in self._gather:
+                stride = level.axis.stride // self._low
+                level.gather(cells.view(-1, level.size, stride, cells.size(1))[:, :, self._index % stride])()
+
+        return self._seconds(gather)
+
+    def reduce_seconds(self, nbytes: int) -> float:
+        """Of a reduce-scatter of ``nbytes``."""
+        cells = self._cells(nbytes)
+        return self._seconds(lambda: scatter(cells, self._reduce, True))
+
+    def _cells(self, nbytes: int) -> torch.Tensor:
+        count = max(1, nbytes // (2 * self._ranks))
+        return torch.ones((self._ranks, count), dtype=torch.bfloat16, device=self._topology.device)
+
+    def _seconds(self, work: Callable[[], object]) -> float:
+        taken = [_together(self._topology, work)]
+        again = min(MOST_REPETITIONS, int(REPEAT_SECONDS / taken[0]) + 1)
+        taken = [_together(self._topology, work) for _ in range(again)]  # the first one has made connections
+        return sorted(taken)[len(taken) // 2]
+
+
+def _together(topology: Topology, work: Callable[[], object]) -> float:
+    """Seconds that ``work`` takes from where all ranks begin to where the last one has ended. The same everywhere."""
+
+    def synchronize() -> None:
+        if topology.device.type == "cuda":
+            torch.cuda.synchronize(topology.device)
+
+    synchronize()
+    dist.barrier()
+    began = time.perf_counter()
+    work()
+    synchronize()
+    taken = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+    return float(taken)
+
+
+def _update_seconds(topology: Topology) -> float:
+    """Of AdamW on :data:`_OPTIMIZER_ELEMENTS` fp32 parameters."""
+    parameter: Any = torch.nn.Parameter(torch.zeros(_OPTIMIZER_ELEMENTS, device=topology.device))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    _together(topology, optimizer.step)
+    return min(_together(topology, optimizer.step) for _ in range(3))

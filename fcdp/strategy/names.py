@@ -1,0 +1,125 @@
+"""Strategies by name, and what ``--strategy`` accepts."""
+
+import re
+from itertools import product
+from typing import cast, get_args
+
+from common.errors import UserError, did_you_mean
+from fcdp.strategy.mesh import Scope
+from fcdp.strategy.strategy import Precision, Ring, Strategy, Tier
+
+AUTO = "auto"
+"""The name that leaves the choice to the planner."""
+
+
+def _letters(scopes: str, name: str, *, ring: Ring = "flat", cache: Tier | None = None) -> Strategy:
+    p, g, os = (Scope.parse(letter) for letter in scopes)
+    return Strategy(name, p, g, os, ring=ring, cache=cache)
+
+
+def _meshes(name: str, p: str, g: str, os: str) -> Strategy:
+    return Strategy(name, Scope.parse(p), Scope.parse(g), Scope.parse(os))
+
+
+def _paro() -> list[str]:
+    """The 14 of table 1: OS is sharded at least as finely as P and as G (3.1.3, principle 1)."""
+    return [p + g + os for p, g, os in product("NIG", repeat=3) if max(map("NIG".index, (p, g))) <= "NIG".index(os)]
+
+
+PARO = tuple(_paro())
+"""``NNN`` to ``GGG``, in the order of PaRO's table 1 up to its grouping by P."""
+
+
+def _presets() -> dict[str, Strategy]:
+    everything = [
+        _letters("NNN", "ddp"),
+        _letters("NNG", "zero1"),
+        _letters("NGG", "zero2"),
+        _letters("GGG", "zero3"),
+        # One point of the space under three names: MiCS, FSDP's hybrid sharding, and what ``fully_shard`` calls that.
+        _letters("III", "mics", ring="hierarchical"),
+        _letters("III", "hsdp", ring="hierarchical"),
+        _letters("III", "hybrid", ring="hierarchical"),
+        # ZeRO++ (ZeRO-topo III-C): int8 gathers, a second set of shards in the node, int4 all-to-all reductions.
+        Strategy(
+            "zero++",
+            Scope("G"),
+            Scope("G"),
+            Scope("G"),
+            second=Scope("I"),
+            precision=Precision(gather="int8", reduce="int4"),
+            ring="hierarchical",
+        ),
+        # FCDP: P's shards in host memory. The paper reduces gradients over all ranks at once (I/G/G+adaptive); summing
+        # them inside the node while micro-batches accumulate, as PaRO does, keeps them off the network.
+        _letters("IIG", "fcdp", ring="hierarchical", cache="adaptive"),
+        *(_letters(scopes, f"paro-{scopes.lower()}", ring="ho") for scopes in PARO),
+        # AMSP's choices (table IV).
+        _meshes("amsp-7b", "1x1", "1x1", "8x1"),
+        _meshes("amsp-13b", "4x1", "4x1", "8x1"),
+        _meshes("amsp-30b", "8x1", "8x1", "8x4"),
+        # ZeRO-topo (V): P over a pair, G over a node, OS over all; int8 second shards over the pair.
+        Strategy(
+            "zero-topo",
+            Scope("pair"),
+            Scope("I"),
+            Scope("G"),
+            second=Scope("pair"),
+            precision=Precision(gather="int8", second="int8", reduce="int4"),
+            ring="hierarchical",
+        ),
+    ]
+    return {strategy.name: strategy for strategy in everything}
+
+
+PRESETS = _presets()
+"""Named strategies. Those that quantise also exist with ``-exact`` appended, where they do not."""
+PRESETS |= {
+    exact.name: exact
+    for exact in (strategy.without_quantisation() for strategy in PRESETS.values())
+    if exact.name not in PRESETS
+}
+
+
+def parse_strategy(text: str) -> Strategy:
+    """The strategy that a user names.
+
+    Args:
+        text: a preset (``zero3``, ``paro-iig``), three letters (``IGG``), or three scopes (``I/G/G``, ``4x1/4x1/8x1``,
+            ``pair/node/cluster``). To scopes, ``+device``, ``+host`` or ``+adaptive`` adds the tier of the cache, and
+            ``+second`` second shards in the node. ``auto`` is for :mod:`fcdp.planner` to answer.
+
+    Raises:
+        UserError: no such strategy, or one that breaks a rule.
+    """
+    name = text.strip().lower()
+    if name in PRESETS:
+        return PRESETS[name]
+    scopes, *extras = name.split("+")
+    if scopes in PRESETS:
+        raise UserError(f"{text!r}: a preset comes with its cache. Write scopes instead, such as I/G/G+{extras[0]}.")
+    if re.fullmatch(r"[nig]{3}", scopes):
+        scopes = "/".join(scopes)
+    parts = scopes.split("/")
+    if len(parts) != 3:
+        raise UserError(_unknown(text))
+    p, g, os = (Scope.parse(part) for part in parts)
+    second, cache = None, None
+    for extra in extras:
+        if extra == "second":
+            second = Scope("I")
+        elif extra in get_args(Tier):
+            cache = cast(Tier, extra)
+        else:
+            known = (*get_args(Tier), "second")
+            raise UserError(f"{text!r}: {extra!r} is no tier of a cache.{did_you_mean(extra, known)}")
+    written = "+".join(["/".join(map(str, (p, g, os))), *extras])
+    return Strategy(written, p, g, os, second=second, cache=cache, ring="hierarchical")
+
+
+def _unknown(text: str) -> str:
+    hint = did_you_mean(text.strip().lower(), [*PRESETS, AUTO])
+    return (
+        f"There is no strategy {text!r}.{hint} Name one ({', '.join(n for n in PRESETS if not n.startswith('paro-'))}, "
+        f"paro-nnn to paro-ggg, {AUTO}), or write P/G/OS: I/G/G, 4x1/4x1/8x1."
+    )

@@ -1,0 +1,120 @@
+"""Where tensors travel: a strategy on a cluster, as the ranks that exchange data, in which order, and what stays where.
+
+Ranks are numbered level by level, fastest first, and AMSP's rules (V-B, equations 5 to 7) let a scope cross a level
+only when it has filled the faster ones. So every scope is a *block* of consecutive ranks, and every collective works on
+the ranks between two sizes of blocks: P's gather on those between 1 and P's size, the spreading of new parameters on
+those between P's and OS's, and so on. An :class:`Axis` is one step of it: ranks ``stride`` apart, ``size`` of them.
+
+                     1 .. P            P .. OS           OS .. all
+    parameters       gather            spread
+    gradients        1 .. G: reduce    G .. OS: finish   replicate
+"""
+
+import itertools
+from dataclasses import dataclass
+
+from fcdp.strategy.mesh import Levels
+from fcdp.strategy.strategy import Layout, Ring
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Ranks that exchange data in one step: those in one block of ``stride * size`` ranks with the same place in the
+    blocks of ``stride`` ranks that it consists of."""
+
+    stride: int
+    size: int
+
+    def index(self, rank: int) -> int:
+        """The place of ``rank`` on its line of the axis."""
+        return rank // self.stride % self.size
+
+    def lines(self, world_size: int) -> list[list[int]]:
+        """All lines, each with its ranks in order."""
+        first = [rank for rank in range(world_size) if self.index(rank) == 0]
+        return [[rank + place * self.stride for place in range(self.size)] for rank in first]
+
+    def crosses_nodes(self, ranks_per_node: int) -> bool:
+        """Whether ranks of different nodes are on one line."""
+        return self.stride * self.size > ranks_per_node
+
+    def mixes_levels(self, ranks_per_node: int) -> bool:
+        """Whether ranks of one node and of others are on one line."""
+        return self.stride < ranks_per_node < self.stride * self.size
+
+
+def axes_between(low: int, high: int, levels: Levels, ring: Ring) -> tuple[Axis, ...]:
+    """The steps between blocks of ``low`` and blocks of ``high`` ranks, fastest first: one for each level, or with a
+    flat ring one for all."""
+    borders = [low]
+    if ring != "flat":
+        block = 1
+        for size in levels.sizes:
+            block *= size
+            if low < block < high:
+                borders.append(block)
+    borders.append(high)
+    return tuple(Axis(start, stop // start) for start, stop in itertools.pairwise(borders) if stop > start)
+
+
+@dataclass(frozen=True)
+class Routes:
+    """A layout's collectives. Axes are fastest first: reductions follow them, gathers go the other way."""
+
+    layout: Layout
+    gather: tuple[Axis, ...]
+    """P from its shards, at every use."""
+    spread: tuple[Axis, ...]
+    """New values from OS's ranks to P's shards, after each step, at the first use."""
+    second: tuple[Axis, ...]
+    """P from second shards, in the backward pass; empty: there are none."""
+    reduce: tuple[Axis, ...]
+    """G over its scope, by every micro-batch."""
+    finish: tuple[Axis, ...]
+    """G to OS's scope, once per step."""
+    replicate: tuple[Axis, ...]
+    """G over the replicas of OS's shards, once per step."""
+
+    @classmethod
+    def of(cls, layout: Layout) -> "Routes":
+        """The routes that ``layout`` takes."""
+        p, g, os = layout.p.shards, layout.g.shards, layout.os.shards
+        second = 1 if layout.second is None else layout.second.shards
+
+        def between(low: int, high: int) -> tuple[Axis, ...]:
+            return axes_between(low, high, layout.levels, layout.strategy.ring)
+
+        reduce = between(1, g)
+        if layout.strategy.precision.reduce != "bf16":
+            # Every hop quantises anew: one for all levels inside the node (ZeRO-topo V-D), and one beyond.
+            levels = Levels((layout.levels.ranks_per_node, layout.levels.nodes))
+            reduce = axes_between(1, g, levels, "hierarchical")
+        return cls(
+            layout,
+            gather=between(1, p),
+            spread=between(p, os),
+            second=between(1, second),
+            reduce=reduce,
+            finish=between(g, os),
+            replicate=between(os, layout.levels.world_size),
+        )
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which FSDP2 shards: OS's."""
+        return self.layout.os.shards
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same shard."""
+        return self.layout.levels.world_size // self.shards
+
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether P is not sharded, so that gathered parameters stay until they change."""
+        return self.layout.p.shards == 1 and not self.layout.p_in_cache
+
+    @property
+    def keeps_shares(self) -> bool:
+        """Whether ranks keep P's shards besides their shards of OS: P is sharded, and less finely than OS."""
+        return self.layout.p.shards < self.shards and not self.keeps_whole

@@ -1,0 +1,190 @@
+"""Commits of several ranks: a step counts when the manifest of every rank has it.
+
+Writes of step t + 1 overwrite step t - 1 and wait until *all* ranks have committed t. So the newest step of any two
+ranks differ by one commit at most, and whoever is ahead still has the one before, whole, in its other slot; its
+manifest describes both. On resume all ranks take the newest step that all of them have.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from common.errors import FinetuneError, UserError
+from common.store import Store, StoreError, load_manifest
+from fuyou.checkpoint.commits import CLUSTER, Commits, check_records, check_state
+from fuyou.checkpoint.state import TrainingState
+from fuyou.layout.share import Share
+from fuyou.ranks.agreement import Agreement, host, rank_name
+from fuyou.schedule.tasks import Task
+
+
+class ClusterCommits(Commits):
+    """The committed state of this rank's store, and that of all others.
+
+    Args:
+        agreement: with the other ranks.
+        run: random name of the run, the same on every rank.
+        checksum: of what ``step`` has made of the parameters that this rank stores.
+        arguments: those of :class:`fuyou.checkpoint.commits.Commits`.
+    """
+
+    def __init__(self, agreement: Agreement, run: str, checksum: Callable[[int], int], *arguments: Any):
+        super().__init__(*arguments)
+        self._agreement, self._run, self._checksum = agreement, run, checksum
+        self._previous: TrainingState | None = None
+
+    def _make_durable(self, task: Task) -> None:
+        self._compare(task.step)
+        self._previous = self.state
+        super()._make_durable(task)
+        self._agreement.tell_at_commit(task.step)
+
+    def _compare(self, step: int) -> None:
+        """Nodes hold copies of the same parameters: what the step has made of them must be equal.
+
+        Raises:
+            FinetuneError: it is not. The step is not committed anywhere.
+        """
+        share = self._agreement.share
+        told: list[tuple[str, int]] = self._agreement.tell_at_commit((host(), self._checksum(step)))
+        for rank, (name, checksum) in enumerate(told):
+            first = rank % share.ranks_per_node  # the rank in the same place of node 0
+            if checksum != told[first][1]:
+                raise FinetuneError(
+                    f"After step {step}, {rank_name(share, rank, name)} and {rank_name(share, first, told[first][0])} "
+                    "hold different parameters (their checksums differ): memory or network of one of them has failed. "
+                    f"The step is not committed; step {self.committed_step} is, on all nodes."
+                )
+
+    def _content(self) -> dict[str, Any]:
+        share = self._agreement.share
+        previous = self._previous.to_dict() if self._previous is not None and self._previous.slots > 1 else None
+        about = {
+            "run": self._run, "nodes": share.nodes, "ranks_per_node": share.ranks_per_node, "rank": share.rank,
+            "previous": previous,
+        }  # fmt: skip
+        return {**super()._content(), CLUSTER: about}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank has found in its store, or why there is nothing."""
+
+    host: str
+    problem: str = ""
+    run: str = ""
+    nodes: int = 0
+    ranks_per_node: int = 0
+    rank: int = 0
+    """That the store belongs to."""
+    steps: Sequence[int] = ()
+    """That it could continue from, newest first."""
+
+
+def find_common_state(
+    agreement: Agreement, open_store: Callable[[], Store], wanted: TrainingState
+) -> tuple[Store, TrainingState, str]:
+    """This rank's store, the newest step that all ranks have, and the run's name. Collective.
+
+    Raises:
+        UserError, StoreError: on every rank alike; says which node lacks what, or what is damaged where.
+    """
+    share, store = agreement.share, None
+    states: list[TrainingState] = []
+    failure: Exception | None = None
+    try:
+        store = open_store()
+        content = load_manifest(store.directories[0])
+        about = content.pop(CLUSTER, None) if content is not None else None
+        if content is not None and about is None:
+            raise UserError(f"The run in {store.directories[0]} was made by a single rank, not by {share.world_size}.")
+        states.append(check_state(store, content, wanted))
+        assert about is not None
+        if about["previous"] is not None:
+            states.append(check_state(store, about["previous"], wanted))
+        steps = tuple(state.step for state in states)
+        found = Found(host(), "", about["run"], about["nodes"], about["ranks_per_node"], about["rank"], steps)
+    except FinetuneError as error:
+        found = Found(host(), str(error))
+    except Exception as error:  # not foreseen: the others must not wait for us
+        found, failure = Found(host(), f"{type(error).__name__}: {error}"), error
+    everyone = [Found(**told) for told in agreement.tell(asdict(found))]
+    try:
+        if failure is not None:
+            raise failure
+        step = agreed_step(everyone, share)
+    except BaseException:
+        if store is not None:
+            store.close()
+        raise
+    assert store is not None
+    state, damage = next(state for state in states if state.step == step), ""
+    try:
+        check_records(store, state)
+    except FinetuneError as error:
+        damage = f"{host()}: {error}"
+    except Exception as error:
+        damage, failure = f"{host()}: {type(error).__name__}: {error}", error
+    damaged: list[str] = agreement.tell(damage)
+    if any(damaged):
+        store.close()
+        if failure is not None:
+            raise failure
+        raise StoreError(" ".join(filter(None, damaged)))
+    return store, state, found.run
+
+
+def agreed_step(everyone: Sequence[Found], share: Share) -> int:
+    """The newest step that all ranks have.
+
+    Raises:
+        UserError: there is none, or they have not been ranks of one run.
+    """
+    names = [rank_name(share, rank, found.host) for rank, found in enumerate(everyone)]
+    problems = [f"{name}: {found.problem}" for name, found in zip(names, everyone, strict=True) if found.problem]
+    if problems:
+        if len(problems) == len(everyone):
+            raise UserError(f"There is nothing to continue. {problems[0]}")
+        raise UserError(
+            "Not all nodes can continue the run, and each holds a part of its optimizer states that no other has. "
+            + " ".join(problems)
+        )
+    runs: dict[str, list[str]] = {}
+    for name, found in zip(names, everyone, strict=True):
+        runs.setdefault(found.run, []).append(name)
+    if len(runs) > 1:
+        described = "; ".join(f"run {run[:8]} on {', '.join(where)}" for run, where in runs.items())
+        raise UserError(f"The nodes hold parts of different runs: {described}. Give --ssd the directories of one run.")
+    first = everyone[0]
+    if (first.nodes, first.ranks_per_node) != (share.nodes, share.ranks_per_node):
+        raise UserError(
+            f"The drives hold what {first.nodes} nodes with {first.ranks_per_node} ranks each have made, and now there "
+            f"are {share.nodes} x {share.ranks_per_node}: start as many as before."
+        )
+    for rank, (name, found) in enumerate(zip(names, everyone, strict=True)):
+        if found.rank != rank:
+            raise UserError(
+                f"{name} holds what rank {found.rank} of this run has made, and is rank {rank} now. Start the nodes in "
+                "the order in which they began (--ssd must name this node's own directories)."
+            )
+    return common_step([(name, found.steps) for name, found in zip(names, everyone, strict=True)])
+
+
+def common_step(held: Sequence[tuple[str, Sequence[int]]]) -> int:
+    """The newest step that all have.
+
+    Args:
+        held: the name of each, and its steps, newest first.
+
+    Raises:
+        UserError: there is none.
+    """
+    step = min(steps[0] for _, steps in held)
+    lacking = [f"{name} has {' and '.join(map(str, steps))}" for name, steps in held if step not in steps]
+    if lacking:
+        holders = ", ".join(name for name, steps in held if steps[0] == step)
+        raise UserError(
+            f"No step is held by all nodes: {holders} has nothing newer than step {step}, and {'; '.join(lacking)}. "
+            "One of them has come back with older drives, or with a copy of them: give it its newest ones."
+        )
+    return step

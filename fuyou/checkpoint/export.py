@@ -1,0 +1,107 @@
+"""What a run leaves: a checkpoint, an adapter, or both merged; record by record, so that it needs little memory."""
+
+from pathlib import Path
+
+import torch
+
+from common.errors import UserError
+from common.models.checkpoint.export import CheckpointWriter, copy_tokenizer_files
+from fuyou.checkpoint.store_access import StoreReader
+from fuyou.layout.model_layout import StepShape
+from fuyou.layout.record import Record
+from fuyou.model.open_model import OpenModel
+
+#: Smallest and largest shard of an exported checkpoint, in bytes.
+_LEAST_SHARD, _LARGEST_SHARD = 32 << 20, 5_000_000_000
+
+
+class Exporter:
+    """Writes what has been trained.
+
+    Args:
+        model: what it is.
+        reader: of a store at rest.
+        shape: the model's records, as this rank sees them.
+        checkpoint: what training began with, whose tokenizer goes along; None if it was random.
+        host_limit: bytes of host memory; a shard takes a third.
+        writes: whether this rank writes what the ranks of its node read together.
+        allow_nonfinite: whether NaNs and infinities are written, too.
+    """
+
+    def __init__(
+        self,
+        model: OpenModel,
+        reader: StoreReader,
+        shape: StepShape,
+        checkpoint: Path | None,
+        host_limit: int,
+        writes: bool = True,
+        allow_nonfinite: bool = False,
+    ):
+        self._model, self._reader, self._checkpoint = model, reader, checkpoint
+        self._shape, self._writes, self._allows_nonfinite = shape, writes, allow_nonfinite
+        self._shard = max(_LEAST_SHARD, min(_LARGEST_SHARD, host_limit // 3))
+
+    def checkpoint(self, directory: Path, dtype: torch.dtype) -> None:
+        """A Hugging Face checkpoint: what was trained in ``dtype``, adapters merged into the weights they adapt, and
+        all else as training found it.
+
+        Memory: a shard and, with adapters, one block in ``dtype`` and its adapters.
+
+        Raises:
+            NonFiniteWeights: a tensor holds a NaN or an infinity, and may not; on the rank that writes, when it has
+                read all.
+        """
+        model, source, writer = self._model, self._model.source, None
+        if self._writes:
+            writer = CheckpointWriter(
+                directory, model.base, model.config, dtype, self._shard, self._allows_nonfinite, source
+            )
+        together: dict[int, set[int]] = {}
+        for visit in self._shape.visits(train=False):  # where embedding and head are tied, both use one record
+            together.setdefault(visit.record, set()).update(visit.records)
+        for indices in together.values():
+            if source is not None and not any(self._shape.records[index].trainable for index in indices):
+                continue  # the checkpoint has it, as it was
+            values: dict[str, torch.Tensor] = {}
+            for index in sorted(indices):
+                record = self._shape.records[index]
+                if model.adapters is not None or record.trainable or source is None:
+                    values |= self._values(record)
+            if writer is None:
+                continue
+            if model.adapters is not None:
+                values = model.adapters.merge(values)
+                values = values if source is None else model.adapters.changed(values)
+            writer.add(values)
+        if writer is None:
+            return
+        writer.finish()
+        if self._checkpoint is not None:
+            copy_tokenizer_files(self._checkpoint, directory)
+
+    def adapter(self, directory: Path, write: bool = True) -> None:
+        """A PEFT adapter directory; without ``write``, adapters are only read. Memory: all adapters.
+
+        Raises:
+            UserError: the run trains none.
+            NonFiniteWeights: as :meth:`checkpoint`.
+        """
+        adapters, shape = self._model.adapters, self._shape
+        if adapters is None:
+            raise UserError("This run trains the weights themselves: there is no adapter to write.")
+        if self._checkpoint is not None:
+            adapters.config.base_model_name_or_path = str(self._checkpoint.absolute())
+        values: dict[str, torch.Tensor] = {}
+        for index in shape.trainable:
+            values |= self._values(shape.records[index])
+        if not (self._writes and write):
+            return
+        adapters.save(directory, values, self._allows_nonfinite)
+        if self._checkpoint is not None:
+            copy_tokenizer_files(self._checkpoint, directory)
+
+    def _values(self, record: Record) -> dict[str, torch.Tensor]:
+        """A record's parameters under their first names, in the dtypes that the model computes in."""
+        stack = self._model.stack
+        return {name: value.to(stack.dtype_of(name)) for name, value in self._reader.compute_weights(record).items()}

@@ -1,0 +1,153 @@
+"""A run goes on with more or fewer SSDs: its records are copied into a new store, which takes the old one's place.
+
+What lies on the drives is a matter of the model alone, but for how it is striped: so the same bytes are written to
+other places. Every record is compared with its checksum when it is read, and read again from its new place before the
+old one is given up. When which store counts: :mod:`common.store.migration`.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from common.errors import FinetuneError
+from common.store import DirectoryLock, Extent, Store, commit_manifest
+from common.store.checksums import Sums
+from common.store.migration import give_up, lock_all, make_successor, settle, take_over
+from common.store.posix import Bytes, aligned_bytes
+from common.store.verify import PIECE_BYTES, Sealed, verify
+from fuyou.checkpoint.commits import check_records, sealed_records
+from fuyou.checkpoint.state import TrainingState
+from fuyou.layout.record import weights_file
+
+_READS, _WRITES = 2, 2
+"""Pieces under way at once; so a record of any size is copied in 64 MiB of memory."""
+
+
+@dataclass(frozen=True)
+class Drives:
+    """Where a run is to be, and where it may be: its folder on each drive."""
+
+    folders: Sequence[Path]
+    """On the drives that it is to have."""
+    leaving: Sequence[Path] = ()
+    """On those that it is to leave."""
+
+    @property
+    def everywhere(self) -> list[Path]:
+        """On all drives that it may be on."""
+        return [*self.folders, *self.leaving]
+
+
+def open_run(
+    drives: Drives, load: Callable[[Store], TrainingState], **options: Any
+) -> tuple[DirectoryLock, Store, TrainingState]:
+    """Open the run that is on ``drives``; where it lies on others than it is to have, move it there first.
+
+    Every record has been read and compared with its checksum.
+
+    Args:
+        load: its state, once it is sure that it can be continued.
+        options: of :meth:`common.store.Store.open`.
+
+    Raises:
+        UserError: there is none, a drive is missing, another process has it, or there is too little space.
+        FinetuneError: a drive refused, or something is damaged.
+    """
+    held = lock_all(drives.everywhere)
+    try:
+        directories = settle(drives.everywhere)
+        moves = set(directories) != set(drives.folders)
+        if moves:
+            restripe(directories, drives, load, held)
+        store = Store.open(drives.folders, **options)
+        try:
+            state = load(store)
+            if not moves:  # else it has just been read
+                check_records(store, state)
+        except BaseException:
+            store.close()
+            raise
+        return held, store, state
+    except BaseException:
+        held.close()
+        raise
+
+
+def restripe(
+    directories: Sequence[Path], drives: Drives, load: Callable[[Store], TrainingState], held: DirectoryLock
+) -> None:
+    """Spread the committed state of the store in ``directories`` over the drives that the run is to have.
+
+    Raises:
+        UserError: there is too little space. Nothing was changed.
+        FinetuneError: a drive refused, or a record is damaged. The run is where it was, or where it is to be.
+    """
+    with Store.open(directories, io="posix") as old:
+        state = load(old)
+    layout = old.layout.spread(len(drives.folders))
+    spare = [weights_file(slot) for slot in range(state.slots) if slot != state.slot]
+    new = make_successor(old, drives.folders, layout, spare)
+    try:
+        with new, Store.open(directories, io="posix") as old:
+            held.add(new.directories)
+            copied = _copy_all(old, state, new)
+            commit_manifest(new.directories[0], replace(state, store=new.id, checksums=copied).to_dict())
+    except BaseException:
+        give_up(old, drives.folders)
+        raise
+    take_over(new.directories, drives.everywhere)
+
+
+def _copy_all(old: Store, state: TrainingState, new: Store) -> list[dict[str, Any]]:
+    """Copy all that counts, make it durable, and see that it is there. Returns the checksums."""
+    places = {
+        place: other
+        for name in old.layout.file_bytes()
+        for place, other in zip(old.layout.extents(name), new.layout.extents(name), strict=True)
+    }
+    sealed = [copy_record(one, old, places[one.extent], new) for one in sealed_records(old, state)]
+    new.sync(new.layout.file_bytes())
+    _, damage = verify(new, sealed)
+    if damage:
+        raise FinetuneError(f"A drive does not return what was written to it; the run stays where it was. {damage[0]}")
+    return [one.to_dict() for one in sealed]
+
+
+def copy_record(sealed: Sealed, source: Store, place: Extent, target: Store) -> Sealed:
+    """Copy a part of a record to its ``place`` in another store, in 64 MiB of memory.
+
+    Raises:
+        StoreError: a drive refuses, or the part is not what was written.
+    """
+    nbytes = sealed.extent.nbytes
+    if place.nbytes != nbytes:
+        raise ValueError(f"{sealed.what} has {nbytes} bytes, and its new place {place.nbytes}")
+    seen = Sums(sealed.extent, source.directories, sealed.what, sealed.sums)
+    written = Sums(place, target.directories, sealed.what)
+    free = [aligned_bytes(min(PIECE_BYTES, nbytes)) for _ in range(_READS + _WRITES)]
+    reading: deque[tuple[Future[None], Bytes, int, int]] = deque()
+    writing: deque[tuple[Future[None], Bytes]] = deque()
+
+    def forward() -> None:
+        """What was read first, write."""
+        future, buffer, start, length = reading.popleft()
+        future.result()
+        if len(writing) == _WRITES:
+            done, its = writing.popleft()
+            done.result()
+            free.append(its)
+        writing.append((target.write(place, buffer, start, length, written), buffer))
+
+    for start in range(0, nbytes, PIECE_BYTES):
+        if len(reading) == _READS:
+            forward()
+        length, buffer = min(PIECE_BYTES, nbytes - start), free.pop()
+        reading.append((source.read(sealed.extent, buffer, start, length, seen), buffer, start, length))
+    while reading:
+        forward()
+    for done, _ in writing:
+        done.result()
+    return Sealed(sealed.what, place, written.values)

@@ -1,0 +1,117 @@
+"""What a run has on the SSDs: its directories, locked; its store, open; and the state that training goes on from."""
+
+import contextlib
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from common.store import DirectoryLock, Layout, Store
+from common.store.migration import lock_all, make_way, remove_leftovers
+from common.store.sealed import sync_directory
+from fuyou.checkpoint.cluster_commits import find_common_state
+from fuyou.checkpoint.commits import load_state
+from fuyou.checkpoint.restripe import Drives, open_run
+from fuyou.checkpoint.state import TrainingState
+from fuyou.ranks.agreement import Agreement
+
+
+def rank_folder(local_rank: int | str) -> str:
+    """Name of a rank's part of a store, in the store's directory on every SSD of its node."""
+    return f"rank-{local_rank}"
+
+
+@dataclass
+class RunFiles:
+    """Open, and ours until :meth:`close`."""
+
+    lock: DirectoryLock
+    store: Store
+    state: TrainingState
+    """That the store holds, or will hold when it is filled."""
+    run: str
+    """The run's random name, the same on all ranks; empty on a single one."""
+
+    @classmethod
+    def cleaned(cls, lock: DirectoryLock, store: Store, state: TrainingState, run: str) -> "RunFiles":
+        """Without what a killed process has left beside the store. Raises StoreError if a drive refuses that."""
+        files = cls(lock, store, state, run)
+        try:
+            remove_leftovers(store)
+        except BaseException:
+            files.close()
+            raise
+        return files
+
+    def close(self) -> None:
+        """Close the store and let go of the directories."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.lock.close)
+            stack.callback(self.store.close)
+
+
+def resume_run(drives: Drives, wanted: TrainingState, agreement: Agreement | None, **io: Any) -> RunFiles:
+    """The run that is on ``drives``, or moves there, its committed records read and compared with their checksums.
+
+    Args:
+        drives: with several ranks, it stays where it is.
+        wanted: what the run must be, but for its step.
+        agreement: with the other ranks, if there are any; then this is collective.
+        io: how the store is opened, see :meth:`common.store.Store.open`.
+
+    Raises:
+        UserError: another process has it, or it cannot be continued as ``wanted``.
+        FinetuneError: it is damaged.
+    """
+    if agreement is None:
+        lock, store, state = open_run(drives, lambda store: load_state(store, wanted), **io)
+        return RunFiles.cleaned(lock, store, state, "")
+    lock = DirectoryLock(folder for folder in drives.folders if folder.is_dir())
+    try:
+        return RunFiles.cleaned(lock, *find_common_state(agreement, lambda: Store.open(drives.folders, **io), wanted))
+    except BaseException:
+        lock.close()
+        raise
+
+
+def create_run(
+    folders: Sequence[Path],
+    layout: Layout,
+    wanted: TrainingState,
+    agreement: Agreement | None,
+    overwrite: bool,
+    **io: Any,
+) -> RunFiles:
+    """A new run with an empty store; of an attempt that fails, no folder is left that was not there before.
+
+    Args:
+        folders: one per drive; made if they are not there.
+        layout: of the store.
+        wanted: what the run is.
+        agreement: with the other ranks, if there are any; then this is collective.
+        overwrite: replace a run that is there.
+        io: how the store is made, see :meth:`common.store.Store.create`.
+
+    Raises:
+        UserError: another process has the directories, or there is a run, or no room.
+    """
+    run = agreement.tell(uuid.uuid4().hex)[0] if agreement is not None else ""
+    made = [folder for folder in folders if not folder.exists()]
+    lock = None
+    try:
+        for folder in made:
+            folder.mkdir()
+        lock = lock_all(folders)
+        for folder in made:
+            sync_directory(folder.parent)  # or a power cut takes the folder, with every commit in it
+        make_way(folders, overwrite)
+        store = Store.create(folders, layout, overwrite=overwrite, **io)
+    except BaseException:
+        if lock is not None:
+            lock.close()
+        for folder in made:
+            with contextlib.suppress(OSError):  # not empty, say: what went wrong first is what counts
+                folder.rmdir()
+        raise
+    return RunFiles.cleaned(lock, store, replace(wanted, store=store.id), run)

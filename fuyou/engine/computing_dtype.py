@@ -1,0 +1,73 @@
+"""``dtype="auto"``: a run computes in what its device multiplies fastest, and goes on in what it began with."""
+
+import functools
+import time
+from collections.abc import Callable, Iterable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.errors import FinetuneError
+from common.store import load_manifest
+from fuyou.checkpoint.run_files import rank_folder
+from fuyou.layout.record import DTYPES
+
+AUTO, DEFAULT = "auto", "bf16"
+"""What asks for a decision, and what stands in its place until it is made."""
+RANK_FOLDERS = rank_folder("*")
+_SIDE = 384
+"""Of the matrices that are multiplied: 113 MFLOP, a millisecond in fp32, long enough not to measure the call alone."""
+_ROUNDS = 5
+
+
+def stored_dtype(directories: Iterable[Path]) -> str | None:
+    """Return the dtype of the run whose manifest lies in one of ``directories``, or in a rank's folder there.
+
+    None if there is no manifest that can be read: whoever opens the run says what is wrong with it.
+    """
+    names = {str(dtype): name for name, dtype in DTYPES.items()}
+    for directory in chain.from_iterable((path, *sorted(path.glob(RANK_FOLDERS))) for path in directories):
+        try:
+            content = load_manifest(directory)
+        except (FinetuneError, OSError):
+            continue
+        if content is not None and content.get("dtype") in names:
+            return names[content["dtype"]]
+    return None
+
+
+def dtype_of_all(stored: str | None, device_type: str, tell: Callable[[Any], list[Any]]) -> str:
+    """Return the dtype that all ranks compute in: what any has stored, else what is fastest on rank 0's device.
+
+    Collective, as ``tell`` is, which gives every rank what all have said. A node may have joined without a store.
+    """
+    found = next(filter(None, tell(stored)), None)
+    return str(found or tell(fastest_dtype(device_type))[0])
+
+
+@functools.cache
+def fastest_dtype(device_type: str) -> str:
+    """Return the name of the dtype in which a device multiplies faster; of equals bf16, half as large.
+
+    A CPU without AMX or AVX512-BF16 multiplies bf16 at a fifth of fp32's rate or less, one with AMX at eight times. It
+    is measured rather than read off the processor's flags: libraries and virtual machines do not use all that flags
+    promise. The best of several rounds in turns, which other processes do not change by factors. Where nothing is
+    computed (a meta or emulated device, hardware that is only planned for) it is bf16, as on every GPU since 2020.
+
+    Args:
+        device_type: of a ``torch.device``.
+    """
+    if device_type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    if device_type != "cpu":
+        return "bf16"
+    seconds = dict.fromkeys(DTYPES, float("inf"))
+    ones = {name: torch.ones(_SIDE, _SIDE, dtype=dtype) for name, dtype in DTYPES.items()}
+    for _ in range(_ROUNDS):
+        for name, matrix in ones.items():
+            began = time.perf_counter()
+            torch.mm(matrix, matrix)
+            seconds[name] = min(seconds[name], time.perf_counter() - began)
+    return "bf16" if seconds["bf16"] <= seconds["fp32"] else "fp32"

@@ -1,0 +1,1 @@
+"""How a model's parameters lie: records, the order in which visits need them, and each rank's share."""

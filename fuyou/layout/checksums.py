@@ -1,0 +1,58 @@
+"""Checksums of all records: what the optimizer process wrote, what the manifest says, what is looked at in training."""
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, get_args
+
+from common.store import Extent
+from common.store.verify import Sealed
+from fuyou.layout.record import Record, RecordExtents
+
+Part = Literal["parameters", "states"]
+PARTS: tuple[Part, ...] = get_args(Part)
+
+CHECK_EVERY = 32
+"""While training, a record is checked when it is read in one of so many steps: damage that a drive does unnoticed is
+found within so many steps, for a thirty-second of what it costs to check everything."""
+
+
+def sealed_name(record: Record, part: Part) -> str:
+    """How messages call it: ``block 7, optimizer states``."""
+    return f"{record.name}, {'optimizer states' if part == 'states' else part}"
+
+
+class RecordSums:
+    """The newest checksums of every record in every slot.
+
+    Args:
+        records: of the model.
+        extents: their places.
+        sealed: what a manifest says.
+    """
+
+    def __init__(self, records: Sequence[Record], extents: Sequence[RecordExtents], sealed: Iterable[Sealed] = ()):
+        self._records = records
+        self._places: dict[tuple[int, Part], tuple[Extent, ...]] = {
+            (index, part): getattr(places, part) for index, places in enumerate(extents) for part in PARTS
+        }
+        self._sums: dict[Extent, tuple[int, ...]] = {one.extent: one.sums for one in sealed}
+
+    def written(self, record: int, slot: int, parameters: tuple[int, ...], states: tuple[int, ...] = ()) -> None:
+        """A record, or a part of it, was written to ``slot``; a frozen one, without states, to its only place."""
+        if parameters:
+            self._sums[self._places[record, "parameters"][slot]] = parameters
+        if states:
+            self._sums[self._places[record, "states"][slot]] = states
+
+    def expected(self, record: int, part: Part, slot: int, step: int) -> tuple[int, ...] | None:
+        """What is to be read in ``step`` must have these checksums; None: it is not its turn to be checked."""
+        return self._sums.get(self._places[record, part][slot]) if (step + record) % CHECK_EVERY == 0 else None
+
+    def sealed(self, slot: int) -> list[Sealed]:
+        """All that is known of ``slot``, and of what is frozen."""
+        found = []
+        for record in self._records:
+            for part in PARTS:
+                for place in self._places[record.index, part][slot if record.trainable else 0 :][:1]:
+                    if place in self._sums:
+                        found.append(Sealed(sealed_name(record, part), place, self._sums[place]))
+        return found

@@ -1,0 +1,89 @@
+"""How frozen weights are kept on SSD and travel: as they compute, in fewer bits, or in a compressed checkpoint's bytes.
+
+Of a record in int8 or nf4 the matrices (all that weight decay would be for) are rows of quantised blocks, and the rest
+follows in the compute dtype. It is brought back into the compute dtype on the device, once per visit.
+"""
+
+from collections.abc import Iterator
+from enum import Enum
+
+import torch
+
+from common.errors import UserError
+from common.quantisation import dequantise, dequantise_nf4, nf4_nbytes, quantise, quantise_nf4, quantised_nbytes
+
+#: Elements of a row: what is brought back at once, so that this needs little memory beside the result.
+ROW_ELEMENTS = 1 << 20
+
+
+class FrozenDtype(Enum):
+    """What frozen matrices of the blocks are kept in; embeddings and head stay as they are."""
+
+    PLAIN = "plain"
+    """The dtype that blocks compute in."""
+    INT8 = "int8"
+    """1.016 bytes each: off by 1/254 of the largest in each 256 at most."""
+    NF4 = "nf4"
+    """0.5625 bytes each: one of 16 values, relative to the largest in each 64."""
+    CHECKPOINT = "checkpoint"
+    """The bytes that a compressed checkpoint (:mod:`common.models.checkpoint.compressed`) has for a parameter; nothing
+    is rounded. How many these are, the parameters say: see :meth:`fuyou.layout.record.Record.decode`."""
+
+    @classmethod
+    def named(cls, name: str | None) -> "FrozenDtype | None":
+        """By its value; None leaves it to the checkpoint: :attr:`CHECKPOINT` if that is compressed, else :attr:`PLAIN`.
+
+        Raises:
+            UserError: there is no such dtype.
+        """
+        names = [one.value for one in cls]
+        if name is not None and name not in names:
+            raise UserError(
+                f"frozen_dtype must be {' or '.join(names)}, or None for what suits the checkpoint, not {name!r}."
+            )
+        return None if name is None else cls(name)
+
+    def used_nbytes(self, matrices: int, rest: int, dtype: torch.dtype) -> int:
+        """Bytes of a record with so many elements in matrices (in whole blocks) and elsewhere."""
+        return self._row_nbytes(matrices, dtype) + rest * dtype.itemsize
+
+    def encode(self, flat: torch.Tensor, matrices: int, payload: torch.Tensor) -> None:
+        """Write ``flat`` ``[n]``, whose first ``matrices`` elements are those of matrices, to ``uint8`` ``payload``."""
+        for part, row in self._rows(flat, matrices, payload):
+            if self is FrozenDtype.INT8:
+                quantise(part, 8, row)
+            elif self is FrozenDtype.NF4:
+                quantise_nf4(part, row)
+            else:
+                row.view(flat.dtype).copy_(part)
+        self._rest(flat, matrices, payload).copy_(flat[matrices:])
+
+    def decode(self, payload: torch.Tensor, matrices: int, flat: torch.Tensor) -> None:
+        """Undo :meth:`encode`, up to rounding."""
+        for part, row in self._rows(flat, matrices, payload):
+            if self is FrozenDtype.INT8:
+                part.copy_(dequantise(row, part.numel(), 8))
+            elif self is FrozenDtype.NF4:
+                part.copy_(dequantise_nf4(row, part.numel()))
+            else:
+                part.copy_(row.view(flat.dtype))
+        flat[matrices:].copy_(self._rest(flat, matrices, payload))
+
+    def _rows(
+        self, flat: torch.Tensor, matrices: int, payload: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The matrices' elements, and the bytes for them, row by row."""
+        position = 0
+        for part in flat[:matrices].split(ROW_ELEMENTS):
+            nbytes = self._row_nbytes(part.numel(), flat.dtype)
+            yield part, payload[position : position + nbytes]
+            position += nbytes
+
+    def _rest(self, flat: torch.Tensor, matrices: int, payload: torch.Tensor) -> torch.Tensor:
+        start = self._row_nbytes(matrices, flat.dtype)
+        return payload[start : start + flat[matrices:].nbytes].view(flat.dtype)
+
+    def _row_nbytes(self, elements: int, dtype: torch.dtype) -> int:
+        if self is FrozenDtype.INT8:
+            return quantised_nbytes(elements, 8)
+        return nf4_nbytes(elements) if self is FrozenDtype.NF4 else elements * dtype.itemsize

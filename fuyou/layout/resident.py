@@ -1,0 +1,32 @@
+"""Which records live in host memory for the whole run.
+
+Every record is used once per step, in a cyclic order, so it does not matter for the bytes which of them stay; it
+matters for when they move. Records outside the blocks come first: the embedding's gradient is complete last and its
+parameters are needed first, so nothing hides what its update reads. Of the blocks every so-manieth stays, so that
+those which stream are spread over the step.
+"""
+
+from collections.abc import Sequence
+
+from fuyou.layout.model_layout import StepShape
+from fuyou.layout.record import Kind
+
+
+def spread(blocks: Sequence[int], count: int) -> list[int]:
+    """``count`` of ``blocks``, evenly spread, counted from the end of the stack."""
+    layers = len(blocks)
+    return [blocks[-(-(number + 1) * layers // count) - 1] for number in range(count)]
+
+
+def resident_records(shape: StepShape, room: int) -> list[int]:
+    """Indices of the records, adapters aside, whose optimizer states fit in ``room`` bytes together."""
+    chosen = []
+    for record in shape.of_kind(Kind.OUTER):
+        if record.trainable and record.state_nbytes <= room:
+            chosen.append(record.index)
+            room -= record.state_nbytes
+    blocks = [record for record in shape.of_kind(Kind.BLOCK) if record.trainable]
+    if not blocks:
+        return chosen
+    count = min(len(blocks), room // max(record.state_nbytes for record in blocks))
+    return sorted(chosen + spread([record.index for record in blocks], count))

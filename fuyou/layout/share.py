@@ -1,0 +1,89 @@
+"""Which part of every record is this rank's.
+
+A cluster of N nodes with M ranks each (W = N M) keeps one copy of the parameters in every *node* and one copy of the
+optimizer states in all of it. A record is cut into M slices, of which rank m of each node stores one on its SSDs; each
+slice is cut into N parts, of which the rank of node n owns one: it updates those parameters and keeps their states. So
+what the ranks with the same place in their nodes own is, side by side, the slice that each of them stores:
+
+    record  | slice 0                | slice 1                |      M slices
+            | part 0     | part 1    | part 0     | part 1    |      N parts in each
+    owner     node 0       node 1      node 0       node 1
+              rank 0       rank 0      rank 1       rank 1
+
+One rank alone stores and owns all of every record.
+"""
+
+from dataclasses import dataclass
+
+from common.memory.buffers import PAGE, round_up
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's part; the default is a rank that is alone."""
+
+    nodes: int = 1
+    """N."""
+    ranks_per_node: int = 1
+    """M."""
+    node: int = 0
+    local_rank: int = 0
+    """This rank's place in its node."""
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def rank(self) -> int:
+        """Ranks are numbered node by node."""
+        return self.node * self.ranks_per_node + self.local_rank
+
+    def padded(self, numel: int) -> int:
+        """Elements of a record with so much padding at its end that every part is whole pages, at two bytes each."""
+        return round_up(numel, self.world_size * (PAGE // 2))
+
+    def stored(self, numel: int) -> int:
+        """Elements of a (padded) record whose parameters this rank stores."""
+        return numel // self.ranks_per_node
+
+    def stored_start(self, numel: int) -> int:
+        """The first of them within the record."""
+        return self.local_rank * self.stored(numel)
+
+    def owned(self, numel: int) -> int:
+        """Elements of a (padded) record that this rank updates."""
+        return numel // self.world_size
+
+    def owned_start(self, numel: int) -> int:
+        """The first of them within the record."""
+        return self.stored_start(numel) + self.owned_in_stored(numel)
+
+    def owned_in_stored(self, numel: int) -> int:
+        """The first of them within this rank's slice."""
+        return self.node * self.owned(numel)
+
+    def filled_slices(self, numel: int, used: int) -> list[int]:
+        """Of each slice of a (padded) record, how many elements are among its first ``used``: the others are padding,
+        zero everywhere, and need not be sent."""
+        return _filled(0, self.stored(numel), self.ranks_per_node, used)
+
+    def filled_parts(self, numel: int, used: int) -> list[int]:
+        """The same of each part of this rank's slice."""
+        return _filled(self.stored_start(numel), self.owned(numel), self.nodes, used)
+
+    def everyone(self) -> "list[Share]":
+        """The shares of all ranks, in their order."""
+        return [
+            Share(self.nodes, self.ranks_per_node, node, local_rank)
+            for node in range(self.nodes)
+            for local_rank in range(self.ranks_per_node)
+        ]
+
+
+def _filled(start: int, length: int, count: int, used: int) -> list[int]:
+    return [max(0, min(length, used - start - number * length)) for number in range(count)]
+
+
+#: A rank that is alone.
+ALONE = Share()

@@ -1,0 +1,186 @@
+"""From a model to its records: which parameters move together, and in which order the visits need them."""
+
+import hashlib
+import json
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+
+from common.errors import UserError
+from common.models.adapters.memory import AdapterMemory, adapter_memory
+from common.models.attention.memory import AttentionMemory
+from common.models.checkpoint.compressed import CompressedParameter
+from common.models.structure import fp32_parameters, parameter_names
+from common.models.vision.memory import image_memory
+from common.models.vision.towers import tower_parameters
+from fuyou.layout.frozen_weights import FrozenDtype
+from fuyou.layout.model_layout import StepShape, no_bytes
+from fuyou.layout.record import Kind, Precision, Record, wants_decay
+from fuyou.model.streamed_model import StreamedModel
+
+HELD_FRACTION = 0.1
+"""Of what is trained of a block: so much that is frozen stays beside it, as the corrections of a mixture's routers."""
+#: Names, shape, and whether weight decay applies.
+Entry = tuple[tuple[str, ...], Sequence[int], bool]
+
+
+@dataclass
+class _Group:
+    """Parameters that are used together: a block's, or those on one side of the blocks."""
+
+    frozen: list[Entry] = field(default_factory=list)
+    trained: list[Entry] = field(default_factory=list)
+    held: frozenset[str] = frozenset()
+    """First names of those among ``trained`` that are not."""
+
+    def add(self, entry: Entry, trained: bool) -> None:
+        (self.trained if trained else self.frozen).append(entry)
+
+    def joined(self, other: "_Group") -> "_Group":
+        return _Group(self.frozen + other.frozen, self.trained + other.trained)
+
+    def settled(self) -> "_Group":
+        """The same group, where little is frozen with that among what is trained: it takes the place of states that it
+        does not need, and what is trained is not taken for adapters."""
+        frozen, trained = (sum(math.prod(shape) for _, shape, _ in part) for part in (self.frozen, self.trained))
+        if frozen > HELD_FRACTION * trained:
+            return self
+        return _Group([], self.trained + self.frozen, frozenset(names[0] for names, *_ in self.frozen))
+
+
+class _Records:
+    """Records as they are made, numbered; what is trained beside what is frozen comes last."""
+
+    def __init__(self, precision: Precision, frozen: FrozenDtype, compressed: Mapping[str, CompressedParameter]):
+        self.made: list[Record] = []
+        self._precision, self._frozen, self._compressed = precision, frozen, compressed
+
+    def main(self, name: str, kind: Kind, group: _Group) -> int:
+        """A record of the whole group, or of what is frozen of it."""
+        entries = group.frozen or group.trained
+        return self._add(name, kind, self._precision, entries, trainable=not group.frozen, held=group.held)
+
+    def adapter(self, name: str, entries: list[Entry]) -> int:
+        """A record of what is trained of a group that is frozen otherwise; -1 if that is nothing."""
+        if not entries:
+            return -1
+        precision = Precision(torch.float32, self._precision.optimizer_dtype)
+        return self._add(f"{name} adapters", Kind.ADAPTER, precision, entries, trainable=True)
+
+    def _add(
+        self, name: str, kind: Kind, precision: Precision, entries: list[Entry], *, trainable: bool,
+        held: Collection[str] = (),
+    ) -> int:  # fmt: skip
+        frozen = self._frozen if kind is Kind.BLOCK and not trainable else FrozenDtype.PLAIN
+        compressed: dict[str, CompressedParameter] = {}
+        if frozen is FrozenDtype.CHECKPOINT:
+            compressed = {names[0]: self._compressed[names[0]] for names, *_ in entries if names[0] in self._compressed}
+            frozen = frozen if compressed else FrozenDtype.PLAIN
+        self.made.append(
+            Record.build(
+                len(self.made), name, kind, precision, entries, trainable=trainable, frozen=frozen,
+                held=held, compressed=compressed,
+            )
+        )  # fmt: skip
+        return len(self.made) - 1
+
+
+def model_records(
+    stack: StreamedModel,
+    precision: Precision,
+    frozen: FrozenDtype = FrozenDtype.PLAIN,
+    compressed: Mapping[str, CompressedParameter] | None = None,
+) -> StepShape:
+    """One record per block, one for what runs before the blocks, one for what runs after; and where some parameters
+    are frozen (``requires_grad`` is False) and some are not, one more for the latter, unless hardly any are frozen; and
+    one for frozen towers.
+
+    Where a parameter is used on both sides (tied embeddings), both sides are one record.
+
+    Args:
+        frozen: how frozen parameters of blocks are kept.
+        compressed: how a compressed checkpoint has some of them, by name, for :attr:`FrozenDtype.CHECKPOINT`.
+
+    Raises:
+        UserError: the family keeps parameters in fp32 that bf16 training would round, or all parameters are frozen.
+    """
+    kept = fp32_parameters(stack.model)
+    if kept and precision.split:
+        raise UserError(
+            f"{type(stack.model).__name__} insists on fp32 for {len(kept)} parameters ({kept[0]}, ...): train it with "
+            "--dtype fp32."
+        )
+    if not any(parameter.requires_grad for parameter in stack.model.parameters()):
+        raise UserError("All parameters of the model are frozen: there is nothing to train.")
+    blocks = [_Group() for _ in stack.blocks]
+    before, after, both, tower = _Group(), _Group(), _Group(), _Group()
+    towers = set(tower_parameters(stack.model))
+    prefix = f"{stack.block_prefix}."
+    for names in parameter_names(stack.model):
+        parameter = stack.model.get_parameter(names[0])
+        shape = tuple(parameter.shape)
+        entry = (names, shape, wants_decay(names[0], shape))
+        if names[0].startswith(prefix):
+            group = blocks[int(names[0].removeprefix(prefix).partition(".")[0])]
+        elif names[0] in towers and not parameter.requires_grad:
+            group = tower
+        else:
+            sides = {stack.runs_before_blocks(name) for name in names}
+            group = both if len(sides) == 2 else before if True in sides else after
+        group.add(entry, parameter.requires_grad)
+    blocks = [group.settled() for group in blocks]
+    made = _step_shape(blocks, before, after, both, tower, _Records(precision, frozen, compressed or {}), precision)
+    adapted = [name for name, module in stack.model.named_modules() if isinstance(module, BaseTunerLayer)]
+    outside = (stack.model.get_submodule(name) for name in adapted if not name.startswith(prefix))
+    return replace(
+        made, block_adapting=AdapterMemory.most(adapter_memory(block) for block in stack.blocks),
+        outer_adapting=AdapterMemory.most(adapter_memory(module) for module in outside),
+        hidden_size=stack.hidden_size, carried_bytes=stack.carried_bytes if stack.links else no_bytes,
+        image_memory=image_memory(stack.model),
+        attention=AttentionMemory.of(stack.model.config, precision.dtype.itemsize),
+    )  # fmt: skip
+
+
+def _step_shape(
+    blocks: list[_Group], before: _Group, after: _Group, both: _Group, tower: _Group, records: _Records,
+    precision: Precision,
+) -> StepShape:  # fmt: skip
+    first, last = before.joined(_Group()), after
+    if both.frozen or both.trained or not _any(before) or not _any(after):
+        # In the model's order, as far as that goes: what is tied is the embedding, which comes first.
+        whole = both.joined(before).joined(after).settled()
+        embedding = head = records.main("outer", Kind.OUTER, whole)
+        if not whole.frozen:
+            first = last = _Group()  # trained as a whole: no adapters
+    else:
+        whole, before, after = _Group(), before.settled(), after.settled()
+        embedding, head = records.main("embedding", Kind.OUTER, before), records.main("head", Kind.OUTER, after)
+        first, last = (group if group.frozen else _Group() for group in (before, after))
+    layers = tuple(records.main(f"block {layer}", Kind.BLOCK, group) for layer, group in enumerate(blocks))
+    if whole.frozen and both.trained:
+        embedding_adapter = head_adapter = records.adapter("outer", whole.trained)
+    else:
+        embedding_adapter = records.adapter("embedding", first.trained)
+        head_adapter = records.adapter("head", last.trained)
+    adapters = tuple(
+        records.adapter(f"block {layer}", group.trained if group.frozen else []) for layer, group in enumerate(blocks)
+    )
+    towers = records.main("towers", Kind.TOWER, tower) if tower.frozen else -1
+    return StepShape(
+        tuple(records.made), embedding, head, layers, precision, adapters if max(adapters) >= 0 else (),
+        embedding_adapter, head_adapter, towers,
+    )  # fmt: skip
+
+
+def _any(group: _Group) -> bool:
+    return bool(group.frozen or group.trained)
+
+
+def fingerprint(records: Sequence[Record], computation: object = None) -> str:
+    """Identifies the layout of all records, and whatever else of the computation a checkpoint does not say: a store can
+    only be used with the model that it was made for."""
+    content = json.dumps([[record.to_dict() for record in records], computation], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:32]

@@ -1,0 +1,169 @@
+"""The model that is going to be trained: its parts, its records, and where their values come from. No bytes yet."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+from peft import PeftConfig
+from transformers import PreTrainedConfig
+
+from common.errors import UserError, did_you_mean
+from common.models.adapters.adapters import Adapters
+from common.models.checkpoint.compressed import CompressedParameter, method_of
+from common.models.checkpoint.sources import CheckpointSource, RandomSource, WeightSource
+from common.models.classes import task_type_of
+from common.models.meta import build_meta_model
+from common.models.vision.towers import DEFAULT_FREEZING, TowerFreezing
+from fuyou.layout.frozen_weights import FrozenDtype
+from fuyou.layout.record import Precision
+from fuyou.model.model_records import fingerprint, model_records
+from fuyou.model.router_loss import find_router_loss, wants_router_loss
+from fuyou.model.streamed_model import StreamedModel
+
+
+class OpenModel:
+    """A model without its weights.
+
+    Args:
+        config: of the model.
+        precision: of what is trained; frozen weights have its dtype.
+        device: where blocks compute.
+        adapters: to train these and freeze everything else.
+        trainable: to train the parameters with these names only; ``*`` stands for anything.
+        frozen: how the blocks' frozen matrices are kept; None: as the checkpoint has them, if that is compressed.
+        seed: of the adapters' first values and of random weights.
+        router_loss: whether a mixture of experts' router loss is a part of the loss (:mod:`fuyou.model.router_loss`).
+        checkpoint: where weights come from; None for random ones. It is opened only if it is compressed and something
+            is frozen, for then the records depend on what is in it.
+        towers: what of a vision-language model's towers is frozen, if ``trainable`` does not say it.
+        images: whether batches come with images.
+
+    Attributes:
+        base: the model as it was, for its names: without adapters, it is the one that ``stack`` runs.
+        stack: its parts.
+        shape: its records.
+        adapters: None if there are none.
+        router_loss: None if that is none.
+
+    Raises:
+        UserError: the model cannot be streamed, or adapted, or no parameter has such a name; or frozen weights are to
+            be kept in the bytes of a checkpoint that is not compressed.
+        FinetuneError: as :class:`CheckpointSource`, if the checkpoint is opened.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        precision: Precision,
+        device: torch.device,
+        adapters: PeftConfig | None = None,
+        trainable: Sequence[str] | None = None,
+        frozen: FrozenDtype | None = FrozenDtype.PLAIN,
+        seed: int = 0,
+        router_loss: str = "auto",
+        checkpoint: Path | None = None,
+        towers: TowerFreezing = DEFAULT_FREEZING,
+        images: bool = False,
+    ):
+        if adapters is not None and trainable is not None:
+            raise UserError("adapters freeze all other parameters: give either adapters or trainable.")
+        self.config, self._seed, self._checkpoint = config, seed, checkpoint
+        #: What the model's head is for.
+        self.task_type = task_type_of(config)
+        #: What training begins with, once :meth:`weights` was asked for it; None if that is random.
+        self.source: CheckpointSource | None = None
+        model = self.base = build_meta_model(config, dtype=precision.dtype)
+        self.adapters: Adapters | None = None
+        if adapters is not None:
+            model = build_meta_model(config, dtype=precision.dtype)
+            towers.without_adapters(adapters, model)
+            self.adapters = Adapters(model, adapters, seed)
+        elif trainable is not None:
+            self._freeze_all_but(trainable)
+        else:
+            for name in towers.frozen(model):
+                model.get_parameter(name).requires_grad_(False)
+        wanted = wants_router_loss(model, router_loss)
+        self.stack = StreamedModel(model, device)
+        self.router_loss = find_router_loss(self.stack, router_loss) if wanted else None
+        experts = 0 if self.router_loss is None else self.router_loss.experts
+        compressed = self._compressed(frozen)
+        if frozen is None:
+            frozen = FrozenDtype.CHECKPOINT if compressed else FrozenDtype.PLAIN
+        records = model_records(self.stack, precision, frozen, compressed)
+        self.shape = replace(records, router_experts=experts, images=images)
+
+    def weights(self) -> WeightSource:
+        """Where first values come from; checked, and the model's buffers filled from it.
+
+        Raises:
+            UserError, FinetuneError: see :meth:`WeightSource.check`.
+        """
+        if self._checkpoint is not None and self.source is None:
+            self.source = CheckpointSource(self._checkpoint, self.base)
+        source: WeightSource = self.source or RandomSource(self.base, self._seed)
+        source.check()
+        for name, value in source.read_buffers():
+            self.base.get_buffer(name).copy_(value)
+            if self.adapters is not None:
+                self.stack.model.get_buffer(self.adapters.buffer_names[name]).copy_(value)
+        return source if self.adapters is None else self.adapters.source(source)
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells apart models whose stores are not interchangeable."""
+        adapted = None
+        if self.adapters is not None:  # scaling and dropout are part of the computation, and of no record
+            settings = self.adapters.config.to_dict()
+            adapted = {name: same_text(settings[name]) for name in sorted(settings) if name not in _NOT_COMPUTED}
+        return fingerprint(self.shape.records, adapted)
+
+    @property
+    def parameters(self) -> int:
+        """Of the model and its adapters."""
+        return sum(record.parameter_count for record in self.shape.records)
+
+    @property
+    def trainable_parameters(self) -> int:
+        return sum(self.shape.records[index].trained_count for index in self.shape.trainable)
+
+    def _compressed(self, frozen: FrozenDtype | None) -> dict[str, CompressedParameter]:
+        """How the checkpoint has frozen parameters that can be kept in its own bytes, if they are to be."""
+        names = [name for name, parameter in self.stack.model.named_parameters() if not parameter.requires_grad]
+        if not names or frozen not in (None, FrozenDtype.CHECKPOINT):
+            return {}
+        found: dict[str, CompressedParameter | None] = {}
+        if self._checkpoint is not None and method_of(self._checkpoint) is not None:
+            source = self.source = CheckpointSource(self._checkpoint, self.base)
+            before = self.adapters.base_names if self.adapters is not None else {}
+            found = {name: source.compressed(before.get(name, name)) for name in names}
+        compressed = {name: one for name, one in found.items() if one is not None}
+        if frozen is FrozenDtype.CHECKPOINT and not compressed:
+            where = "random weights have none" if self._checkpoint is None else f"{self._checkpoint} is not compressed"
+            raise UserError(
+                f"--frozen-dtype checkpoint keeps frozen weights in the bytes of a compressed checkpoint, and {where}: "
+                "leave it out."
+            )
+        return compressed
+
+    def _freeze_all_but(self, patterns: Sequence[str]) -> None:
+        found = set()
+        for name, parameter in self.base.named_parameters():
+            matching = {pattern for pattern in patterns if fnmatchcase(name, pattern)}
+            parameter.requires_grad_(bool(matching))
+            found |= matching
+        for pattern in patterns:
+            if pattern not in found:
+                names = [name for name, _ in self.base.named_parameters()]
+                raise UserError(f"trainable: no parameter is called {pattern!r}.{did_you_mean(pattern, names)}")
+
+
+#: Settings of an adapter that say nothing about what it computes.
+_NOT_COMPUTED = {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "task_type"}
+
+
+def same_text(value: object) -> str:
+    """Return ``value`` as text that is the same in every process: peft keeps names in sets, whose order is not."""
+    return str(sorted(value, key=str) if isinstance(value, (set, frozenset)) else value)

@@ -1,0 +1,280 @@
+"""Router losses of mixtures of experts, exactly, without another pass over the blocks.
+
+transformers' load-balancing loss is a function of sums over all tokens and all layers: how many tokens chose each
+expert, and the router's probabilities (Switch Transformer, equations 4 to 6). The forward pass adds them up, block by
+block and micro-batch by micro-batch; when it ends they are complete, and with them the loss of the whole batch. Its
+gradient with respect to the sums of probabilities is then one number for each expert, and each block's backward pass,
+which computes the block once more, gives it on to that block's router. Several ranks add their sums: the loss is that
+of one batch over all ranks.
+
+What a family does is found by trying, not by its name: its own forward pass is run without blocks and weights, with its
+loss functions replaced by ones that note what they are asked.
+"""
+
+import contextlib
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import output_capturing
+
+from common.errors import FinetuneError, UserError, did_you_mean
+from fuyou.model.streamed_model import StreamedModel
+
+CHOICES = ("auto", "on", "off")
+"""``auto``: as the model's configuration has it, in ``output_router_logits``."""
+#: The name that the function has in every family.
+_FUNCTION = "load_balancing_loss_func"
+
+
+@dataclass(frozen=True)
+class RouterLoss:
+    """What a family adds to the cross entropy."""
+
+    coefficient: float
+    """The loss is multiplied by this."""
+    experts: int
+    top_k: int
+    """Experts that are chosen for each token."""
+    masked: bool
+    """Whether tokens that the attention mask hides do not count."""
+
+    def sums(self, logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return what the loss needs to know of one router: fp32 ``[2, E]``, choices and probabilities of each expert.
+
+        Args:
+            logits: ``[N, E]``.
+            mask: fp32 ``[N]``, 1 for each token that counts.
+        """
+        weights = logits.softmax(-1)
+        chosen = weights.topk(self.top_k, -1).indices
+        counts = torch.zeros(self.experts, dtype=torch.float32, device=logits.device)
+        counts.scatter_add_(0, chosen.reshape(-1), mask.repeat_interleave(self.top_k))
+        return torch.stack([counts, _probabilities(logits, mask)])
+
+    def value(self, counts: torch.Tensor, probabilities: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the loss, an fp32 scalar, before it is multiplied by its coefficient.
+
+        Args:
+            counts, probabilities: fp32 ``[E]``, summed over all tokens of all routers.
+            tokens: fp32 scalar: how many these are, each once for every router.
+        """
+        return torch.sum(counts / tokens * (probabilities / tokens).unsqueeze(0)) * self.experts
+
+
+def _probabilities(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return (logits.softmax(-1).float() * mask.unsqueeze(-1)).sum(0)
+
+
+class RouterPass:
+    """The router loss of one step (or evaluation): sums from the forward pass, gradients for the backward pass.
+
+    Args:
+        loss: of the family.
+        masks: of each micro-batch, fp32 ``[tokens]``, 1 for each token that counts.
+    """
+
+    def __init__(self, loss: RouterLoss, masks: Sequence[torch.Tensor]):
+        self._loss, self._masks = loss, masks
+        self._sums: torch.Tensor | None = None
+        self._tokens: torch.Tensor | None = None
+        self._weights: torch.Tensor | None = None
+        self.value = math.nan
+        """The loss of the whole batch, before it is multiplied by its coefficient, once it is settled."""
+        self.share = torch.tensor(math.nan)
+        """What it adds to the whole loss: fp32 scalar on the CPU."""
+
+    @torch.no_grad()
+    def add(self, micro: int, logits: Sequence[torch.Tensor]) -> None:
+        """Count what the routers of a block have said of a micro-batch, ``[tokens, E]`` each."""
+        mask = self._masks[micro]
+        for one in logits:
+            if one.shape != (mask.numel(), self._loss.experts):
+                raise FinetuneError(
+                    f"A router has given logits of shape {list(one.shape)} where {mask.numel()} tokens choose among "
+                    f"{self._loss.experts} experts: train without the router loss (router_loss off)."
+                )
+            sums, tokens = self._loss.sums(one, mask), mask.sum()
+            self._sums = sums if self._sums is None else self._sums + sums
+            self._tokens = tokens if self._tokens is None else self._tokens + tokens
+
+    def told(self) -> list[float]:
+        """Return this rank's sums, all blocks' and micro-batches' together: ``2 E + 1`` numbers."""
+        if self._sums is None or self._tokens is None:
+            raise FinetuneError(
+                "No block of this model has given router logits, which its router loss needs: train without that loss "
+                "(router_loss off)."
+            )
+        return [*self._sums.flatten().tolist(), float(self._tokens)]
+
+    def settle(self, everyone: Sequence[Sequence[float]]) -> None:
+        """Form the loss from what all ranks have told."""
+        total = torch.tensor(everyone[0], dtype=torch.float32)
+        for told in everyone[1:]:
+            total += torch.tensor(told, dtype=torch.float32)
+        device, experts = self._masks[0].device, self._loss.experts
+        counts, probabilities = total[: 2 * experts].to(device).view(2, experts).unbind()
+        probabilities.requires_grad_()
+        with torch.enable_grad():
+            value = self._loss.value(counts, probabilities, total[-1].to(device))
+            scaled = self._loss.coefficient * value
+        (self._weights,) = torch.autograd.grad(scaled, probabilities)
+        self.value, self.share = float(value.detach()), scaled.detach().cpu()
+
+    def losses(self, micro: int, logits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what a block adds to the loss, as its backward pass sees it: a scalar for each of its routers, whose
+        gradient with respect to the router's logits is that of the whole loss; none for those that train nothing."""
+        assert self._weights is not None
+        parts = [one for one in logits if one.requires_grad]
+        return [(self._weights * _probabilities(one, self._masks[micro])).sum() for one in parts]
+
+
+@contextlib.contextmanager
+def router_logits() -> Iterator[list[torch.Tensor]]:
+    """Collect what transformers' own hooks record as router logits of the blocks that run inside the context."""
+    recorded: dict[str, list[torch.Tensor]] = {"router_logits": []}
+    token = output_capturing._active_collector.set(recorded)
+    try:
+        yield recorded["router_logits"]
+    finally:
+        output_capturing._active_collector.reset(token)
+
+
+# -- what a family does ----------------------------------------------------------------------------------------------
+
+
+def wants_router_loss(model: PreTrainedModel, choice: str) -> bool:
+    """Say whether the loss is to have a router loss, and see to it that the model itself collects nothing.
+
+    Args:
+        model: not yet split at its blocks; its configuration is changed.
+        choice: one of :data:`CHOICES`.
+
+    Raises:
+        UserError: it is none of these.
+    """
+    if choice not in CHOICES:
+        raise UserError(f"router_loss is auto, on or off, not {choice!r}.{did_you_mean(choice, CHOICES)}")
+    configured = any(config.output_router_logits for config in _configs(model))
+    switch_router_logits(model, False)
+    return choice == "on" or (choice == "auto" and configured)
+
+
+def find_router_loss(stack: StreamedModel, choice: str) -> RouterLoss | None:
+    """Find what the model adds to its loss where its configuration has ``output_router_logits`` on; None if nothing.
+
+    Args:
+        stack: the model, of which :func:`wants_router_loss` has said that it is to have the loss.
+        choice: that this was said of.
+
+    Raises:
+        UserError: it adds something else than a load-balancing loss of sums over tokens, or was asked to add what it
+            does not have.
+    """
+    switch_router_logits(stack.model, True)
+    try:
+        found = _probe(stack)
+    finally:
+        switch_router_logits(stack.model, False)
+    if found is None and choice == "on":
+        raise UserError(
+            f"{type(stack.model).__name__} has no router loss: output_router_logits does not change what it returns as "
+            "its loss. Leave --router-loss out."
+        )
+    return found
+
+
+def switch_router_logits(model: PreTrainedModel, on: bool) -> None:
+    """Let the model's parts collect router logits, or not."""
+    if on:  # now, while its blocks are what they are: the model itself would do it when it runs
+        output_capturing.maybe_install_capturing_hooks(model)
+    for config in _configs(model):
+        config.output_router_logits = on
+
+
+def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configurations of a model and its parts that know of router logits."""
+    configs = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
+    return [config for config in (*configs, model.config.get_text_config()) if hasattr(config, "output_router_logits")]
+
+
+def _probe(stack: StreamedModel) -> RouterLoss | None:
+    """Ask the family, whose configuration has the loss on.
+
+    Raises:
+        UserError: what it does cannot be streamed.
+    """
+    model = stack.model
+    namespace = inspect.unwrap(type(model).forward).__globals__
+    function = namespace.get(_FUNCTION)
+    tokens = torch.zeros(2, 4, dtype=torch.int64, device=stack.device)
+    mask = torch.ones_like(tokens)
+    asked: list[dict[str, Any]] = []
+
+    def note(*args: Any, **kwargs: Any) -> torch.Tensor:
+        bound = inspect.signature(function).bind(*args, **kwargs)
+        bound.apply_defaults()
+        asked.append(bound.arguments)
+        return torch.ones((), dtype=torch.float64, device=stack.device)
+
+    with _replaced(model, namespace, note if function is not None else None, stack.device):
+        try:
+            loss = stack.dry_run({"input_ids": tokens, "attention_mask": mask, "labels": tokens}).loss
+            coefficient = float(loss)  # cross entropy was 0, and the router loss 1
+        except Exception as error:  # whatever a family's own code does without values
+            raise _not_ours(model, f"running it without its blocks failed ({type(error).__name__}: {error})") from error
+    if coefficient == 0.0:
+        return None
+    if len(asked) != 1:
+        raise _not_ours(model, f"its loss comes from {len(asked)} calls of {_FUNCTION}")
+    return _checked(model, function, asked[0], coefficient)
+
+
+@contextlib.contextmanager
+def _replaced(
+    model: PreTrainedModel, namespace: dict[str, Any], note: Callable[..., torch.Tensor] | None, device: torch.device
+) -> Iterator[None]:
+    """The cross entropy is 0, and ``note`` takes the place of the family's router loss, if it has one."""
+    own, function = model.__dict__.get("_loss_function"), namespace.get(_FUNCTION)
+    model.loss_function = lambda *args, **kwargs: torch.zeros((), dtype=torch.float64, device=device)
+    if note is not None:
+        namespace[_FUNCTION] = note
+    try:
+        yield
+    finally:
+        del model._loss_function
+        if own is not None:
+            model.loss_function = own
+        if note is not None:
+            namespace[_FUNCTION] = function
+
+
+def _checked(
+    model: PreTrainedModel, function: Callable[..., torch.Tensor], asked: dict[str, Any], coefficient: float
+) -> RouterLoss:
+    """The loss that a call of ``function`` is, if it is one of sums: seen by comparing the two on random logits."""
+    logits, masks = next(iter(asked)), torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 0.0])
+    try:
+        masked = asked["attention_mask"] is not None
+        loss = RouterLoss(coefficient, int(asked["num_experts"]), int(asked["top_k"]), masked)
+        generator = torch.Generator().manual_seed(0)
+        layers = [torch.randn(6, loss.experts, generator=generator) for _ in range(3)]
+        for mask in (None, masks) if masked else (None,):
+            theirs = function(**{**asked, logits: tuple(layers), "attention_mask": mask})
+            weights = torch.ones(6) if mask is None else mask
+            sums = torch.stack([loss.sums(one, weights) for one in layers]).sum(0)
+            torch.testing.assert_close(loss.value(sums[0], sums[1], len(layers) * weights.sum()), theirs)
+    except Exception as error:  # another signature, other shapes, other numbers
+        raise _not_ours(model, f"its {_FUNCTION} is not that of Mixtral ({type(error).__name__})") from error
+    return loss
+
+
+def _not_ours(model: PreTrainedModel, why: str) -> UserError:
+    return UserError(
+        f"The configuration of this {model.config.model_type!r} model has output_router_logits on, and its router loss "
+        f"cannot be streamed: {why}. Train without that loss: --router-loss off."
+    )

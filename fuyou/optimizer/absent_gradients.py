@@ -1,0 +1,151 @@
+"""Parameters that no gradient flowed into in a step, as experts without a token: AdamW leaves them alone.
+
+It is what ``torch.optim.AdamW`` does where ``grad is None``: weights and moments stay as they are, nothing decays, and
+the number of updates that bias correction goes by does not advance.
+
+That there is none is written into the gradient itself, as -0.0 in its first element, where a gradient that is there
+never has -0.0. So it goes wherever the gradient goes, to the drives and back, and the sum over all ranks has -0.0 there
+exactly if no rank had a gradient. Ranks look at their own part only, so the first element of each rank's part has it.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fuyou.layout.record import Chunk, ParameterSlot, Record
+from fuyou.optimizer.adam import Run
+
+
+def mark_absent(record: Record, flat: torch.Tensor, present: Collection[str]) -> None:
+    """Write into a complete gradient which parameters have none.
+
+    Args:
+        record: its layout.
+        flat: ``[numel]`` in the dtype in which it goes to the optimizer; zero where there is no gradient.
+        present: first names of the parameters that have one.
+    """
+    there: list[torch.Tensor] = []
+    for slot in record.parameters:
+        firsts = [flat[start : start + 1] for start in _part_starts(record, slot)]
+        if slot.name in present:
+            there += firsts
+        else:
+            for first in firsts:
+                first.fill_(-0.0)
+    if there:
+        torch._foreach_add_(there, 0.0)  # makes 0.0 of -0.0, and changes nothing else
+
+
+def marked_absent(firsts: torch.Tensor) -> torch.Tensor:
+    """Return, for the first element of each of some parameters' gradients, whether it says that there is none: bool."""
+    return (firsts == 0) & torch.signbit(firsts)
+
+
+def _part_starts(record: Record, slot: ParameterSlot) -> list[int]:
+    """Return the elements of the record at which a rank's part of the parameter begins."""
+    stop = slot.offset + slot.numel
+    following = (slot.offset // record.owned + 1) * record.owned
+    return [*range(slot.offset, min(slot.offset + 1, stop)), *range(following, stop, record.owned)]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What of a parameter, padding behind it included, this rank updates."""
+
+    slot: int
+    start: int
+    """Counted from the first element that this rank owns, as ``stop``."""
+    stop: int
+
+
+class OwnedParameters:
+    """The parameters of a record in what this rank updates of it.
+
+    Args:
+        record: its layout, as this rank shares it.
+    """
+
+    def __init__(self, record: Record):
+        first, owned = record.share.owned_start(record.numel), record.owned
+        slots = sorted(range(len(record.parameters)), key=lambda index: record.parameters[index].offset)
+        ends = [record.parameters[index].offset for index in slots[1:]] + [record.numel]
+        self._parts: list[_Part] = []
+        self._marked: list[_Part] = []
+        for index, end in zip(slots, ends, strict=True):
+            slot = record.parameters[index]
+            part = _Part(index, max(slot.offset - first, 0), min(end - first, owned))
+            if part.start < part.stop:
+                self._parts.append(part)
+                if first + part.start < slot.offset + slot.numel:  # else it is nothing but padding
+                    self._marked.append(part)
+        self._firsts = torch.tensor([part.start for part in self._marked], dtype=torch.int64)
+
+    def absent(self, gradient: torch.Tensor) -> tuple[int, ...]:
+        """Return the indices of the parameters that a gradient ``[owned]`` says it has nothing for."""
+        without = marked_absent(gradient[self._firsts])
+        return tuple(part.slot for part, none in zip(self._marked, without.tolist(), strict=True) if none)
+
+    def runs(self, chunk: Chunk, absent: Collection[int], missed: Mapping[int, int]) -> list[Run]:
+        """Return what of a chunk is to be updated, in ranges counted from its start.
+
+        Args:
+            chunk: of what this rank owns.
+            absent: indices of the parameters that have no gradient.
+            missed: in how many earlier steps a parameter had none, by index; 0 for those that are not listed.
+        """
+        runs: list[Run] = []
+        for part in self._parts:
+            start, stop = max(part.start, chunk.start) - chunk.start, min(part.stop, chunk.stop) - chunk.start
+            if start >= stop or part.slot in absent:
+                continue
+            count = missed.get(part.slot, 0)
+            if runs and (runs[-1].stop, runs[-1].missed) == (start, count):
+                start = runs.pop().start
+            runs.append(Run(start, stop, count))
+        return runs
+
+
+class MissedUpdates:
+    """In how many steps each parameter had no gradient, of those that this rank updates a part of.
+
+    Args:
+        records: of the model.
+        counts: by first name, as :meth:`counts` has returned them; those that are 0 may be missing.
+    """
+
+    def __init__(self, records: Sequence[Record], counts: Mapping[str, int]):
+        self._records = records
+        self._after: dict[int, dict[int, int]] = {}
+        """Record -> index of the parameter -> count, after the record's newest update."""
+        self._before: dict[int, dict[int, int]] = {}
+        self._newest: dict[int, int] = {}
+        """Record -> step of that update."""
+        for record in records:
+            found = {index: counts.get(slot.name, 0) for index, slot in enumerate(record.parameters)}
+            self._after[record.index] = {index: count for index, count in found.items() if count}
+
+    def before(self, record: int, step: int) -> dict[int, int]:
+        """Return the counts that the update of a record by ``step``, which comes next, starts from.
+
+        An update that is done a second time starts from what the first one started from.
+        """
+        if self._newest.get(record) != step:
+            self._before[record] = self._after[record]
+            self._newest[record] = step
+        return self._before[record]
+
+    def updated(self, record: int, absent: Collection[int]) -> None:
+        """Note that the update that was asked for last is done, and which parameters it left alone."""
+        counts = dict(self._before[record])
+        for index in absent:
+            counts[index] = counts.get(index, 0) + 1
+        self._after[record] = counts
+
+    def counts(self) -> dict[str, int]:
+        """Return all counts above 0, by the parameters' first names."""
+        return {
+            self._records[record].parameters[index].name: count
+            for record, counts in self._after.items()
+            for index, count in sorted(counts.items())
+        }

@@ -1,0 +1,366 @@
+"""How long the model's parts take on the device: matrix products, embedding, block, head, and the block's operators.
+
+One block of the model really runs, with random weights, in the way in which the engine's tasks run it.
+"""
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fuyou.layout.model_layout import StepShape
+from fuyou.layout.record import Record
+from fuyou.model.block_calls import BlockCalls
+from fuyou.model.loss import cross_entropy
+from fuyou.model.streamed_model import StreamedModel
+from fuyou.optimizer.gradient_sum import GradientSum, sum_of_squares
+from fuyou.planner.profiling.profile import OperatorTime
+from fuyou.recompute.block_trace import makes_views
+from fuyou.recompute.policy import keep_of, trace_block, worth_keeping
+from fuyou.recompute.replay import Recomputations, Recorded
+from fuyou.runtime.devices import Device
+
+#: A pass through the block, forward and backward, that is expected to take longer is measured on fewer tokens.
+LONGEST_PASS_SECONDS = 0.4
+#: Repetitions of one piece of work end after this many seconds.
+REPEAT_SECONDS = 0.4
+_MOST_REPETITIONS = 7
+_TILE_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True)
+class PartTimes:
+    """Seconds of one micro-batch; see :class:`fuyou.planner.profiling.profile.Profile`."""
+
+    measured_tokens: int
+    matmul_flops_per_second: float
+    embed_forward: float
+    block_forward: float
+    block_backward: float
+    kept_forward: float
+    kept_backward: float
+    kept_bytes: int
+    block_finish: float
+    head: float
+    head_forward: float
+    embed_backward: float
+    operators: tuple[OperatorTime, ...]
+
+
+class BlockBench:
+    """The largest block of a model with random weights, and the model's outer parts.
+
+    Args:
+        stack: the model's parts.
+        shape: its records.
+        device: where they compute.
+        rows, seq_len: the micro-batch.
+        head_columns: tokens of each row that go through the head at once.
+    """
+
+    def __init__(
+        self, stack: StreamedModel, shape: StepShape, device: Device, rows: int, seq_len: int, head_columns: int
+    ):
+        self._stack, self._shape, self._device = stack, shape, device
+        self._dtype = shape.precision.dtype
+        self._record = max((shape.records[index] for index in shape.blocks), key=lambda record: record.numel)
+        self._layer = shape.blocks.index(self._record.index)
+        self._wanted = rows, seq_len
+        self._head_columns = min(head_columns, seq_len)
+        self._head_tokens = rows * self._head_columns
+        self.matmul_flops_per_second = self._matmul_rate(rows * seq_len)
+        expected = 8.0 * self._record.parameter_count / self.matmul_flops_per_second
+        self.rows, self.seq_len = _shortened(rows, seq_len, LONGEST_PASS_SECONDS / expected)
+        self._scale = rows * seq_len / (self.rows * self.seq_len)
+        self._weights = random_values(self._record.numel, self._dtype, device)
+        self._gradient = torch.empty_like(self._weights)
+
+    def measure(self) -> PartTimes:
+        """Run everything: on fewer tokens where a pass takes too long, and then on a quarter of them as well."""
+        sizes = [self.seq_len] if self._scale == 1 else [self.seq_len, max(1, self.seq_len // 4)]
+        samples = [self._sample(seq_len) for seq_len in sizes]
+        calls = -(-self._wanted[1] // self._head_columns)
+        whole, head = self._wanted[0] * self._wanted[1], self._head_tokens
+        hidden, arguments, _ = self.embedding(self.seq_len)
+        kept_forward, kept_backward, kept_bytes = self._kept(arguments, hidden)
+        return PartTimes(
+            self.rows * self.seq_len,
+            self.matmul_flops_per_second,
+            _extrapolated([(one.tokens, one.embed_forward) for one in samples], whole),
+            _extrapolated([(one.tokens, one.block_forward) for one in samples], whole),
+            _extrapolated([(one.tokens, one.block_backward) for one in samples], whole),
+            kept_forward * self._scale,
+            kept_backward * self._scale,
+            round(kept_bytes * self._scale),
+            self.seconds(lambda: sum_of_squares(self._gradient)),
+            calls * _extrapolated([(one.head_tokens, one.head) for one in samples], head),
+            calls * _extrapolated([(one.head_tokens, one.head_forward) for one in samples], head),
+            _extrapolated([(one.tokens, one.embed_backward) for one in samples], whole),
+            self._operators(arguments, hidden),
+        )
+
+    def _sample(self, seq_len: int) -> "_Sample":
+        """Times on sequences of this many tokens."""
+        hidden, calls, embed = self.embedding(seq_len)
+        embed_forward, embed_backward = (self.seconds(work) for work in embed)
+        forward, backward = self._both(*self.block(calls, hidden))
+        columns = min(seq_len, self._head_tokens // self.rows)
+        head, head_forward = self._head(hidden.narrow(self._stack.token_dim, 0, columns).detach())
+        return _Sample(
+            self.rows * seq_len, self.rows * columns, embed_forward, forward, backward, head, head_forward,
+            embed_backward,
+        )  # fmt: skip
+
+    def _both(self, forward: Callable[[], None], backward: Callable[[], None]) -> tuple[float, float]:
+        """Seconds of a block's forward and backward pass, as they are from the second step on."""
+        forward()
+        backward()  # the first one is traced; from the next pass on it takes short cuts
+        seconds = self.seconds(forward)
+        return seconds, self.seconds(backward)
+
+    def _kept(self, calls: BlockCalls, hidden: torch.Tensor) -> tuple[float, float, int]:
+        """The same if everything is kept that saves FLOPs, and how many bytes that is; nothing where none can be."""
+        kernels = "cpu" if self._device.torch_device.type == "cpu" else "cuda"
+        try:
+            trace = trace_block(self._stack, self.seq_len, kernels, self._dtype, self._layer)
+        except Exception:  # whatever a family's own code does without values: such a run keeps nothing
+            return 0.0, 0.0, 0
+        operators = worth_keeping(trace)
+        nbytes = keep_of(trace, operators, self.rows).nbytes
+        return *self._both(*self.block(calls, hidden, operators, nbytes)), nbytes
+
+    def block(
+        self,
+        calls: BlockCalls,
+        hidden: torch.Tensor,
+        operators: Collection[tuple[str, int]] = (),
+        kept_bytes: int = 0,
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """The block's forward pass, and its backward pass with recomputation.
+
+        Args:
+            calls, hidden: what it is called with.
+            operators: calls whose outputs are kept.
+            kept_bytes: of these.
+        """
+        views = self._record.views(self._weights)
+        output, upstream = torch.empty_like(hidden), torch.full_like(hidden, 1e-3)
+        again = Recomputations([self._layer], operators, kept_bytes)
+        recorded = Recorded(None)
+        buffer = torch.empty(kept_bytes, dtype=torch.uint8, device=hidden.device) if kept_bytes else None
+
+        def forward() -> None:
+            nonlocal recorded
+            with torch.no_grad(), self._stack.bound(_named(self._record, views)):
+                result, recorded = again.forward(
+                    self._layer, hidden, calls, lambda: self._stack.block(self._layer, hidden, calls), buffer
+                )
+            output.copy_(result)
+
+        def backward() -> None:
+            leaf = hidden.detach().requires_grad_()
+            with torch.enable_grad(), self._stack.bound(self._leaves(self._record, views, self._gradient)):
+                result, _ = again.backward(
+                    self._layer, leaf, calls, lambda: self._stack.block(self._layer, leaf, calls), buffer, recorded
+                )
+                calls.backward(result, upstream)
+            assert leaf.grad is not None
+            output.copy_(leaf.grad)
+
+        return forward, backward
+
+    def work(self) -> Callable[[], None]:
+        """A pass through the block, forward and backward, to keep the device busy with; on :attr:`rows` sequences."""
+        hidden, calls, _ = self.embedding(self.seq_len)
+        forward, backward = self.block(calls, hidden)
+
+        def both() -> None:
+            forward()
+            backward()
+            self._device.synchronize()
+
+        return both
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Of one run of ``work``: the median of a few, after one to warm up."""
+        work()
+        self._device.synchronize()
+        taken: list[float] = []
+        while sum(taken) < REPEAT_SECONDS and len(taken) < _MOST_REPETITIONS:
+            began = time.perf_counter()
+            work()
+            self._device.synchronize()
+            taken.append(time.perf_counter() - began)
+        return statistics.median(taken)
+
+    # -- parts ----------------------------------------------------------------------------------------------------
+
+    def _matmul_rate(self, tokens: int) -> float:
+        """FLOP/s of the products with the block's matrices, each as often as the block has it."""
+        rows = min(tokens, 256 if self._device.torch_device.type == "cpu" else 4096)
+        flops = taken = 0.0
+        for (outputs, inputs), times in Counter(
+            tuple(slot.shape[-2:]) for slot in self._record.parameters if len(slot.shape) > 1
+        ).items():
+            source = random_values(rows * inputs, self._dtype, self._device).view(rows, inputs)
+            weight = random_values(outputs * inputs, self._dtype, self._device).view(outputs, inputs)
+            seconds = self.seconds(partial(torch.nn.functional.linear, source, weight))
+            flops += times * 2.0 * rows * outputs * inputs
+            taken += times * seconds
+        return flops / taken
+
+    def _inputs(self, seq_len: int) -> dict[str, torch.Tensor]:
+        vocabulary = self._stack.model.config.get_text_config().vocab_size
+        tokens = torch.arange(self.rows * seq_len, device=self._device.torch_device) % vocabulary
+        return {"input_ids": tokens.view(self.rows, seq_len)}
+
+    def embedding(self, seq_len: int) -> tuple[torch.Tensor, BlockCalls, tuple[Callable[[], object], ...]]:
+        """The blocks' input, what they are called with, and the embedding's forward and backward pass."""
+        record = self._shape.records[self._shape.embedding]
+        weights = random_values(record.numel, self._dtype, self._device)
+        gradient, views, inputs = torch.empty_like(weights), record.views(weights), self._inputs(seq_len)
+
+        @torch.no_grad()
+        def forward(alone: bool = False) -> tuple[torch.Tensor, BlockCalls]:
+            with self._stack.bound(_named(record, views), before=True):
+                return self._stack.embed_alone(inputs) if alone else self._stack.embed(inputs)
+
+        def backward() -> None:
+            with torch.enable_grad(), self._stack.bound(self._leaves(record, views, gradient), before=True):
+                hidden, _ = self._stack.embed(inputs)
+                if hidden.requires_grad:
+                    torch.autograd.backward(hidden, torch.full_like(hidden, 1e-3))
+
+        hidden, calls = forward(alone=True)  # one block is measured, without those that hand it something
+        return hidden.clone(), calls, (forward, backward)
+
+    def _head(self, hidden: torch.Tensor) -> tuple[float, float]:
+        """Seconds of ``hidden`` through the head: forward and backward, and forward alone."""
+        record = self._shape.records[self._shape.head]
+        weights = random_values(record.numel, self._dtype, self._device)
+        gradient, views = torch.empty_like(weights), record.views(weights)
+        inputs = self._inputs(hidden.shape[self._stack.token_dim])
+        targets = inputs["input_ids"]
+        items = torch.tensor(targets.numel(), device=self._device.torch_device)
+
+        def both() -> None:
+            leaf = hidden.clone().requires_grad_()
+            with torch.enable_grad(), self._stack.bound(self._leaves(record, views, gradient), before=False):
+                logits = self._stack.head(inputs, leaf)
+                torch.autograd.backward(logits, cross_entropy(logits, targets, items, gradient=True)[1])
+
+        def forward() -> None:
+            with torch.no_grad(), self._stack.bound(_named(record, views), before=False):
+                cross_entropy(self._stack.head(inputs, hidden), targets, items, gradient=False)
+
+        return self.seconds(both), self.seconds(forward)
+
+    def _operators(self, calls: BlockCalls, hidden: torch.Tensor) -> tuple[OperatorTime, ...]:
+        """Each operator of the block's forward pass with gradients enabled, as in a backward pass, and nothing else."""
+        runs: list[list[OperatorTime]] = []
+        leaves = self._leaves(self._record, self._record.views(self._weights), self._gradient)
+        leaf = hidden.detach().requires_grad_()
+        for _ in range(3):
+            with torch.enable_grad(), self._stack.bound(leaves), OperatorTimer(self._device) as timer:
+                self._stack.block(self._layer, leaf, calls)
+            runs.append(timer.times)
+        return tuple(
+            OperatorTime(
+                one[0].name,
+                one[0].ordinal,
+                statistics.median(each.seconds for each in one) * self._scale,
+                round(one[0].output_bytes * self._scale),
+            )
+            for one in zip(*runs[1:], strict=True)  # the first one warms up
+        )
+
+    def _leaves(self, record: Record, views: dict[str, torch.Tensor], sums: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Parameters whose gradients are added up as the engine does it, under all of their names."""
+        leaves: dict[str, torch.Tensor] = {name: torch.nn.Parameter(view) for name, view in views.items()}
+        GradientSum(record, sums).attach(leaves)
+        return _named(record, leaves)
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """Seconds of each part on some tokens; of the head on fewer."""
+
+    tokens: int
+    head_tokens: int
+    embed_forward: float
+    block_forward: float
+    block_backward: float
+    head: float
+    head_forward: float
+    embed_backward: float
+
+
+class OperatorTimer(TorchDispatchMode):
+    """Times every operator that runs inside it, waiting for each; those that only make views are left out."""
+
+    def __init__(self, device: Device):
+        super().__init__()
+        self.times: list[OperatorTime] = []
+        self._device = device
+        self._calls: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._device.synchronize()
+        began = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        self._device.synchronize()
+        seconds = time.perf_counter() - began
+        if makes_views(func):
+            return result
+        older = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and _storage(leaf) not in older]
+        nbytes = sum(leaf.numel() * leaf.itemsize for leaf in made)
+        self.times.append(OperatorTime(str(func), self._calls[func], seconds, nbytes))
+        self._calls[func] += 1
+        return result
+
+
+def random_values(count: int, dtype: torch.dtype, device: Device) -> torch.Tensor:
+    """``[count]`` small random numbers, one tile over and over: making a billion takes longer than using them."""
+    tile = torch.randn(min(count, _TILE_ELEMENTS), generator=torch.Generator().manual_seed(0)) * 0.02
+    tile = tile.to(dtype).to(device.torch_device)
+    values = torch.empty(count, dtype=dtype, device=device.torch_device)
+    for start in range(0, count, _TILE_ELEMENTS):
+        part = values[start : start + _TILE_ELEMENTS]
+        part.copy_(tile[: part.numel()])
+    return values
+
+
+def _extrapolated(points: list[tuple[int, float]], tokens: int) -> float:
+    """Seconds for ``tokens``, from one measurement of so many or from two of fewer: what a pass costs however few
+    tokens it has (gradients of all parameters, for one) must not be scaled."""
+    (most, longest), *rest = points
+    if not rest or rest[0][0] == most:
+        return longest * tokens / most
+    fewer, shorter = rest[0]
+    slope = (longest - shorter) / (most - fewer)
+    return longest + max(0.0, min(slope, longest / most)) * (tokens - most)
+
+
+def _shortened(rows: int, seq_len: int, tokens: float) -> tuple[int, int]:
+    """A micro-batch of at most ``tokens`` tokens, with sequences as long as they are wherever one of them fits."""
+    if tokens >= rows * seq_len:
+        return rows, seq_len
+    if tokens >= seq_len:
+        return int(tokens) // seq_len, seq_len
+    return 1, max(1, min(seq_len, max(16, int(tokens))))
+
+
+def _named(record: Record, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: values[slot.name] for slot in record.parameters for name in slot.names}
+
+
+def _storage(value: torch.Tensor) -> int:
+    return value.untyped_storage()._cdata

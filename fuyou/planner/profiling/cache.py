@@ -1,0 +1,87 @@
+"""Profiles of earlier runs, one small JSON file per machine, model shape and micro-batch."""
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.hardware.machine import cpu_count
+from common.result_cache import cached_path, read_cached, write_cached
+from fuyou.planner.profiling.measure import Workload, versions
+from fuyou.planner.profiling.profile import FORMAT, Profile
+from fuyou.runtime.devices import Device
+from fuyou.runtime.emulated import EmulatedDevice
+
+_KIND = "profiles"
+MAX_AGE_SECONDS = 30 * 86400.0
+"""Drives fill up and wear, drivers change: older profiles are measured again."""
+
+
+def load(workload: Workload, device: Device) -> Profile | None:
+    """The kept profile, or None if there is none, it is too old, or its file is damaged."""
+    content = read_cached(_KIND, describe(workload, device), FORMAT)
+    if content is None:
+        return None
+    try:
+        profile = Profile.from_dict(content["profile"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    return profile if 0 <= time.time() - profile.measured_at < MAX_AGE_SECONDS else None
+
+
+def save(profile: Profile, workload: Workload, device: Device) -> Profile:
+    """Keep ``profile``, and return it. A directory that cannot be written to costs the next run its measurement."""
+    write_cached(_KIND, describe(workload, device), FORMAT, profile=profile.to_dict())
+    return profile
+
+
+def profile_path(key: dict[str, Any]) -> Path:
+    """The file for :func:`describe`'s key."""
+    return cached_path(_KIND, key)
+
+
+def describe(workload: Workload, device: Device) -> dict[str, Any]:
+    """Everything that a profile depends on, as JSON can carry it."""
+    # By name of the device, where the directories lie, and what the configuration says beside the depth and the name.
+    config = {
+        name: value
+        for name, value in workload.config.to_dict().items()
+        if name not in ("num_hidden_layers", "n_layer", "_name_or_path", "layer_types", "transformers_version")
+    }
+    shape = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
+    return {
+        "device": device.name,
+        "pace": str(device.spec.pace) if isinstance(device, EmulatedDevice) else "",
+        "processor": _processor(),
+        "processors": cpu_count(),
+        "threads": torch.get_num_threads() if device.shares_host_memory else 0,
+        "drives": sorted(_drive(path) for path in workload.directories),
+        "shape": shape,
+        "precision": [str(workload.precision.dtype), str(workload.precision.optimizer_dtype)],
+        "rows": workload.rows,
+        "seq_len": workload.seq_len,
+        "head_columns": workload.head_columns,
+        "chunk_elements": workload.chunk_elements,
+        "versions": versions(),
+    }
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in ("model name", "Hardware", "Model"):
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _drive(directory: Path) -> str:
+    """The block device that a directory lies on."""
+    number = directory.stat().st_dev
+    return f"{os.major(number)}:{os.minor(number)}"

@@ -1,0 +1,149 @@
+"""Bandwidth of the SSDs through our own store, on scratch files in the run's directories."""
+
+import os
+import shutil
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import psutil
+
+from common.memory.buffers import HostBuffer
+from common.store import Extent, Layout, Pace, Store, commit_manifest
+from fuyou.layout.record import Record, allocate_extents
+
+FOLDER = "fuyou-profile-"
+"""Beginning of the scratch folder's name; the process id follows."""
+#: Each direction is measured for this long.
+DIRECTION_SECONDS = 0.5
+#: The files are written once before anything is measured, but for no longer than this.
+_FILL_SECONDS = 1.5
+_TRANSFER_BYTES = 4 << 20
+_TRANSFERS = 24
+_IN_FLIGHT = 6
+_FILE = "bandwidth"
+
+
+@dataclass(frozen=True)
+class DriveRates:
+    """Of all drives together."""
+
+    read: float
+    """Bytes per second."""
+    write: float
+    mixed: float
+    commit_seconds: float
+
+
+class Scratch:
+    """A store for measuring: something to move, and records for the optimizer process.
+
+    Args:
+        store: open.
+        records: for the optimizer, in two slots.
+        transfers: what is moved to measure bandwidth.
+    """
+
+    def __init__(self, store: Store, records: Sequence[Record], transfers: list[Extent]):
+        self.store, self.records = store, records
+        self._transfers = transfers
+
+    def measure(self) -> DriveRates:
+        """Write, read, both in turns, and commit."""
+        buffers = [HostBuffer(extent.nbytes).touch() for extent in self._transfers[:_IN_FLIGHT]]
+        try:
+            noise = np.random.default_rng(0).integers(0, 256, buffers[0].nbytes, dtype=np.uint8)
+            for buffer in buffers:  # drives may be quick with zeros
+                buffer.array[:] = noise
+            filled, rate = self._move("write", buffers, _FILL_SECONDS, len(self._transfers))
+            written = self._transfers[:filled]  # what was never written is read without looking at the drive
+            write = rate if filled < len(self._transfers) else self._move("write", buffers)[1]
+            commit = self._commit()  # after as much has been written as in a step, not after a pause
+            return DriveRates(
+                read=self._move("read", buffers, extents=written)[1],
+                write=write,
+                mixed=self._move("mixed", buffers, extents=written)[1],
+                commit_seconds=commit,
+            )
+        finally:
+            for buffer in buffers:
+                buffer.close()
+
+    def _move(
+        self,
+        direction: Literal["read", "write", "mixed"],
+        buffers: Sequence[HostBuffer],
+        seconds: float = DIRECTION_SECONDS,
+        most: int | None = None,
+        extents: Sequence[Extent] | None = None,
+    ) -> tuple[int, float]:
+        """Move transfers for ``seconds``, or ``most`` of them: how many they were, and bytes per second."""
+        under_way: deque[Future[None]] = deque()
+        moved = count = 0
+        began = time.perf_counter()
+        for number, extent in enumerate(islice(cycle(extents or self._transfers), most)):
+            if number >= len(buffers):
+                under_way.popleft().result()
+                if time.perf_counter() - began > seconds:
+                    break
+            writes = direction == "write" or (direction == "mixed" and number % 2 == 1)
+            start = self.store.write if writes else self.store.read
+            under_way.append(start(extent, buffers[number % len(buffers)].array))
+            moved, count = moved + extent.nbytes, number + 1
+        for future in under_way:
+            future.result()
+        return count, moved / (time.perf_counter() - began)
+
+    def _commit(self) -> float:
+        """Seconds from the last write's end to a committed manifest, as at the end of a step."""
+        began = time.perf_counter()
+        self.store.sync([_FILE])
+        for path in self.store.directories:
+            commit_manifest(path, {"scratch": True})
+        return time.perf_counter() - began
+
+
+@contextmanager
+def open_scratch(directories: Sequence[Path], records: Sequence[Record], pace: Pace | None) -> Iterator[Scratch]:
+    """Scratch files in a folder of their own in each of ``directories``; whatever happens, they are gone afterwards.
+
+    Raises:
+        UserError: there is no room for them.
+    """
+    folders = [path / f"{FOLDER}{os.getpid()}" for path in directories]
+    for path in directories:
+        _remove_left_behind(path)
+    layout = Layout(len(directories))
+    allocate_extents(layout, records, slots=2)
+    transfers = [layout.allocate(_FILE, _TRANSFER_BYTES * len(directories)) for _ in range(_TRANSFERS)]
+    store: Store | None = None
+    try:
+        for folder in folders:
+            folder.mkdir()
+        store = Store.create(folders, layout, io="posix", pace=pace)
+        yield Scratch(store, records, transfers)
+    finally:
+        if store is not None:
+            store.close()
+        _remove(folders)
+
+
+def _remove(folders: Sequence[Path]) -> None:
+    """Whatever is in them: an interrupt may come when a store is half made."""
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_left_behind(directory: Path) -> None:
+    """Scratch folders of processes that were killed."""
+    for folder in directory.glob(f"{FOLDER}*"):
+        number = folder.name.removeprefix(FOLDER)
+        if number.isdigit() and not psutil.pid_exists(int(number)):
+            _remove([folder])

@@ -1,0 +1,172 @@
+"""Measures everything that a prediction of a step needs.
+
+It takes 6 to 12 s, three of them to start the optimizer process, and no more than 20 s where drives or processors are
+slow; on a CPU a trial comes after it (see :mod:`fuyou.planner.calibration`). Of memory it takes about what the engine
+itself needs for one block or the head, and 24 MiB per drive.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import PreTrainedConfig
+
+from common.models.meta import build_meta_model
+from fuyou.layout.model_layout import StepShape
+from fuyou.layout.record import Precision
+from fuyou.model.model_records import model_records
+from fuyou.model.streamed_model import StreamedModel
+from fuyou.optimizer.client import OptimizerLink
+from fuyou.planner.contention import Contention
+from fuyou.planner.profiling.beside import Repeated, Worker, measure_contention
+from fuyou.planner.profiling.blocks import BlockBench, PartTimes
+from fuyou.planner.profiling.drives import open_scratch
+from fuyou.planner.profiling.links import measure_link
+from fuyou.planner.profiling.optimizer import OptimizerBench, scratch_records
+from fuyou.planner.profiling.profile import Profile
+from fuyou.runtime.devices import Device, optimizer_threads
+from fuyou.runtime.emulated import EmulatedDevice
+from fuyou.schedule.memory_plan import MemoryPlan
+from fuyou.schedule.tasks import Resource
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is going to run."""
+
+    config: PreTrainedConfig
+    precision: Precision
+    rows: int
+    """Sequences in a micro-batch."""
+    seq_len: int
+    directories: tuple[Path, ...]
+    """Where the run's files will be, one per drive."""
+    head_columns: int
+    """Tokens of each row that go through the head at once."""
+    chunk_elements: int
+    """Parameters that the optimizer updates at once."""
+
+    @staticmethod
+    def planned(
+        config: PreTrainedConfig, precision: Precision, plan: MemoryPlan, directories: Sequence[Path]
+    ) -> "Workload":
+        """What a run with this memory plan does."""
+        batch = plan.batch
+        return Workload(
+            config, precision, batch.micro_rows, batch.seq_len, tuple(directories), plan.head_columns,
+            plan.chunk_elements,
+        )  # fmt: skip
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch."""
+        return self.rows * self.seq_len
+
+
+def measure(workload: Workload, device: Device) -> Profile:
+    """Measure on ``device`` and in the workload's directories, whatever has been measured before.
+
+    Raises:
+        UserError: the directories have no room for scratch files, or the model is none that can be streamed.
+        FinetuneError: a drive or the optimizer process failed.
+    """
+    began = time.monotonic()
+    pace = device.spec.pace if isinstance(device, EmulatedDevice) else None
+    link = OptimizerLink()  # imports PyTorch while the model is built
+    bench: OptimizerBench | None = None
+    try:
+        stack = StreamedModel(build_meta_model(workload.config, dtype=workload.precision.dtype), device.torch_device)
+        shape = model_records(stack, workload.precision)
+        block_bytes = _largest_block(shape) * workload.precision.parameter_bytes
+        records = scratch_records(workload.chunk_elements, workload.precision)
+        link.wait_until_up()
+        with open_scratch(workload.directories, records, pace) as scratch:
+            drives = scratch.measure()
+            copies = measure_link(device, block_bytes)
+            parts, blocks = _parts(stack, shape, device, workload)
+            threads = optimizer_threads(device)
+            bench = OptimizerBench(link, scratch, workload.precision, workload.chunk_elements, threads, pace)
+            adam, contention = _contention(bench, blocks if device.shares_host_memory else None)
+    finally:
+        if bench is not None:
+            bench.close()
+        else:
+            link.close()
+    return Profile(
+        device=device.name,
+        tokens=workload.tokens,
+        measured_tokens=parts.measured_tokens,
+        block_parameters=max(shape.records[index].parameter_count for index in shape.blocks),
+        matmul_flops_per_second=parts.matmul_flops_per_second,
+        embed_forward_seconds=parts.embed_forward,
+        block_forward_seconds=parts.block_forward,
+        block_backward_seconds=parts.block_backward,
+        kept_forward_seconds=parts.kept_forward,
+        kept_backward_seconds=parts.kept_backward,
+        kept_bytes=parts.kept_bytes,
+        block_finish_seconds=parts.block_finish,
+        head_seconds=parts.head,
+        head_forward_seconds=parts.head_forward,
+        embed_backward_seconds=parts.embed_backward,
+        operators=parts.operators,
+        upload_bytes_per_second=copies.upload,
+        download_bytes_per_second=copies.download,
+        upload_beside_bytes_per_second=copies.upload_beside,
+        download_beside_bytes_per_second=copies.download_beside,
+        read_bytes_per_second=drives.read,
+        write_bytes_per_second=drives.write,
+        mixed_bytes_per_second=drives.mixed,
+        commit_seconds=drives.commit_seconds,
+        adam_parameters_per_second=adam * workload.chunk_elements,
+        adam_threads=threads,
+        contention=contention,
+        measured_at=time.time(),
+        measured_in_seconds=time.monotonic() - began,
+        versions=versions(),
+    )
+
+
+def _contention(bench: OptimizerBench, blocks: BlockBench | None) -> tuple[float, Contention]:
+    """Chunks that Adam updates in a second, and what shares its cores with what.
+
+    Args:
+        bench: the optimizer process.
+        blocks: what computes, where that takes the same cores.
+    """
+    workers: dict[Resource, Worker] = {Resource.ADAM: bench.updating, Resource.SSD: bench.writing}
+    if blocks is not None:
+        workers[Resource.GPU] = Repeated(blocks.work())
+    alone, contention = measure_contention(workers)
+    return alone[Resource.ADAM], contention
+
+
+def versions() -> dict[str, str]:
+    """What is not ours and changes what is measured."""
+    return {"torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def _parts(
+    stack: StreamedModel, shape: StepShape, device: Device, workload: Workload
+) -> tuple[PartTimes, BlockBench | None]:
+    if isinstance(device, EmulatedDevice):
+        return _emulated_parts(shape, device.spec.flops_per_second, workload.tokens), None
+    blocks = BlockBench(stack, shape, device, workload.rows, workload.seq_len, workload.head_columns)
+    return blocks.measure(), blocks
+
+
+def _emulated_parts(shape: StepShape, flops_per_second: float, tokens: int) -> PartTimes:
+    """What an emulated device takes for the costs that the schedule writes down."""
+    block = max(shape.records[index].parameter_count for index in shape.blocks) * tokens / flops_per_second
+    head = shape.records[shape.head].parameter_count * tokens / flops_per_second
+    return PartTimes(
+        measured_tokens=tokens, matmul_flops_per_second=flops_per_second, embed_forward=0.0, block_forward=2 * block,
+        block_backward=6 * block, kept_forward=0.0, kept_backward=0.0, kept_bytes=0, block_finish=0.0, head=6 * head,
+        head_forward=2 * head, embed_backward=0.0, operators=(),
+    )  # fmt: skip
+
+
+def _largest_block(shape: StepShape) -> int:
+    return max(shape.records[index].numel for index in shape.blocks)

@@ -1,7 +1,0 @@
-"""What this machine does with this model, measured in a few seconds (Fuyou, section 4.2) and kept for the next run."""
-
-from fuyou.profiling.cache import load, save
-from fuyou.profiling.measure import Workload, measure
-from fuyou.profiling.profile import OperatorTime, Profile
-
-__all__ = ["OperatorTime", "Profile", "Workload", "load", "measure", "save"]

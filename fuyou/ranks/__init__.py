@@ -1,0 +1,1 @@
+"""The other ranks, as the engine sees them."""

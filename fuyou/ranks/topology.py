@@ -1,0 +1,47 @@
+"""What the engine needs to know of a cluster. ``fcdp.Topology`` is one."""
+
+from typing import Protocol
+
+import torch.distributed as dist
+
+from fuyou.layout.share import Share
+
+
+class Groups(Protocol):
+    """One process group for each level; None for a level of one rank, where there is nothing to send."""
+
+    @property
+    def inside(self) -> dist.ProcessGroup | None:
+        """The ranks of this node."""
+        ...
+
+    @property
+    def across(self) -> dist.ProcessGroup | None:
+        """The ranks with this rank's place in the other nodes."""
+        ...
+
+
+class Topology(Protocol):
+    """A cluster of ``nodes`` machines with ``ranks_per_node`` ranks each, numbered node by node, as a rank sees it."""
+
+    nodes: int
+    ranks_per_node: int
+    node: int
+    local_rank: int
+
+    @property
+    def gather_groups(self) -> Groups:
+        """For parameters."""
+        ...
+
+    @property
+    def reduce_groups(self) -> Groups:
+        """For gradients: groups of their own, so that both are under way at the same time."""
+        ...
+
+
+def share_of(topology: Topology | None) -> Share:
+    """What of every record is this rank's."""
+    if topology is None:
+        return Share()
+    return Share(topology.nodes, topology.ranks_per_node, topology.node, topology.local_rank)

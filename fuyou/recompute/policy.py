@@ -1,0 +1,286 @@
+"""Which operator outputs are worth keeping from the forward pass until the backward pass: planned without a device.
+
+A block's input is always kept, and the rest of its forward pass is computed again. Keeping an output beyond that saves
+what only it is made from, and costs its bytes on the way out and back. Fuyou's swap benefit factor (equation 12: FLOPs
+over swap time, by a table of a GPT's four linear layers) is taken here from the operators that a block of any model
+runs, and from what a recomputation needs anyway: leaving out a result that the backward pass never reads costs nothing.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils._pytree import tree_map
+
+from common.errors import UserError
+from fuyou.layout.model_layout import Recomputation
+from fuyou.layout.resident import spread
+from fuyou.model.block_probe import on_meta
+from fuyou.model.streamed_model import StreamedModel
+from fuyou.recompute.block_trace import AttentionOf, BlockTrace, Operator, Tracer
+
+#: FLOPs that a device does while it moves one byte of its memory, for operators that are bound by that: about 160 on an
+#: RTX 4090 (165 TFLOP/s in bf16, 1008 GB/s) and on an A100 (312 TFLOP/s, 1.9 TB/s).
+FLOPS_PER_BYTE = 160.0
+
+MOST_CANDIDATES = 256
+"""Among more operators nothing is chosen: it takes time in proportion to the cube of their number. Blocks have some
+tens; those that loop over tokens in Python (RWKV's) have thousands, none of which is worth much."""
+
+_TRACES: WeakKeyDictionary[StreamedModel, dict[tuple[int, str, torch.dtype, int], BlockTrace]] = WeakKeyDictionary()
+
+#: What it costs to run an operator, in any unit.
+Cost = Callable[[Operator], float]
+
+
+@dataclass(frozen=True)
+class KeepableOutput:
+    """The outputs of one operator call of a block, for one micro-batch, and what keeping them is worth.
+
+    A call with several outputs (attention and its log-sum-exp) is kept whole or not at all.
+    """
+
+    operator: str
+    """``"aten.addmm.default"``"""
+    ordinal: int
+    """Which of the block's calls of that operator, from 0."""
+    outputs: int
+    """Number of tensors."""
+    nbytes: int
+    """Bytes of all of them."""
+    flops: float
+    """Of the call itself."""
+    saved_flops: float
+    """What a recomputation saves if it is kept beside everything that comes before it in the list."""
+    saved_cost: float
+    """The same as the cost model sees it, operators that do no FLOPs included."""
+
+    @property
+    def benefit(self) -> float:
+        """Cost saved per byte kept: the swap benefit factor."""
+        return self.saved_cost / self.nbytes
+
+
+@dataclass(frozen=True)
+class Keepable:
+    """Everything that is worth keeping of one block and one micro-batch."""
+
+    outputs: tuple[KeepableOutput, ...]
+    """Best first."""
+    forward_flops: float
+    """Of the block's forward pass, attention included."""
+    unneeded_flops: float
+    """Of those, what no backward pass needs: saved by every recomputation, at no byte."""
+
+    def choose(self, nbytes: float) -> "Keep":
+        """The longest beginning of the list that fits into ``nbytes``."""
+        chosen: list[KeepableOutput] = []
+        room = nbytes
+        for output in self.outputs:
+            room -= output.nbytes
+            if room < 0:
+                break
+            chosen.append(output)
+        return Keep(
+            tuple((output.operator, output.ordinal) for output in chosen),
+            sum(output.nbytes for output in chosen),
+            self.unneeded_flops + sum(output.saved_flops for output in chosen),
+            self.forward_flops,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is worth keeping."""
+        return sum(output.nbytes for output in self.outputs)
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The operator calls of a block whose outputs are kept, for one micro-batch."""
+
+    operators: tuple[tuple[str, int], ...]
+    """Name and ordinal of each call."""
+    nbytes: int
+    """Of one layer and micro-batch."""
+    saved_flops: float
+    """What the recomputation of one layer and micro-batch leaves out."""
+    forward_flops: float
+    """What it would have been."""
+
+    @property
+    def saved_fraction(self) -> float:
+        """Of the recomputation's FLOPs."""
+        return self.saved_flops / self.forward_flops if self.forward_flops else 0.0
+
+
+def roofline(operator: Operator) -> float:
+    """FLOPs, or the FLOPs that a GPU could have done in the time that the operator's bytes take."""
+    return max(operator.flops, FLOPS_PER_BYTE * operator.moved_bytes)
+
+
+def keepable(trace: BlockTrace, rows: int = 1, cost: Cost = roofline) -> Keepable:
+    """What of a block is worth keeping, best first.
+
+    Greedy: again and again the call that saves the most per byte, given those before it; of equal ones, the one that
+    saves more calls. What several kept outputs save only together is counted with the last of them.
+
+    Args:
+        trace: of one row.
+        rows: in a micro-batch; everything is proportional to it.
+        cost: of an operator; measured seconds, or :func:`roofline`.
+    """
+    costs = [cost(one) for one in trace.operators]
+    needed = trace.required()
+    unneeded = trace.flops() - trace.flops(needed)
+    candidates = {index for index in needed if trace.operators[index].keepable and trace.operators[index].nbytes}
+    if len(candidates) > MOST_CANDIDATES:
+        candidates = set()
+    kept: frozenset[int] = frozenset()
+    chosen: list[KeepableOutput] = []
+    while True:
+        best, best_rank, best_needed = -1, (0.0, len(needed)), needed
+        total = sum(costs[index] for index in needed)
+        for index in sorted(candidates & needed):
+            left = trace.required(kept | {index})
+            benefit = (total - sum(costs[one] for one in left)) / trace.operators[index].nbytes
+            rank = (benefit, len(needed) - len(left))
+            if rank > best_rank:
+                best, best_rank, best_needed = index, rank, left
+        if best < 0:
+            break
+        operator = trace.operators[best]
+        saved = needed - best_needed
+        chosen.append(
+            KeepableOutput(
+                operator.name,
+                operator.ordinal,
+                len(operator.outputs),
+                rows * operator.nbytes,
+                rows * operator.flops,
+                rows * trace.flops(saved),
+                rows * sum(costs[one] for one in saved),
+            )
+        )
+        kept, needed = kept | {best}, best_needed
+    return Keepable(tuple(chosen), rows * trace.flops(), rows * unneeded)
+
+
+def worth_keeping(trace: BlockTrace) -> list[tuple[str, int]]:
+    """Name and ordinal of all calls that save FLOPs if their outputs are kept, best first."""
+    return [(one.operator, one.ordinal) for one in keepable(trace).outputs if one.saved_flops > 0]
+
+
+def trace_block(stack: StreamedModel, seq_len: int, device: str, dtype: torch.dtype, layer: int = -1) -> BlockTrace:
+    """Trace one row's forward pass of a block on the meta device: takes no weights, no device and (after the first time
+    for this model) no time.
+
+    Args:
+        stack: the model.
+        seq_len: tokens in the row.
+        device: ``"cpu"`` or ``"cuda"``: whose attention kernel.
+        dtype: of the hidden states.
+        layer: which block; the last by default (where families mix kinds, it sees the whole sequence).
+    """
+    traced = _TRACES.setdefault(stack, {})
+    kind = (seq_len, device, dtype, layer)
+    if kind not in traced:
+        traced[kind] = _trace_block(stack, seq_len, device, dtype, layer)
+    return traced[kind]
+
+
+def _trace_block(stack: StreamedModel, seq_len: int, device: str, dtype: torch.dtype, layer: int) -> BlockTrace:
+    def to_meta(value: Any) -> Any:
+        return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+    _, calls = stack.embed_hollow(torch.zeros(1, seq_len, dtype=torch.long, device=stack.device))
+    args, kwargs = tree_map(to_meta, calls.arguments[layer])
+    hidden = torch.empty(calls.hidden_shape, dtype=dtype, device="meta", requires_grad=True)
+    with on_meta(stack.blocks[layer]), torch.enable_grad(), AttentionOf(device), Tracer() as tracer:
+        result = stack.blocks[layer](hidden, *args, **kwargs)
+    return tracer.finish(result if isinstance(result, torch.Tensor) else result[0])
+
+
+def keep_of(trace: BlockTrace, operators: Collection[tuple[str, int]], rows: int = 1) -> Keep:
+    """What keeping the outputs of these calls comes to.
+
+    Raises:
+        UserError: the block makes no such call, or its outputs cannot be kept.
+    """
+    indices = []
+    for name, ordinal in operators:
+        index = trace.find(name, ordinal)
+        if index is None or not trace.operators[index].keepable:
+            raise UserError(f"A block of this model has no outputs of {name} (call {ordinal}) that could be kept.")
+        indices.append(index)
+    saved = trace.flops() - trace.flops(trace.required(frozenset(indices)))
+    nbytes = sum(trace.operators[index].nbytes for index in indices)
+    return Keep(tuple(operators), rows * nbytes, rows * saved, rows * trace.flops())
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """What a run keeps beyond block inputs: the outputs of some operators, in some of the blocks."""
+
+    operators: tuple[tuple[str, int], ...]
+    """Name and ordinal of each call, as :class:`KeepableOutput` has them."""
+    layers: int
+    """In how many of the blocks."""
+
+
+class KeepingPlan:
+    """Says for any batch what a run keeps, and what that saves.
+
+    Args:
+        stack: the model.
+        device: ``"cpu"`` or ``"cuda"``.
+        dtype: of the hidden states.
+        wanted: the operators and the number of layers; or the best that fit into so many bytes, of every layer and
+            micro-batch.
+    """
+
+    def __init__(self, stack: StreamedModel, device: str, dtype: torch.dtype, wanted: Keeping | int):
+        self._stack, self._device, self._dtype, self._wanted = stack, device, dtype, wanted
+        layers = len(stack.blocks)
+        count = wanted.layers if isinstance(wanted, Keeping) else layers if wanted else 0
+        if not 0 <= count <= layers:
+            raise UserError(f"Outputs cannot be kept in {count} blocks: this model has {layers}.")
+        #: The blocks that keep outputs: evenly spread, so that the traffic is too. (Simulated, 13B with a quarter to
+        #: half of the blocks keeping much: up to 4% shorter steps than with the last blocks.)
+        self.layers = spread(range(layers), count)
+        self._traces: dict[int, BlockTrace | None] = {}
+
+    def keep(self, rows: int, seq_len: int) -> Keep:
+        """Of one layer and a micro-batch of ``rows`` x ``seq_len`` tokens.
+
+        Raises:
+            UserError: nothing of this model can be kept.
+        """
+        trace = self._trace(seq_len)
+        if trace is None:
+            return Keep((), 0, 0.0, 0.0)
+        if not self._wanted:
+            return keep_of(trace, (), rows)
+        if isinstance(self._wanted, Keeping):
+            return keep_of(trace, self._wanted.operators, rows)
+        return keepable(trace, rows).choose(self._wanted)
+
+    def recomputation(self, rows: int, seq_len: int) -> Recomputation:
+        """What the schedule needs to know of it."""
+        trace, keep = self._trace(seq_len), self.keep(rows, seq_len)
+        unneeded = keep_of(trace, ()).saved_fraction if trace is not None else 0.0
+        return Recomputation(frozenset(self.layers if keep.nbytes else ()), keep.saved_fraction, unneeded)
+
+    def _trace(self, seq_len: int) -> BlockTrace | None:
+        if seq_len not in self._traces:
+            try:
+                self._traces[seq_len] = trace_block(self._stack, seq_len, self._device, self._dtype)
+            except Exception as error:  # whatever a family's own code does without values
+                if self.layers:
+                    raise UserError(
+                        f"Which outputs of {type(self._stack.model).__name__} to keep cannot be planned: its blocks do "
+                        f"not run without values ({type(error).__name__}: {error}). Leave kept_activations out."
+                    ) from error
+                self._traces[seq_len] = None
+        return self._traces[seq_len]

@@ -1,0 +1,136 @@
+"""Where a step's time went: how long each resource was busy, and what the device waited for when it was not."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from common.intervals import Interval, merge, total
+from fuyou.runtime.data_plane import DataPlane
+from fuyou.runtime.trace import StepTrace
+from fuyou.schedule.tasks import Op, Phase, Resource, StepList, Task
+
+
+class TaskKind(NamedTuple):
+    """What compute tasks have in common that take about the same time."""
+
+    phase: Phase
+    kept: bool
+    """Whether they leave or take kept outputs."""
+
+    @staticmethod
+    def of(task: Task) -> "TaskKind":
+        """The kind of a compute task."""
+        assert task.visit is not None
+        return TaskKind(task.visit.phase, task.kept >= 0)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One finished step."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    """Norm of the whole gradient before clipping."""
+    seconds: float
+    """From the call of the engine to the end of :meth:`Engine.step`; write-back may go on into the next step."""
+    tokens: int
+    bound_seconds: dict[str, float]
+    """Time that each resource was busy since the last report: the largest bounds the step."""
+    idle_seconds: dict[str, float]
+    """Time that the device stood idle since the last report, by the kind of task that it waited for."""
+    planned_read_bytes: int
+    """Bytes that the schedule had the SSDs read."""
+    planned_written_bytes: int
+    planned_sent_bytes: int = 0
+    """Bytes that the schedule had this rank send to other nodes."""
+    kept_activation_bytes: int = 0
+    """Bytes of operator outputs that were kept for the backward pass, in whatever tier."""
+    recomputation_saved: float = 0.0
+    """Fraction of the recomputation's FLOPs that was left out: kept, or needed by nothing. 0 in a run's first step."""
+    skipped: bool = False
+    """Whether loss or gradient were not finite, and nothing was changed."""
+    clipped: bool = False
+    """Whether the gradient was scaled down."""
+    aux_loss: float | None = None
+    """The router loss, not multiplied by its coefficient, where it is a part of the loss."""
+    updated_again: bool = False
+    """Whether updates had been done before it was known that the step is clipped or left out, and are done again."""
+    task_seconds: dict[TaskKind, list[float]] = field(default_factory=dict)
+    """Of each compute task that ended since the last report: from when nothing kept it waiting, to its end."""
+
+
+@dataclass
+class Times:
+    """Seconds since the last look."""
+
+    busy: dict[str, float] = field(default_factory=dict)
+    """By resource; tasks of one resource that overlap count once."""
+    idle: dict[str, float] = field(default_factory=dict)
+    """Of the device, by the kind of task that kept it waiting; what the caller did between steps is ``caller``."""
+    tasks: dict[TaskKind, list[float]] = field(default_factory=dict)
+    """Of each compute task, from when nothing kept it waiting to its end."""
+
+
+class Accounting:
+    """Adds up tasks' times.
+
+    Args:
+        plane: where the tasks run.
+        trace: gets everything that has finished, if somebody wants to see it.
+    """
+
+    def __init__(self, plane: DataPlane, trace: StepTrace | None = None):
+        self._plane, self._trace = plane, trace
+        self._watched: list[Task] = []
+        self._computed_until = 0.0
+
+    def watch(self, tasks: StepList) -> None:
+        """Count these tasks once they are finished."""
+        self._watched += tasks.tasks
+
+    def take(self) -> Times:
+        """What has finished since the last call."""
+        ended = [task.done and self._plane.device.ended(task) for task in self._watched]
+        done = [task for task, over in zip(self._watched, ended, strict=True) if over]
+        self._watched = [task for task, over in zip(self._watched, ended, strict=True) if not over]
+        absent = {Resource.NONE} | (set() if self._plane.ranks else {Resource.INTRA_NODE, Resource.INTER_NODE})
+        busy: dict[Resource, list[Interval]] = {resource: [] for resource in Resource if resource not in absent}
+        for task in done:
+            task.began, task.ended = self._plane.device.interval(task)
+            # The optimizer process reports when it read, computed and wrote: its tasks contain all three.
+            if task.op.resource is not Resource.NONE and task.op not in (Op.STATE_READ, Op.UPDATE, Op.STATE_WRITE):
+                busy[task.op.resource].append((task.began, task.ended))
+        states, adam = self._plane.take_ssd_intervals(), self._plane.take_adam_intervals()
+        busy[Resource.SSD] += [(one.began, one.ended) for one in states]
+        busy[Resource.ADAM] += [(one.began, one.ended) for one in adam]
+        idle: dict[str, float] = {}
+        tasks: dict[TaskKind, list[float]] = {}
+        for task in done:
+            if task.op is Op.COMPUTE:
+                free = max((earlier.ended for earlier in task.after), default=0.0)
+                free = min(task.began, max(free, self._computed_until)) or task.began
+                tasks.setdefault(TaskKind.of(task), []).append(task.ended - free)
+                if self._computed_until:
+                    self._explain(self._computed_until, task, idle)
+                self._computed_until = max(self._computed_until, task.ended)
+        if self._trace is not None:
+            self._trace.add(done, states, adam)
+        for task in done:
+            task.after = []  # or every task would keep all of its ancestors alive
+        return Times({resource.value: total(merge(found)) for resource, found in busy.items()}, idle, tasks)
+
+    @staticmethod
+    def _explain(since: float, task: Task, idle: dict[str, float]) -> None:
+        """Say what filled the gap from ``since`` to the begin of ``task``: the last of what it waited for, what that
+        had waited for, and so on."""
+        until = task.began
+        while until > since:
+            last = max((earlier for earlier in task.after if earlier.done), key=lambda one: one.ended, default=None)
+            if last is None or last.ended <= since:
+                idle["caller"] = idle.get("caller", 0.0) + until - since
+                return
+            label = last.op.label
+            if last.ended < until:  # free to go, and not gone: launching, waking up, the caller's own code
+                idle["caller"] = idle.get("caller", 0.0) + until - last.ended
+            idle[label] = idle.get(label, 0.0) + min(until, last.ended) - max(since, min(until, last.began))
+            until, task = max(since, min(until, last.began)), last

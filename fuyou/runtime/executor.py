@@ -1,0 +1,146 @@
+"""Runs a list of tasks: one lane per kind of task, first in, first out, each task when what it waits for is done.
+
+Compute tasks run in the caller's thread (it is the caller's autograd that runs them); every other kind has a thread.
+Each task waits only for tasks that stand before it in the list and every lane keeps the list's order, so the
+earliest unfinished task can always run: there is no deadlock to detect.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from functools import partial
+
+from fuyou.schedule.tasks import Op, Task
+
+#: Does a task's work. Returns None if it is done (or queued on the device: ``task.event`` is set), a future if it goes
+#: on, or :data:`ELSEWHERE` if somebody else calls :meth:`Executor.finish`.
+Handler = Callable[[Task], "Future | object | None"]
+ELSEWHERE = object()
+
+
+class Executor:
+    """Lanes, and who waits for whom.
+
+    Args:
+        handlers: what to do for each kind of task that has a lane.
+        wait_event: makes the calling thread's work wait for a finished task's device event. Given the waiting task
+            and the event.
+    """
+
+    def __init__(self, handlers: Mapping[Op, Handler], wait_event: Callable[[Task, object], None]):
+        self._handlers = handlers
+        self._wait_event = wait_event
+        self._changed = threading.Condition()
+        self._queues: dict[Op, deque[Task]] = {op: deque() for op in handlers}
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._unfinished = 0
+        self._threads = [
+            threading.Thread(target=self._run_lane, args=(op,), name=f"fuyou {op.label}", daemon=True)
+            for op in handlers
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, tasks: Iterable[Task]) -> None:
+        """Append tasks to their lanes. Kinds without a lane are left to the caller."""
+        with self._changed:
+            for task in tasks:
+                queue = self._queues.get(task.op)
+                if queue is not None:
+                    queue.append(task)
+                    self._unfinished += 1
+            self._changed.notify_all()
+
+    def wait(self, tasks: Iterable[Task]) -> None:
+        """Block until all of ``tasks`` are done.
+
+        Raises:
+            BaseException: whatever any task has failed with.
+        """
+        waiting = list(tasks)
+        with self._changed:
+            while True:
+                if self._failure is not None:
+                    raise self._failure
+                while waiting and waiting[-1].done:
+                    waiting.pop()
+                if not waiting:
+                    return
+                self._changed.wait()
+
+    def start(self, task: Task) -> None:
+        """Block until what ``task`` waits for is done, on the device as well, and note the time."""
+        self.wait(task.after)
+        for earlier in task.after:
+            if earlier.event is not None:
+                self._wait_event(task, earlier.event)
+        task.began = time.monotonic()
+
+    def finish(self, task: Task, began: float | None = None) -> None:
+        """Mark ``task`` done and wake who waits for it."""
+        with self._changed:
+            if began is not None:
+                task.began = began
+            task.ended = time.monotonic()
+            task.done = True
+            if task.op in self._queues:
+                self._unfinished -= 1
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Stop everything: every waiting thread raises ``error``. The first failure is the one that counts."""
+        with self._changed:
+            if self._failure is None:
+                self._failure = error
+            self._changed.notify_all()
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._failure
+
+    def drain(self) -> None:
+        """Block until every submitted task is done."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or not self._unfinished)
+            if self._failure is not None:
+                raise self._failure
+
+    def close(self) -> None:
+        """End the lanes; what has not begun is dropped."""
+        with self._changed:
+            self._closed = True
+            if self._failure is None:
+                self._failure = RuntimeError("the engine has been closed")
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def _run_lane(self, op: Op) -> None:
+        queue, handler = self._queues[op], self._handlers[op]
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: queue or self._closed or self._failure is not None)
+                if self._closed or self._failure is not None:
+                    return
+                task = queue.popleft()
+            try:
+                self.start(task)
+                result = handler(task)
+                if result is None:
+                    self.finish(task)
+                elif isinstance(result, Future):
+                    result.add_done_callback(partial(self._finish_future, task))
+            except BaseException as error:
+                self.fail(error)
+                return
+
+    def _finish_future(self, task: Task, future: Future) -> None:
+        error = future.exception()
+        if error is not None:
+            self.fail(error)
+        else:
+            self.finish(task)

@@ -1,0 +1,1 @@
+"""A step as a list of tasks: which there are, which buffers they take, and how memory is divided among these."""

@@ -1,0 +1,169 @@
+"""Activations on their way through the tiers: what is needed soonest is nearest to the device."""
+
+from collections.abc import Callable, Hashable, Sequence
+
+from fuyou.schedule.buffer_pool import NEVER, SortedPool
+from fuyou.schedule.tasks import Activation, Op, Phase, StepList, Task, Visit
+
+#: ("x", i, m): input of block i (output of block i - 1, or of the embedding if i is 0) for micro-batch m;
+#: ("d", i, m): the gradient of the loss with respect to it; ("k", i, m): outputs of operators in block i that are kept.
+ActivationKey = tuple[str, int, int]
+#: What one compute task reads, and what it writes.
+Arguments = tuple[list[ActivationKey], list[ActivationKey]]
+
+
+def hidden_arguments(visit: Visit, micro: int) -> Arguments:
+    """Block inputs and gradients that a compute task reads and writes. The head is as if it were layer L."""
+    i = visit.layer
+    match visit.phase:
+        case Phase.EMBED_FORWARD:
+            return [], [("x", 0, micro)]
+        case Phase.BLOCK_FORWARD:
+            return [("x", i, micro)], [("x", i + 1, micro)]
+        case Phase.HEAD:
+            return [("x", i, micro)], [("d", i, micro)] if visit.passes_on else []
+        case Phase.HEAD_EVAL:
+            return [("x", i, micro)], []
+        case Phase.BLOCK_BACKWARD:
+            return [("x", i, micro), ("d", i + 1, micro)], [("d", i, micro)] if visit.passes_on else []
+        case Phase.EMBED_BACKWARD:
+            return [("d", 0, micro)], []
+
+
+class ActivationPools:
+    """Where activations of one kind live: device, then host, then SSD, whatever is needed soonest nearest.
+
+    Args:
+        activation: the kind; each has buffers of its own size.
+        device, host, ssd: how many of them there are.
+        arguments: which of these activations a compute task reads and writes.
+    """
+
+    def __init__(
+        self, activation: Activation, device: int, host: int, ssd: int, arguments: Callable[[Visit, int], Arguments]
+    ):
+        self._activation, self._arguments = activation, arguments
+        self._device = SortedPool(f"device activations ({activation.value})", device, self._next_use, True)
+        self._host = SortedPool(f"host activations ({activation.value})", host, self._next_use, True)
+        self._ssd_free = list(range(ssd))
+        self._ssd: dict[Hashable, tuple[int, Task]] = {}
+        self._uses: dict[Hashable, list[int]] = {}
+        self._list = StepList(0)
+        self._bytes = 0
+        self._ssd_users: dict[int, list[Task]] = {}
+
+    def begin(self, step: StepList, visits: Sequence[Visit], micro_batches: int, nbytes: int) -> None:
+        """Start a pass: nothing is alive; every use to come is known. Each activation takes ``nbytes``."""
+        self._list, self._bytes = step, nbytes
+        self._uses = {}
+        position = 0
+        for visit in visits:
+            for micro in range(micro_batches):
+                for key in self._arguments(visit, micro)[0]:
+                    self._uses.setdefault(key, []).append(position)
+                position += 1
+        for uses in self._uses.values():
+            uses.reverse()  # the next use is the last element
+
+    def fetch(self, key: ActivationKey, pinned: list[ActivationKey], task: Task) -> int:
+        """Index of the device buffer that will hold ``key`` when ``task`` starts."""
+        index = self._device.find(key)
+        if index is None:
+            source = self._on_host(key)
+            index, after = self._room_on_device(key, pinned)
+            after = [self._host.slots[source].filled, *after]
+            upload = self._emit(Op.ACTIVATION_UPLOAD, after, source=source, target=index, micro=key[2])
+            self._host.use(source, upload)
+            self._device.fill(index, key, upload)
+        task.after.append(self._device.slots[index].filled)
+        self._device.use(index, task)
+        return index
+
+    def produce(self, key: ActivationKey, pinned: list[ActivationKey], task: Task) -> int:
+        """Index of a free device buffer for ``key``, which ``task`` writes."""
+        index, after = self._room_on_device(key, pinned)
+        task.after.extend(after)
+        self._device.fill(index, key, task)
+        return index
+
+    def release(self, keys: list[ActivationKey]) -> None:
+        """One use of each of ``keys`` is behind us; what has no other goes."""
+        self._device.computed()
+        self._host.computed()
+        for key in keys:
+            uses = self._uses[key]
+            uses.pop()
+            if uses:
+                self._device.used(key)
+                self._host.used(key)
+            else:
+                self._device.drop(key)
+                self._host.drop(key)
+                self._forget_ssd(key)
+
+    def _room_on_device(self, key: ActivationKey, pinned: list[ActivationKey]) -> tuple[int, list[Task]]:
+        index, leaving = self._device.take(key, pinned, spare_empty=self._host.has_room() or bool(self._ssd_free))
+        slot = self._device.slots[index]
+        after = slot.busy()
+        if leaving is not None and self._host.find(leaving) is None and leaving not in self._ssd:
+            target, room = self._room_on_host(leaving, key)
+            download = self._emit(Op.ACTIVATION_DOWNLOAD, [slot.filled, *room], source=index, target=target)
+            self._host.fill(target, leaving, download)
+            after.append(download)
+        return index, after
+
+    def _room_on_host(self, key: Hashable, keep: Hashable = None) -> tuple[int, list[Task]]:
+        """A host buffer for ``key``, but not the one that holds ``keep`` (whose copy to the device comes next)."""
+        if not (self._ssd_free or self._host.has_room()):
+            self._drop_copy(keep)
+        index, leaving = self._host.take(key, [keep])
+        slot = self._host.slots[index]
+        after = slot.busy()
+        if leaving is not None and leaving not in self._ssd and self._device.find(leaving) is None:
+            place = self._ssd_free.pop()
+            write = self._emit(
+                Op.ACTIVATION_WRITE, [slot.filled, *self._ssd_users.pop(place, [])], source=index, target=place
+            )
+            self._ssd[leaving] = (place, write)
+            after.append(write)
+        return index, after
+
+    def _drop_copy(self, keep: Hashable) -> None:
+        """Empty a host buffer whose contents are on the device, too, and are needed latest of such: not ``keep``."""
+        there = (slot.key for slot in self._device.slots if slot.key is not None and slot.key != keep)
+        copies = [key for key in there if self._host.find(key) is not None]
+        if copies:
+            self._host.drop(max(copies, key=self._next_use))
+
+    def _on_host(self, key: ActivationKey) -> int:
+        index = self._host.find(key)
+        if index is None:
+            place, write = self._ssd[key]
+            index, after = self._room_on_host(key)
+            read = self._emit(Op.ACTIVATION_READ, [write, *after], source=place, target=index, micro=key[2])
+            self._ssd_users.setdefault(place, []).append(read)
+            self._host.fill(index, key, read)
+        return index
+
+    def _forget_ssd(self, key: Hashable) -> None:
+        entry = self._ssd.pop(key, None)
+        if entry is not None:
+            place, write = entry
+            self._ssd_users.setdefault(place, []).append(write)
+            self._ssd_free.insert(0, place)
+
+    def _emit(self, op: Op, after: list[Task], **fields: int) -> Task:
+        task = Task(
+            op,
+            after,
+            step=self._list.step,
+            nbytes=self._bytes,
+            activation=self._activation,
+            **fields,  # type: ignore[arg-type]
+        )
+        self._list.tasks.append(task)
+        return task
+
+    def _next_use(self, key: Hashable) -> float:
+        uses = self._uses.get(key)
+        return uses[-1] if uses else NEVER

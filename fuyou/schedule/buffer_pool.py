@@ -1,0 +1,221 @@
+"""A pool of equal buffers that holds what is needed soonest.
+
+A step visits everything in an order that is known beforehand, so the best policy is known too (Belady, 1966): keep
+what is needed soonest, give up what is needed latest. (For a cyclic order LRU would be the worst policy: it gives up
+just what comes next.) The pool decides while the schedule is built, not while it runs: what comes out are tasks and
+what they wait for.
+"""
+
+import heapq
+from collections.abc import Callable, Collection, Hashable, Iterable
+from dataclasses import dataclass, field
+
+from common.errors import FinetuneError
+from fuyou.schedule.tasks import Task
+
+#: Position of a use that never comes.
+NEVER = float("inf")
+
+
+@dataclass
+class Slot:
+    """One buffer: what it holds, the task that fills it, the tasks that still use it."""
+
+    key: Hashable | None = None
+    ready: Task | None = None
+    users: list[Task] = field(default_factory=list)
+    touched: int = 0
+
+    @property
+    def filled(self) -> Task:
+        """The task that fills it, of which there is one."""
+        assert self.ready is not None
+        return self.ready
+
+    def busy(self) -> list[Task]:
+        """Everything that must be finished before the buffer may be overwritten."""
+        return [*self.users, self.ready] if self.ready is not None else list(self.users)
+
+
+class Pool:
+    """``count`` buffers, of which each holds the object that is named by its key.
+
+    Args:
+        name: for messages.
+        count: number of buffers.
+        next_use: position of an object's next use, or :data:`NEVER`.
+        spare_busy: whether buffers that the newest computation uses (see :meth:`computed`) are left alone as long as
+            others can be had, that of the object that came last longest of all. Whoever gets such a buffer waits for
+            the computation to end, and for what has just been made to leave: nothing would come ahead of its use.
+    """
+
+    def __init__(self, name: str, count: int, next_use: Callable[[Hashable], float], spare_busy: bool = False):
+        self.name = name
+        self._spare_busy, self._newest = spare_busy, -1
+        self._busy_since = self._began = 0  # the clock when the newest computation, and when the next one began
+        self.slots = [Slot() for _ in range(count)]
+        self._next_use = next_use
+        self._where: dict[Hashable, int] = {}
+        self._empty = [(0, index) for index in range(count)]  # a heap: when last touched, index
+        self._clock = 0
+
+    def find(self, key: Hashable) -> int | None:
+        """Index of the buffer that holds ``key``."""
+        return self._where.get(key)
+
+    def take(
+        self, key: Hashable, pinned: Iterable[Hashable] = (), *, spare_empty: bool = False
+    ) -> tuple[int, Hashable | None]:
+        """Give a buffer to ``key``. Returns its index and the object that has to leave (still needed), or None.
+
+        The caller saves the leaving object, makes the new object's first task wait for :meth:`Slot.busy`, and then
+        calls :meth:`fill`.
+
+        Args:
+            pinned: objects that stay.
+            spare_empty: where the only empty buffers are busy, let an object leave one that is not, if there is one.
+        """
+        held, empty, found = set(pinned), self._take_empty(), None
+        if empty is None:
+            found = self._needed_latest(held)
+        elif spare_empty and self._sparing(empty):
+            found = self._needed_latest(held, idle=True)
+        if empty is not None:
+            if found is None:
+                return empty, None
+            heapq.heappush(self._empty, (self.slots[empty].touched, empty))
+        if found is None:
+            raise FinetuneError(f"All {len(self.slots)} buffers of the {self.name} pool are in use; {key} finds none.")
+        index, use = found
+        slot = self.slots[index]
+        leaving = slot.key
+        assert leaving is not None
+        del self._where[leaving]
+        slot.key = None
+        return index, leaving if use != NEVER else None
+
+    def _needed_latest(self, held: Collection[Hashable], idle: bool = False) -> tuple[int, float] | None:
+        """Of the buffers that hold something not in ``held``: what is needed latest; among equals, idle the longest.
+        Those that are spared come last, or with ``idle`` never.
+
+        Returns its index and the position of its next use; None if there is none.
+        """
+        best, best_rank = -1, (0, -1.0, 0.0)
+        for index, slot in enumerate(self.slots):
+            if slot.key is None or slot.key in held:
+                continue
+            use = self._next_use(slot.key)
+            sparing = self._sparing(index, use)
+            rank = (-sparing, use, -float(slot.touched))
+            if not (idle and sparing) and (best < 0 or rank > best_rank):
+                best, best_rank = index, rank
+        return (best, best_rank[1]) if best >= 0 else None
+
+    def _sparing(self, index: int, use: float = 0.0) -> int:
+        """How much a buffer is spared whose object is used next at ``use``: 0 not, 1 it is busy, 2 it is the newest."""
+        if not self._spare_busy or use == NEVER:
+            return 0
+        return 2 if index == self._newest else int(self.slots[index].touched > self._busy_since)
+
+    def _take_empty(self) -> int | None:
+        """Of the buffers that hold nothing the one idle longest, found without looking at all of them."""
+        while self._empty:
+            touched, index = heapq.heappop(self._empty)
+            slot = self.slots[index]
+            if slot.key is None and slot.touched == touched:
+                return index
+            if slot.key is None:  # its last users came after it was emptied
+                heapq.heappush(self._empty, (slot.touched, index))
+        return None
+
+    def has_room(self) -> bool:
+        """Whether a buffer is empty."""
+        return len(self._where) < len(self.slots)
+
+    def fill(self, index: int, key: Hashable, ready: Task) -> None:
+        """Record that ``ready`` puts ``key`` into buffer ``index``; earlier users are waited for by then."""
+        slot = self.slots[index]
+        slot.key, slot.ready, slot.users = key, ready, []
+        self._where[key] = index
+        self._newest = index
+        self.touch(index)
+
+    def use(self, index: int, task: Task) -> None:
+        """Record that ``task`` uses buffer ``index``."""
+        self.slots[index].users.append(task)
+        self.touch(index)
+
+    def drop(self, key: Hashable) -> None:
+        """Forget ``key``: its buffer is free once its users are finished."""
+        index = self._where.pop(key, None)
+        if index is not None:
+            slot = self.slots[index]
+            slot.key = None
+            heapq.heappush(self._empty, (slot.touched, index))
+
+    def computed(self) -> None:
+        """The uses of one computation have all been noted: what it and the one after it use counts as busy."""
+        self._busy_since, self._began = self._began, self._clock
+
+    def touch(self, index: int) -> None:
+        self._clock += 1
+        self.slots[index].touched = self._clock
+
+
+class SortedPool(Pool):
+    """A pool of many buffers, which finds what is needed latest without looking at each.
+
+    For that it must be told, with :meth:`used`, when an object's next use has changed.
+    """
+
+    def __init__(self, name: str, count: int, next_use: Callable[[Hashable], float], spare_busy: bool = False):
+        super().__init__(name, count, next_use, spare_busy)
+        # A heap: next use (negative), when last touched, index. Entries that do not hold any more are passed over.
+        # None: made when it is needed, which it never is in a pool that holds everything.
+        self._sorted: list[tuple[float, int, int]] | None = None
+
+    def used(self, key: Hashable) -> None:
+        """One use of ``key`` is over, if it is here at all: its next use is another one now."""
+        index = self._where.get(key)
+        if index is not None:
+            self._sort(index)
+
+    def touch(self, index: int) -> None:
+        super().touch(index)
+        self._sort(index)
+
+    def _sort(self, index: int) -> None:
+        if self._sorted is None or self.slots[index].key is None:
+            return
+        heapq.heappush(self._sorted, self._entry(index))
+        if len(self._sorted) > 8 * len(self.slots) + 64:
+            self._sorted = None
+
+    def _entry(self, index: int) -> tuple[float, int, int]:
+        slot = self.slots[index]
+        return -self._next_use(slot.key), slot.touched, index
+
+    def _needed_latest(self, held: Collection[Hashable], idle: bool = False) -> tuple[int, float] | None:
+        if self._sorted is None:
+            self._sorted = [self._entry(index) for index, slot in enumerate(self.slots) if slot.key is not None]
+            heapq.heapify(self._sorted)
+        found: tuple[int, float] | None = None
+        spared: dict[int, tuple[int, float]] = {}
+        stay = []
+        while self._sorted and found is None:
+            entry = heapq.heappop(self._sorted)
+            use, index = -entry[0], entry[2]
+            key = self.slots[index].key
+            if key is None or entry != self._entry(index):
+                continue
+            sparing = self._sparing(index, use)
+            if key in held:
+                stay.append(entry)
+            elif sparing:
+                stay.append(entry)
+                spared.setdefault(sparing, (index, use))
+            else:
+                found = index, use
+        for entry in stay:
+            heapq.heappush(self._sorted, entry)
+        return found if found or idle else spared.get(1) or spared.get(2)

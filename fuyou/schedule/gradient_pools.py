@@ -1,0 +1,99 @@
+"""Gradients in host memory: on their way to their update, waiting for it, or kept in case it must be done again.
+
+As with activations, what is needed soonest stays; what has to leave for another gradient is written to SSD.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Protocol
+
+from fuyou.layout.model_layout import BufferCounts, StepShape
+from fuyou.layout.record import Kind, Record
+from fuyou.schedule.buffer_pool import NEVER, Pool
+from fuyou.schedule.tasks import Op, Task
+
+
+class Emit(Protocol):
+    """Appends a task to the list that is being made."""
+
+    def __call__(self, op: Op, after: list[Task], **fields: int) -> Task: ...
+
+
+class GradientPools:
+    """Which gradient is in which buffer.
+
+    Args:
+        shape, counts: records and buffers.
+        first_use: position of a record's first use in a step, by which its update must be done.
+        emit: appends a task to the step's list.
+    """
+
+    def __init__(self, shape: StepShape, counts: BufferCounts, first_use: Callable[[int], int], emit: Emit):
+        self._records, self._first_use, self._emit = shape.records, first_use, emit
+        self._pools = {
+            kind: Pool(f"host gradients ({kind.value})", counts.host_gradients(kind), self._next_use) for kind in Kind
+        }
+        self.pending: dict[int, int] = {}
+        """Record -> step of the gradient that waits for its update."""
+        self.kept: dict[int, int] = {}
+        """Record -> step of the gradient whose update is done, and may have to be done again."""
+        self._spilled: dict[int, Task] = {}  # record -> the task that writes its gradient to SSD
+
+    def take(self, record: Record) -> tuple[int, list[Task]]:
+        """A buffer for the record's gradient, and what must be finished before it may be overwritten."""
+        pool = self._pools[record.kind]
+        index, leaving = pool.take(record.index)
+        after = pool.slots[index].busy()
+        if isinstance(leaving, int):
+            write = self._spilled[leaving] = self._emit(
+                Op.GRADIENT_WRITE, [pool.slots[index].filled], record=leaving, source=index,
+                nbytes=self._records[leaving].gradient_nbytes,
+            )  # fmt: skip
+            after.append(write)
+        return index, after
+
+    def fill(self, index: int, record: Record, ready: Task) -> None:
+        """``ready`` brings the record's gradient into buffer ``index``."""
+        self._pools[record.kind].fill(index, record.index, ready)
+
+    def fetch(self, record: Record) -> tuple[int, Task]:
+        """The buffer that holds the record's gradient, which is read if it is not in host memory; and the task after
+        which it does."""
+        pool = self._pools[record.kind]
+        index = pool.find(record.index)
+        if index is None:
+            index, after = self.take(record)
+            ready = self._emit(
+                Op.GRADIENT_READ, [*after, self._spilled.pop(record.index)], record=record.index, target=index,
+                nbytes=record.gradient_nbytes,
+            )  # fmt: skip
+            pool.fill(index, record.index, ready)
+        return index, pool.slots[index].filled
+
+    def updated(self, index: int, record: Record, update: Task, *, keep: bool) -> None:
+        """``update`` uses the gradient in buffer ``index``, the last time unless it is to be kept."""
+        pool = self._pools[record.kind]
+        if keep:
+            self.kept[record.index] = update.step
+        else:
+            pool.drop(record.index)
+        pool.use(index, update)
+
+    def settle(self, again: bool) -> list[Record]:
+        """Whether the updates of all gradients that are kept must be done ``again``: then these wait for them, else
+        they are forgotten. Returns the records to be updated again."""
+        kept, self.kept = self.kept, {}
+        if again:
+            self.pending.update(kept)
+            return [self._records[index] for index in kept]
+        for index in kept:
+            self._spilled.pop(index, None)
+            self._pools[self._records[index].kind].drop(index)
+        return []
+
+    def _next_use(self, key: Hashable) -> float:
+        assert isinstance(key, int)
+        if key in self.pending:
+            return self._first_use(key)
+        if key in self.kept:  # after all that are sure to be used
+            return float(self._first_use(key)) + 1e9
+        return NEVER
