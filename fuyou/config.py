@@ -1,21 +1,17 @@
-"""The engine's options, validated, and what the planner chooses of those that were left open."""
+"""The engine's options, validated."""
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from peft import PeftConfig
 
 from common.errors import UserError
-from common.models.flops import hardware_flops_per_token, model_flops_per_token
 from common.models.vision.towers import DEFAULT_FREEZING, TowerFreezing
 from fuyou.layout.deferred import interleaved
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.model_layout import StepShape
 from fuyou.layout.record import Precision
-from fuyou.model.open_model import OpenModel
 from fuyou.optimizer.adam import AdamConfig
-from fuyou.optimizer.clipping import ClipBy, Strikes, speculation_obstacle
-from fuyou.planner import Choice, Training
+from fuyou.optimizer.clipping import ClipBy, speculation_obstacle
 from fuyou.recompute.policy import Keeping
 
 
@@ -86,32 +82,3 @@ class EngineConfig:
     def held(self, shape: StepShape) -> frozenset[int]:
         """Records whose gradients stay until the step has ended."""
         return frozenset(shape.trainable) if self.speculates else self.deferred(shape)
-
-    def training(self, model: OpenModel, shape: StepShape, batch_shape: tuple[int, int], strikes: Strikes) -> Training:
-        """The run as the planner knows it, which may choose what was left open.
-
-        Args:
-            shape: the model's records, as this rank shares them.
-            batch_shape: (sequences, tokens per sequence).
-            strikes: how often gradients were clipped so far.
-        """
-        module, (rows, seq_len) = model.stack.model, batch_shape
-        return Training(
-            type(module).__name__, model.config, model.stack, shape, rows, seq_len,
-            model_flops_per_token(module, seq_len), hardware_flops_per_token(module, seq_len),
-            clips=self.max_grad_norm is not None, single_slot=self.single_slot, micro_batch=self.micro_batch,
-            deferred_fraction=self.deferred_fraction or None, host_cache=self.host_cache,
-            keeping=self.kept_activations if isinstance(self.kept_activations, Keeping) else None,
-            commit_every=self.commit_every, clip_by=self.clip_by,
-            clipped_share=0.0 if self.max_grad_norm == math.inf else strikes.share,
-        )  # fmt: skip
-
-    def completed(self, choice: Choice | None) -> "EngineConfig":
-        """With what was left open as it was chosen, if it was."""
-        if choice is None:
-            return self
-        return replace(
-            self, micro_batch=choice.micro_batch, deferred_fraction=self.deferred_fraction or choice.deferred_fraction,
-            kept_activations=self.kept_activations or choice.keeping, clip_by=choice.clip_by,
-            most_clipped=choice.most_clipped,
-        )  # fmt: skip

@@ -25,6 +25,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 
 from common.units import parse_bytes
 from fuyou import Engine
+from fuyou.calibration import profile_or_measure
 from fuyou.planner import Machine, Plan, Prospect, Training, describe_training, plan, profiled_machine
 from fuyou.runtime.devices import leave_cores, memory_limits, open_device
 
@@ -107,7 +108,7 @@ def machine_of(one: Configuration, job: Training, ssd: Sequence[Path]) -> Machin
     device = open_device(one.device)
     leave_cores(device)
     limits = memory_limits(device, parse_bytes(one.host_memory), None)
-    profile = Prospect(job, device, limits, ssd).profile_or_measure()
+    profile = profile_or_measure(Prospect(job, device, limits, ssd))
     return profiled_machine(profile, device.shares_host_memory, limits[1], limits[0], len(ssd), None)
 
 

@@ -9,6 +9,7 @@ from cli.report.summary import RESOURCES
 from cli.train.one_machine import quiet_transformers
 from common.hardware.machine import describe_machine
 from common.units import format_bytes, format_count
+from fuyou.calibration import measured_profile
 from fuyou.planner import Prospect
 from fuyou.planner.profiling import Profile, save
 from fuyou.planner.profiling.cache import describe, profile_path
@@ -41,7 +42,7 @@ def run_profile(settings: Settings) -> None:
         f"on {device.name}",
         flush=True,
     )
-    profile = save(prospect.measure(), workload, device)
+    profile = save(measured_profile(prospect), workload, device)
     print("\n".join(table(profile, len(directories))))
     print(f"Measured in {profile.measured_in_seconds:.1f} s; kept in {profile_path(describe(workload, device))}")
 

@@ -18,6 +18,7 @@ from common.errors import UserError
 from common.hardware.machine import memory_available_bytes
 from common.hardware.presets import drive_names, drive_preset, gpu_names, gpu_preset
 from common.units import format_bytes, format_count, format_seconds, parse_bytes
+from fuyou.calibration import profile_or_measure
 from fuyou.layout.share import Share
 from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner import (
@@ -158,7 +159,7 @@ def _machine(settings: Settings, options: PlanOptions) -> Machine:
 def _machine_at_hand(settings: Settings) -> Machine:
     device, directories = _open(settings.gpu), directories_at_hand(settings)
     host, memory = memory_limits(device, settings.host_memory, settings.device_memory)
-    profile = Prospect(training_of(settings), device, (host, memory), directories).profile_or_measure()
+    profile = profile_or_measure(Prospect(training_of(settings), device, (host, memory), directories))
     free = min(shutil.disk_usage(path).free for path in directories) * len(directories)
     return profiled_machine(profile, device.shares_host_memory, memory, host, len(directories), free)
 

@@ -24,6 +24,7 @@ from common.data.images.batches import ImageBatches
 from common.errors import UserError
 from common.store import DirectoryLock
 from fuyou import Engine, NonFiniteLoss, StepReport
+from fuyou.calibration import profile_or_measure
 from fuyou.layout.share import Share
 from fuyou.planner import Prospect
 from fuyou.runtime.devices import memory_limits, open_device
@@ -103,7 +104,7 @@ def profile_once(job: Job, ranks: Share | None = None) -> None:
     with contextlib.suppress(UserError):  # what does not fit, the engine says with more to go by
         if prospect.profile is None:
             print("profile  measuring this machine with this model, once", flush=True)
-            prospect.profile_or_measure()
+            profile_or_measure(prospect)
 
 
 def _announce_move(job: Job) -> None:

@@ -53,6 +53,7 @@ from fuyou.optimizer.clipping import ClipBy, Strikes, clip_by_named
 from fuyou.optimizer.nonfinite import NonFinitePolicy
 from fuyou.planner import Choice, Prospect, choose
 from fuyou.planner.choose_together import choose_together
+from fuyou.planner.training import training_of_run
 from fuyou.preflight import prove as prove_family
 from fuyou.ranks.agreement import Agreement
 from fuyou.ranks.topology import Topology, share_of
@@ -265,7 +266,8 @@ class Engine:
             self._open_model()
             if automatic and batch_shape is not None:
                 strikes = Strikes.of_run(folders) if resume else Strikes()
-                self._options = self._options.completed(self._choose(batch_shape, strikes))
+                choice = self._choose(batch_shape, strikes)
+                self._options = self._options if choice is None else choice.complete(self._options)
             self._open_runtime(batch_shape)
             self._open_run(Drives(folders, left), resume, overwrite)
         except BaseException:
@@ -345,7 +347,7 @@ class Engine:
         self.parameters, self.trainable_parameters = self._model.parameters, self._model.trainable_parameters
 
     def _choose(self, batch_shape: tuple[int, int], strikes: Strikes) -> Choice | None:
-        training = self._options.training(self._model, self._shape, batch_shape, strikes)
+        training = training_of_run(self._options, self._model, self._shape, batch_shape, strikes)
         prospect = Prospect(training, self._device, self._limits, self._ssd)
         if self._agreement is None or self._topology is None:
             return choose(prospect)

@@ -11,7 +11,7 @@ from common.models.attention.memory import NO_ATTENTION, AttentionMemory
 from common.models.vision.memory import NO_IMAGES, ImageMemory
 from fuyou.layout.record import Kind, Precision, Record
 from fuyou.layout.share import Share
-from fuyou.schedule.tasks import Phase, Visit
+from fuyou.layout.visits import Phase, Visit
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 
 from fuyou.model.block_calls import BlockCalls, Key, shared_dictionaries
-from fuyou.recompute.block_trace import is_grouped_product
 
 
 class BlockProbe:
@@ -75,6 +74,11 @@ class _GroupedShapes(TorchDispatchMode):
         if is_grouped_product(func, args):
             return args[0].new_zeros(args[0].shape[0], args[1].shape[2])
         return func(*args, **(kwargs or {}))
+
+
+def is_grouped_product(function: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether a call multiplies groups of rows ``[N, I]`` by a matrix each, ``[E, I, O]``, and gives ``[N, O]``."""
+    return function is torch.ops.aten._grouped_mm.default and args[1].dim() == 3
 
 
 def _on_device(block: nn.Module, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

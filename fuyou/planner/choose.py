@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from common.errors import UserError
+from fuyou.config import EngineConfig
 from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner.context import Prospect
 from fuyou.planner.evaluate import Evaluator
@@ -22,6 +23,17 @@ class Choice:
     clip_by: ClipBy
     most_clipped: float
     """Share of the steps up to which speculation takes less time than deferral, where there was a choice."""
+
+    def complete(self, config: EngineConfig) -> EngineConfig:
+        """Return ``config`` with what was left open as it was chosen."""
+        return replace(
+            config,
+            micro_batch=self.micro_batch,
+            deferred_fraction=config.deferred_fraction or self.deferred_fraction,
+            kept_activations=config.kept_activations or self.keeping,
+            clip_by=self.clip_by,
+            most_clipped=self.most_clipped,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON, for other ranks."""

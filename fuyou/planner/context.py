@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from fuyou.planner.calibration import as_the_engine_runs_it
-from fuyou.planner.profiling import Profile, Workload, load, measure, save
+from fuyou.planner.profiling import Profile, Workload, load
 from fuyou.planner.training import Training
 from fuyou.runtime.devices import Device
 from fuyou.schedule.memory_plan import MemoryPlan, MemoryPlanner
@@ -44,15 +43,3 @@ class Prospect:
     def profile(self) -> Profile | None:
         """The profile that is kept of this machine and model; None: there is none. Nothing is measured."""
         return load(self.workload, self.device)
-
-    def measure(self) -> Profile:
-        """What this machine does with it, measured afresh: every part alone, then some blocks in the engine.
-
-        Takes a dozen seconds; the result is not kept.
-        """
-        alone = measure(self.workload, self.device)
-        return as_the_engine_runs_it(alone, self.workload, self.device, self.limits)
-
-    def profile_or_measure(self) -> Profile:
-        """The profile that is kept, or one that is measured, and kept from now on."""
-        return self.profile or save(self.measure(), self.workload, self.device)

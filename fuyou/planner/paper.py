@@ -13,6 +13,7 @@ from functools import cached_property
 from common.units import format_bytes
 from fuyou.layout.model_layout import BatchShape, BufferCounts, StepShape
 from fuyou.layout.record import Precision
+from fuyou.layout.visits import Phase
 from fuyou.planner.evaluate import Evaluator, busy_seconds
 from fuyou.planner.machine import Machine
 from fuyou.planner.run_plan import Plan, missing_space
@@ -20,7 +21,7 @@ from fuyou.planner.simulator import Rates, Simulation, Simulator
 from fuyou.planner.training import Training
 from fuyou.schedule.memory_plan import Batch, MemoryPlan
 from fuyou.schedule.scheduler import Scheduler
-from fuyou.schedule.tasks import Op, Phase, StepList, Task
+from fuyou.schedule.tasks import Op, StepList, Task
 
 #: Buffers of whole blocks that fill device memory: parameters and fp16 gradients, two of each, so that one moves while
 #: the other computes. (With three or five, the largest model on an RTX 4090 would not be the one that the paper names.)

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field, replace
 from common.intervals import Interval
 from fuyou.layout.model_layout import FULL_RECOMPUTATION, BatchShape, Recomputation, StepShape
 from fuyou.layout.record import Precision, Record
+from fuyou.layout.visits import Phase
 from fuyou.planner.contention import Contention
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.scheduler import Scheduler
-from fuyou.schedule.tasks import SSD_READS, Op, Phase, Resource, StepList, Task
+from fuyou.schedule.tasks import SSD_READS, Op, Resource, StepList, Task
 
 #: I/O moves in pieces of at most this size: the stripe of the store.
 _PIECE_BYTES = 4 << 20

@@ -1,5 +1,6 @@
 """What is to be trained, as far as a plan needs to know it: no weights, no device, no drive."""
 
+import math
 import os
 from dataclasses import dataclass, replace
 
@@ -10,6 +11,7 @@ from transformers import PreTrainedConfig
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
 from common.models.presets import load_config
 from common.models.vision.towers import DEFAULT_FREEZING, TowerFreezing
+from fuyou.config import EngineConfig
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.model_layout import StepShape
 from fuyou.layout.record import Precision
@@ -104,6 +106,40 @@ class Training:
             (record.parameter_nbytes + record.state_nbytes) * (slots if record.trainable else 1)
             for record in self.shape.records
         )
+
+
+def training_of_run(
+    config: EngineConfig, model: OpenModel, shape: StepShape, batch_shape: tuple[int, int], strikes: Strikes
+) -> Training:
+    """Return a run of the engine as the planner knows it, which may choose what was left open.
+
+    Args:
+        config: its options.
+        model: that is trained.
+        shape: the model's records, as this rank shares them.
+        batch_shape: (sequences, tokens per sequence).
+        strikes: how often gradients were clipped so far.
+    """
+    module, (rows, seq_len) = model.stack.model, batch_shape
+    return Training(
+        type(module).__name__,
+        model.config,
+        model.stack,
+        shape,
+        rows,
+        seq_len,
+        model_flops_per_token(module, seq_len),
+        hardware_flops_per_token(module, seq_len),
+        clips=config.max_grad_norm is not None,
+        single_slot=config.single_slot,
+        micro_batch=config.micro_batch,
+        deferred_fraction=config.deferred_fraction or None,
+        host_cache=config.host_cache,
+        keeping=config.kept_activations if isinstance(config.kept_activations, Keeping) else None,
+        commit_every=config.commit_every,
+        clip_by=config.clip_by,
+        clipped_share=0.0 if config.max_grad_norm == math.inf else strikes.share,
+    )
 
 
 def describe_training(

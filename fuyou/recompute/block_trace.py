@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from common.models.attention import documents as document_attention
+from fuyou.model.block_probe import is_grouped_product
 
 #: Every kept output starts on a multiple of this many bytes, as memory from an allocator does.
 ALIGN_BYTES = 256
@@ -234,11 +235,6 @@ class _PythonReads(TorchFunctionMode):
         if func in _HANDED_OVER:
             self._note(args[0])
         return func(*args, **(kwargs or {}))
-
-
-def is_grouped_product(function: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
-    """Whether a call multiplies groups of rows ``[N, I]`` by a matrix each, ``[E, I, O]``, and gives ``[N, O]``."""
-    return function is _aten._grouped_mm.default and args[1].dim() == 3
 
 
 @cache

@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from common.intervals import Interval, merge, total
+from fuyou.layout.visits import Phase
 from fuyou.runtime.data_plane import DataPlane
 from fuyou.runtime.trace import StepTrace
-from fuyou.schedule.tasks import Op, Phase, Resource, StepList, Task
+from fuyou.schedule.tasks import Op, Resource, StepList, Task
 
 
 class TaskKind(NamedTuple):

@@ -10,6 +10,7 @@ from common.data.rows import take_rows
 from common.errors import FinetuneError
 from common.models.classes import TaskType
 from fuyou.layout.record import Record
+from fuyou.layout.visits import BEFORE_HEAD_PHASES, FORWARD_PHASES, Phase
 from fuyou.model.block_calls import BlockCalls
 from fuyou.model.loss import cross_entropy, targets_of
 from fuyou.model.router_loss import RouterLoss, RouterPass, router_logits
@@ -19,7 +20,7 @@ from fuyou.optimizer.gradient_sum import GradientSum, round_in_place, sum_of_squ
 from fuyou.recompute.replay import Recomputations, Recorded
 from fuyou.runtime.data_plane import DataPlane
 from fuyou.schedule.memory_plan import MemoryPlan
-from fuyou.schedule.tasks import BEFORE_HEAD_PHASES, FORWARD_PHASES, Activation, Op, Phase, StepList, Task
+from fuyou.schedule.tasks import Activation, Op, StepList, Task
 
 
 class StepComputation:

@@ -18,8 +18,9 @@ import torch
 from common.errors import UserError
 from common.store import Pace
 from common.units import format_bytes, parse_bytes
+from fuyou.layout.visits import BEFORE_HEAD_PHASES, FORWARD_PHASES, Phase
 from fuyou.runtime.executor import Executor
-from fuyou.schedule.tasks import BEFORE_HEAD_PHASES, FORWARD_PHASES, Op, Phase, Resource, StepList, Task
+from fuyou.schedule.tasks import Op, Resource, StepList, Task
 
 PREFIX = "emulated:"
 _USAGE = (

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 from common.errors import UserError
 from common.intervals import Interval
 from fuyou.layout.record import Record
-from fuyou.schedule.tasks import Activation, Op, Phase, Resource, StepList, Task
+from fuyou.layout.visits import Phase
+from fuyou.schedule.tasks import Activation, Op, Resource, StepList, Task
 
 #: Groups of lanes from top to bottom, and what they are called.
 GROUPS = {

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Hashable, Sequence
 
+from fuyou.layout.visits import Phase, Visit
 from fuyou.schedule.buffer_pool import NEVER, SortedPool
-from fuyou.schedule.tasks import Activation, Op, Phase, StepList, Task, Visit
+from fuyou.schedule.tasks import Activation, Op, StepList, Task
 
 #: ("x", i, m): input of block i (output of block i - 1, or of the embedding if i is 0) for micro-batch m;
 #: ("d", i, m): the gradient of the loss with respect to it; ("k", i, m): outputs of operators in block i that are kept.

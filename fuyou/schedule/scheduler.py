@@ -13,10 +13,11 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 
 from fuyou.layout.model_layout import FULL_RECOMPUTATION, BatchShape, BufferCounts, Recomputation, StepShape
 from fuyou.layout.record import Kind, Record
+from fuyou.layout.visits import FORWARD_PHASES, Phase, Visit
 from fuyou.schedule.activation_pools import ActivationPools, Arguments, hidden_arguments
 from fuyou.schedule.buffer_pool import NEVER, Pool
 from fuyou.schedule.gradient_pools import GradientPools
-from fuyou.schedule.tasks import FORWARD_PHASES, Activation, Op, Phase, StepList, Task, Visit
+from fuyou.schedule.tasks import Activation, Op, StepList, Task
 
 
 class Scheduler:

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from fuyou.layout.visits import Phase, Visit
+
 
 class Resource(Enum):
     """What a task keeps busy. The largest sum over one of them bounds the step."""
@@ -66,48 +68,6 @@ class Activation(Enum):
     """A block's input, or the gradient with respect to it."""
     KEPT = "kept"
     """Outputs of operators inside a block, which its recomputation then need not compute."""
-
-
-class Phase(Enum):
-    """What a compute task computes."""
-
-    EMBED_FORWARD = "embedding forward"
-    BLOCK_FORWARD = "forward"
-    HEAD = "head forward and backward"
-    HEAD_EVAL = "head forward"
-    BLOCK_BACKWARD = "backward"
-    EMBED_BACKWARD = "embedding backward"
-
-
-#: What comes before the head.
-BEFORE_HEAD_PHASES = frozenset({Phase.EMBED_FORWARD, Phase.BLOCK_FORWARD})
-#: What comes before the loss is known; a head's forward and backward pass are one.
-FORWARD_PHASES = BEFORE_HEAD_PHASES | {Phase.HEAD, Phase.HEAD_EVAL}
-
-
-@dataclass(frozen=True)
-class Visit:
-    """One pass of all micro-batches through one record's modules."""
-
-    phase: Phase
-    record: int
-    layer: int
-    """Index of the block, 0 to L - 1; -1 outside the stack."""
-    adapter: int = -1
-    """Record that is trained beside ``record``, which is frozen then; -1 if there is none."""
-    tower: int = -1
-    """Record of frozen towers that the embedding uses; -1 if there is none."""
-    trained: int = -1
-    """Record whose gradient a backward visit adds to: ``record``, ``adapter``, or -1 for none."""
-    completes: bool = True
-    """Whether that gradient is complete after it: not after the head, if the embedding trains the same record."""
-    passes_on: bool = True
-    """Whether a backward visit gives the gradient with respect to its input: not if nothing below it is trained."""
-
-    @property
-    def records(self) -> tuple[int, ...]:
-        """All records that the visit uses."""
-        return tuple(index for index in (self.record, self.adapter, self.tower) if index >= 0)
 
 
 @dataclass(eq=False, slots=True)

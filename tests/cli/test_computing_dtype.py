@@ -8,7 +8,6 @@ import pytest
 import torch.distributed as dist
 
 from cli.main import main
-from cli.options import computing_dtype
 from cli.options.computing_dtype import with_dtype, with_dtype_of_all
 from cli.options.settings import Settings
 from common.store import commit_manifest
@@ -18,7 +17,8 @@ from common.store import commit_manifest
 def fastest(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What this machine's CPU is fast in; may be changed. All other hardware is fast in bf16."""
     answer = ["fp32"]
-    monkeypatch.setattr(computing_dtype, "fastest_dtype", lambda kind: answer[0] if kind == "cpu" else "bf16")
+    for module in ("cli.options.computing_dtype", "fuyou.engine.computing_dtype"):
+        monkeypatch.setattr(f"{module}.fastest_dtype", lambda kind: answer[0] if kind == "cpu" else "bf16")
     return answer
 
 

@@ -15,8 +15,9 @@ import torch
 from fuyou.layout.deferred import interleaved
 from fuyou.layout.model_layout import BatchShape, BufferCounts, Recomputation, StepShape
 from fuyou.layout.record import Kind, Precision, Record
+from fuyou.layout.visits import Phase
 from fuyou.schedule.scheduler import Scheduler
-from fuyou.schedule.tasks import Activation, Op, Phase, StepList, Task
+from fuyou.schedule.tasks import Activation, Op, StepList, Task
 
 BF16 = Precision(torch.bfloat16, torch.float32)
 TRAINS = (Phase.HEAD, Phase.BLOCK_BACKWARD, Phase.EMBED_BACKWARD)

@@ -4,10 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from fuyou.layout.visits import Phase, Visit
 from fuyou.runtime.accounting import Accounting, TaskKind
 from fuyou.runtime.devices import CpuDevice
 from fuyou.runtime.trace import RecordInterval
-from fuyou.schedule.tasks import Op, Phase, StepList, Task, Visit
+from fuyou.schedule.tasks import Op, StepList, Task
 
 
 def done(op: Op, after: list[Task], began: float, ended: float) -> Task:

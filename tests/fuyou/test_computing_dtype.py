@@ -21,7 +21,7 @@ IDS = torch.arange(64).view(2, 32)
 def fastest(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What this machine is fast in, for the engine; may be changed."""
     answer = ["fp32"]
-    monkeypatch.setattr("fuyou.engine.engine.fastest_dtype", lambda device_type: answer[0])
+    monkeypatch.setattr("fuyou.engine.computing_dtype.fastest_dtype", lambda device_type: answer[0])
     return answer
 
 

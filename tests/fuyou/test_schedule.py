@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from fuyou.layout.model_layout import BatchShape, BufferCounts
 from fuyou.layout.record import Kind, Precision
+from fuyou.layout.visits import Phase
 from fuyou.schedule.scheduler import Scheduler
-from fuyou.schedule.tasks import SSD_READS, SSD_WRITES, Op, Phase, Task
+from fuyou.schedule.tasks import SSD_READS, SSD_WRITES, Op, Task
 from tests.fuyou.schedule_model import TRAINS, Machine, Program, build, check_order, step_shape
 
 #: The least that works: everything streams, nothing overlaps.

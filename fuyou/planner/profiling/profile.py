@@ -4,9 +4,9 @@ import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from fuyou.layout.visits import Phase
 from fuyou.planner.contention import Contention
 from fuyou.planner.simulator import Rates
-from fuyou.schedule.tasks import Phase
 
 FORMAT = 3
 """Version of the JSON. Another one is not read, but measured again."""

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
+from fuyou import calibration
+from fuyou.calibration import profile_or_measure
 from fuyou.planner import Prospect, choose, describe_training
-from fuyou.planner import context as prospect
 from fuyou.planner.profiling import Profile, Workload, save
 from fuyou.runtime.devices import open_device
 from fuyou.schedule.memory_plan import MemoryPlanner
@@ -29,13 +30,13 @@ def test_it_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         measured.append(workload)
         return replace(PROFILE, measured_at=time.time())
 
-    monkeypatch.setattr(prospect, "measure", measure)
-    monkeypatch.setattr(prospect, "as_the_engine_runs_it", lambda alone, *_: alone)
+    monkeypatch.setattr(calibration, "measure", measure)
+    monkeypatch.setattr(calibration, "as_the_engine_runs_it", lambda alone, *_: alone)
     job, device = describe_training(CONFIG, 8, 64), open_device("emulated:tflops=0.01,memory=256MiB,link=1GB/s")
     first = Prospect(job, device, LIMITS, [tmp_path])
     assert first.profile is None
     again = Prospect(job, device, LIMITS, [tmp_path])
-    assert first.profile_or_measure() == again.profile_or_measure() == again.profile
+    assert profile_or_measure(first) == profile_or_measure(again) == again.profile
     assert measured == [first.workload]
 
 

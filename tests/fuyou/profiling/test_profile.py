@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from fuyou.layout.visits import Phase
 from fuyou.planner.contention import Contention
 from fuyou.planner.profiling import OperatorTime, Profile
-from fuyou.schedule.tasks import Phase, Resource
+from fuyou.schedule.tasks import Resource
 
 PROFILE = Profile(
     device="cpu", tokens=100, measured_tokens=100, block_parameters=1000, matmul_flops_per_second=1e12,

@@ -34,6 +34,7 @@ class Placements:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._known: dict[tuple[object, ...], list[_Spot] | None] = {}
+        self._asked: list[object] = []  # rules that are known: while they live, no other has their identity
 
     def place(
         self, conversion: Conversion, part: Sequence[int], made: Sequence[int]
@@ -69,6 +70,7 @@ class Placements:
             spots, again = (_tiny_spots(self._model, conversion, size[:dims]) for size in _SIZES)
             alike = spots is not None and spots == again and len({spot.axes for spot in spots}) == 1
             self._known[key] = spots if alike else None
+            self._asked.append(conversion.rule)
         return self._known[key]
 
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from transformers.core_model_loading import (
-    Chunk,
     Concatenate,
     ConversionOps,
     MergeModulelist,
@@ -67,7 +66,7 @@ def test_as_transformers_puts_them(patterns, operations, placements: Placements)
     assert torch.equal(flat.view(made.shape), made)
 
 
-@pytest.mark.parametrize("operations", [[Interleave()], [Twice()], [Concatenate(dim=0), Chunk(dim=0)]])
+@pytest.mark.parametrize("operations", [[Interleave()], [Twice()]])
 def test_not_side_by_side(operations, placements: Placements) -> None:
     assert placements.place(conversion(["gate", "up"], operations, 1), (6, 10), (12, 10)) is None
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from fuyou import calibration as trial
+from fuyou.calibration import as_the_engine_runs_it, corrected_profile, typical_seconds
 from fuyou.layout.record import Precision
-from fuyou.planner import calibration as trial
-from fuyou.planner.calibration import as_the_engine_runs_it, corrected_profile, typical_seconds
+from fuyou.layout.visits import Phase
 from fuyou.planner.profiling import Workload
 from fuyou.runtime.accounting import TaskKind
 from fuyou.runtime.devices import CpuDevice, EmulatedDevice, EmulatedSpec
-from fuyou.schedule.tasks import Phase
 from tests.fuyou.profiling.test_profile import PROFILE
 
 BF16 = Precision(torch.bfloat16, torch.float32)

@@ -20,16 +20,19 @@ import torch
 from transformers import PreTrainedConfig
 
 from common.errors import UserError
+from fuyou.engine.engine import Engine
 from fuyou.layout.record import DTYPES
+from fuyou.layout.visits import Phase
+from fuyou.planner.context import Prospect
 from fuyou.planner.evaluate import NOTHING, Candidate, Evaluation, Evaluator
 from fuyou.planner.machine import profiled_machine
-from fuyou.planner.profiling import Profile, Workload
+from fuyou.planner.profiling import Profile, Workload, measure, save
 from fuyou.planner.profiling.drives import FOLDER
 from fuyou.planner.training import Training, describe_training
 from fuyou.recompute.policy import Keeping, worth_keeping
 from fuyou.runtime.accounting import StepReport, TaskKind
 from fuyou.runtime.devices import Device
-from fuyou.schedule.tasks import Op, Phase
+from fuyou.schedule.tasks import Op
 
 #: Half of the blocks keep what saves computing, so that one run shows both ways.
 BLOCKS = 4
@@ -39,6 +42,20 @@ MOST_PARAMETERS = 128e6
 WARM_STEPS = 3
 #: Then at least so many steps, and most so many, unless they take longer than this.
 STEPS, MOST_STEPS, STEPS_SECONDS = 3, 8, 2.0
+
+
+def measured_profile(prospect: Prospect) -> Profile:
+    """Measure what this machine does with a run: every part alone, then some blocks in the engine.
+
+    Takes a dozen seconds; the result is not kept.
+    """
+    alone = measure(prospect.workload, prospect.device)
+    return as_the_engine_runs_it(alone, prospect.workload, prospect.device, prospect.limits)
+
+
+def profile_or_measure(prospect: Prospect) -> Profile:
+    """Return the profile that is kept, or one that is measured, and kept from now on."""
+    return prospect.profile or save(measured_profile(prospect), prospect.workload, prospect.device)
 
 
 def as_the_engine_runs_it(profile: Profile, workload: Workload, device: Device, limits: tuple[int, int]) -> Profile:
@@ -140,8 +157,6 @@ def _shallow(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def _run(job: Training, workload: Workload, device: Device, host_bytes: int, keeping: Keeping) -> dict[TaskKind, float]:
     """Seconds of the engine's compute tasks."""
-    from fuyou.engine.engine import Engine  # which asks this package what to do
-
     names = {dtype: name for name, dtype in DTYPES.items()}
     rows, seq_len = workload.rows, workload.seq_len
     vocabulary = job.config.get_text_config().vocab_size
