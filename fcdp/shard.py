@@ -35,7 +35,7 @@ from fcdp.grouping import AdapterGroups, ParameterGroup, Unit, find_units, split
 from fcdp.sharding import ATTRIBUTE, Sharding
 from fcdp.strategy.names import AUTO, parse_strategy
 from fcdp.strategy.routes import Routes
-from fcdp.strategy.strategy import Layout, Strategy
+from fcdp.strategy.strategy import Strategy, StrategyMeshes
 from fcdp.strategy.topology import Topology
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -121,7 +121,7 @@ def sharding(model: nn.Module) -> Sharding:
     return found
 
 
-def _layout(strategy: Strategy | str, topology: Topology) -> Layout:
+def _layout(strategy: Strategy | str, topology: Topology) -> StrategyMeshes:
     if isinstance(strategy, str):
         if strategy.strip().lower() == AUTO:
             raise UserError(

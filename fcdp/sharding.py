@@ -9,13 +9,13 @@ from torch import nn
 from common.errors import FinetuneError
 from common.object_collectives import tell
 from common.units import format_bytes
-from fcdp.cache.host_cache import CopyStreams, HostCache, Share
+from fcdp.cache.host_cache import CacheEntry, CopyStreams, HostCache
 from fcdp.cache.placement import DeviceMemory, OnDevice, Placement
 from fcdp.cache.policy import all_kept, within
-from fcdp.cache.staleness import Net, Watch, mark_all
-from fcdp.comms.all_gather import Column, GatherLevels, StagedAllGather
+from fcdp.cache.staleness import OptimizerHooks, StalenessCheck, mark_all
+from fcdp.comms.all_gather import CachedShard, GatherLevels, StagedAllGather
 from fcdp.comms.collectives import shaped_levels
-from fcdp.comms.rank_level import Level
+from fcdp.comms.rank_level import CommLevel
 from fcdp.comms.reduce_scatter import MicroBatches, ReduceLevels, StagedReduction
 from fcdp.grouping import ParameterGroup
 from fcdp.strategy.routes import Axis, Routes
@@ -44,8 +44,8 @@ class Sharding:
         self._reductions: list[StagedReduction] = []
         self._cache: HostCache | None = None
         self._placement: Placement | None = None
-        self._net: Net | None = None
-        self._watch: Watch | None = None
+        self._net: StalenessCheck | None = None
+        self._watch: OptimizerHooks | None = None
         this = weakref.ref(self)
 
         def before_forward(module: nn.Module, args: Any) -> None:
@@ -151,7 +151,7 @@ class Sharding:
     def install(self, threshold: float, host_cache_bytes: int | None, device_memory: DeviceMemory | None) -> None:
         """Give every group its collectives; see ``fully_shard`` for what the arguments mean. Collective."""
         topology, routes = self.topology, self.routes
-        self._net = Net(topology.device)
+        self._net = StalenessCheck(topology.device)
         streams = CopyStreams.on(topology.device)
         kept, second = self._columns(streams, threshold, host_cache_bytes, device_memory)
         precision = self.strategy.precision
@@ -179,10 +179,12 @@ class Sharding:
             else:
                 group.holder.set_all_reduce_hook(reduction.add_up)
             self._reductions.append(reduction)
-        self._watch = Watch(self.groups, weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step))
+        self._watch = OptimizerHooks(
+            self.groups, weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
+        )
         self._settle()
 
-    def _levels(self, axes: tuple[Axis, ...], purpose: Purpose, precision: Format = "bf16") -> list[Level]:
+    def _levels(self, axes: tuple[Axis, ...], purpose: Purpose, precision: Format = "bf16") -> list[CommLevel]:
         return shaped_levels(self.topology, axes, purpose, self.traffic, self.strategy.ring, precision)
 
     def _columns(
@@ -191,7 +193,7 @@ class Sharding:
         threshold: float,
         host_cache_bytes: int | None,
         device_memory: DeviceMemory | None,
-    ) -> tuple[dict[ParameterGroup, Column], dict[ParameterGroup, Column]]:
+    ) -> tuple[dict[ParameterGroup, CachedShard], dict[ParameterGroup, CachedShard]]:
         """Places for what is kept: shares of P, and second shards."""
         device = self.topology.device
         chosen = within(_smallest(host_cache_bytes), all_kept(self.routes, self.groups))
@@ -199,13 +201,13 @@ class Sharding:
         self.host_cache_bytes = self._cache.nbytes
         adaptive = self.routes.layout.cache == "adaptive"
         self._placement = Placement((device_memory or DeviceMemory.of(device)) if adaptive else None, threshold)
-        kept: dict[ParameterGroup, Column] = {}
-        second: dict[ParameterGroup, Column] = {}
+        kept: dict[ParameterGroup, CachedShard] = {}
+        second: dict[ParameterGroup, CachedShard] = {}
         for one in chosen:
             host = self._cache.take(one.nbytes) if one.in_host else None
             residence = self._placement if one.in_host else OnDevice()
-            share = Share(one.nbytes, host, streams, residence, self.traffic)
-            (second if one.is_second else kept)[one.group] = Column(one.block, share, one.bits)
+            share = CacheEntry(one.nbytes, host, streams, residence, self.traffic)
+            (second if one.is_second else kept)[one.group] = CachedShard(one.block, share, one.bits)
         return kept, second
 
     # -- from step to step ------------------------------------------------------------------------------------------

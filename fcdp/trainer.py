@@ -33,7 +33,7 @@ from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from common.models.vision.towers import DEFAULT_FREEZING, TowerFreezing
 from common.object_collectives import first_alone, tell
-from fcdp.checkpoint.commits import Commits
+from fcdp.checkpoint.commits import ShardedCheckpoints
 from fcdp.checkpoint.weights import gather_blocks, load, materialise, whole, widen
 from fcdp.shard import fully_shard, sharding
 from fcdp.strategy.strategy import Strategy
@@ -162,7 +162,7 @@ class Trainer:
         self._sharding = sharding(self._model)
         self._separator: Separator | None = None
         self._optimizer = self._make_optimizer()
-        self._commits = Commits(commits)
+        self._commits = ShardedCheckpoints(commits)
         first_alone(self._commits.lock)
         self.parameters = sum(parameter.numel() for parameter in self._model.parameters())
         self.trainable_parameters = sum(parameter.numel() for _, parameter in self._trained())

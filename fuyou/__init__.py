@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from fuyou.engine.engine import Engine, EngineOutput
     from fuyou.optimizer.nonfinite import NonFiniteLoss
     from fuyou.preflight import prove
-    from fuyou.recompute.policy import Keeping
+    from fuyou.recompute.policy import ActivationPolicy
     from fuyou.runtime.accounting import StepReport
 
-__all__ = ["Engine", "EngineOutput", "Keeping", "NonFiniteLoss", "StepReport", "prove"]
+__all__ = ["ActivationPolicy", "Engine", "EngineOutput", "NonFiniteLoss", "StepReport", "prove"]
 
 _MODULES = {
     "Engine": "engine.engine",
     "EngineOutput": "engine.engine",
-    "Keeping": "recompute.policy",
+    "ActivationPolicy": "recompute.policy",
     "NonFiniteLoss": "optimizer.nonfinite",
     "StepReport": "runtime.accounting",
     "prove": "preflight",

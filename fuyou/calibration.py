@@ -23,13 +23,13 @@ from common.errors import UserError
 from fuyou.engine.engine import Engine
 from fuyou.layout.record import DTYPES
 from fuyou.layout.visits import Phase
-from fuyou.planner.context import Prospect
+from fuyou.planner.context import PlannerContext
 from fuyou.planner.evaluate import NOTHING, Candidate, Evaluation, Evaluator
 from fuyou.planner.machine import profiled_machine
-from fuyou.planner.profiling import Profile, Workload, measure, save
+from fuyou.planner.profiling import Profile, ProfiledWorkload, measure, save
 from fuyou.planner.profiling.drives import FOLDER
 from fuyou.planner.training import Training, describe_training
-from fuyou.recompute.policy import Keeping, worth_keeping
+from fuyou.recompute.policy import ActivationPolicy, worth_keeping
 from fuyou.runtime.accounting import StepReport, TaskKind
 from fuyou.runtime.devices import Device
 from fuyou.schedule.tasks import Op
@@ -44,7 +44,7 @@ WARM_STEPS = 3
 STEPS, MOST_STEPS, STEPS_SECONDS = 3, 8, 2.0
 
 
-def measured_profile(prospect: Prospect) -> Profile:
+def measured_profile(prospect: PlannerContext) -> Profile:
     """Measure what this machine does with a run: every part alone, then some blocks in the engine.
 
     Takes a dozen seconds; the result is not kept.
@@ -53,12 +53,14 @@ def measured_profile(prospect: Prospect) -> Profile:
     return as_the_engine_runs_it(alone, prospect.workload, prospect.device, prospect.limits)
 
 
-def profile_or_measure(prospect: Prospect) -> Profile:
+def profile_or_measure(prospect: PlannerContext) -> Profile:
     """Return the profile that is kept, or one that is measured, and kept from now on."""
     return prospect.profile or save(measured_profile(prospect), prospect.workload, prospect.device)
 
 
-def as_the_engine_runs_it(profile: Profile, workload: Workload, device: Device, limits: tuple[int, int]) -> Profile:
+def as_the_engine_runs_it(
+    profile: Profile, workload: ProfiledWorkload, device: Device, limits: tuple[int, int]
+) -> Profile:
     """``profile`` with the times of its parts in the engine; as it is where that cannot be seen within a few seconds.
 
     Nothing is tried on accelerators, whose computing does not mind what the host's cores do, nor where a micro-batch
@@ -86,7 +88,7 @@ def as_the_engine_runs_it(profile: Profile, workload: Workload, device: Device, 
     evaluator = Evaluator(job, machine)
     keeping = NOTHING
     if evaluator.trace is not None and profile.kept_bytes:
-        keeping = Keeping(tuple(worth_keeping(evaluator.trace)), len(job.shape.blocks) // 2)
+        keeping = ActivationPolicy(tuple(worth_keeping(evaluator.trace)), len(job.shape.blocks) // 2)
     try:
         simulated = evaluator.evaluate(Candidate(workload.rows, 0.0, keeping))
         with torch.random.fork_rng(devices=[]):
@@ -138,7 +140,7 @@ def typical_seconds(steps: Iterable[Mapping[TaskKind, Sequence[float]]]) -> dict
     return {kind: statistics.median(one) for kind, one in seconds.items()}
 
 
-def _few_blocks(workload: Workload) -> Training:
+def _few_blocks(workload: ProfiledWorkload) -> Training:
     """The same model with fewer blocks, and a batch of one micro-batch."""
     config = _shallow(workload.config)
     return describe_training(
@@ -155,7 +157,9 @@ def _shallow(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def _run(job: Training, workload: Workload, device: Device, host_bytes: int, keeping: Keeping) -> dict[TaskKind, float]:
+def _run(
+    job: Training, workload: ProfiledWorkload, device: Device, host_bytes: int, keeping: ActivationPolicy
+) -> dict[TaskKind, float]:
     """Seconds of the engine's compute tasks."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     rows, seq_len = workload.rows, workload.seq_len

@@ -8,11 +8,11 @@ from common.errors import UserError
 from common.models.vision.towers import DEFAULT_FREEZING, TowerFreezing
 from fuyou.layout.deferred import interleaved
 from fuyou.layout.frozen_weights import FrozenDtype
-from fuyou.layout.model_layout import StepShape
+from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Precision
 from fuyou.optimizer.adam import AdamConfig
 from fuyou.optimizer.clipping import ClipBy, speculation_obstacle
-from fuyou.recompute.policy import Keeping
+from fuyou.recompute.policy import ActivationPolicy
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class EngineConfig:
     single_slot: bool
     io: str
     seed: int
-    kept_activations: Keeping | int
+    kept_activations: ActivationPolicy | int
     adapters: PeftConfig | None
     trainable: tuple[str, ...] | None
     frozen_dtype: FrozenDtype | None
@@ -49,7 +49,7 @@ class EngineConfig:
             "commit_every": self.commit_every > 0,
             "max_grad_norm": self.max_grad_norm is None or self.max_grad_norm > 0,
             "deferred_fraction": 0 <= self.deferred_fraction <= 1,
-            "kept_activations": isinstance(self.kept_activations, Keeping) or self.kept_activations >= 0,
+            "kept_activations": isinstance(self.kept_activations, ActivationPolicy) or self.kept_activations >= 0,
         }
         for name, good in checks.items():
             if not good:
@@ -75,10 +75,10 @@ class EngineConfig:
         """Whether updates are done before it is known whether the gradient is clipped, and again if it is."""
         return self.clips_by is ClipBy.SPECULATION
 
-    def deferred(self, shape: StepShape) -> frozenset[int]:
+    def deferred(self, shape: ModelLayout) -> frozenset[int]:
         """Records whose updates wait for the next forward pass: all, if none is done before the norm is known."""
         return interleaved(shape, 1.0 if self.clips_by is ClipBy.DEFERRAL else self.deferred_fraction)
 
-    def held(self, shape: StepShape) -> frozenset[int]:
+    def held(self, shape: ModelLayout) -> frozenset[int]:
         """Records whose gradients stay until the step has ended."""
         return frozenset(shape.trainable) if self.speculates else self.deferred(shape)

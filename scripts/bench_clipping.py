@@ -25,9 +25,9 @@ from bench_plan import NAME, Configuration, emulated, run
 
 from common.units import parse_bytes
 from fuyou.optimizer.clipping import ClipBy
-from fuyou.planner import Machine, Plan, describe_training, plan
+from fuyou.planner import Machine, RunPlan, describe_training, plan
 from fuyou.planner.evaluate import NOTHING
-from fuyou.planner.simulator import Rates
+from fuyou.planner.simulator import TaskRates
 
 TFLOPS, DRIVE, HOST = 10, 1e9, "900MiB"
 ADAM = 2.2e8
@@ -63,11 +63,11 @@ def configuration(batch: int) -> Configuration:
 
 def machine_of(drives: int) -> Machine:
     """The emulated one."""
-    rates = Rates(TFLOPS * 1e12, LINK, LINK, DRIVE * drives, DRIVE * drives, ADAM)
+    rates = TaskRates(TFLOPS * 1e12, LINK, LINK, DRIVE * drives, DRIVE * drives, ADAM)
     return Machine("an emulated device", "paced drives", rates, MEMORY, parse_bytes(HOST), drives, all_flops=False)
 
 
-def plans(batch: int, machine: Machine) -> list[tuple[Row, Plan]]:
+def plans(batch: int, machine: Machine) -> list[tuple[Row, RunPlan]]:
     """Every way, planned."""
     one = configuration(batch)
     job = replace(describe_training(one.config, batch, one.seq_len, micro_batch=one.micro_batch), keeping=NOTHING)
@@ -93,7 +93,7 @@ def plans(batch: int, machine: Machine) -> list[tuple[Row, Plan]]:
     ]  # fmt: skip
 
 
-def measure(row: Row, found: Plan, ssd: Sequence[Path], steps: int) -> None:
+def measure(row: Row, found: RunPlan, ssd: Sequence[Path], steps: int) -> None:
     """Add steps to ``row``."""
     one = configuration(row.batch)
     options: dict[str, Any] = {} if row.clip_by is None else {"max_grad_norm": LIMIT, "clip_by": row.clip_by}

@@ -31,8 +31,8 @@ from fuyou.layout.record import Precision
 from fuyou.model.model_records import model_records
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.adam import AdamConfig, ChunkAdam, Update
-from fuyou.planner.simulator import Rates, simulate
-from fuyou.recompute.policy import KeepingPlan
+from fuyou.planner.simulator import TaskRates, simulate
+from fuyou.recompute.policy import ActivationPlanner
 from fuyou.schedule.memory_plan import MemoryPlanner
 
 CONFIG = LlamaConfig(
@@ -92,11 +92,11 @@ def measure(
     """Run one batch size, with up to ``kept`` bytes of operator outputs kept of each block and micro-batch."""
     stack = StreamedModel(build_meta_model(CONFIG, dtype=torch.bfloat16), torch.device("cpu"))
     shape = model_records(stack, Precision(torch.bfloat16, torch.float32))
-    rates = Rates(
+    rates = TaskRates(
         tflops * 1e12, LINK, LINK, read * len(ssd), write * len(ssd), adam_rate(max(1, cpu_count() - 2))
     )  # fmt: skip
     micro = min(batch, 8)
-    keeping = KeepingPlan(stack, "cuda", torch.bfloat16, kept)
+    keeping = ActivationPlanner(stack, "cuda", torch.bfloat16, kept)
     recomputation = keeping.recomputation(micro, SEQ_LEN)
     kept_bytes = keeping.keep(micro, SEQ_LEN).nbytes
 

@@ -26,7 +26,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 from common.units import parse_bytes
 from fuyou import Engine
 from fuyou.calibration import profile_or_measure
-from fuyou.planner import Machine, Plan, Prospect, Training, describe_training, plan, profiled_machine
+from fuyou.planner import Machine, PlannerContext, RunPlan, Training, describe_training, plan, profiled_machine
 from fuyou.runtime.devices import leave_cores, memory_limits, open_device
 
 NAME = "bench-plan"
@@ -108,17 +108,17 @@ def machine_of(one: Configuration, job: Training, ssd: Sequence[Path]) -> Machin
     device = open_device(one.device)
     leave_cores(device)
     limits = memory_limits(device, parse_bytes(one.host_memory), None)
-    profile = profile_or_measure(Prospect(job, device, limits, ssd))
+    profile = profile_or_measure(PlannerContext(job, device, limits, ssd))
     return profiled_machine(profile, device.shares_host_memory, limits[1], limits[0], len(ssd), None)
 
 
-def predict(one: Configuration, ssd: Sequence[Path]) -> Plan:
+def predict(one: Configuration, ssd: Sequence[Path]) -> RunPlan:
     """Profile and plan."""
     job = describe_training(one.config, one.batch, one.seq_len, micro_batch=one.micro_batch)
     return plan(job, machine_of(one, job, ssd))
 
 
-def run(one: Configuration, ssd: Sequence[Path], chosen: Plan, steps: int, **options: Any) -> list[float]:
+def run(one: Configuration, ssd: Sequence[Path], chosen: RunPlan, steps: int, **options: Any) -> list[float]:
     """Seconds of each step after two that fill the pipeline; ``options``: more of the engine's."""
     assert chosen.memory is not None
     config = one.config

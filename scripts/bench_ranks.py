@@ -30,7 +30,7 @@ import fuyou
 from common.models.adapters.adapters import AdapterOptions
 from common.object_collectives import tell
 from fuyou.planner import describe_training
-from fuyou.planner.simulator import Rates, simulate
+from fuyou.planner.simulator import TaskRates, simulate
 from fuyou.ranks.topology import share_of
 from fuyou.runtime.emulated import EmulatedSpec, is_emulated
 
@@ -127,7 +127,7 @@ def report(
     if is_emulated(device):
         spec = EmulatedSpec.parse(device)
         assert spec.pace is not None
-        rates = Rates(
+        rates = TaskRates(
             spec.flops_per_second, spec.link_bytes_per_second, spec.link_bytes_per_second,
             spec.pace.read_bytes_per_second, spec.pace.write_bytes_per_second, adam,
             inside_bytes_per_second=spec.inside_bytes_per_second or float("inf"),

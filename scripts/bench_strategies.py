@@ -32,9 +32,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fcdp
 from common.errors import FinetuneError
 from fcdp.planner import Cluster as PlannedCluster
-from fcdp.planner import Plan, Workload, plan
+from fcdp.planner import StrategyPlan, Workload, plan
 from fcdp.planner.profiling import measure_collectives, measure_computing
-from fcdp.planner.rates import Measured
+from fcdp.planner.rates import MeasuredRates
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.names import PARO, parse_strategy
 
@@ -108,7 +108,7 @@ class Worker:
         links = {}
         for rate in self.rates if predict else ():
             set_rate(rate)
-            links[rate] = Measured(measure_collectives(self.topology))
+            links[rate] = MeasuredRates(measure_collectives(self.topology))
         for case in cases:
             plans = {rate: self._plan(case, rates) for rate, rates in links.items()}
             for strategy in self.strategies:
@@ -122,7 +122,7 @@ class Worker:
         self.topology.close()
         dist.destroy_process_group()
 
-    def _plan(self, case: Case, rates: Measured) -> Plan:
+    def _plan(self, case: Case, rates: MeasuredRates) -> StrategyPlan:
         """What the planner says of the strategies, from measured collectives and computing."""
         config, topology = case.config(), self.topology
         workload = Workload.of_model(config, seq_len=case.tokens, micro_batches=case.micro_batches)

@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from bench_plan import NAME, Configuration, emulated, machine_of, run
 
-from fuyou.planner import Plan, describe_training, plan
+from fuyou.planner import RunPlan, describe_training, plan
 from fuyou.planner.evaluate import Evaluator
-from fuyou.recompute.policy import Keeping, keepable
+from fuyou.recompute.policy import ActivationPolicy, keepable
 
 SWAP = Configuration("compute-bound", "gpu", 32, emulated(6, "2GB/s", memory="1GiB"), "3GiB", micro_batch=8)
 VERTICAL = Configuration("64 sequences", "gpu", 64, emulated(10, "1GB/s"), "900MiB", micro_batch=8)
@@ -48,24 +48,24 @@ class Try:
         return statistics.median(self.steps)
 
 
-def amounts(evaluator: Evaluator, only: Sequence[int]) -> Iterator[tuple[str, Keeping]]:
+def amounts(evaluator: Evaluator, only: Sequence[int]) -> Iterator[tuple[str, ActivationPolicy]]:
     """Nothing, then more and more outputs, those that save most per byte first: in half of the blocks, in all.
 
     ``only``: so many outputs; empty: all numbers of them.
     """
     layers = len(evaluator.training.shape.blocks)
     if not only or 0 in only:
-        yield "nothing", Keeping((), 0)
+        yield "nothing", ActivationPolicy((), 0)
     assert evaluator.trace is not None
     operators: tuple[tuple[str, int], ...] = ()
     for output in keepable(evaluator.trace, cost=evaluator.cost).outputs:
         operators = (*operators, (output.operator, output.ordinal))
         if output.saved_flops > 0 and (not only or len(operators) in only):
             for count in (layers // 2, layers):
-                yield f"{len(operators)} outputs in {count} of {layers} blocks", Keeping(operators, count)
+                yield f"{len(operators)} outputs in {count} of {layers} blocks", ActivationPolicy(operators, count)
 
 
-def attempt(name: str, one: Configuration, ssd: Sequence[Path], chosen: Plan, steps: int) -> Try:
+def attempt(name: str, one: Configuration, ssd: Sequence[Path], chosen: RunPlan, steps: int) -> Try:
     """Run what ``chosen`` says."""
     return Try(name, chosen.step_seconds, run(one, ssd, chosen, steps), chosen.kept_activation_bytes)
 
@@ -107,7 +107,7 @@ def vertical(one: Configuration, ssd: Sequence[Path], steps: int) -> tuple[float
         job = describe_training(shape.config, shape.batch, shape.seq_len, micro_batch=shape.micro_batch)
         machine = machine_of(shape, job, ssd)
         if not whole:
-            job = replace(job, keeping=Keeping((), 0), deferred_fraction=0.0)
+            job = replace(job, keeping=ActivationPolicy((), 0), deferred_fraction=0.0)
         row = attempt(shape.name, shape, ssd, plan(job, machine), steps)
         scale = one.batch / shape.batch
         times.append((row.predicted * scale, row.seconds * scale))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from common.models.presets import load_config
-from fcdp.planner import Cluster, Estimate, Plan, Workload, estimate, load_cluster, plan
+from fcdp.planner import Cluster, Estimate, StrategyPlan, Workload, estimate, load_cluster, plan
 from fcdp.planner.search import SAME, Objective, scopes_of
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.names import PARO, PRESETS, parse_strategy
@@ -240,7 +240,7 @@ def amsp_space(levels: Levels) -> list[Strategy]:
     return found
 
 
-def amsp_plan(model: str, gpus: int, objective: Objective) -> Plan:
+def amsp_plan(model: str, gpus: int, objective: Objective) -> StrategyPlan:
     """AMSP's search on its testbed: 4 M tokens per step in sequences of 4096, one at a time (VI-A3).
 
     ``communication`` is its equation 1 with its formulas; ``step`` is the time of a step in our model.

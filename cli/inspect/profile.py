@@ -10,7 +10,7 @@ from cli.train.one_machine import quiet_transformers
 from common.hardware.machine import describe_machine
 from common.units import format_bytes, format_count
 from fuyou.calibration import measured_profile
-from fuyou.planner import Prospect
+from fuyou.planner import PlannerContext
 from fuyou.planner.profiling import Profile, save
 from fuyou.planner.profiling.cache import describe, profile_path
 from fuyou.runtime.devices import memory_limits
@@ -34,7 +34,7 @@ def run_profile(settings: Settings) -> None:
     settings = with_dtype(settings)
     directories = directories_at_hand(settings)
     limits = memory_limits(device, settings.host_memory, settings.device_memory)
-    prospect = Prospect(training_of(settings), device, limits, directories)
+    prospect = PlannerContext(training_of(settings), device, limits, directories)
     workload = prospect.workload
     print(f"machine  {describe_machine()}")
     print(

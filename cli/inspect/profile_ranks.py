@@ -15,7 +15,7 @@ from cli.train.one_machine import quiet_transformers
 from common.models.presets import load_config
 from common.units import format_bytes, format_seconds
 from fcdp.planner.profiling import profile_cluster
-from fcdp.planner.rates import Measured
+from fcdp.planner.rates import MeasuredRates
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.topology import Topology
 
@@ -58,7 +58,7 @@ def profile(settings: Settings, rank: Rank) -> None:
     dist.destroy_process_group()
 
 
-def table(measured: Measured) -> list[str]:
+def table(measured: MeasuredRates) -> list[str]:
     """Lines: what was gathered and reduced, and how long it took by size."""
     sizes = sorted({timing.nbytes for timing in measured.timings})
     rows = [("ranks", "ring", "collective", *(format_bytes(size) for size in sizes))]

@@ -30,12 +30,12 @@ def run_verify(places: Sequence[str]) -> int:
 
 def _look(places: Sequence[Path]) -> Iterator[tuple[str, int, str, int, list[str]]]:
     """Where each run is, its committed step, what was read of it, how much that was, and what is damaged."""
-    from fcdp.checkpoint.commits import Commits, has_commits
+    from fcdp.checkpoint.commits import ShardedCheckpoints, has_commits
 
     commits = {place: [each for each in (place, place / COMMITS) if has_commits(each)] for place in places}
     stores = find_runs(places, [place for place, found in commits.items() if found])
     for directory in dict.fromkeys(each for found in commits.values() for each in found):
-        checked = Commits(directory).verify()
+        checked = ShardedCheckpoints(directory).verify()
         yield str(directory), checked.step, f"{checked.parts:,} parts of tensors", checked.nbytes, checked.damage
     for directories in stores:
         seen = verify_run(directories)

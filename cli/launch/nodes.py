@@ -23,8 +23,8 @@ import psutil
 
 from cli.launch import interrupts
 from cli.launch.interrupts import STATUS, Stopped
-from cli.launch.outcomes import Outcome, Outcomes
-from cli.launch.rendezvous import Meeting, find_meeting, wait_for_host
+from cli.launch.outcomes import Outcome, RankOutcomes
+from cli.launch.rendezvous import Rendezvous, find_meeting, wait_for_host
 from cli.options.settings import COMMITS, Settings
 from common.errors import FinetuneError, UserError
 from common.hardware.machine import cpu_count, list_gpus
@@ -69,7 +69,7 @@ def launch(settings: Settings, *, trains: bool = True) -> None:
     if meeting.nodes > 1:
         print(f"nodes    waiting for {meeting.nodes} of them at {meeting.endpoint}", flush=True)
     wait_for_host(meeting, settings.node_timeout)
-    with Outcomes(ranks) as outcomes:
+    with RankOutcomes(ranks) as outcomes:
         with _environment(_variables(settings, meeting) | outcomes.variables), _Signals(settings) as signals:
             failure = _run_agent(settings, meeting, ranks)
         ended = next((outcome for outcome in outcomes.read() if outcome.status), None)
@@ -138,12 +138,12 @@ def has_commit(settings: Settings) -> bool:
         folders = [path / found.run_name for path in found.ssd]
         ranks = any(any(folder.glob(f"{rank_folder('*')}/{MANIFEST_FILE}")) for folder in folders)
         return ranks or any((folder / MANIFEST_FILE).exists() for folder in folders)
-    from fcdp.checkpoint.commits import Commits
+    from fcdp.checkpoint.commits import ShardedCheckpoints
 
-    return Commits(settings.output_directory / COMMITS).newest() is not None
+    return ShardedCheckpoints(settings.output_directory / COMMITS).newest() is not None
 
 
-def _variables(settings: Settings, meeting: Meeting) -> dict[str, str]:
+def _variables(settings: Settings, meeting: Rendezvous) -> dict[str, str]:
     """What the ranks find in their environment."""
     variables = {
         LAUNCH: uuid.uuid4().hex,
@@ -158,7 +158,7 @@ def _variables(settings: Settings, meeting: Meeting) -> dict[str, str]:
     return variables | {name: value for name, value in usual.items() if name not in os.environ}
 
 
-def _run_agent(settings: Settings, meeting: Meeting, ranks: int) -> FinetuneError | None:
+def _run_agent(settings: Settings, meeting: Rendezvous, ranks: int) -> FinetuneError | None:
     """Returns when all ranks of this node have ended: None if they did so in an orderly way, else what happened."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -216,7 +216,7 @@ def _run_agent(settings: Settings, meeting: Meeting, ranks: int) -> FinetuneErro
 class _Lifeline:
     """Ends a launcher that has been cut off from the meeting point: PyTorch's store would wait there for ever."""
 
-    def __init__(self, meeting: Meeting, settings: Settings):
+    def __init__(self, meeting: Rendezvous, settings: Settings):
         self._meeting, self._settings = meeting, settings
         self._done = threading.Event()
         if not meeting.is_host:

@@ -23,7 +23,7 @@ class Outcome:
     """For the user, if not 0."""
 
 
-class Outcomes:
+class RankOutcomes:
     """A launcher's files.
 
     Args:
@@ -43,7 +43,7 @@ class Outcomes:
         last = [_lines(os.pread(one, os.fstat(one).st_size, 0))[-1:] for one in self._descriptors]
         return [Outcome(**json.loads(line)) for lines in last for line in lines if line != _STARTED]
 
-    def __enter__(self) -> "Outcomes":
+    def __enter__(self) -> "RankOutcomes":
         return self
 
     def __exit__(self, *exception: object) -> None:

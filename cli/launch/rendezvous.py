@@ -22,7 +22,7 @@ DEFAULT_PORT = 29400
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Where and how this node's launcher meets the others."""
 
     nodes: int
@@ -51,7 +51,7 @@ class Meeting:
         return None
 
 
-def find_meeting(settings: Settings, environment: Mapping[str, str] = os.environ) -> Meeting:
+def find_meeting(settings: Settings, environment: Mapping[str, str] = os.environ) -> Rendezvous:
     """Decide where to meet.
 
     Raises:
@@ -62,7 +62,7 @@ def find_meeting(settings: Settings, environment: Mapping[str, str] = os.environ
     if in_slurm:
         _check_slurm(nodes, environment)
     if nodes == 1:
-        return Meeting(1, "127.0.0.1", 0, f"finetune-{os.getpid()}")
+        return Rendezvous(1, "127.0.0.1", 0, f"finetune-{os.getpid()}")
     if settings.rdzv_endpoint is not None:
         host, port = _parse_endpoint(settings.rdzv_endpoint)
         run_id = "finetune"
@@ -76,10 +76,10 @@ def find_meeting(settings: Settings, environment: Mapping[str, str] = os.environ
         run_id = "finetune"
     else:
         raise UserError(_no_means(nodes, environment))
-    return _locate(Meeting(nodes, host, port, run_id))
+    return _locate(Rendezvous(nodes, host, port, run_id))
 
 
-def wait_for_host(meeting: Meeting, timeout: float) -> None:
+def wait_for_host(meeting: Rendezvous, timeout: float) -> None:
     """Return once somebody answers at the endpoint. (PyTorch's own wait cannot be interrupted.)
 
     Raises:
@@ -149,7 +149,7 @@ def _parse_endpoint(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _locate(meeting: Meeting) -> Meeting:
+def _locate(meeting: Rendezvous) -> Rendezvous:
     """Find out this machine's own address on the way to the endpoint, and whether the endpoint is here."""
     try:
         family, _, _, _, target = socket.getaddrinfo(meeting.host, meeting.port, type=socket.SOCK_DGRAM)[0]
@@ -191,7 +191,7 @@ def _claim(port: int) -> socket.socket | None:
     return claim
 
 
-def _check_free(family: int, target: tuple[object, ...], meeting: Meeting) -> None:
+def _check_free(family: int, target: tuple[object, ...], meeting: Rendezvous) -> None:
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

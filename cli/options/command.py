@@ -9,7 +9,7 @@ import click
 from click.shell_completion import CompletionItem, get_completion_class
 
 from cli.options.config_file import load_config_file
-from cli.options.grouped import Checked, FiniteFloat, GroupedCommand, GroupedOption
+from cli.options.grouped import FiniteFloat, GroupedCommand, GroupedOption, ParsedValue
 from cli.options.schedule import SCHEDULES, Warmup
 from cli.options.settings import CLIP_BY, ROUTER_LOSS, TRACKERS, TRAIN_VISION
 from common.errors import UserError
@@ -79,7 +79,7 @@ def _preset_names(kind: str) -> Callable[[click.Context, click.Parameter, str], 
 
 def build_command(run: Callable[..., int]) -> click.Command:
     """The command: parses, then calls ``run`` with one keyword argument per option."""
-    size = Checked("size", _memory)
+    size = ParsedValue("size", _memory)
     positive = click.IntRange(min=1)
     rate = FiniteFloat(min=0)
     decay = FiniteFloat(min=0, max=1, max_open=True)
@@ -157,7 +157,7 @@ def build_command(run: Callable[..., int]) -> click.Command:
     add("--host-memory", type=size, metavar="SIZE", help="Host memory to use: 64GiB. Default: what is free.")
     add(
         "--host-cache",
-        type=Checked("size", parse_bytes),
+        type=ParsedValue("size", parse_bytes),
         metavar="SIZE",
         help="Host memory (of each node) to keep parameters and states in between steps; 0: none. Default: the rest.",
     )
@@ -231,7 +231,7 @@ def build_command(run: Callable[..., int]) -> click.Command:
     add("--lr", metavar="X", type=rate, default=1e-5, help="Highest learning rate.")
     add(
         "--warmup",
-        type=Checked("warmup", Warmup.parse),
+        type=ParsedValue("warmup", Warmup.parse),
         default="0",
         metavar="N|FRACTION",
         help="Steps, or part of all steps (0.03 or 3%), in which the learning rate rises.",

@@ -45,9 +45,9 @@ def with_dtype_of_all(settings: Settings, device_type: str, restarted: bool) -> 
 def _stored(settings: Settings) -> str | None:
     """What the run that is there began with, on this node's drives or in its commits."""
     if settings.nodes is not None and not settings.ssd:
-        from fcdp.checkpoint.commits import Commits
+        from fcdp.checkpoint.commits import ShardedCheckpoints
 
-        commits = Commits(settings.output_directory / COMMITS)
+        commits = ShardedCheckpoints(settings.output_directory / COMMITS)
         with contextlib.suppress(FinetuneError, OSError):  # whoever opens it says what is wrong
             newest = commits.newest()
             saved: Any = None if newest is None else commits.describe(newest).get("--dtype")

@@ -181,7 +181,7 @@ class FiniteFloat(click.FloatRange):
         return number
 
 
-class Checked(click.ParamType):
+class ParsedValue(click.ParamType):
     """A value read by one of our own functions, whose UserError becomes click's."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:

@@ -8,7 +8,7 @@ from cli.plan.machine import sequence_length
 from common.errors import UserError
 from common.models.presets import load_config
 from common.units import format_bytes, format_count, format_seconds
-from fcdp.planner import Cluster, Estimate, Plan, Workload, bytes_per_node, cluster_names, load_cluster, plan
+from fcdp.planner import Cluster, Estimate, StrategyPlan, Workload, bytes_per_node, cluster_names, load_cluster, plan
 from fcdp.planner.node_order import group_of, groups_across_leaves, node_order
 from fcdp.planner.search import refusal
 from fcdp.strategy.mesh import Levels
@@ -123,7 +123,7 @@ def _workload(settings: ClusterSettings, cluster: Cluster) -> Workload:
     )
 
 
-def _node_order(found: Plan, cluster: Cluster) -> list[int] | None:
+def _node_order(found: StrategyPlan, cluster: Cluster) -> list[int] | None:
     """How to number nodes for the choice, where the cluster says which leaf switches they hang on."""
     if found.choice is None or cluster.leaf_of_node is None:
         return None
@@ -133,7 +133,7 @@ def _node_order(found: Plan, cluster: Cluster) -> list[int] | None:
 _HEADINGS = ("strategy", "P", "G", "OS", "cache", "device", "host", "gather", "reduce", "spread", "inside", "step")
 
 
-def render(found: Plan, workload: Workload, cluster: Cluster) -> str:
+def render(found: StrategyPlan, workload: Workload, cluster: Cluster) -> str:
     """The plan as a table, the fastest first, and what the choice consists of."""
     levels, choice = cluster.levels, found.choice
     fitting = [estimate for estimate in found.estimates if estimate.fits]

@@ -8,7 +8,7 @@ from common.units import format_bytes, format_seconds
 from fcdp.planner import Cluster, Estimate, Workload, plan
 from fcdp.planner.rates import AlphaBeta, Link
 from fcdp.strategy.mesh import Levels
-from fuyou.planner import Machine, Plan, Training
+from fuyou.planner import Machine, RunPlan, Training
 
 LATENCY_SECONDS = 10e-6
 """Of a step of a ring: what the presets of clusters have on Ethernet and inside nodes."""
@@ -26,7 +26,7 @@ class InMemory:
     device_bytes: int
     """What there is."""
 
-    def verdict(self, result: Plan) -> str:
+    def verdict(self, result: RunPlan) -> str:
         """Which of the two is faster, in words."""
         if self.best is None:
             return (

@@ -14,7 +14,7 @@ from common.models.presets import load_config
 from common.store.directories import usable
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.record import Precision
-from fuyou.optimizer.clipping import Strikes, clip_by_named
+from fuyou.optimizer.clipping import ClipStatistics, clip_by_named
 from fuyou.planner import Training, describe_training
 from fuyou.runtime.devices import Device, leave_cores, open_device
 from fuyou.runtime.emulated import is_emulated
@@ -77,12 +77,12 @@ def training_of(settings: Settings) -> Training:
     )  # fmt: skip
 
 
-def _strikes(settings: Settings) -> Strikes:
+def _strikes(settings: Settings) -> ClipStatistics:
     """How often clipping has struck in the run that is to be continued, if there is one."""
     if not settings.resume:
-        return Strikes()
+        return ClipStatistics()
     drives = [Path(word).expanduser() for word in settings.ssd] or [settings.output_directory]
-    return Strikes.of_run(drive / settings.store_name for drive in drives)
+    return ClipStatistics.of_run(drive / settings.store_name for drive in drives)
 
 
 def _existing(directory: Path) -> Path:

@@ -22,11 +22,11 @@ from fuyou.calibration import profile_or_measure
 from fuyou.layout.share import Share
 from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner import (
-    Links,
     Machine,
     PaperScheme,
-    Plan,
-    Prospect,
+    PlannerContext,
+    RankLinks,
+    RunPlan,
     Training,
     one_of_several,
     plan,
@@ -93,7 +93,9 @@ def run_plan(settings: Settings, options: PlanOptions) -> int:
         share = Share(options.nodes, options.gpus_per_node or 1)
         wanted, network = wanted.among(share), _network(options.network, share.nodes)
         other = in_memory(wanted, machine, network)
-        machine = one_of_several(machine, share.ranks_per_node, Links.assumed(machine, share.ranks_per_node, network))
+        machine = one_of_several(
+            machine, share.ranks_per_node, RankLinks.assumed(machine, share.ranks_per_node, network)
+        )
     if wanted is None:
         lacking = f"No preset fits on {machine.device} with {format_bytes(machine.host_bytes)} of host memory."
         print(json.dumps({"model": None, "fits": False, "missing": [lacking]}) if options.json else lacking)
@@ -112,7 +114,7 @@ def run_plan(settings: Settings, options: PlanOptions) -> int:
     return 0 if result.fits else DOES_NOT_FIT
 
 
-def _plan(wanted: Training, machine: Machine, scheme: str) -> Plan:
+def _plan(wanted: Training, machine: Machine, scheme: str) -> RunPlan:
     return PaperScheme(wanted, machine).plan() if scheme == "fuyou" else plan(wanted, machine)
 
 
@@ -159,7 +161,7 @@ def _machine(settings: Settings, options: PlanOptions) -> Machine:
 def _machine_at_hand(settings: Settings) -> Machine:
     device, directories = _open(settings.gpu), directories_at_hand(settings)
     host, memory = memory_limits(device, settings.host_memory, settings.device_memory)
-    profile = profile_or_measure(Prospect(training_of(settings), device, (host, memory), directories))
+    profile = profile_or_measure(PlannerContext(training_of(settings), device, (host, memory), directories))
     free = min(shutil.disk_usage(path).free for path in directories) * len(directories)
     return profiled_machine(profile, device.shares_host_memory, memory, host, len(directories), free)
 
@@ -199,7 +201,7 @@ def _network(text: str | None, nodes: int) -> float:
     return rate
 
 
-def _write_trace(result: Plan, path: Path) -> None:
+def _write_trace(result: RunPlan, path: Path) -> None:
     if result.tasks is None or result.simulation is None:
         raise UserError("--trace: a run that does not fit has no step to draw.")
     ends = result.simulation.step_ends
@@ -209,7 +211,7 @@ def _write_trace(result: Plan, path: Path) -> None:
 # -- for people -------------------------------------------------------------------------------------------------------
 
 
-def describe(result: Plan) -> list[str]:
+def describe(result: RunPlan) -> list[str]:
     """The plan as lines of at most :data:`WIDTH` columns."""
     job, machine, share = result.training, result.machine, result.training.shape.share
     several = f"{machine.drive_count} x " if machine.drive_count > 1 else ""
@@ -232,7 +234,7 @@ def describe(result: Plan) -> list[str]:
     return lines
 
 
-def _speed(result: Plan) -> list[str]:
+def _speed(result: RunPlan) -> list[str]:
     rows = []
     if not result.fits:
         rows += _row("does not fit", " ".join(result.missing), 14)
@@ -249,7 +251,7 @@ def _speed(result: Plan) -> list[str]:
     )
 
 
-def _bars(result: Plan) -> list[str]:
+def _bars(result: RunPlan) -> list[str]:
     rows, label = [], "busy"
     for resource in (resource for resource in Resource if resource in result.busy):
         share = min(1.0, result.busy[resource] / result.step_seconds)
@@ -262,7 +264,7 @@ def _bars(result: Plan) -> list[str]:
     return rows
 
 
-def _places(result: Plan) -> list[str]:
+def _places(result: RunPlan) -> list[str]:
     assert result.memory is not None
     counts, job, machine = result.memory.counts, result.training, result.machine
     layers = len(job.shape.blocks)
@@ -297,7 +299,7 @@ def _places(result: Plan) -> list[str]:
     return rows
 
 
-def _limits(result: Plan) -> list[str]:
+def _limits(result: RunPlan) -> list[str]:
     assert result.memory is not None
     job, batch = result.training, result.memory.batch
     how = [_many(batch.micro_batches, "micro-batch", "es") + f" of {batch.micro_rows}"]
@@ -331,7 +333,7 @@ def _limits(result: Plan) -> list[str]:
     return rows
 
 
-def _clipping(result: Plan) -> str:
+def _clipping(result: RunPlan) -> str:
     """How gradients are clipped, and what that costs."""
     job, cost = result.training, clipping_cost(result)
     what = "clipping" if job.clipped_share else "leaving out what is not finite"
@@ -346,7 +348,7 @@ def _clipping(result: Plan) -> str:
     return text if cost is None else f"{text}: a step {cost:.2f} times as long as with {job.asks_for_norm}"
 
 
-def _commits(result: Plan) -> list[str]:
+def _commits(result: RunPlan) -> list[str]:
     """What rarer commits would save, where it is more than a little."""
     rarer = rarer_commits(result)
     if rarer is None or rarer.written_bytes_per_day * rarer.step_seconds > 0.95 * result.written_bytes * 86400:

@@ -8,11 +8,11 @@ device, and memory is in GiB. What it has no name for follows its pattern: ``ssd
 from collections.abc import Mapping
 
 from cli.options.config_file import plain_options
+from cli.report.evaluation_result import EvaluationResult
 from cli.report.history import HISTORY_FILE, History
 from cli.report.progress import ClusterLine, StepLine
 from cli.report.run_directory import RunDirectory
-from cli.report.trackers import Run, Trackers
-from cli.train.evaluation import Evaluation
+from cli.report.trackers import TrackedRun, Trackers
 from cli.train.prepare import Job
 
 _GIB = 1 << 30
@@ -73,7 +73,7 @@ class Metrics:
 
     def __init__(self, job: Job, directory: RunDirectory, done: int) -> None:
         names = job.settings.log_to
-        run = Run(job.output.name, directory.id, directory.path)
+        run = TrackedRun(job.output.name, directory.id, directory.path)
         self._trackers = Trackers(names, run, _options(job) if names else {})
         self._losses = History(job.output / HISTORY_FILE, done)
         self._all = History(directory.metrics_file, done)
@@ -84,7 +84,7 @@ class Metrics:
         self._losses.append(step, {**learned, "lr": metrics["lr"]})
         self._write(step, metrics)
 
-    def evaluation(self, step: int, result: Evaluation) -> None:
+    def evaluation(self, step: int, result: EvaluationResult) -> None:
         """Held-out data were looked at after ``step``."""
         self._write(step, {
             "validation_metrics/loss": result.loss,

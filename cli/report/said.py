@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
+from cli.report.evaluation_result import EvaluationResult
 from cli.report.metrics import Metrics, step_metrics
 from cli.report.progress import ClusterLine, Progress, StepLine
 from cli.report.run_directory import RunDirectory
-from cli.train.evaluation import Evaluation
 from cli.train.prepare import Job
 
 
-class Said:
+class MetricsLogger:
     """The run's directory, every step's figures, and the line on the terminal.
 
     Args:
@@ -31,12 +31,12 @@ class Said:
         self._metrics.step(line.step, step_metrics(line, lr, seconds, line.step * self._tokens_per_step, ranks))
         self._progress.show(line)
 
-    def evaluation(self, step: int, result: Evaluation) -> None:
+    def evaluation(self, step: int, result: EvaluationResult) -> None:
         """Held-out data were looked at after ``step``."""
         self._metrics.evaluation(step, result)
         self._progress.say(f"held out after step {step:,}: {result}")
 
-    def __enter__(self) -> "Said":
+    def __enter__(self) -> "MetricsLogger":
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -17,7 +17,7 @@ PROJECT = "finetune"
 
 
 @dataclass(frozen=True)
-class Run:
+class TrackedRun:
     """What a tracker is told of a run."""
 
     name: str
@@ -32,7 +32,7 @@ class _Kind:
 
     module: str
     """That must be installed."""
-    arguments: Callable[[Run], dict[str, Any]]
+    arguments: Callable[[TrackedRun], dict[str, Any]]
     """Of accelerate's class."""
     metric_name: Callable[[str], str] = str
     """Changes what the tracker does not allow in names."""
@@ -94,7 +94,7 @@ class Trackers:
         UserError: a tracker cannot begin.
     """
 
-    def __init__(self, names: Sequence[str], run: Run, options: Mapping[str, Any]) -> None:
+    def __init__(self, names: Sequence[str], run: TrackedRun, options: Mapping[str, Any]) -> None:
         self._open: dict[str, Any] = {}
         for name in dict.fromkeys(names):
             if name in _KINDS:
@@ -123,7 +123,7 @@ class Trackers:
             print(f"finetune: {name} gets no more metrics: {_one_line(error)}", file=sys.stderr, flush=True)
 
 
-def _begin(name: str, run: Run, options: Mapping[str, Any]) -> Any:
+def _begin(name: str, run: TrackedRun, options: Mapping[str, Any]) -> Any:
     from accelerate import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 

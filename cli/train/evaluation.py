@@ -1,45 +1,20 @@
 """Loss and perplexity on held-out data: every row once, forward only."""
 
-import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
+from cli.report.evaluation_result import EvaluationResult
+from cli.report.said import MetricsLogger
 from cli.train.prepare import Job
 from common.data import Batches
 from fuyou.model.loss import targets_of
 
-if TYPE_CHECKING:
-    from cli.report.said import Said  # which imports this
 
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What the held-out data gave."""
-
-    loss: float
-    """Mean over all tokens that carry loss, in nats."""
-    tokens: int
-    """How many those are."""
-    tokens_per_second: float
-    """Of those computed, padding counted."""
-
-    @property
-    def perplexity(self) -> float:
-        """``exp(loss)``; infinite where that is too large for a number."""
-        try:
-            return math.exp(self.loss)
-        except OverflowError:
-            return math.inf
-
-    def __str__(self) -> str:
-        return f"loss {self.loss:.4f}, perplexity {self.perplexity:.4g} over {self.tokens:,} tokens"
-
-
-def evaluate(batches: Batches, batch_size: int, loss_of: Callable[[dict[str, torch.Tensor]], float]) -> Evaluation:
+def evaluate(
+    batches: Batches, batch_size: int, loss_of: Callable[[dict[str, torch.Tensor]], float]
+) -> EvaluationResult:
     """Take the loss of every row once.
 
     Args:
@@ -56,10 +31,10 @@ def evaluate(batches: Batches, batch_size: int, loss_of: Callable[[dict[str, tor
             total += loss_of(batch) * count
             tokens += count
         computed += batch["input_ids"].numel()
-    return Evaluation(total / tokens, tokens, computed / (time.perf_counter() - began))
+    return EvaluationResult(total / tokens, tokens, computed / (time.perf_counter() - began))
 
 
-def look(job: Job, loss_of: Callable[[dict[str, torch.Tensor]], float], step: int, said: "Said | None") -> None:
+def look(job: Job, loss_of: Callable[[dict[str, torch.Tensor]], float], step: int, said: MetricsLogger | None) -> None:
     """Evaluate after ``step`` on the held-out data, which there must be, and say what that gave.
 
     Args:

@@ -25,7 +25,7 @@ from cli.options.computing_dtype import with_dtype_of_all
 from cli.options.settings import COMMITS, Settings
 from cli.plan.choose_strategy import DEFAULT, choose_strategy
 from cli.report.progress import ClusterLine
-from cli.report.said import Said
+from cli.report.said import MetricsLogger
 from cli.report.summary import Measurements
 from cli.train.any_run import check_ids, check_same_run, conclude, measurements, save, say_resumed
 from cli.train.evaluation import is_due, look
@@ -39,7 +39,7 @@ from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from common.object_collectives import first_alone, tell
 from common.units import format_bytes, format_seconds
-from fcdp.checkpoint.commits import Commits
+from fcdp.checkpoint.commits import ShardedCheckpoints
 from fcdp.planner import Workload
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.names import AUTO
@@ -221,7 +221,7 @@ def _open_trainer(job: Job, topology: Topology, launches: set[str]) -> Trainer:
         device_cache_threshold=0.9 if settings.device_cache_threshold is None else settings.device_cache_threshold,
     )
     trainer = Trainer(job.checkpoint or settings.model, topology, config, directory, peft_config_of(settings))
-    if first_alone(lambda: _is_continued(settings, Commits(directory), launches)):
+    if first_alone(lambda: _is_continued(settings, ShardedCheckpoints(directory), launches)):
         trainer.resume()
     else:
         trainer.begin()
@@ -265,7 +265,7 @@ def _choose(job: Job, topology: Topology) -> str:
     return choice.name
 
 
-def _is_continued(settings: Settings, commits: Commits, launches: set[str]) -> bool:
+def _is_continued(settings: Settings, commits: ShardedCheckpoints, launches: set[str]) -> bool:
     """Whether to go on from a commit; if not, commits that are there go: ``--overwrite`` was given, or the launcher
     would not have come so far."""
     if settings.resume or (newest := commits.newest()) is None:
@@ -304,7 +304,7 @@ def _train(job: Job, trainer: Trainer, rank: Rank) -> tuple[Measurements, int]:
     settings, done, sent = job.settings, trainer.step_count, 0
     measured = measurements(job, trainer)
     with contextlib.ExitStack() as stack:
-        said = stack.enter_context(Said(job, done, _plan_of(job, trainer))) if rank.rank == 0 else None
+        said = stack.enter_context(MetricsLogger(job, done, _plan_of(job, trainer))) if rank.rank == 0 else None
         if not done and is_due(job, 0):
             _evaluate(job, trainer, rank, said)
         ended = time.perf_counter()
@@ -342,7 +342,7 @@ def _plan_of(job: Job, trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _evaluate(job: Job, trainer: Trainer, rank: Rank, said: Said | None) -> None:
+def _evaluate(job: Job, trainer: Trainer, rank: Rank, said: MetricsLogger | None) -> None:
     """Look at the held-out data, on all ranks."""
     rank.where = f"evaluating after step {trainer.step_count}"
     look(job, trainer.eval_loss, trainer.step_count, said)

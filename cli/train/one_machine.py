@@ -14,7 +14,7 @@ from cli.options.adapters import peft_config_of, towers_of
 from cli.options.settings import Settings
 from cli.plan.machine import training_of
 from cli.report.progress import StepLine
-from cli.report.said import Said
+from cli.report.said import MetricsLogger
 from cli.report.summary import Measurements, Report
 from cli.train.any_run import check_ids, check_same_run, conclude, measurements, save, say_resumed
 from cli.train.evaluation import is_due, look
@@ -26,7 +26,7 @@ from common.store import DirectoryLock
 from fuyou import Engine, NonFiniteLoss, StepReport
 from fuyou.calibration import profile_or_measure
 from fuyou.layout.share import Share
-from fuyou.planner import Prospect
+from fuyou.planner import PlannerContext
 from fuyou.runtime.devices import memory_limits, open_device
 
 PROFILED_PARAMETERS, PROFILED_STEPS = 100_000_000, 20
@@ -100,7 +100,7 @@ def profile_once(job: Job, ranks: Share | None = None) -> None:
     limits = memory_limits(device, settings.host_memory, settings.device_memory, share.ranks_per_node)
     if limits[0] < PROFILED_HOST_BYTES:
         return
-    prospect = Prospect(training_of(settings).among(share), device, limits, job.ssd)
+    prospect = PlannerContext(training_of(settings).among(share), device, limits, job.ssd)
     with contextlib.suppress(UserError):  # what does not fit, the engine says with more to go by
         if prospect.profile is None:
             print("profile  measuring this machine with this model, once", flush=True)
@@ -198,7 +198,7 @@ def _train(job: Job, engine: Engine, interrupts: Interrupts) -> Measurements:
     done = engine.step_count
     measured = measurements(job, engine)
     memory, disk = _Occasionally(engine.host_memory_in_use), _Occasionally(lambda: _disk_usage(job))
-    with Said(job, done, asdict(engine.memory_plan)) as said:
+    with MetricsLogger(job, done, asdict(engine.memory_plan)) as said:
         if not done and is_due(job, 0):
             _evaluate(job, engine, said, measured)
         ended, io_before = time.perf_counter(), engine.io_bytes()
@@ -227,7 +227,7 @@ def _train(job: Job, engine: Engine, interrupts: Interrupts) -> Measurements:
     return measured
 
 
-def _evaluate(job: Job, engine: Engine, said: Said, measured: Measurements) -> None:
+def _evaluate(job: Job, engine: Engine, said: MetricsLogger, measured: Measurements) -> None:
     """Look at the held-out data; their traffic is not the steps'."""
     before, planned = engine.io_bytes(), engine.planned_io_bytes()
     look(job, lambda batch: engine.eval_loss(**batch), engine.step_count, said)

@@ -183,7 +183,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedSettings:
     """What can be said about a run without opening anything large."""
 
     config: PreTrainedConfig
@@ -195,7 +195,7 @@ class Checked:
     run_name: str
 
 
-def check(settings: Settings) -> Checked:
+def check(settings: Settings) -> CheckedSettings:
     """Find what is wrong with the settings, in a few seconds; makes the output directory.
 
     Raises:
@@ -226,7 +226,7 @@ def check(settings: Settings) -> Checked:
             with naming(option):
                 find_files(files)
     ssd, output, run_name = _directories(settings, checkpoint)
-    return Checked(config, checkpoint, gpu, seq_len, ssd, output, run_name)
+    return CheckedSettings(config, checkpoint, gpu, seq_len, ssd, output, run_name)
 
 
 def prepare(settings: Settings) -> Job:

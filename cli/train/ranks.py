@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from cli.launch.interrupts import Stopped
 from cli.launch.rank import Rank
-from cli.report.said import Said
+from cli.report.said import MetricsLogger
 from cli.report.summary import Measurements
 from cli.train.any_run import check_ids, check_same_run, conclude, measurements, save, say_resumed
 from cli.train.evaluation import is_due, look
@@ -121,7 +121,7 @@ def _train(job: Job, engine: Engine, topology: Topology, rank: Rank) -> tuple[Me
     done, sent, ranks = engine.step_count, 0, topology.ranks_per_node
     measured = measurements(job, engine)
     with contextlib.ExitStack() as stack:
-        said = stack.enter_context(Said(job, done, asdict(engine.memory_plan))) if rank.rank == 0 else None
+        said = stack.enter_context(MetricsLogger(job, done, asdict(engine.memory_plan))) if rank.rank == 0 else None
         if not done and is_due(job, 0):
             _evaluate(job, engine, topology, rank, said)
         ended, io_before = time.perf_counter(), engine.io_bytes()
@@ -161,7 +161,7 @@ def _part(batch: dict[str, torch.Tensor], topology: Topology) -> dict[str, torch
     return {name: value[first:last] for name, value in batch.items()}
 
 
-def _evaluate(job: Job, engine: Engine, topology: Topology, rank: Rank, said: Said | None) -> None:
+def _evaluate(job: Job, engine: Engine, topology: Topology, rank: Rank, said: MetricsLogger | None) -> None:
     """Look at the held-out data, on all ranks."""
     rank.where = f"evaluating after step {engine.step_count}"
     look(job, lambda batch: engine.eval_loss(**_part(batch, topology)), engine.step_count, said)

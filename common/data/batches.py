@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common.data.encoding import Encoded, Encoder
 from common.data.files import find_files, read_records, reading
-from common.data.fitting import Fitting
+from common.data.fitting import RowFitter
 from common.data.order import draw_rows
 from common.data.packing import TRAINED, Packer, Padder, cut, first_lengths, unpack
 from common.data.shapes import examples_of_records, examples_of_text_file
@@ -188,7 +188,7 @@ def open_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir:
 
 def _build(path: Path, files: list[Path], config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     seq_len = config.seq_len
-    fitting = Fitting(seq_len, config.truncate)
+    fitting = RowFitter(seq_len, config.truncate)
     header = Header(seq_len, len(files), cut=fitting.cut, left_out=fitting.left_out, untrained=fitting.untrained)
     encoder = Encoder(tokenizer, fitting)
     with write_token_file(path, header) as out, reading(path.parent) as scratch:

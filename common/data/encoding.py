@@ -13,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from common.data.chat_template import ChatTemplate
-from common.data.fitting import Answered, Fitting, run_ends
+from common.data.fitting import RowFitter, TokenizedAnswer, run_ends
 from common.data.shapes import Chat, Example, Plain
 from common.errors import UserError
 
@@ -43,9 +43,9 @@ class Encoder:
         UserError: (while encoding) a conversation, but no chat template or one that refuses it.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, fitting: Fitting | None = None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, fitting: RowFitter | None = None) -> None:
         self.tokenizer = tokenizer
-        self.fitting = fitting or Fitting()
+        self.fitting = fitting or RowFitter()
         self.eos: int | None = tokenizer.eos_token_id
         self._prefix = self._default_prefix()
         self._template = ChatTemplate(tokenizer)
@@ -90,7 +90,7 @@ class Encoder:
             if not example.prompt:  # a text goes on in the next row
                 yield _encoded(ids, trained, example.ends)
                 continue
-            for part in self.fitting.fit([Answered(ids, trained)], example.where):
+            for part in self.fitting.fit([TokenizedAnswer(ids, trained)], example.where):
                 yield _encoded(part.ids, part.trained)
 
     def _closed(self, ids: list[int], trained: list[bool], *, trained_end: bool) -> tuple[list[int], list[bool]]:
@@ -118,7 +118,7 @@ class Encoder:
         for part in self.fitting.fit(parts, chat.where):
             yield _encoded(part.ids, part.trained)
 
-    def _parts(self, chat: Chat) -> list[Answered]:
+    def _parts(self, chat: Chat) -> list[TokenizedAnswer]:
         """The conversation as one document; or as one for each answer, each as the model will see it.
 
         The latter where a template renders a turn differently once others follow (Qwen3 drops earlier reasoning), and
@@ -138,7 +138,7 @@ class Encoder:
             trained = said if trained is None else [a and b for a, b in zip(trained, said, strict=True)]
         assert trained is not None
         ends = run_ends(trained) if spans is None else tuple(stop for _, stop in spans)
-        return [Answered(*self._closed(ids, trained, trained_end=len(chat.messages) - 1 in wanted), ends)]
+        return [TokenizedAnswer(*self._closed(ids, trained, trained_end=len(chat.messages) - 1 in wanted), ends)]
 
     def _render(self, chat: Chat, stop: int | None = None) -> tuple[list[int], list[bool] | None]:
         """Token ids, and which of them the template marks as the assistant's; None if it does not say."""
@@ -159,12 +159,12 @@ class Encoder:
             spans.append((self._start(chat, turn, after), len(after)))
         return spans
 
-    def _answer(self, chat: Chat, turn: int) -> Answered:
+    def _answer(self, chat: Chat, turn: int) -> TokenizedAnswer:
         """The conversation up to a turn, with loss on that one."""
         ids, marked = self._render(chat, turn + 1)
         start = self._start(chat, turn, ids)
         trained = [place >= start and (marked is None or marked[place]) for place in range(len(ids))]
-        return Answered(*self._closed(ids, trained, trained_end=True))
+        return TokenizedAnswer(*self._closed(ids, trained, trained_end=True))
 
     def _start(self, chat: Chat, turn: int, ids: list[int]) -> int:
         """Where in ``ids`` the turn begins that they end with, behind what asks the assistant to speak."""

@@ -25,7 +25,7 @@ _SCRATCH = ".datasets-"
 KNOWN_EXTENSIONS = ", ".join(READERS)
 
 
-class Record(NamedTuple):
+class DataRecord(NamedTuple):
     """What a file says in one place."""
 
     values: dict[str, Any]
@@ -102,7 +102,7 @@ def reading(directory: Path) -> Iterator[Path]:
             datasets.enable_progress_bars()
 
 
-def read_records(path: Path, scratch: Path) -> Iterator[Record]:
+def read_records(path: Path, scratch: Path) -> Iterator[DataRecord]:
     """The records of one file, in order. A text file gives one record per line, line break included, as ``text``.
 
     Every value of a CSV file is a string, exactly as written (``007`` and ``NA`` stay what they are). In tables
@@ -123,7 +123,7 @@ def read_records(path: Path, scratch: Path) -> Iterator[Record]:
         for number, values in enumerate(_read(reader, path, scratch), 1):
             if reader in ("json", "parquet"):
                 values = {column: _without_nones(value) for column, value in values.items()}
-            yield Record(values, f"{'line' if reader == 'text' else 'record'} {number}")
+            yield DataRecord(values, f"{'line' if reader == 'text' else 'record'} {number}")
 
 
 def _without_nones(value: Any) -> Any:
@@ -215,7 +215,7 @@ def _has_record_per_line(path: Path) -> bool:
     return True
 
 
-def _parse_lines(path: Path, lines: Iterator[dict[str, Any]]) -> Iterator[Record]:
+def _parse_lines(path: Path, lines: Iterator[dict[str, Any]]) -> Iterator[DataRecord]:
     """The objects of a JSON-lines file.
 
     ``datasets`` has a reader for these too, which makes one table of them: it refuses a column that first
@@ -237,7 +237,7 @@ def _parse_lines(path: Path, lines: Iterator[dict[str, Any]]) -> Iterator[Record
             raise UserError(f'{path}, line {number}: expected an object such as {{"text": "..."}}, found {shown}')
         if "\\ud" in line.lower():  # may hold half a surrogate pair, which tokenizers do not take
             record = json.loads(json.dumps(record, ensure_ascii=False).encode(errors="replace"))
-        yield Record(record, f"line {number}")
+        yield DataRecord(record, f"line {number}")
 
 
 def _check_json_start(path: Path) -> None:

@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 
-class Answered(NamedTuple):
+class TokenizedAnswer(NamedTuple):
     """Token ids of a record with a prompt, or of one of its answers with all that comes before it."""
 
     ids: list[int]
@@ -19,9 +19,9 @@ class Answered(NamedTuple):
     ends: tuple[int, ...] = ()
     """Places behind its answers, in order, where it may be cut; where there is one answer, none are needed."""
 
-    def before(self, stop: int) -> "Answered":
+    def before(self, stop: int) -> "TokenizedAnswer":
         """The first ``stop`` tokens."""
-        return Answered(self.ids[:stop], self.trained[:stop])
+        return TokenizedAnswer(self.ids[:stop], self.trained[:stop])
 
     @property
     def teaches(self) -> bool:
@@ -46,7 +46,7 @@ class Tally:
 
 
 @dataclass
-class Fitting:
+class RowFitter:
     """Makes records fit into rows, and counts those that do not.
 
     Args:
@@ -66,7 +66,7 @@ class Fitting:
         """Whether so many tokens are more than a row takes."""
         return self.seq_len is not None and tokens > self.seq_len
 
-    def fit(self, parts: list[Answered], where: str) -> list[Answered]:
+    def fit(self, parts: list[TokenizedAnswer], where: str) -> list[TokenizedAnswer]:
         """Return what of a record goes into rows.
 
         Args:
@@ -83,7 +83,7 @@ class Fitting:
         (self.cut if kept else self.left_out).add(tokens - sum(len(part.ids) for part in kept), where)
         return kept
 
-    def _cut(self, parts: list[Answered]) -> list[Answered]:
+    def _cut(self, parts: list[TokenizedAnswer]) -> list[TokenizedAnswer]:
         whole = [part for part in parts if part.teaches and not self.is_long(len(part.ids))]
         if whole:
             return whole

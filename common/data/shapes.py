@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.data.files import Record
+from common.data.files import DataRecord
 from common.errors import UserError, did_you_mean
 
 SEGMENT_CHARACTERS = 1 << 17
@@ -81,7 +81,7 @@ class Chat:
 Example = Plain | Chat
 
 
-def examples_of_text_file(lines: Iterable[Record]) -> Iterator[Example]:
+def examples_of_text_file(lines: Iterable[DataRecord]) -> Iterator[Example]:
     """A text file is one document, blank lines included: paragraphs of a book belong together.
 
     Texts that have nothing to do with each other go into separate files, or into ``text`` records.
@@ -98,7 +98,7 @@ def examples_of_text_file(lines: Iterable[Record]) -> Iterator[Example]:
         yield Plain("", "".join(segment), begins, ends=True)
 
 
-def examples_of_records(records: Iterable[Record], file: str) -> Iterator[Example]:
+def examples_of_records(records: Iterable[DataRecord], file: str) -> Iterator[Example]:
     """The examples of a file of records. Records whose text is missing or empty are passed over.
 
     Raises:

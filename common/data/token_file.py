@@ -46,7 +46,7 @@ class Header:
     cut: Tally = field(default_factory=Tally)
     left_out: Tally = field(default_factory=Tally)
     untrained: Tally = field(default_factory=Tally)
-    """Records that are not there as they were written; see :class:`common.data.fitting.Fitting`."""
+    """Records that are not there as they were written; see :class:`common.data.fitting.RowFitter`."""
     digest: str = ""
     """Of all rows in order: the same data, wherever they lie."""
 

@@ -6,14 +6,14 @@ from common.store.layout import ALIGNMENT, Extent, Layout
 from common.store.lock import DirectoryLock
 from common.store.manifest import commit_manifest, load_manifest
 from common.store.store import Store
-from common.store.throttle import Pace
+from common.store.throttle import IoThrottle
 
 __all__ = [
     "ALIGNMENT",
     "DirectoryLock",
     "Extent",
+    "IoThrottle",
     "Layout",
-    "Pace",
     "Store",
     "StoreError",
     "commit_manifest",

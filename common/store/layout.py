@@ -43,7 +43,7 @@ class Extent:
         return full_rows * self.unit + min(self.unit, whole_pages(last_row))
 
 
-class Piece(NamedTuple):
+class TransferPiece(NamedTuple):
     """The part of a transfer that one I/O call moves."""
 
     directory: int
@@ -54,7 +54,7 @@ class Piece(NamedTuple):
     nbytes: int
 
 
-def pieces(extent: Extent, directories: int, offset: int, nbytes: int) -> Iterator[Piece]:
+def pieces(extent: Extent, directories: int, offset: int, nbytes: int) -> Iterator[TransferPiece]:
     """The I/O calls for bytes ``[offset, offset + nbytes)`` of ``extent``, in the order of those bytes.
 
     Stripe k lies in directory k % ``directories``, at ``extent.offset + (k // directories) * extent.unit``.
@@ -64,7 +64,7 @@ def pieces(extent: Extent, directories: int, offset: int, nbytes: int) -> Iterat
         stripe, skip = divmod(position, extent.unit)
         row, directory = divmod(stripe, directories)
         length = min(extent.unit - skip, end - position)
-        yield Piece(directory, extent.offset + row * extent.unit + skip, position - offset, length)
+        yield TransferPiece(directory, extent.offset + row * extent.unit + skip, position - offset, length)
         position += length
 
 

@@ -17,7 +17,7 @@ from common.store.errors import StoreError, described
 from common.store.kvikio_backend import KvikioFile
 from common.store.layout import ALIGNMENT, Extent, Layout, pieces, whole_pages
 from common.store.posix import PosixFile
-from common.store.throttle import CLOCK_FILE, DriveClock, Pace
+from common.store.throttle import CLOCK_FILE, DriveClock, IoThrottle
 from common.store.transfers import Transfer
 
 Io = Literal["auto", "kvikio", "posix"]
@@ -41,7 +41,7 @@ class Store:
         io: Io = "auto",
         threads: int = 4,
         overwrite: bool = False,
-        pace: Pace | None = None,
+        pace: IoThrottle | None = None,
         clocks: Sequence[Path] | None = None,
         later: Collection[str] = (),
         replaces: str = "",
@@ -70,7 +70,7 @@ class Store:
 
     @classmethod
     def open(
-        cls, directories: Sequence[Path], *, io: Io = "auto", threads: int = 4, pace: Pace | None = None
+        cls, directories: Sequence[Path], *, io: Io = "auto", threads: int = 4, pace: IoThrottle | None = None
     ) -> "Store":
         """Open the store that ``directories`` hold, given in any order; the rest as in ``create``.
 
@@ -87,7 +87,7 @@ class Store:
         identity: placement.Identity,
         io: Io,
         threads: int,
-        pace: Pace | None = None,
+        pace: IoThrottle | None = None,
         clocks: Sequence[Path] | None = None,
     ) -> None:
         """Use ``Store.create`` or ``Store.open``."""

@@ -33,7 +33,7 @@ would otherwise see 5% less than the rate with calls of 2 ms."""
 
 
 @dataclass(frozen=True)
-class Pace:
+class IoThrottle:
     """How fast a drive is to look. It can only be slowed down: rates above the real ones change nothing."""
 
     read_bytes_per_second: float

@@ -18,7 +18,7 @@ import torch
 
 from common.memory.buffers import PAGE, HostBuffer, round_up
 from fcdp.cache import numa
-from fcdp.cache.placement import Residence
+from fcdp.cache.placement import DevicePlacement
 from fcdp.traffic import Traffic
 
 
@@ -78,7 +78,7 @@ class HostCache:
             self._buffer = None
 
 
-class Share:
+class CacheEntry:
     """One group's share: written by a gather, read by later ones until the group is dirty.
 
     Args:
@@ -94,7 +94,7 @@ class Share:
         nbytes: int,
         host: torch.Tensor | None,
         streams: CopyStreams | None,
-        placement: Residence,
+        placement: DevicePlacement,
         traffic: Traffic,
     ):
         self.nbytes = nbytes

@@ -34,7 +34,7 @@ class DeviceMemory:
         return cls(total, lambda: others + torch.cuda.memory_allocated(device))
 
 
-class Residence(Protocol):
+class DevicePlacement(Protocol):
     """Which shares may be on the device."""
 
     def admit(self, nbytes: int) -> bool:

@@ -10,7 +10,7 @@ from fcdp.strategy.strategy import BITS
 
 
 @dataclass(frozen=True)
-class Kept:
+class CachedGroup:
     """One group's share of P, or its second shard."""
 
     group: ParameterGroup
@@ -24,14 +24,16 @@ class Kept:
     """In which it is kept; None: as it is."""
 
 
-def all_kept(routes: Routes, groups: Sequence[ParameterGroup]) -> list[Kept]:
+def all_kept(routes: Routes, groups: Sequence[ParameterGroup]) -> list[CachedGroup]:
     """Everything that a strategy keeps, if there is room for it."""
     layout = routes.layout
     found = []
     if routes.keeps_shares:
         block = layout.p.shards
         for group in groups:
-            found.append(Kept(group, False, block, routes.shards // block * group.cell_bytes, layout.p_in_cache, None))
+            found.append(
+                CachedGroup(group, False, block, routes.shards // block * group.cell_bytes, layout.p_in_cache, None)
+            )
     if layout.second is not None:
         block, in_host = layout.second.shards, layout.cache != "device"
         for group in groups:
@@ -40,11 +42,11 @@ def all_kept(routes: Routes, groups: Sequence[ParameterGroup]) -> list[Kept]:
             # Groups of mixed dtype are gathered as plain bytes, which nobody can quantise.
             bits = None if group.mixes_dtypes else BITS.get(layout.strategy.precision.second)
             cell = group.cell_bytes if bits is None else quantised_nbytes(group.cell_numel, bits)
-            found.append(Kept(group, True, block, routes.shards // block * cell, in_host, bits))
+            found.append(CachedGroup(group, True, block, routes.shards // block * cell, in_host, bits))
     return found
 
 
-def within(budget: int | None, wanted: Sequence[Kept]) -> list[Kept]:
+def within(budget: int | None, wanted: Sequence[CachedGroup]) -> list[CachedGroup]:
     """Those for which ``budget`` bytes of host memory suffice, in the same order; None: all of them.
 
     Frozen groups come first: what they have kept is good for the whole run.

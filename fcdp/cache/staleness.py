@@ -37,7 +37,7 @@ class StaleCacheError(FinetuneError):
         )
 
 
-class Watch:
+class OptimizerHooks:
     """Sets the groups' marks on optimizer steps and loads, from now until :meth:`close`.
 
     Args:
@@ -72,7 +72,7 @@ class Watch:
                 self._handles.append(owner.register_load_state_dict_post_hook(_mark_hook(group)))
 
     def close(self) -> None:
-        """Watch no longer."""
+        """OptimizerHooks no longer."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -118,7 +118,7 @@ def _mark_hook(group: ParameterGroup) -> Any:
     return mark
 
 
-class Net:
+class StalenessCheck:
     """The check at a hit. On the CPU exact and at once. On CUDA a sum of the words' bits, compared on the device and
     read once per step: no host waits inside the step, and what is found stops the step before it is applied."""
 

@@ -22,7 +22,7 @@ from common.object_collectives import first_alone, together
 from common.store import DirectoryLock
 from common.store.errors import described
 from common.store.sealed import sync_directory, write_sealed
-from fcdp.checkpoint.manifest import MANIFEST, Manifest, Piece, SavedFile, SavedTensor, is_commit
+from fcdp.checkpoint.manifest import MANIFEST, Manifest, SavedFile, SavedTensor, TensorPiece, is_commit
 from fcdp.checkpoint.pieces import Reader, Rows, dtype_name, write_rows
 from fcdp.checkpoint.weights import row_range
 
@@ -30,7 +30,7 @@ _INCOMPLETE, _DISCARDED = "incomplete", "discarded"
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerifiedCheckpoint:
     """What was found in a commit."""
 
     step: int
@@ -41,7 +41,7 @@ class Verified:
     """A sentence for each part that is not what was written; names tensor and file."""
 
 
-class Commits:
+class ShardedCheckpoints:
     """The commits of one run.
 
     Args:
@@ -117,7 +117,7 @@ class Commits:
         for step in self._steps():
             self._remove(self._folder(step))
 
-    def verify(self) -> Verified:
+    def verify(self) -> VerifiedCheckpoint:
         """Read all of the newest commit, which no run may be adding to.
 
         Raises:
@@ -134,7 +134,7 @@ class Commits:
                 nbytes, parts = nbytes + read, parts + 1
                 if sentence is not None:
                     damage.append(sentence)
-        return Verified(step, parts, nbytes, damage)
+        return VerifiedCheckpoint(step, parts, nbytes, damage)
 
     def close(self) -> None:
         """Let others in."""
@@ -193,7 +193,7 @@ class Commits:
 
 def has_commits(directory: Path) -> bool:
     """Whether a run has committed anything in ``directory``."""
-    return Commits(directory).newest() is not None
+    return ShardedCheckpoints(directory).newest() is not None
 
 
 def _own_rows(value: torch.Tensor) -> Rows:
@@ -223,11 +223,11 @@ def _write_own(folder: Path, state: Mapping[str, torch.Tensor]) -> dict[str, Any
 def _assemble(
     step: int, state: Mapping[str, torch.Tensor], description: dict[str, Any], told: list[dict[str, Any]]
 ) -> Manifest:
-    pieces: dict[str, list[Piece]] = {name: [] for name in state}
+    pieces: dict[str, list[TensorPiece]] = {name: [] for name in state}
     files = {name: SavedFile(**file) for one in told for name, file in one["files"].items()}
     for one in told:
         for name, found in one["pieces"].items():
-            pieces[name] += [Piece(*piece) for piece in found]
+            pieces[name] += [TensorPiece(*piece) for piece in found]
     tensors = {
         name: SavedTensor(
             dtype_name(value.dtype), tuple(value.shape), tuple(sorted(pieces[name], key=lambda piece: piece.start))

@@ -24,7 +24,7 @@ PIECE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """Consecutive rows of one tensor, in one file."""
 
     file: str
@@ -44,14 +44,14 @@ class SavedTensor:
     dtype: str
     """As safetensors writes it: ``F32``."""
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
 
     @property
     def row_bytes(self) -> int:
         """Of one of its rows."""
         return math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
 
-    def holding(self, start: int, stop: int) -> list[Piece]:
+    def holding(self, start: int, stop: int) -> list[TensorPiece]:
         """The pieces with any of these rows."""
         return [piece for piece in self.pieces if piece.start < stop and piece.stop > start]
 
@@ -103,7 +103,7 @@ class Manifest:
         files = {name: SavedFile(**_whole_numbers(file)) for name, file in content["files"].items()}
         tensors = {
             name: SavedTensor(
-                str(saved["dtype"]), tuple(saved["shape"]), tuple(Piece(*piece) for piece in saved["pieces"])
+                str(saved["dtype"]), tuple(saved["shape"]), tuple(TensorPiece(*piece) for piece in saved["pieces"])
             )
             for name, saved in content["tensors"].items()
         }

@@ -13,7 +13,7 @@ import torch
 from common.models.checkpoint.shards import DTYPES
 from common.store.checksums import checksum
 from common.store.errors import StoreError, opened
-from fcdp.checkpoint.manifest import PIECE_BYTES, Manifest, Piece, SavedFile, SavedTensor
+from fcdp.checkpoint.manifest import PIECE_BYTES, Manifest, SavedFile, SavedTensor, TensorPiece
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -33,7 +33,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _NAMES[dtype]
 
 
-def write_rows(path: Path, named: Mapping[str, Rows]) -> tuple[SavedFile, dict[str, list[Piece]]]:
+def write_rows(path: Path, named: Mapping[str, Rows]) -> tuple[SavedFile, dict[str, list[TensorPiece]]]:
     """Write a new file; on return it is on the drive, but for its name (sync the folder).
 
     Args:
@@ -43,7 +43,7 @@ def write_rows(path: Path, named: Mapping[str, Rows]) -> tuple[SavedFile, dict[s
         StoreError: the file system refused.
     """
     header = _header(named)
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[TensorPiece]] = {}
     with opened(path, "writing", os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
         _write(descriptor, np.frombuffer(header, np.uint8))
         at = len(header)
@@ -52,7 +52,7 @@ def write_rows(path: Path, named: Mapping[str, Rows]) -> tuple[SavedFile, dict[s
             for start, stop in _cut(rows.data):
                 data = _bytes_of(rows.data[start:stop])
                 _write(descriptor, data)
-                place = Piece(path.name, at, rows.first + start, rows.first + stop, checksum(data, 0))
+                place = TensorPiece(path.name, at, rows.first + start, rows.first + stop, checksum(data, 0))
                 pieces[name].append(place)
                 at += data.nbytes
         os.fsync(descriptor)
@@ -89,7 +89,7 @@ class Reader:
 
     def check_all(self) -> Iterator[tuple[int, str | None]]:
         """Read everything. Yields for each piece, and each file's header, its bytes and a sentence if it is damaged."""
-        by_file: dict[str, list[tuple[str, SavedTensor, Piece]]] = {name: [] for name in self._manifest.files}
+        by_file: dict[str, list[tuple[str, SavedTensor, TensorPiece]]] = {name: [] for name in self._manifest.files}
         for name, saved in self._manifest.tensors.items():
             for piece in saved.pieces:
                 by_file[piece.file].append((name, saved, piece))
@@ -126,7 +126,7 @@ class Reader:
                 self._seen.add(name)
             yield descriptor
 
-    def _read_piece(self, descriptor: int, name: str, saved: SavedTensor, piece: Piece) -> np.ndarray:
+    def _read_piece(self, descriptor: int, name: str, saved: SavedTensor, piece: TensorPiece) -> np.ndarray:
         path = self._folder / piece.file
         nbytes = (piece.stop - piece.start) * saved.row_bytes
         data = _read(descriptor, path, piece.offset, nbytes)

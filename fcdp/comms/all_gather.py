@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 
 from common.quantisation import Bits, dequantise, quantise, quantised_nbytes
-from fcdp.cache.host_cache import CopyStreams, Share
-from fcdp.cache.staleness import Net
-from fcdp.comms.rank_level import Level, Wait, nothing
+from fcdp.cache.host_cache import CacheEntry, CopyStreams
+from fcdp.cache.staleness import StalenessCheck
+from fcdp.comms.rank_level import CommLevel, Wait, nothing
 from fcdp.grouping import ParameterGroup
 from fcdp.traffic import Traffic
 
@@ -48,11 +48,11 @@ class PendingGather(dist.Work):
 
 
 @dataclass
-class Column:
+class CachedShard:
     """What a rank keeps of a group: the cells of the ranks with its own place in blocks of ``block`` ranks."""
 
     block: int
-    share: Share
+    share: CacheEntry
     bits: Bits | None = None
     """Of second shards that are kept quantised, and travel so."""
     used_up: bool = True
@@ -81,9 +81,9 @@ class Column:
 class GatherLevels:
     """The axes of a gather, slowest first."""
 
-    spread: Sequence[Level]
-    gather: Sequence[Level]
-    second: Sequence[Level]
+    spread: Sequence[CommLevel]
+    gather: Sequence[CommLevel]
+    second: Sequence[CommLevel]
 
 
 class StagedAllGather:
@@ -102,10 +102,10 @@ class StagedAllGather:
         group: ParameterGroup,
         rank: int,
         levels: GatherLevels,
-        kept: Column | None,
-        second: Column | None,
+        kept: CachedShard | None,
+        second: CachedShard | None,
         streams: CopyStreams | None,
-        net: Net,
+        net: StalenessCheck,
         traffic: Traffic,
     ):
         self.group = group
@@ -163,8 +163,8 @@ class StagedAllGather:
         self.kept = self.second = None
 
     def _begin(
-        self, cells: torch.Tensor, own: torch.Tensor, kept: Column | None, second: Column | None
-    ) -> tuple[torch.Tensor, Sequence[Level], int | None]:
+        self, cells: torch.Tensor, own: torch.Tensor, kept: CachedShard | None, second: CachedShard | None
+    ) -> tuple[torch.Tensor, Sequence[CommLevel], int | None]:
         """Start from what is kept, if it is good. Returns the cells to gather, the axes that are left, and how many of
         them come before this rank's share of P is complete; None: nothing is to be kept of what comes."""
         if second is not None and not second.used_up and not self.group.dirty:
@@ -180,7 +180,7 @@ class StagedAllGather:
             self._net.filled(self.group, own)
         return cells, [*self._levels.spread, *self._levels.gather], len(self._levels.spread)
 
-    def _load(self, column: Column, cells: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    def _load(self, column: CachedShard, cells: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         """What is kept, in its places: in ``cells``, or, if it is quantised, in cells of bytes."""
         self._traffic.hits += 1
         mine, allocated = own, self._allocated
@@ -198,7 +198,7 @@ class StagedAllGather:
         column.share.load(target, place, allocated)
         return cells
 
-    def _start(self, levels: Sequence[Level], number: int, cells: torch.Tensor) -> Wait:
+    def _start(self, levels: Sequence[CommLevel], number: int, cells: torch.Tensor) -> Wait:
         """Gather along one axis, if there is one: what travels is ``[blocks, ranks of the axis, c]``, of the ranks with
         this one's place."""
         if number >= len(levels):

@@ -7,7 +7,7 @@ from typing import cast
 from fcdp.comms.flat_ring import FlatRing
 from fcdp.comms.ho_ring import HoRing
 from fcdp.comms.quantised import QuantisedLevel
-from fcdp.comms.rank_level import Level, RankLevel
+from fcdp.comms.rank_level import CommLevel, RankLevel
 from fcdp.strategy.routes import Axis
 from fcdp.strategy.strategy import BITS, Format, Ring
 from fcdp.strategy.topology import Purpose, Topology
@@ -21,7 +21,7 @@ def shaped_levels(
     traffic: Traffic,
     ring: Ring,
     precision: Format = "bf16",
-) -> list[Level]:
+) -> list[CommLevel]:
     """The levels along ``axes``, fastest first. Collective: process groups are made.
 
     ``ho`` makes one of them all. A reduction below bf16 takes one hop along each axis, whatever the ring: sums that are
@@ -33,7 +33,7 @@ def shaped_levels(
         return [QuantisedLevel(hop, bits) for hop in hops]
     ranks = topology.ranks_per_node
     levels = [(FlatRing if axis.mixes_levels(ranks) else RankLevel)(topology, axis, purpose, traffic) for axis in axes]
-    shaped: list[Level] = list(levels)
+    shaped: list[CommLevel] = list(levels)
     if ring == "ho" and levels:
-        shaped = [functools.reduce(HoRing, levels[1:], cast(Level, levels[0]))]
+        shaped = [functools.reduce(HoRing, levels[1:], cast(CommLevel, levels[0]))]
     return shaped if bits is None else [QuantisedLevel(level, bits) for level in shaped]

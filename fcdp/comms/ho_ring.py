@@ -16,26 +16,26 @@ What a rank sends is what it sends in the hierarchical ring: (N-1)/N of its M-th
 
 import torch
 
-from fcdp.comms.rank_level import Level, RankLevel, Wait, nothing
-from fcdp.comms.side_stream import Beside
+from fcdp.comms.rank_level import CommLevel, RankLevel, Wait, nothing
+from fcdp.comms.side_stream import SideStream
 from fcdp.strategy.routes import Axis
 
 
 class HoRing:
-    """Two axes as one :class:`Level`, both at work at once. With three, the faster two are a HoRing themselves.
+    """Two axes as one :class:`CommLevel`, both at work at once. With three, the faster two are a HoRing themselves.
 
     Args:
         inside: the faster axis.
         across: the slower one, which goes on where ``inside`` ends.
     """
 
-    def __init__(self, inside: Level, across: RankLevel):
+    def __init__(self, inside: CommLevel, across: RankLevel):
         self._inside = inside
         self._across = across
         self.axis = Axis(inside.axis.stride, inside.size * across.size)
         self.size = self.axis.size
         self.index = across.index * inside.size + inside.index
-        self._beside = Beside()
+        self._beside = SideStream()
 
     def gather(self, rows: torch.Tensor) -> Wait:
         """Fill every cell of ``rows`` ``[R, N * M, c]`` from the rank it belongs to.

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 import torch
 
 from common.quantisation import BLOCK, Bits, dequantise, quantise, quantised_nbytes
-from fcdp.comms.rank_level import Level, RankLevel, Wait, nothing
-from fcdp.comms.side_stream import Beside
+from fcdp.comms.rank_level import CommLevel, RankLevel, Wait, nothing
+from fcdp.comms.side_stream import SideStream
 
 PIECES = 4
 """Most pieces of a cell: all but one of them overlap, and each costs a message to every peer."""
@@ -36,14 +36,14 @@ class QuantisedLevel:
         level: for reductions a :class:`RankLevel`: cells of other axes are summed on their way.
     """
 
-    def __init__(self, level: Level, bits: Bits):
+    def __init__(self, level: CommLevel, bits: Bits):
         self._level = level
         self._bits: Bits = bits
         self.axis = level.axis
         self.size = level.size
         self.index = level.index
         self._others = [others for others in (slice(self.index), slice(self.index + 1, self.size)) if _length(others)]
-        self._beside = Beside()
+        self._beside = SideStream()
 
     def gather(self, rows: torch.Tensor) -> Wait:
         """See :meth:`RankLevel.gather`."""

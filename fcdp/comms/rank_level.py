@@ -28,7 +28,7 @@ def nothing() -> None:
     """Already complete, or ordered on the current stream."""
 
 
-class Level(Protocol):
+class CommLevel(Protocol):
     """What gathers and reductions are put together from: ranks along an axis."""
 
     axis: Axis

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import FinetuneError
-from fcdp.comms.rank_level import Level
+from fcdp.comms.rank_level import CommLevel
 
 
 @dataclass
@@ -40,10 +40,10 @@ class MicroBatches:
 class ReduceLevels:
     """The axes of a reduction, fastest first."""
 
-    reduce: Sequence[Level]
-    finish: Sequence[Level]
-    replicate: Sequence[Level]
-    gather_back: Sequence[Level]
+    reduce: Sequence[CommLevel]
+    finish: Sequence[CommLevel]
+    replicate: Sequence[CommLevel]
+    gather_back: Sequence[CommLevel]
     """Those of ``replicate``, slowest first, with process groups for gathers."""
 
 
@@ -139,7 +139,7 @@ class StagedReduction:
         return gathered.view(-1)[: total.numel()]
 
 
-def scatter(cells: torch.Tensor, levels: Sequence[Level], average: bool) -> torch.Tensor:
+def scatter(cells: torch.Tensor, levels: Sequence[CommLevel], average: bool) -> torch.Tensor:
     """Reduce ``cells`` ``[n, c]`` along axes, fastest first, to the cells of the ranks with this one's place."""
     for level in levels:
         rows = cells.view(-1, level.size, cells.size(1))

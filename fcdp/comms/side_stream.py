@@ -3,7 +3,7 @@
 import torch
 
 
-class Beside:
+class SideStream:
     """Work that is enqueued inside ``with beside:`` runs beside what the current stream is given meanwhile."""
 
     def __init__(self) -> None:
@@ -11,7 +11,7 @@ class Beside:
         self._main: torch.cuda.Stream | None = None
         self._entered: list[torch.cuda.StreamContext] = []
 
-    def start(self, data: torch.Tensor) -> "Beside":
+    def start(self, data: torch.Tensor) -> "SideStream":
         """From now on beside the stream that is current, on the device of ``data``, and after all it has been given."""
         if data.is_cuda:
             self._stream = self._stream or torch.cuda.Stream(data.device)

@@ -10,7 +10,7 @@ from typing import Any
 from common.errors import UserError, did_you_mean
 from common.presets import preset_files
 from common.units import parse_bytes
-from fcdp.planner.rates import AlphaBeta, Link, Measured, Rates
+from fcdp.planner.rates import AlphaBeta, CollectiveRates, Link, MeasuredRates
 from fcdp.strategy.mesh import Levels
 
 
@@ -31,7 +31,7 @@ class Cluster:
     """Of the device's own memory: what an optimizer step is bound by."""
     host_link_bytes_per_second: float
     """Of one device, to host memory or from it, while all devices of the node copy."""
-    rates: Rates
+    rates: CollectiveRates
     overlaps: bool = True
     """Whether devices compute while they communicate. Where the CPU computes they do not: it moves the data as well,
     and FSDP2 waits for every reduction."""
@@ -128,7 +128,7 @@ def _read_profile(path: Path) -> Cluster:
             flops_per_second=float(facts["flops_per_second"]),
             memory_bytes_per_second=float(facts["memory_bytes_per_second"]),
             host_link_bytes_per_second=float(facts["host_link_bytes_per_second"]),
-            rates=Measured.from_facts(facts),
+            rates=MeasuredRates.from_facts(facts),
             overlaps=bool(facts.get("overlaps", True)),
             leaf_of_node=tuple(facts["leaf_of_node"]) if facts.get("leaf_of_node") else None,
         )

@@ -12,7 +12,7 @@ from common.errors import UserError
 from common.quantisation import BLOCK, quantised_nbytes
 from fcdp.planner.workload import Workload
 from fcdp.strategy.mesh import Mesh
-from fcdp.strategy.strategy import Format, Layout, Ring
+from fcdp.strategy.strategy import Format, Ring, StrategyMeshes
 
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
 """``broadcast``: every rank in turn gives its part to all others; at the end, what an all-gather gives."""
@@ -71,7 +71,7 @@ def ring_parts(mesh: Mesh, ring: Ring) -> tuple[float, ...]:
     return tuple((extent - 1) / extent / prod(extents[:level]) for level, extent in enumerate(extents))
 
 
-def step_collectives(layout: Layout, workload: Workload, *, select_and_drop: bool = False) -> list[Collective]:
+def step_collectives(layout: StrategyMeshes, workload: Workload, *, select_and_drop: bool = False) -> list[Collective]:
     """All collectives of one step that move anything.
 
     Args:
@@ -127,7 +127,7 @@ def _element(format: Format, plain: float) -> float:
     return plain if format == "bf16" else BYTES_PER_ELEMENT[format]
 
 
-def bytes_per_node(collectives: list[Collective], layout: Layout) -> tuple[float, float]:
+def bytes_per_node(collectives: list[Collective], layout: StrategyMeshes) -> tuple[float, float]:
     """Bytes that one node's ranks send per step: to other nodes, and to each other."""
     sent = [collective.sent_by_rank() for collective in collectives]
     ranks = layout.levels.ranks_per_node

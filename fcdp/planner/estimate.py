@@ -7,7 +7,7 @@ from fcdp.planner.cluster import Cluster
 from fcdp.planner.collectives import Collective, Phase, bytes_per_node, step_collectives
 from fcdp.planner.memory import ADAPTIVE_THRESHOLD, P_BYTES, Memory, memory_of
 from fcdp.planner.workload import Workload
-from fcdp.strategy.strategy import Layout
+from fcdp.strategy.strategy import StrategyMeshes
 
 OPTIMIZER_BYTES = 28.0
 """Per trainable parameter, read and written by Adam: 12 of states and 2 of gradient in, 12 and 2 of P out."""
@@ -17,7 +17,7 @@ OPTIMIZER_BYTES = 28.0
 class Estimate:
     """One strategy on one cluster with one workload."""
 
-    layout: Layout
+    layout: StrategyMeshes
     checkpointing: bool
     """Whether blocks keep only their inputs and compute again in the backward pass."""
     memory: Memory
@@ -86,7 +86,7 @@ class Estimate:
 
 
 def estimate(
-    layout: Layout,
+    layout: StrategyMeshes,
     workload: Workload,
     cluster: Cluster,
     *,
@@ -170,7 +170,7 @@ class _Step:
         return max(compute + communicate / self.pieces, communicate + compute / self.pieces, self.copies)
 
 
-def _packing(layout: Layout, workload: Workload, phase: Phase) -> float:
+def _packing(layout: StrategyMeshes, workload: Workload, phase: Phase) -> float:
     """Bytes that FSDP2 reads and writes in one pass to take gathered parameters apart, and to put gradients together
     that are reduced: its collectives work on one buffer per unit."""
     is_gathered = layout.p.shards > 1 or layout.p_in_cache
@@ -179,7 +179,7 @@ def _packing(layout: Layout, workload: Workload, phase: Phase) -> float:
     return 2 * (workload.compute_bytes * gathered + workload.gradient_bytes * reduced)
 
 
-def _copies(layout: Layout, workload: Workload, memory: Memory, cluster: Cluster) -> float:
+def _copies(layout: StrategyMeshes, workload: Workload, memory: Memory, cluster: Cluster) -> float:
     """Seconds in which a device's shards cross the host link once, less those that an adaptive cache keeps."""
     if not memory.cached:
         return 0.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fcdp.planner.collectives import BYTES_PER_ELEMENT
 from fcdp.planner.workload import Workload
-from fcdp.strategy.strategy import Layout
+from fcdp.strategy.strategy import StrategyMeshes
 
 P_BYTES, G_BYTES, OS_BYTES = 2.0, 2.0, 12.0
 """Per parameter: in bf16, in bf16, and K of the papers."""
@@ -49,7 +49,7 @@ class Memory:
         return self.states + self.activations + self.working
 
 
-def memory_of(layout: Layout, workload: Workload, *, checkpointing: bool) -> Memory:
+def memory_of(layout: StrategyMeshes, workload: Workload, *, checkpointing: bool) -> Memory:
     """What ``layout`` takes."""
     psi, trained = workload.parameters, workload.trainable
     on_device = layout.os if layout.p_in_cache else layout.p
@@ -71,7 +71,7 @@ def memory_of(layout: Layout, workload: Workload, *, checkpointing: bool) -> Mem
     )
 
 
-def _gathered(layout: Layout, workload: Workload) -> float:
+def _gathered(layout: StrategyMeshes, workload: Workload) -> float:
     """Blocks that are whole for a while: the one that computes and the one fetched ahead, and one block's gradients."""
     parameters = 2 * P_BYTES * workload.parameters / workload.units if layout.p.shards > 1 or layout.p_in_cache else 0.0
     gradients = G_BYTES * workload.trainable / workload.units if layout.g.shards > 1 else 0.0

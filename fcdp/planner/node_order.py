@@ -7,7 +7,7 @@ leaf switch never reaches a spine switch.
 from collections.abc import Sequence
 
 from common.errors import UserError
-from fcdp.strategy.strategy import Layout
+from fcdp.strategy.strategy import StrategyMeshes
 
 
 def node_order(leaf_of_node: Sequence[int], group: int) -> list[int]:
@@ -42,6 +42,6 @@ def groups_across_leaves(order: Sequence[int], leaf_of_node: Sequence[int], grou
     return sum(len({leaf_of_node[node] for node in order[start : start + group]}) > 1 for start in starts)
 
 
-def group_of(layout: Layout) -> int:
+def group_of(layout: StrategyMeshes) -> int:
     """Nodes of the smallest group that crosses nodes, which communicates most often; 1 if none does."""
     return min((mesh.nodes for mesh in (layout.p, layout.g, layout.os) if mesh.nodes > 1), default=1)

@@ -18,10 +18,10 @@ from common.hardware.machine import memory_limit_bytes
 from common.models.flops import hardware_flops_per_token
 from common.models.meta import build_meta_model
 from fcdp.comms.collectives import shaped_levels
-from fcdp.comms.rank_level import Level
+from fcdp.comms.rank_level import CommLevel
 from fcdp.comms.reduce_scatter import scatter
 from fcdp.planner.estimate import OPTIMIZER_BYTES
-from fcdp.planner.rates import Measured, Timing
+from fcdp.planner.rates import CollectiveTiming, MeasuredRates
 from fcdp.planner.search import scopes_of
 from fcdp.strategy.mesh import Mesh
 from fcdp.strategy.routes import axes_between
@@ -46,7 +46,7 @@ _COPIED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Computing:
+class ComputeRates:
     """What one device does while all devices of its node do the same."""
 
     flops_per_second: float
@@ -66,7 +66,7 @@ def profile_cluster(
     seq_len: int,
     dtype: str = "bf16",
     say: Callable[[str], None] = lambda line: None,
-) -> Measured:
+) -> MeasuredRates:
     """Measure, and have rank 0 write what ``finetune --cluster`` reads. Collective.
 
     Args:
@@ -79,7 +79,7 @@ def profile_cluster(
     say("computing")
     computing = measure_computing(topology, config, rows, seq_len, dtype)
     timings = measure_collectives(topology, say=say)
-    measured = Measured(timings)
+    measured = MeasuredRates(timings)
     if topology.rank == 0:
         host = memory_limit_bytes()
         on_device = (
@@ -100,7 +100,9 @@ def profile_cluster(
     return measured
 
 
-def measure_computing(topology: Topology, config: PreTrainedConfig, rows: int, seq_len: int, dtype: str) -> Computing:
+def measure_computing(
+    topology: Topology, config: PreTrainedConfig, rows: int, seq_len: int, dtype: str
+) -> ComputeRates:
     """How fast devices compute, update and copy, all at once; the slowest one counts."""
     device = open_device(topology.device)
     model = build_meta_model(config, dtype=Precision.named(dtype, "fp32").dtype)
@@ -117,12 +119,12 @@ def measure_computing(topology: Topology, config: PreTrainedConfig, rows: int, s
     slowest = torch.tensor([seconds / flops, update, 1 / min(copies.upload, copies.download)], dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     per_flop, update, per_byte = slowest.tolist()
-    return Computing(1 / per_flop, OPTIMIZER_BYTES * _OPTIMIZER_ELEMENTS / update, 1 / per_byte)
+    return ComputeRates(1 / per_flop, OPTIMIZER_BYTES * _OPTIMIZER_ELEMENTS / update, 1 / per_byte)
 
 
 def measure_collectives(
     topology: Topology, sizes: Sequence[int] | None = None, say: Callable[[str], None] = lambda line: None
-) -> list[Timing]:
+) -> list[CollectiveTiming]:
     """Gathers, reductions and all-reduces of all scopes, rings and sizes that a strategy may use here.
 
     An all-reduce is what the engine makes it of: a reduce-scatter and an all-gather.
@@ -140,9 +142,9 @@ def measure_collectives(
                 gather, reduce = group.gather_seconds(nbytes), group.reduce_seconds(nbytes)
                 for ring in rings:
                     found += [
-                        Timing("all_gather", ring, mesh.extents, nbytes, gather),
-                        Timing("reduce_scatter", ring, mesh.extents, nbytes, reduce),
-                        Timing("all_reduce", ring, mesh.extents, nbytes, gather + reduce),
+                        CollectiveTiming("all_gather", ring, mesh.extents, nbytes, gather),
+                        CollectiveTiming("reduce_scatter", ring, mesh.extents, nbytes, reduce),
+                        CollectiveTiming("all_reduce", ring, mesh.extents, nbytes, gather + reduce),
                     ]
     return found
 
@@ -167,8 +169,8 @@ class _Group:
         self._topology = topology
         self._low, self._ranks = low, high // low
         self._index = topology.rank // low % self._ranks
-        self._gather: list[Level] = shaped_levels(topology, axes, "gather", traffic, ring)[::-1]
-        self._reduce: list[Level] = shaped_levels(topology, axes, "reduce", traffic, ring)
+        self._gather: list[CommLevel] = shaped_levels(topology, axes, "gather", traffic, ring)[::-1]
+        self._reduce: list[CommLevel] = shaped_levels(topology, axes, "reduce", traffic, ring)
 
     def gather_seconds(self, nbytes: int) -> float:
         """Of an all-gather whose result has ``nbytes``."""

@@ -14,7 +14,7 @@ from fcdp.strategy.mesh import Mesh
 from fcdp.strategy.strategy import Ring
 
 
-class Rates(Protocol):
+class CollectiveRates(Protocol):
     """What the planner asks of either."""
 
     def seconds(self, operation: Operation, mesh: Mesh, nbytes: float, ring: Ring) -> float:
@@ -42,7 +42,7 @@ class AlphaBeta:
     """Of launching a collective on one level."""
 
     def seconds(self, operation: Operation, mesh: Mesh, nbytes: float, ring: Ring) -> float:
-        """See :class:`Rates`. An all-reduce is a reduce-scatter and an all-gather, or a tree where that is faster."""
+        """See :class:`CollectiveRates`. All-reduce: reduce-scatter and all-gather, or a tree if faster."""
         if mesh.shards == 1:
             return 0.0
         if operation == "broadcast":
@@ -91,7 +91,7 @@ class AlphaBeta:
 
 
 @dataclass(frozen=True)
-class Timing:
+class CollectiveTiming:
     """One measurement."""
 
     operation: Operation
@@ -104,7 +104,7 @@ class Timing:
     """Median, while all groups of the cluster did the same."""
 
 
-class Measured:
+class MeasuredRates:
     """Collective times by interpolation between measurements (AMSP IV-A).
 
     Between two sizes the effective bandwidth is interpolated over the logarithm of the size; a smaller buffer than any
@@ -114,7 +114,7 @@ class Measured:
         UserError: no measurements, or one without bytes or time.
     """
 
-    def __init__(self, timings: Iterable[Timing]):
+    def __init__(self, timings: Iterable[CollectiveTiming]):
         self.timings = list(timings)
         self._by_kind: dict[tuple[str, str, tuple[int, ...]], list[tuple[float, float]]] = {}
         for timing in self.timings:
@@ -128,7 +128,7 @@ class Measured:
             raise UserError("A cluster's profile has no measurements of collectives in it.")
 
     def seconds(self, operation: Operation, mesh: Mesh, nbytes: float, ring: Ring) -> float:
-        """See :class:`Rates`.
+        """See :class:`CollectiveRates`.
 
         Raises:
             UserError: nothing was measured on this mesh.
@@ -156,11 +156,11 @@ class Measured:
         path.write_text(json.dumps(body, indent=1), encoding="utf-8")
 
     @classmethod
-    def from_facts(cls, facts: dict[str, Any]) -> "Measured":
+    def from_facts(cls, facts: dict[str, Any]) -> "MeasuredRates":
         """From what :meth:`save` wrote, read back."""
         timings = []
         for entry in facts.get("collectives", []):
-            timing = Timing(**{**entry, "mesh": tuple(entry["mesh"])})
+            timing = CollectiveTiming(**{**entry, "mesh": tuple(entry["mesh"])})
             if timing.operation not in get_args(Operation) or timing.ring not in get_args(Ring):
                 raise UserError(f"A cluster's profile has a {timing.ring} {timing.operation}, which is unknown here.")
             timings.append(timing)

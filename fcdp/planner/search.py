@@ -13,7 +13,7 @@ from fcdp.planner.estimate import Estimate, estimate
 from fcdp.planner.workload import Workload
 from fcdp.strategy.mesh import Levels, Scope
 from fcdp.strategy.names import PARO, PRESETS, parse_strategy
-from fcdp.strategy.strategy import Layout, Strategy, Tier
+from fcdp.strategy.strategy import Strategy, StrategyMeshes, Tier
 
 Objective = Literal["step", "communication"]
 
@@ -22,7 +22,7 @@ SAME = 0.01
 
 
 @dataclass(frozen=True)
-class Plan:
+class StrategyPlan:
     """All strategies, the best first."""
 
     estimates: tuple[Estimate, ...]
@@ -101,7 +101,7 @@ def plan(
     checkpointing: bool | None = None,
     select_and_drop: bool = False,
     overlap_spread: bool = True,
-) -> Plan:
+) -> StrategyPlan:
     """Cost every strategy and choose: exhaustive, since the rules leave few (AMSP V-B).
 
     Args:
@@ -116,7 +116,7 @@ def plan(
         overlap_spread: see :func:`estimate`.
     """
 
-    def cost(layout: Layout) -> Estimate:
+    def cost(layout: StrategyMeshes) -> Estimate:
         def at(again: bool) -> Estimate:
             return estimate(
                 layout,
@@ -140,10 +140,10 @@ def plan(
     choice = _best(eligible, objective)
     key = _time(objective)
     ordered = sorted(estimates, key=lambda found: (not found.fits, key(found), found.memory.device))
-    return Plan(tuple(ordered), choice)
+    return StrategyPlan(tuple(ordered), choice)
 
 
-def refusal(plan: Plan, cluster: Cluster) -> FinetuneError:
+def refusal(plan: StrategyPlan, cluster: Cluster) -> FinetuneError:
     """What to say where nothing fits: by how much the smallest strategy misses."""
     least = min(plan.estimates, key=lambda found: (found.memory.device, found.memory.host))
     return FinetuneError(

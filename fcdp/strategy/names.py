@@ -6,7 +6,7 @@ from typing import cast, get_args
 
 from common.errors import UserError, did_you_mean
 from fcdp.strategy.mesh import Scope
-from fcdp.strategy.strategy import Precision, Ring, Strategy, Tier
+from fcdp.strategy.strategy import Ring, Strategy, Tier, WireFormats
 
 AUTO = "auto"
 """The name that leaves the choice to the planner."""
@@ -47,7 +47,7 @@ def _presets() -> dict[str, Strategy]:
             Scope("G"),
             Scope("G"),
             second=Scope("I"),
-            precision=Precision(gather="int8", reduce="int4"),
+            precision=WireFormats(gather="int8", reduce="int4"),
             ring="hierarchical",
         ),
         # FCDP: P's shards in host memory. The paper reduces gradients over all ranks at once (I/G/G+adaptive); summing
@@ -65,7 +65,7 @@ def _presets() -> dict[str, Strategy]:
             Scope("I"),
             Scope("G"),
             second=Scope("pair"),
-            precision=Precision(gather="int8", second="int8", reduce="int4"),
+            precision=WireFormats(gather="int8", second="int8", reduce="int4"),
             ring="hierarchical",
         ),
     ]

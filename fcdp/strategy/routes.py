@@ -14,7 +14,7 @@ import itertools
 from dataclasses import dataclass
 
 from fcdp.strategy.mesh import Levels
-from fcdp.strategy.strategy import Layout, Ring
+from fcdp.strategy.strategy import Ring, StrategyMeshes
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def axes_between(low: int, high: int, levels: Levels, ring: Ring) -> tuple[Axis,
 class Routes:
     """A layout's collectives. Axes are fastest first: reductions follow them, gathers go the other way."""
 
-    layout: Layout
+    layout: StrategyMeshes
     gather: tuple[Axis, ...]
     """P from its shards, at every use."""
     spread: tuple[Axis, ...]
@@ -76,7 +76,7 @@ class Routes:
     """G over the replicas of OS's shards, once per step."""
 
     @classmethod
-    def of(cls, layout: Layout) -> "Routes":
+    def of(cls, layout: StrategyMeshes) -> "Routes":
         """The routes that ``layout`` takes."""
         p, g, os = layout.p.shards, layout.g.shards, layout.os.shards
         second = 1 if layout.second is None else layout.second.shards

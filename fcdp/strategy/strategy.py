@@ -31,7 +31,7 @@ BITS: dict[Format, Bits] = {"int8": 8, "int4": 4}
 
 
 @dataclass(frozen=True)
-class Precision:
+class WireFormats:
     """What travels. Anything but bf16 is quantised in blocks, with a scale for each (``common.quantisation``)."""
 
     gather: Format = "bf16"
@@ -44,7 +44,7 @@ class Precision:
     @property
     def exact(self) -> bool:
         """Whether nothing is quantised."""
-        return self == Precision()
+        return self == WireFormats()
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Strategy:
     cache: Tier | None = None
     """Tier of the second set, or else of P's own shards where OS's scope is wider. None: device if there is any such
     cache, none otherwise."""
-    precision: Precision = Precision()
+    precision: WireFormats = WireFormats()
     ring: Ring = "flat"
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ class Strategy:
         parts = (self.p.text, self.g.text, self.os.text)
         return "".join(parts) if all(len(part) == 1 for part in parts) else "/".join(parts)
 
-    def on(self, levels: Levels) -> "Layout":
+    def on(self, levels: Levels) -> "StrategyMeshes":
         """The strategy on a cluster.
 
         Raises:
@@ -114,15 +114,15 @@ class Strategy:
         cache: Tier = (self.cache or "device") if cached else "none"
         if cached and cache == "none":
             cache = "device"
-        return Layout(self, levels, p, g, os, second, cache)
+        return StrategyMeshes(self, levels, p, g, os, second, cache)
 
     def without_quantisation(self) -> "Strategy":
         """The same with everything in bf16."""
-        return self if self.precision.exact else replace(self, name=f"{self.name}-exact", precision=Precision())
+        return self if self.precision.exact else replace(self, name=f"{self.name}-exact", precision=WireFormats())
 
 
 @dataclass(frozen=True)
-class Layout:
+class StrategyMeshes:
     """A strategy on a cluster: its scopes as meshes."""
 
     strategy: Strategy

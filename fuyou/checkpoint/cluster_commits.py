@@ -67,7 +67,7 @@ class ClusterCommits(Commits):
 
 
 @dataclass(frozen=True)
-class Found:
+class LocalCommit:
     """What one rank has found in its store, or why there is nothing."""
 
     host: str
@@ -103,12 +103,12 @@ def find_common_state(
         if about["previous"] is not None:
             states.append(check_state(store, about["previous"], wanted))
         steps = tuple(state.step for state in states)
-        found = Found(host(), "", about["run"], about["nodes"], about["ranks_per_node"], about["rank"], steps)
+        found = LocalCommit(host(), "", about["run"], about["nodes"], about["ranks_per_node"], about["rank"], steps)
     except FinetuneError as error:
-        found = Found(host(), str(error))
+        found = LocalCommit(host(), str(error))
     except Exception as error:  # not foreseen: the others must not wait for us
-        found, failure = Found(host(), f"{type(error).__name__}: {error}"), error
-    everyone = [Found(**told) for told in agreement.tell(asdict(found))]
+        found, failure = LocalCommit(host(), f"{type(error).__name__}: {error}"), error
+    everyone = [LocalCommit(**told) for told in agreement.tell(asdict(found))]
     try:
         if failure is not None:
             raise failure
@@ -134,7 +134,7 @@ def find_common_state(
     return store, state, found.run
 
 
-def agreed_step(everyone: Sequence[Found], share: Share) -> int:
+def agreed_step(everyone: Sequence[LocalCommit], share: Share) -> int:
     """The newest step that all ranks have.
 
     Raises:

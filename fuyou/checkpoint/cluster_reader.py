@@ -8,7 +8,7 @@ from fuyou.checkpoint.store_access import StoreReader
 from fuyou.layout.record import Record
 from fuyou.optimizer.split_weights import join
 from fuyou.ranks.collectives import gather
-from fuyou.ranks.topology import Topology
+from fuyou.ranks.topology import ClusterTopology
 
 
 class ClusterReader(StoreReader):
@@ -17,7 +17,7 @@ class ClusterReader(StoreReader):
     Memory: one record; its masters as well, where those are asked for.
     """
 
-    def __init__(self, topology: Topology, *arguments: object):
+    def __init__(self, topology: ClusterTopology, *arguments: object):
         super().__init__(*arguments)  # type: ignore[arg-type]
         self._topology = topology
 

@@ -14,7 +14,7 @@ from fuyou.layout.checksums import RecordSums
 from fuyou.layout.record import FROZEN_FILE, weights_file
 from fuyou.optimizer.absent_gradients import MissedUpdates
 from fuyou.optimizer.adam import Update
-from fuyou.optimizer.clipping import Strikes
+from fuyou.optimizer.clipping import ClipStatistics
 from fuyou.schedule.tasks import Op, Task
 
 CLUSTER = "cluster"
@@ -58,9 +58,9 @@ class Commits:
         """The updates of ``step``, all of them still to come, change nothing."""
         self._updates[step] = replace(self._updates[step], left_out=True)
 
-    def strikes(self, steps: int) -> Strikes:
+    def strikes(self, steps: int) -> ClipStatistics:
         """How often clipping has struck in the run's first ``steps``, which have all ended."""
-        return Strikes(self.clipped_steps, steps)
+        return ClipStatistics(self.clipped_steps, steps)
 
     def end(self, step: int, skipped: int, device: torch.device, user: dict[str, Any]) -> None:
         """The caller has ended ``step``, and left out so many up to it: note what its commit will say."""

@@ -7,7 +7,7 @@ import torch
 from common.errors import UserError
 from common.models.checkpoint.export import CheckpointWriter, copy_tokenizer_files
 from fuyou.checkpoint.store_access import StoreReader
-from fuyou.layout.model_layout import StepShape
+from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Record
 from fuyou.model.open_model import OpenModel
 
@@ -32,7 +32,7 @@ class Exporter:
         self,
         model: OpenModel,
         reader: StoreReader,
-        shape: StepShape,
+        shape: ModelLayout,
         checkpoint: Path | None,
         host_limit: int,
         writes: bool = True,

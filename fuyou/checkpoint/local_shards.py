@@ -42,7 +42,7 @@ class Directory:
 
 
 @dataclass(frozen=True)
-class Holding:
+class LocalShard:
     """A rank's store with something committed in it."""
 
     directories: tuple[Path, ...]
@@ -63,10 +63,12 @@ class Holding:
         return {**asdict(self), "directories": [str(path) for path in self.directories]}
 
     @staticmethod
-    def from_dict(told: dict[str, Any]) -> "Holding":
+    def from_dict(told: dict[str, Any]) -> "LocalShard":
         """Undo :meth:`to_dict`."""
         paths = tuple(map(Path, told["directories"]))
-        return Holding(**{**told, "directories": paths, "share": Share(**told["share"]), "steps": tuple(told["steps"])})
+        return LocalShard(
+            **{**told, "directories": paths, "share": Share(**told["share"]), "steps": tuple(told["steps"])}
+        )
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Seen:
 
     host: str
     directories: tuple[Directory, ...] = ()
-    holdings: tuple[Holding, ...] = ()
+    holdings: tuple[LocalShard, ...] = ()
     problem: str = ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -86,7 +88,10 @@ class Seen:
     @staticmethod
     def from_dict(told: dict[str, Any]) -> "Seen":
         """Undo :meth:`to_dict`."""
-        directories, holdings = map(Directory.from_dict, told["directories"]), map(Holding.from_dict, told["holdings"])
+        directories, holdings = (
+            map(Directory.from_dict, told["directories"]),
+            map(LocalShard.from_dict, told["holdings"]),
+        )
         return Seen(told["host"], tuple(directories), tuple(holdings), told["problem"])
 
 
@@ -104,11 +109,11 @@ def look(drives: Drives) -> Seen:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundShard:
     """One rank's store, and by whom it was found."""
 
     finder: int
-    holding: Holding
+    holding: LocalShard
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ class RunSet:
     run: str
     share: Share
     """Of its first rank."""
-    members: dict[int, Found]
+    members: dict[int, FoundShard]
     """By rank; where several have found the same, the one at home, else the first."""
 
     @property
@@ -155,7 +160,7 @@ def sets_of(everyone: Sequence[Seen]) -> list[RunSet]:
             members = sets.setdefault(holding.run, RunSet(holding.run, first, {})).members
             known = members.get(holding.share.rank)
             if known is None or _rank_of(holding) > _rank_of(known.holding):
-                members[holding.share.rank] = Found(finder, holding)
+                members[holding.share.rank] = FoundShard(finder, holding)
     return list(sets.values())
 
 
@@ -188,7 +193,7 @@ def _ranks(share: Share) -> str:
     return f"{many} with {share.ranks_per_node} rank{'s' if share.ranks_per_node > 1 else ''} each"
 
 
-def _rank_of(holding: Holding) -> tuple[bool, tuple[int, ...]]:
+def _rank_of(holding: LocalShard) -> tuple[bool, tuple[int, ...]]:
     return holding.at_home, holding.steps
 
 
@@ -213,7 +218,7 @@ def _directory(path: Path) -> Directory | None:
     return Directory(path, identity.store, identity.index, identity.count, tuple(identity.replaces.split()))
 
 
-def _holding(members: list[Directory], drives: Drives) -> Holding | None:
+def _holding(members: list[Directory], drives: Drives) -> LocalShard | None:
     by_index = {directory.index: directory.path for directory in members}
     if 0 not in by_index:
         return None
@@ -228,7 +233,7 @@ def _holding(members: list[Directory], drives: Drives) -> Holding | None:
     paths = [by_index[index] for index in sorted(by_index)]
     own, home = set(drives.folders), {path: folder for folder in drives.folders for path in (folder, beside(folder))}
     around = set(home) | {path.parent for path in drives.everywhere} | set(drives.leaving)
-    return Holding(
+    return LocalShard(
         tuple(paths), members[0].store, run, share, tuple(steps) if len(paths) == members[0].count else (),
         at_home={home.get(path) for path in paths} == own,
         near=any(path in around or path.parent in own for path in paths),

@@ -16,7 +16,7 @@ from common.store.checksums import Sums
 from common.store.posix import aligned_bytes
 from common.store.verify import Sealed
 from fuyou.layout.checksums import PARTS, Part, sealed_name
-from fuyou.layout.model_layout import StepShape
+from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Record, allocate_extents
 from fuyou.layout.share import Share
 from fuyou.ranks.agreement import Agreement
@@ -58,7 +58,7 @@ class Portion:
         slot: that counts.
     """
 
-    def __init__(self, shape: StepShape, share: Share, directories: int, slots: int, slot: int):
+    def __init__(self, shape: ModelLayout, share: Share, directories: int, slots: int, slot: int):
         shared = shape.shared(share)
         self.share, self.records, self.slot = share, shared.records, slot
         self.layout = Layout(directories)

@@ -22,17 +22,17 @@ from common.store.sealed import sync_directory
 from common.store.verify import verify
 from fuyou.checkpoint.cluster_commits import common_step
 from fuyou.checkpoint.commits import CLUSTER, check_records, check_state
-from fuyou.checkpoint.local_shards import Found, Holding, RunSet, Seen, choose, look, sets_of
+from fuyou.checkpoint.local_shards import FoundShard, LocalShard, RunSet, Seen, choose, look, sets_of
 from fuyou.checkpoint.redistribute import Portion, Source, redistribute
 from fuyou.checkpoint.restripe import Drives
 from fuyou.checkpoint.state import TrainingState
-from fuyou.layout.model_layout import StepShape
+from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import weights_file
 from fuyou.layout.share import Share
 from fuyou.ranks.agreement import Agreement, host, rank_name
 
 
-def regroup(drives: Drives, shape: StepShape, wanted: TrainingState, agreement: Agreement | None) -> None:
+def regroup(drives: Drives, shape: ModelLayout, wanted: TrainingState, agreement: Agreement | None) -> None:
     """See to it that each rank's store is that of this rank among so many, on ``drives.folders``. Collective.
 
     Does nothing where the run was made by as many ranks, each on its drives, or where there is none. Then, as ever,
@@ -52,7 +52,7 @@ def regroup(drives: Drives, shape: StepShape, wanted: TrainingState, agreement: 
 
 
 class _Regrouping:
-    def __init__(self, drives: Drives, shape: StepShape, wanted: TrainingState, agreement: Agreement | None):
+    def __init__(self, drives: Drives, shape: ModelLayout, wanted: TrainingState, agreement: Agreement | None):
         self._drives, self._shape, self._wanted, self._agreement = drives, shape, wanted, agreement
         self._share = agreement.share if agreement is not None else Share()
         self._rank = self._share.rank
@@ -130,12 +130,12 @@ class _Regrouping:
             new = self._all_or_none(lambda: self._make(targets[self._rank], mine, spare, names))
             with new:
                 self._fill(new, sources, mine, targets, told, run)
-        made = Holding(new.directories, new.id, run, self._share, (step,), at_home=True, near=True)
+        made = LocalShard(new.directories, new.id, run, self._share, (step,), at_home=True, near=True)
         first = Share(self._share.nodes, self._share.ranks_per_node)
-        everyone = map(Holding.from_dict, self._tell(made.to_dict()))
-        return RunSet(run, first, {rank: Found(rank, one) for rank, one in enumerate(everyone)})
+        everyone = map(LocalShard.from_dict, self._tell(made.to_dict()))
+        return RunSet(run, first, {rank: FoundShard(rank, one) for rank, one in enumerate(everyone)})
 
-    def _set_back(self, holding: Holding, step: int) -> TrainingState:
+    def _set_back(self, holding: LocalShard, step: int) -> TrainingState:
         """The state of ``step`` in an old store: from now on its only one, and as it was written."""
         with Store.open(holding.directories, io="posix") as store:
             content = load_manifest(store.directories[0])
@@ -153,7 +153,7 @@ class _Regrouping:
     def _portion(self, share: Share, directories: int, state: TrainingState) -> Portion:
         return Portion(self._shape, share, directories, state.slots, state.slot)
 
-    def _make(self, target: Portion, mine: dict[int, Holding], spare: list[str], replaces: str) -> Store:
+    def _make(self, target: Portion, mine: dict[int, LocalShard], spare: list[str], replaces: str) -> Store:
         """An empty store beside this rank's folders. The old stores give back the space of what does not count."""
         folders = [beside(folder) for folder in self._drives.folders]
         what = f"for the run's part of rank {self._rank} of {self._share.world_size}"
@@ -178,7 +178,7 @@ class _Regrouping:
         self,
         new: Store,
         sources: Sequence[Source],
-        mine: dict[int, Holding],
+        mine: dict[int, LocalShard],
         targets: Sequence[Portion],
         told: dict[int, TrainingState],
         run: str,
@@ -257,7 +257,7 @@ class _Regrouping:
         return True
 
 
-def _by_rank(old: RunSet) -> list[tuple[int, Found]]:
+def _by_rank(old: RunSet) -> list[tuple[int, FoundShard]]:
     return sorted(old.members.items())
 
 

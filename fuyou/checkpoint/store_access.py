@@ -9,7 +9,7 @@ import torch
 from common.models.checkpoint.sources import WeightSource
 from common.store import Store
 from fuyou.layout.frozen_weights import FrozenDtype
-from fuyou.layout.model_layout import StepShape
+from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import ParameterSlot, Record, RecordExtents
 from fuyou.optimizer.adam import PASS_ELEMENTS
 from fuyou.optimizer.split_weights import join, split
@@ -133,7 +133,7 @@ class StoreReader:
     def __init__(
         self,
         store: Store,
-        shape: StepShape,
+        shape: ModelLayout,
         extents: Sequence[RecordExtents],
         chunk_elements: int,
         slot: int,

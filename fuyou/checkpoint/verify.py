@@ -15,7 +15,7 @@ from fuyou.checkpoint.state import TrainingState
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerifiedRun:
     """What was found in one run."""
 
     directories: tuple[Path, ...]
@@ -69,7 +69,7 @@ def _inside(place: Path) -> list[Path]:
     return sorted(path for path in place.iterdir() if path.is_dir()) if place.is_dir() else []
 
 
-def verify_run(directories: Sequence[Path]) -> Verified:
+def verify_run(directories: Sequence[Path]) -> VerifiedRun:
     """Read the committed state of one run. It must not be in progress.
 
     Raises:
@@ -98,4 +98,4 @@ def verify_run(directories: Sequence[Path]) -> Verified:
             )
         sealed = sealed_records(store, state)
         nbytes, damage = verify(store, sealed)
-        return Verified(store.directories, state.step, len(sealed), nbytes, damage)
+        return VerifiedRun(store.directories, state.step, len(sealed), nbytes, damage)

@@ -49,15 +49,15 @@ from fuyou.model.streamed_loss import streamed_loss
 from fuyou.optimizer.absent_gradients import MissedUpdates
 from fuyou.optimizer.adam import AdamConfig, Update, check_learning_rate, check_max_grad_norm
 from fuyou.optimizer.client import OptimizerLink
-from fuyou.optimizer.clipping import ClipBy, Strikes, clip_by_named
+from fuyou.optimizer.clipping import ClipBy, ClipStatistics, clip_by_named
 from fuyou.optimizer.nonfinite import NonFinitePolicy
-from fuyou.planner import Choice, Prospect, choose
+from fuyou.planner import Choice, PlannerContext, choose
 from fuyou.planner.choose_together import choose_together
 from fuyou.planner.training import training_of_run
 from fuyou.preflight import prove as prove_family
 from fuyou.ranks.agreement import Agreement
-from fuyou.ranks.topology import Topology, share_of
-from fuyou.recompute.policy import Keeping
+from fuyou.ranks.topology import ClusterTopology, share_of
+from fuyou.recompute.policy import ActivationPolicy
 from fuyou.runtime.accounting import StepReport
 from fuyou.runtime.compute import NextToken, StepComputation
 from fuyou.runtime.data_plane import DataPlane
@@ -111,8 +111,8 @@ class Engine:
             their gradients.
         kept_activations: outputs of operators inside the blocks that are kept for the backward pass instead of computed
             again, on the device, the host or the SSDs, wherever there is room: so many bytes (or ``"64MiB"``) of each
-            block and micro-batch, those that save the most computing per byte; or a :class:`fuyou.Keeping`. The same
-            numbers, and a shorter step where computing is the bound.
+            block and micro-batch, those that save the most computing per byte; or a :class:`fuyou.ActivationPolicy`.
+            The same numbers, and a shorter step where computing is the bound.
         micro_batch: sequences that are computed at once; None takes the largest number that fits.
         host_memory, device_memory: budgets, in bytes or as ``"64GiB"``; None takes what the machine has. On a CPU the
             device's memory is a part of the host's.
@@ -200,7 +200,7 @@ class Engine:
         overwrite: bool = False,
         io: str = "auto",
         batch_shape: tuple[int, int] | None = None,
-        kept_activations: Keeping | int | str | None = None,
+        kept_activations: ActivationPolicy | int | str | None = None,
         adapters: PeftConfig | AdapterOptions | None = None,
         trainable: Sequence[str] | None = None,
         frozen_dtype: str | None = None,
@@ -208,7 +208,7 @@ class Engine:
         freeze_multi_modal_projector: bool = True,
         images: bool = False,
         automatic: bool = False,
-        topology: Topology | None = None,
+        topology: ClusterTopology | None = None,
         leave_ssd: Sequence[str | os.PathLike[str]] = (),
         router_loss: str = "auto",
         prove: bool = True,
@@ -223,7 +223,7 @@ class Engine:
             AdamConfig(lr, betas, eps, weight_decay),
             max_grad_norm, clip_by_named(clip_by), math.inf, deferred_fraction, micro_batch, commit_every,
             None if host_cache is None else parse_bytes(host_cache), single_slot, io, seed,
-            kept_activations if isinstance(kept_activations, Keeping) else parse_bytes(kept_activations or 0),
+            kept_activations if isinstance(kept_activations, ActivationPolicy) else parse_bytes(kept_activations or 0),
             adapters.peft_config() if isinstance(adapters, AdapterOptions) else adapters,
             None if trainable is None else tuple(trainable), FrozenDtype.named(frozen_dtype), router_loss,
             TowerFreezing(freeze_vision_tower, freeze_multi_modal_projector),
@@ -265,7 +265,7 @@ class Engine:
             self._meter.start()
             self._open_model()
             if automatic and batch_shape is not None:
-                strikes = Strikes.of_run(folders) if resume else Strikes()
+                strikes = ClipStatistics.of_run(folders) if resume else ClipStatistics()
                 choice = self._choose(batch_shape, strikes)
                 self._options = self._options if choice is None else choice.complete(self._options)
             self._open_runtime(batch_shape)
@@ -346,9 +346,9 @@ class Engine:
             torch.manual_seed(options.seed + share.rank)  # what drops out differs, as the sequences do
         self.parameters, self.trainable_parameters = self._model.parameters, self._model.trainable_parameters
 
-    def _choose(self, batch_shape: tuple[int, int], strikes: Strikes) -> Choice | None:
+    def _choose(self, batch_shape: tuple[int, int], strikes: ClipStatistics) -> Choice | None:
         training = training_of_run(self._options, self._model, self._shape, batch_shape, strikes)
-        prospect = Prospect(training, self._device, self._limits, self._ssd)
+        prospect = PlannerContext(training, self._device, self._limits, self._ssd)
         if self._agreement is None or self._topology is None:
             return choose(prospect)
         return choose_together(prospect, self._topology, self._agreement)

@@ -3,17 +3,17 @@
 from dataclasses import replace
 from pathlib import Path
 
-from common.store import Pace, Store
+from common.store import IoThrottle, Store
 from common.store.migration import SCRATCH
 from fuyou.checkpoint.commits import Commits
 from fuyou.checkpoint.run_files import RunFiles
 from fuyou.config import EngineConfig
-from fuyou.layout.model_layout import BatchShape, StepShape
+from fuyou.layout.model_layout import BatchShape, ModelLayout
 from fuyou.layout.record import RecordExtents
 from fuyou.model.open_model import OpenModel
 from fuyou.optimizer.client import OptimizerLink
-from fuyou.ranks.topology import Topology
-from fuyou.recompute.policy import KeepingPlan
+from fuyou.ranks.topology import ClusterTopology
+from fuyou.recompute.policy import ActivationPlanner
 from fuyou.recompute.replay import Recomputations
 from fuyou.runtime.accounting import Accounting
 from fuyou.runtime.data_plane import DataPlane
@@ -43,18 +43,18 @@ class Runtime:
         self,
         options: EngineConfig,
         model: OpenModel,
-        shape: StepShape,
+        shape: ModelLayout,
         device: Device,
         limits: tuple[int, int],
         link: OptimizerLink,
-        topology: Topology | None = None,
-        pace: Pace | None = None,
+        topology: ClusterTopology | None = None,
+        pace: IoThrottle | None = None,
     ):
         self._options, self._device, self._shape = options, device, shape
         self.link: OptimizerLink | None = link
         self._topology, self.pace = topology, pace
         self._deferred = options.deferred(shape)
-        self._keeping = KeepingPlan(
+        self._keeping = ActivationPlanner(
             model.stack, "cpu" if device.shares_host_memory else "cuda", options.precision.dtype,
             options.kept_activations,
         )  # fmt: skip

@@ -9,11 +9,11 @@ quarter loses it all).
 
 from collections.abc import Callable
 
-from fuyou.layout.model_layout import StepShape
+from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.resident import spread
 
 
-def interleaved(shape: StepShape, fraction: float) -> frozenset[int]:
+def interleaved(shape: ModelLayout, fraction: float) -> frozenset[int]:
     """Records whose updates are deferred: ``fraction`` of the blocks, evenly spread; all records if it is 1.
 
     The blocks are counted from the end of the stack, where the next forward pass leaves the most time.

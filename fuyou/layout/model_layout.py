@@ -100,7 +100,7 @@ def no_bytes(seq_len: int) -> int:
 
 
 @dataclass(frozen=True)
-class StepShape:
+class ModelLayout:
     """What a step of this model looks like: which records it uses, and which of them are trained."""
 
     records: tuple[Record, ...]
@@ -140,7 +140,7 @@ class StepShape:
         """What of every record is this rank's."""
         return self.records[0].share
 
-    def shared(self, share: Share) -> "StepShape":
+    def shared(self, share: Share) -> "ModelLayout":
         """The same model as one rank of several sees it."""
         return replace(self, records=tuple(record.shared(share) for record in self.records))
 
@@ -202,7 +202,7 @@ class StepShape:
         both = (index for layer, block in enumerate(self.blocks) for index in (block, self._adapter(layer)))
         return tuple(index for index in both if index in self.trainable)
 
-    def with_precision(self, precision: Precision) -> "StepShape":
+    def with_precision(self, precision: Precision) -> "ModelLayout":
         """The same model trained in another precision; adapters stay in fp32, with its moments."""
         adapters = Precision(torch.float32, precision.optimizer_dtype)
         records = tuple(

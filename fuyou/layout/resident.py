@@ -8,7 +8,7 @@ those which stream are spread over the step.
 
 from collections.abc import Sequence
 
-from fuyou.layout.model_layout import StepShape
+from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Kind
 
 
@@ -18,7 +18,7 @@ def spread(blocks: Sequence[int], count: int) -> list[int]:
     return [blocks[-(-(number + 1) * layers // count) - 1] for number in range(count)]
 
 
-def resident_records(shape: StepShape, room: int) -> list[int]:
+def resident_records(shape: ModelLayout, room: int) -> list[int]:
     """Indices of the records, adapters aside, whose optimizer states fit in ``room`` bytes together."""
     chosen = []
     for record in shape.of_kind(Kind.OUTER):

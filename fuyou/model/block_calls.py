@@ -29,7 +29,7 @@ EMBEDDING = -1
 
 
 @dataclass(frozen=True)
-class Links:
+class BlockLinks:
     """What links the blocks of a model beside hidden states; the same for all batches."""
 
     carried: frozenset[tuple[int, str]] = frozenset()
@@ -95,11 +95,11 @@ class BlockCalls:
 
     def __init__(
         self,
-        links: Links | None = None,
+        links: BlockLinks | None = None,
         arguments: Iterable[tuple[tuple[Any, ...], dict[str, Any]]] = (),
         documents: Documents | None = None,
     ):
-        self._links = links or Links()
+        self._links = links or BlockLinks()
         self.documents = documents
         #: Positional and keyword arguments of each block.
         self.arguments = list(arguments)

@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 
-class Used(TorchFunctionMode):
+class UsedTensors(TorchFunctionMode):
     """Finds out which of some tensors PyTorch's functions are called with.
 
     Args:

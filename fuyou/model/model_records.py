@@ -17,7 +17,7 @@ from common.models.structure import fp32_parameters, parameter_names
 from common.models.vision.memory import image_memory
 from common.models.vision.towers import tower_parameters
 from fuyou.layout.frozen_weights import FrozenDtype
-from fuyou.layout.model_layout import StepShape, no_bytes
+from fuyou.layout.model_layout import ModelLayout, no_bytes
 from fuyou.layout.record import Kind, Precision, Record, wants_decay
 from fuyou.model.streamed_model import StreamedModel
 
@@ -93,7 +93,7 @@ def model_records(
     precision: Precision,
     frozen: FrozenDtype = FrozenDtype.PLAIN,
     compressed: Mapping[str, CompressedParameter] | None = None,
-) -> StepShape:
+) -> ModelLayout:
     """One record per block, one for what runs before the blocks, one for what runs after; and where some parameters
     are frozen (``requires_grad`` is False) and some are not, one more for the latter, unless hardly any are frozen; and
     one for frozen towers.
@@ -147,7 +147,7 @@ def model_records(
 def _step_shape(
     blocks: list[_Group], before: _Group, after: _Group, both: _Group, tower: _Group, records: _Records,
     precision: Precision,
-) -> StepShape:  # fmt: skip
+) -> ModelLayout:  # fmt: skip
     first, last = before.joined(_Group()), after
     if both.frozen or both.trained or not _any(before) or not _any(after):
         # In the model's order, as far as that goes: what is tied is the embedding, which comes first.
@@ -169,7 +169,7 @@ def _step_shape(
         records.adapter(f"block {layer}", group.trained if group.frozen else []) for layer, group in enumerate(blocks)
     )
     towers = records.main("towers", Kind.TOWER, tower) if tower.frozen else -1
-    return StepShape(
+    return ModelLayout(
         tuple(records.made), embedding, head, layers, precision, adapters if max(adapters) >= 0 else (),
         embedding_adapter, head_adapter, towers,
     )  # fmt: skip

@@ -29,10 +29,10 @@ from common.errors import FinetuneError, UserError
 from common.models.attention.isolation import Separator, takes_positions
 from common.models.structure import find_blocks
 from common.models.vision.towers import tower_parameters
-from fuyou.model.block_calls import BlockCalls, Links, Recorder, paths
+from fuyou.model.block_calls import BlockCalls, BlockLinks, Recorder, paths
 from fuyou.model.block_probe import TENSOR, BlockProbe, hollow, unchanged
 from fuyou.model.family import Family, family_of
-from fuyou.model.look_back import LookBack, Used
+from fuyou.model.look_back import LookBack, UsedTensors
 
 #: Tokens of the row that a survey runs.
 _SURVEYED = 8
@@ -92,7 +92,7 @@ class StreamedModel:
         self._returns: dict[type[nn.Module], tuple[TreeSpec, list[Any]]] = {}
         self._carried_bytes: dict[int, int] = {}
         #: What links blocks beside hidden states.
-        self.links = Links()
+        self.links = BlockLinks()
         #: Modules that run before the blocks and use parameters; see :meth:`_survey`.
         self.before: frozenset[nn.Module] = frozenset()
         #: Elements of the hidden states, per token.
@@ -125,8 +125,8 @@ class StreamedModel:
             with unchanged(self.model), self._skipped(outside), self._hollow_outside(), torch.enable_grad():
                 self._probe = BlockProbe(self._returns)
                 direct = {id(value): (owner, name) for owner in owners for name, value in owner._parameters.items()}
-                with Used(direct) as used:
-                    hidden, calls = self._embed({"input_ids": ids}, Links())
+                with UsedTensors(direct) as used:
+                    hidden, calls = self._embed({"input_ids": ids}, BlockLinks())
                 self.before = frozenset(called)
                 self._read_before = {direct[identity] for identity in used.found}
                 self._find_links(calls, self._probe)
@@ -155,13 +155,13 @@ class StreamedModel:
                         consumed.add(key)
                     elif leaf.requires_grad:
                         carried.add((block, path))
-        self.links = Links(frozenset(carried), frozenset(consumed), bool(probe.left))
+        self.links = BlockLinks(frozenset(carried), frozenset(consumed), bool(probe.left))
 
     def _measure_hidden(self, hidden: torch.Tensor, returned: set[torch.dtype]) -> None:
         """See that blocks take and return the model's dtype, and find the dimension that counts tokens: the one that is
         shorter where there are fewer of them."""
         _, fewer = self._embed(
-            {"input_ids": torch.zeros(1, _SURVEYED - 1, dtype=torch.long, device=self.device)}, Links()
+            {"input_ids": torch.zeros(1, _SURVEYED - 1, dtype=torch.long, device=self.device)}, BlockLinks()
         )
         changed = [dim for dim, size in enumerate(hidden.shape) if size != fewer.hidden_shape[dim]]
         others = {hidden.dtype, *returned} - {self.model.dtype}
@@ -276,7 +276,7 @@ class StreamedModel:
         calls.supply(probe.values, self.device)
         return hidden, calls
 
-    def _embed(self, batch: Mapping[str, torch.Tensor], links: Links) -> tuple[torch.Tensor, BlockCalls]:
+    def _embed(self, batch: Mapping[str, torch.Tensor], links: BlockLinks) -> tuple[torch.Tensor, BlockCalls]:
         documents = None if "attention_mask" in batch else Documents.of(batch.get("position_ids"))
         known = {name: value for name, value in batch.items() if name != "position_ids" or self._takes_positions}
         self._calls = calls = BlockCalls(links, documents=documents)

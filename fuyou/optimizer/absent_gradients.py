@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from fuyou.layout.record import Chunk, ParameterSlot, Record
-from fuyou.optimizer.adam import Run
+from fuyou.optimizer.adam import UpdateRange
 
 
 def mark_absent(record: Record, flat: torch.Tensor, present: Collection[str]) -> None:
@@ -86,7 +86,7 @@ class OwnedParameters:
         without = marked_absent(gradient[self._firsts])
         return tuple(part.slot for part, none in zip(self._marked, without.tolist(), strict=True) if none)
 
-    def runs(self, chunk: Chunk, absent: Collection[int], missed: Mapping[int, int]) -> list[Run]:
+    def runs(self, chunk: Chunk, absent: Collection[int], missed: Mapping[int, int]) -> list[UpdateRange]:
         """Return what of a chunk is to be updated, in ranges counted from its start.
 
         Args:
@@ -94,7 +94,7 @@ class OwnedParameters:
             absent: indices of the parameters that have no gradient.
             missed: in how many earlier steps a parameter had none, by index; 0 for those that are not listed.
         """
-        runs: list[Run] = []
+        runs: list[UpdateRange] = []
         for part in self._parts:
             start, stop = max(part.start, chunk.start) - chunk.start, min(part.stop, chunk.stop) - chunk.start
             if start >= stop or part.slot in absent:
@@ -102,7 +102,7 @@ class OwnedParameters:
             count = missed.get(part.slot, 0)
             if runs and (runs[-1].stop, runs[-1].missed) == (start, count):
                 start = runs.pop().start
-            runs.append(Run(start, stop, count))
+            runs.append(UpdateRange(start, stop, count))
         return runs
 
 

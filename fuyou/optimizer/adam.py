@@ -81,7 +81,7 @@ class Update:
 
 
 @dataclass(frozen=True)
-class Run:
+class UpdateRange:
     """A part of a range that is updated, all of whose parameters have had as many updates before."""
 
     start: int
@@ -117,7 +117,7 @@ class ChunkAdam:
         *,
         decay: bool,
         stream: int = 0,
-        runs: Sequence[Run] | None = None,
+        runs: Sequence[UpdateRange] | None = None,
     ) -> None:
         """One AdamW step over ``n`` parameters, all arguments flat ``[n]``; all but the gradient are updated in place.
 
@@ -137,7 +137,7 @@ class ChunkAdam:
         if mean.dtype == torch.bfloat16:
             # One each: a shared one would make the numbers depend on where a pass ends.
             sources = (_random_bits(update, stream, 0), _random_bits(update, stream, 1))
-        for run in (Run(0, parameter.numel(), 0),) if runs is None else runs:
+        for run in (UpdateRange(0, parameter.numel(), 0),) if runs is None else runs:
             self._step.fill_(update.step - update.skipped - run.missed)
             for start in range(run.start, run.stop, self._elements):
                 part = slice(start, min(start + self._elements, run.stop))

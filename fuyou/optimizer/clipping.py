@@ -49,7 +49,7 @@ def speculation_obstacle(*, single_slot: bool, commit_every: int, ranks: int) ->
 
 
 @dataclass(frozen=True)
-class Strikes:
+class ClipStatistics:
     """How often clipping has struck in a run."""
 
     clipped: int = 0
@@ -64,7 +64,7 @@ class Strikes:
         return (self.clipped + 1) / (self.steps + 8)
 
     @staticmethod
-    def of_run(folders: Iterable[Path]) -> "Strikes":
+    def of_run(folders: Iterable[Path]) -> "ClipStatistics":
         """What a run's manifest says, which lies in one of ``folders``; nothing if it cannot be read."""
         for folder in folders:
             try:
@@ -72,5 +72,5 @@ class Strikes:
             except (FinetuneError, OSError):
                 continue
             if content is not None:
-                return Strikes(content.get("clipped", 0), content.get("step", 0))
-        return Strikes()
+                return ClipStatistics(content.get("clipped", 0), content.get("step", 0))
+        return ClipStatistics()

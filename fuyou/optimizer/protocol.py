@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.store import Pace
+from common.store import IoThrottle
 from common.store.store import Io
 from fuyou.layout.record import Kind
 from fuyou.layout.share import ALONE, Share
@@ -57,7 +57,7 @@ class Setup:
     """What of every record is this process's. Parameters that other nodes have a part in, the engine writes."""
     resident: list[int] = field(default_factory=list)
     """Records whose states stay in memory once they have been read."""
-    pace: Pace | None = None
+    pace: IoThrottle | None = None
     """Makes the drives look slower."""
 
 

@@ -12,7 +12,7 @@ from fuyou.layout.record import Precision
 from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner.evaluate import Candidate, Evaluator
 from fuyou.planner.machine import Machine
-from fuyou.planner.run_plan import Plan, missing_space, quick, ssd_bytes
+from fuyou.planner.run_plan import RunPlan, missing_space, quick, ssd_bytes
 from fuyou.planner.training import Training
 from fuyou.schedule.tasks import Resource
 
@@ -45,7 +45,7 @@ class RarerCommits:
     """Until the drives' warranted writes are used up; None if nobody says how many these are."""
 
 
-def rarer_commits(base: Plan, every: int = 8) -> RarerCommits | None:
+def rarer_commits(base: RunPlan, every: int = 8) -> RarerCommits | None:
     """What it would bring to commit every N-th step only; None where no record lives in host memory: nothing then."""
     if base.memory is None or not base.memory.resident:
         return None
@@ -64,7 +64,7 @@ def rarer_commits(base: Plan, every: int = 8) -> RarerCommits | None:
     return RarerCommits(every, seconds, per_day, endurance / per_day if endurance is not None and per_day else None)
 
 
-def clipping_cost(base: Plan) -> float | None:
+def clipping_cost(base: RunPlan) -> float | None:
     """How many times as long a step takes on average because of clipping by the global norm."""
     if not base.training.clips or base.memory is None:
         return None
@@ -98,7 +98,7 @@ def largest_batch(training: Training, machine: Machine) -> int:
     return low
 
 
-def best_changes(base: Plan, count: int = 2) -> list[Change]:
+def best_changes(base: RunPlan, count: int = 2) -> list[Change]:
     """The changes that help most, best first: each by planning again."""
     found = []
     for what, other, machine in _changes(base):
@@ -114,7 +114,7 @@ def best_changes(base: Plan, count: int = 2) -> list[Change]:
     return [change for _, change in sorted(found, key=lambda pair: -pair[0])[:count]]
 
 
-def _tokens_per_second(base: Plan, training: Training, machine: Machine) -> float | None:
+def _tokens_per_second(base: RunPlan, training: Training, machine: Machine) -> float | None:
     """Of a plan like ``base``; None if it does not fit."""
     fraction = base.deferred_fraction if base.deferred_fraction < 1 else 0.0  # all: only because of clipping
     way = base.clip_by if base.clip_by in training.clip_ways else training.clip_ways[0]
@@ -129,7 +129,7 @@ def _tokens_per_second(base: Plan, training: Training, machine: Machine) -> floa
     return training.tokens / best.step_seconds
 
 
-def _changes(base: Plan) -> Iterator[tuple[str, Training, Machine]]:
+def _changes(base: RunPlan) -> Iterator[tuple[str, Training, Machine]]:
     """What might help, as far as it touches what bounds the step (or anything, if nothing fits)."""
     job, machine, rates = base.training, base.machine, base.machine.rates
 

@@ -6,11 +6,11 @@ from typing import Any
 from common.errors import UserError
 from fuyou.config import EngineConfig
 from fuyou.optimizer.clipping import ClipBy
-from fuyou.planner.context import Prospect
+from fuyou.planner.context import PlannerContext
 from fuyou.planner.evaluate import Evaluator
-from fuyou.planner.machine import Links, one_of_several, profiled_machine
+from fuyou.planner.machine import RankLinks, one_of_several, profiled_machine
 from fuyou.planner.run_plan import most_clipped, search
-from fuyou.recompute.policy import Keeping
+from fuyou.recompute.policy import ActivationPolicy
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Choice:
 
     micro_batch: int
     deferred_fraction: float
-    keeping: Keeping
+    keeping: ActivationPolicy
     clip_by: ClipBy
     most_clipped: float
     """Share of the steps up to which speculation takes less time than deferral, where there was a choice."""
@@ -43,11 +43,11 @@ class Choice:
     def from_dict(cls, told: dict[str, Any]) -> "Choice":
         """Undo :meth:`to_dict`."""
         operators = tuple((name, ordinal) for name, ordinal in told["keeping"]["operators"])
-        keeping = Keeping(operators, told["keeping"]["layers"])
+        keeping = ActivationPolicy(operators, told["keeping"]["layers"])
         return cls(**{**told, "keeping": keeping, "clip_by": ClipBy(told["clip_by"])})
 
 
-def choose(prospect: Prospect, links: Links | None = None) -> Choice | None:
+def choose(prospect: PlannerContext, links: RankLinks | None = None) -> Choice | None:
     """The fastest way to run what is about to run here, by the profile that is kept of this machine and model.
 
     Only what leaves every number as it is: the micro-batch is the one that the memory plan would take anyway. Nothing

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from common.errors import UserError
-from fuyou.planner import Choice, Links, Prospect, choose
+from fuyou.planner import Choice, PlannerContext, RankLinks, choose
 from fuyou.ranks.agreement import Agreement
 from fuyou.ranks.collectives import gather
-from fuyou.ranks.topology import Topology
+from fuyou.ranks.topology import ClusterTopology
 from fuyou.runtime.devices import Device
 from fuyou.runtime.emulated import EmulatedDevice
 
@@ -23,7 +23,7 @@ _FIRST_BYTES, _MOST_BYTES = 1 << 20, 64 << 20
 _SECONDS = 0.25
 
 
-def choose_together(prospect: Prospect, topology: Topology, agreement: Agreement) -> Choice | None:
+def choose_together(prospect: PlannerContext, topology: ClusterTopology, agreement: Agreement) -> Choice | None:
     """What :func:`fuyou.planner.choose` says on rank 0, on every rank. Collective.
 
     Args:
@@ -38,13 +38,13 @@ def choose_together(prospect: Prospect, topology: Topology, agreement: Agreement
     return None if told is None else Choice.from_dict(told)
 
 
-def _is_profiled(prospect: Prospect) -> bool:
+def _is_profiled(prospect: PlannerContext) -> bool:
     with contextlib.suppress(UserError):  # the engine will say what does not fit
         return prospect.profile is not None
     return False
 
 
-def measure_links(topology: Topology, device: Device, agreement: Agreement) -> Links:
+def measure_links(topology: ClusterTopology, device: Device, agreement: Agreement) -> RankLinks:
     """The slowest link of each level, and what an exchange takes beside its bytes. Collective; takes a second at most
     on a network of 1 Gbit/s.
 
@@ -66,7 +66,7 @@ def measure_links(topology: Topology, device: Device, agreement: Agreement) -> L
     if emulated is not None:
         rates = [rate or float("inf") for rate in (emulated.inside_bytes_per_second, emulated.across_bytes_per_second)]
     inside, across = rates
-    return Links(inside, across, max(messages))
+    return RankLinks(inside, across, max(messages))
 
 
 def _seconds(group: dist.ProcessGroup, device: Device, nbytes: int, rounds: int, agreement: Agreement) -> float:

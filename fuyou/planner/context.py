@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from fuyou.planner.profiling import Profile, Workload, load
+from fuyou.planner.profiling import Profile, ProfiledWorkload, load
 from fuyou.planner.training import Training
 from fuyou.runtime.devices import Device
 from fuyou.schedule.memory_plan import MemoryPlan, MemoryPlanner
 
 
 @dataclass(frozen=True)
-class Prospect:
+class PlannerContext:
     """The run, where it would run, and what follows from these: worked out when it is first asked for, once.
 
     All that follows raises ``UserError`` where not even one block fits the budgets.
@@ -34,10 +34,10 @@ class Prospect:
         return planner.plan(training.rows, training.seq_len, training.micro_batch)
 
     @cached_property
-    def workload(self) -> Workload:
+    def workload(self) -> ProfiledWorkload:
         """What is to be measured for it: the micro-batch that it would have here."""
         training = self.training
-        return Workload.planned(training.config, training.shape.precision, self.memory, self.directories)
+        return ProfiledWorkload.planned(training.config, training.shape.precision, self.memory, self.directories)
 
     @cached_property
     def profile(self) -> Profile | None:

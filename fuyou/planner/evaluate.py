@@ -13,10 +13,10 @@ from fuyou.layout.deferred import interleaved
 from fuyou.layout.model_layout import Recomputation
 from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner.machine import Machine
-from fuyou.planner.simulator import Rates, Simulation, simulate
+from fuyou.planner.simulator import Simulation, TaskRates, simulate
 from fuyou.planner.training import Training
 from fuyou.recompute.block_trace import BlockTrace, Operator
-from fuyou.recompute.policy import Keeping, KeepingPlan, keep_of, roofline, trace_block, worth_keeping
+from fuyou.recompute.policy import ActivationPlanner, ActivationPolicy, keep_of, roofline, trace_block, worth_keeping
 from fuyou.schedule.memory_plan import Batch, MemoryPlan, MemoryPlanner
 from fuyou.schedule.tasks import Resource, StepList
 
@@ -25,7 +25,7 @@ _MOST_TASKS = 640
 #: Steps until one is like the next: two, with deferred updates one more, and another one where what is written from
 #: host memory, when a step has been committed, is what the step after the next waits for.
 _STEPS, _STEPS_WRITING_LATE = 3, 4
-NOTHING = Keeping((), 0)
+NOTHING = ActivationPolicy((), 0)
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Candidate:
     micro_rows: int | None
     """None takes what the memory plan prefers."""
     deferred_fraction: float
-    keeping: Keeping = NOTHING
+    keeping: ActivationPolicy = NOTHING
     clip_by: ClipBy = ClipBy.DEFERRAL
     """How gradients are clipped, if they are."""
 
@@ -77,7 +77,7 @@ class Evaluator:
     def __init__(self, training: Training, machine: Machine):
         self.training = training
         self.machine = machine
-        self._keeping: dict[Keeping, KeepingPlan] = {}
+        self._keeping: dict[ActivationPolicy, ActivationPlanner] = {}
         self._known: dict[tuple[Candidate, bool], Evaluation | UserError] = {}
 
     def evaluate(self, candidate: Candidate, *, merged: bool = True) -> Evaluation:
@@ -120,11 +120,11 @@ class Evaluator:
         """Records whose gradients stay until the step has ended."""
         return frozenset(self.training.shape.trainable) if self.speculative(candidate) else self.deferred(candidate)
 
-    def keeping(self, candidate: Candidate) -> KeepingPlan:
+    def keeping(self, candidate: Candidate) -> ActivationPlanner:
         """What ``candidate`` keeps for the backward pass, for any batch."""
         wanted = candidate.keeping
         if wanted not in self._keeping:
-            self._keeping[wanted] = KeepingPlan(
+            self._keeping[wanted] = ActivationPlanner(
                 self.training.stack, self._kernels, self.training.shape.precision.dtype, wanted
             )
         return self._keeping[wanted]
@@ -139,7 +139,7 @@ class Evaluator:
             return None
 
     @cached_property
-    def rates(self) -> Rates:
+    def rates(self) -> TaskRates:
         """The machine's, with the device's in FLOPs as the task list counts them: 2 per parameter and token."""
         machine, training = self.machine, self.training
         if self._operator_seconds is not None:
@@ -289,7 +289,7 @@ def merge_micro_batches(plan: MemoryPlan, layers: int) -> MemoryPlan:
     )  # fmt: skip
 
 
-def busy_seconds(tasks: StepList, rates: Rates) -> dict[Resource, float]:
+def busy_seconds(tasks: StepList, rates: TaskRates) -> dict[Resource, float]:
     """Seconds for which the tasks of a step keep each resource busy: no step is shorter than the largest of them."""
     moved = dict.fromkeys(Resource, 0.0)
     for task in tasks.tasks:
@@ -305,7 +305,7 @@ def busy_seconds(tasks: StepList, rates: Rates) -> dict[Resource, float]:
     }
 
 
-def _network_seconds(tasks: StepList, moved: dict[Resource, float], rates: Rates) -> dict[Resource, float]:
+def _network_seconds(tasks: StepList, moved: dict[Resource, float], rates: TaskRates) -> dict[Resource, float]:
     """The same of what connects ranks; nothing of that, where there is one."""
     result = {}
     for resource, rate in (

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from common.hardware.presets import DrivePreset, GpuPreset
 from common.units import format_bytes
 from fuyou.planner.profiling import Profile
-from fuyou.planner.simulator import Rates
+from fuyou.planner.simulator import TaskRates
 
 #: Device memory that CUDA's context, its libraries and the allocator's slack take: the engine leaves as much.
 LIBRARY_BYTES = 512 << 20
@@ -26,13 +26,13 @@ EXCHANGE_SECONDS = 100e-6
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates and room of one computer."""
+    """TaskRates and room of one computer."""
 
     device: str
     """What computes, for people."""
     drives: str
     """What stores, for people."""
-    rates: Rates
+    rates: TaskRates
     """``read_`` and ``write_bytes_per_second`` are those of all drives together, writes sustained."""
     device_bytes: int
     """Device memory that a run may use; on a CPU this is a part of the host's."""
@@ -71,7 +71,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Links:
+class RankLinks:
     """What connects a rank to the others, while all of them use theirs."""
 
     inside_bytes_per_second: float
@@ -84,7 +84,7 @@ class Links:
     """What was assumed for want of a measurement, for people."""
 
     @staticmethod
-    def assumed(machine: Machine, ranks_per_node: int, network_bytes_per_second: float) -> "Links":
+    def assumed(machine: Machine, ranks_per_node: int, network_bytes_per_second: float) -> "RankLinks":
         """Those of a cluster of such machines.
 
         Args:
@@ -93,13 +93,13 @@ class Links:
         assumptions = [f"an exchange between ranks takes {EXCHANGE_SECONDS * 1e6:.0f} microseconds beside its bytes"]
         if ranks_per_node > 1:
             assumptions.append("the GPUs of a node exchange data as fast as they do with the host")
-        return Links(
+        return RankLinks(
             min(machine.rates.upload_bytes_per_second, machine.rates.download_bytes_per_second),
             network_bytes_per_second / ranks_per_node, EXCHANGE_SECONDS, tuple(assumptions),
         )  # fmt: skip
 
 
-def one_of_several(machine: Machine, ranks_per_node: int, links: Links) -> Machine:
+def one_of_several(machine: Machine, ranks_per_node: int, links: RankLinks) -> Machine:
     """What one rank has of its node in a cluster of such machines, each with ``ranks_per_node`` devices.
 
     Drives, host memory and optimizer are shared by the ranks of a node, which use them alike.
@@ -160,7 +160,7 @@ def preset_machine(
         if adam_parameters_per_second is None:
             assumptions.append(f"host memory moves {host_bandwidth / 1e9:.0f} GB/s, which bounds Adam")
     adam = adam_parameters_per_second or host_bandwidth / MEMORY_BYTES_PER_PARAMETER
-    rates = Rates(
+    rates = TaskRates(
         flops,
         gpu.upload_bytes_per_second,
         gpu.download_bytes_per_second,

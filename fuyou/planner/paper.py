@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from common.units import format_bytes
-from fuyou.layout.model_layout import BatchShape, BufferCounts, StepShape
+from fuyou.layout.model_layout import BatchShape, BufferCounts, ModelLayout
 from fuyou.layout.record import Precision
 from fuyou.layout.visits import Phase
 from fuyou.planner.evaluate import Evaluator, busy_seconds
 from fuyou.planner.machine import Machine
-from fuyou.planner.run_plan import Plan, missing_space
-from fuyou.planner.simulator import Rates, Simulation, Simulator
+from fuyou.planner.run_plan import RunPlan, missing_space
+from fuyou.planner.simulator import Simulation, Simulator, TaskRates
 from fuyou.planner.training import Training
 from fuyou.schedule.memory_plan import Batch, MemoryPlan
 from fuyou.schedule.scheduler import Scheduler
@@ -78,7 +78,7 @@ class PaperScheme:
     4.3 says otherwise, but its throughputs say so: with two, 175B on an RTX 4090 would reach 99 TFLOP/s, not 86."""
 
     @property
-    def shape(self) -> StepShape:
+    def shape(self) -> ModelLayout:
         precision = self.training.shape.precision
         return self.training.shape.with_precision(PaperPrecision(precision.dtype, precision.optimizer_dtype))
 
@@ -87,7 +87,7 @@ class PaperScheme:
         return self.update_groups or (1 if self.overlaps else 2)
 
     @cached_property
-    def rates(self) -> Rates:
+    def rates(self) -> TaskRates:
         """The machine's, attention counted."""
         return Evaluator(self.training, self.machine).rates
 
@@ -246,14 +246,14 @@ class PaperScheme:
         simulator = Simulator(shape.records, rates, plan.ring_chunks, plan.chunk_elements)
         return simulator.run(lists), lists[-1]
 
-    def plan(self) -> Plan:
+    def plan(self) -> RunPlan:
         """As :func:`fuyou.planner.run_plan` gives it for our scheme."""
         missing = self.missing()
         if missing:
-            return Plan(self.training, self.machine, "fuyou", missing, ssd_bytes=self.ssd_bytes)
+            return RunPlan(self.training, self.machine, "fuyou", missing, ssd_bytes=self.ssd_bytes)
         swap, memory = self.swap(), self.memory()
         simulation, tasks = self.simulate(swap)
-        return Plan(
+        return RunPlan(
             self.training, self.machine, "fuyou", memory=memory, kept_activation_bytes=swap.nbytes,
             step_seconds=simulation.step_seconds(), busy=busy_seconds(tasks, self.rates), tasks=tasks,
             simulation=simulation, saved_flops=swap.saved_flops, ssd_bytes=self.ssd_bytes,

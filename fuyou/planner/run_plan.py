@@ -11,7 +11,7 @@ from fuyou.planner.evaluate import NOTHING, Candidate, Evaluation, Evaluator
 from fuyou.planner.machine import Machine
 from fuyou.planner.simulator import Simulation
 from fuyou.planner.training import Training
-from fuyou.recompute.policy import Keeping, keepable
+from fuyou.recompute.policy import ActivationPolicy, keepable
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.tasks import Resource, StepList
 
@@ -27,7 +27,7 @@ WORTH = 0.002
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """What a run will take and how fast it will be. Of a run that does not fit: what is missing."""
 
     training: Training
@@ -37,7 +37,7 @@ class Plan:
     missing: tuple[str, ...] = ()
     """What it lacks, in sentences; empty if it fits."""
     memory: MemoryPlan | None = None
-    keeping: Keeping = NOTHING
+    keeping: ActivationPolicy = NOTHING
     """Which operator outputs are kept for the backward pass."""
     deferred_fraction: float = 0.0
     clip_by: ClipBy | None = None
@@ -186,7 +186,7 @@ def gpu_bound_tokens(training: Training, machine: Machine) -> float:
     return rates.flops_per_second / 8 * seconds_per_parameter * share.world_size
 
 
-def plan(training: Training, machine: Machine) -> Plan:
+def plan(training: Training, machine: Machine) -> RunPlan:
     """The fastest way to run ``training`` on ``machine`` that fits, by simulation of the task lists that would be run.
 
     A run that does not fit gives a plan that says what is missing.
@@ -195,13 +195,13 @@ def plan(training: Training, machine: Machine) -> Plan:
     try:
         best = search(evaluator)
     except UserError as error:
-        return Plan(training, machine, missing=(str(error),), ssd_bytes=training.record_bytes)
+        return RunPlan(training, machine, missing=(str(error),), ssd_bytes=training.record_bytes)
     compared_seconds = best.step_seconds
     if best.memory.batch.micro_batches > 1:
         best = evaluator.evaluate(best.candidate, merged=False)
     needed = ssd_bytes(evaluator, best)
     missing, speculates = missing_space(needed, machine), evaluator.speculative(best.candidate)
-    return Plan(
+    return RunPlan(
         training, machine, missing=missing, memory=best.memory, keeping=best.candidate.keeping,
         deferred_fraction=1.0 if training.clips and not speculates else best.candidate.deferred_fraction,
         clip_by=best.candidate.clip_by if training.clips else None, clipped_seconds=best.clipped_seconds,
@@ -295,14 +295,14 @@ def _search_keeping(evaluator: Evaluator, best: Evaluation) -> Evaluation:
         return best
     taken = 0
     for number, operators in enumerate(choices, 1):
-        better = _better(evaluator, best, replace(best.candidate, keeping=Keeping(operators, layers)))
+        better = _better(evaluator, best, replace(best.candidate, keeping=ActivationPolicy(operators, layers)))
         if better is best:
             break
         best, taken = better, number
     # A few of the larger sets, in some of the blocks: the last outputs that are worth keeping save the most in all.
     for number in sorted({taken, (taken + len(choices)) // 2, len(choices) - 1} - {len(choices)}):
         for quarters in (1, 2, 3):
-            keeping = Keeping(choices[number], max(1, layers * quarters // 4))
+            keeping = ActivationPolicy(choices[number], max(1, layers * quarters // 4))
             best = _better(evaluator, best, replace(best.candidate, keeping=keeping))
     return best
 

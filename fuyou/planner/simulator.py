@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from common.intervals import Interval
-from fuyou.layout.model_layout import FULL_RECOMPUTATION, BatchShape, Recomputation, StepShape
+from fuyou.layout.model_layout import FULL_RECOMPUTATION, BatchShape, ModelLayout, Recomputation
 from fuyou.layout.record import Precision, Record
 from fuyou.layout.visits import Phase
 from fuyou.planner.contention import Contention
@@ -31,7 +31,7 @@ _MOST_CHUNKS, _CHUNK_PIECES = 8, 2
 
 
 @dataclass(frozen=True)
-class Rates:
+class TaskRates:
     """What a machine can do, in the units of tasks' costs."""
 
     flops_per_second: float
@@ -310,7 +310,7 @@ class Simulator:
         ring_chunks, chunk_elements: the optimizer's state buffers.
     """
 
-    def __init__(self, records: Sequence[Record], rates: Rates, ring_chunks: int, chunk_elements: int):
+    def __init__(self, records: Sequence[Record], rates: TaskRates, ring_chunks: int, chunk_elements: int):
         self.records, self.rates = records, rates
         largest = max(record.owned for record in records)
         scale = max(1, -(-largest // (chunk_elements * _MOST_CHUNKS)))
@@ -485,9 +485,9 @@ class Simulator:
 
 
 def simulate(
-    shape: StepShape,
+    shape: ModelLayout,
     plan: MemoryPlan,
-    rates: Rates,
+    rates: TaskRates,
     deferred: Collection[int] = (),
     steps: int = 6,
     hold: bool = False,

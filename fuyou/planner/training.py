@@ -13,13 +13,13 @@ from common.models.presets import load_config
 from common.models.vision.towers import DEFAULT_FREEZING, TowerFreezing
 from fuyou.config import EngineConfig
 from fuyou.layout.frozen_weights import FrozenDtype
-from fuyou.layout.model_layout import StepShape
+from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Precision
 from fuyou.layout.share import Share
 from fuyou.model.open_model import OpenModel
 from fuyou.model.streamed_model import StreamedModel
-from fuyou.optimizer.clipping import ClipBy, Strikes, speculation_obstacle
-from fuyou.recompute.policy import Keeping
+from fuyou.optimizer.clipping import ClipBy, ClipStatistics, speculation_obstacle
+from fuyou.recompute.policy import ActivationPolicy
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Training:
     config: PreTrainedConfig
     stack: StreamedModel
     """The model, on the meta device."""
-    shape: StepShape
+    shape: ModelLayout
     rows: int
     """Sequences per step, of each rank where there are several."""
     seq_len: int
@@ -48,12 +48,12 @@ class Training:
     """None leaves it to the planner."""
     host_cache: int | None = None
     """Most bytes of host memory for what is only kept there to save reading and writing it; None: what is left."""
-    keeping: Keeping | None = None
+    keeping: ActivationPolicy | None = None
     """Which operator outputs are kept for the backward pass; None leaves it to the planner."""
     commit_every: int = 1
     clip_by: ClipBy | None = None
     """How gradients are clipped, if they are; None leaves it to the planner."""
-    clipped_share: float = Strikes().share
+    clipped_share: float = ClipStatistics().share
     """Of the steps, in which clipping is expected to strike; 0 where the norm only tells what is not finite."""
 
     @property
@@ -109,7 +109,7 @@ class Training:
 
 
 def training_of_run(
-    config: EngineConfig, model: OpenModel, shape: StepShape, batch_shape: tuple[int, int], strikes: Strikes
+    config: EngineConfig, model: OpenModel, shape: ModelLayout, batch_shape: tuple[int, int], strikes: ClipStatistics
 ) -> Training:
     """Return a run of the engine as the planner knows it, which may choose what was left open.
 
@@ -135,7 +135,7 @@ def training_of_run(
         micro_batch=config.micro_batch,
         deferred_fraction=config.deferred_fraction or None,
         host_cache=config.host_cache,
-        keeping=config.kept_activations if isinstance(config.kept_activations, Keeping) else None,
+        keeping=config.kept_activations if isinstance(config.kept_activations, ActivationPolicy) else None,
         commit_every=config.commit_every,
         clip_by=config.clip_by,
         clipped_share=0.0 if config.max_grad_norm == math.inf else strikes.share,
@@ -159,7 +159,7 @@ def describe_training(
     router_loss: str = "auto",
     commit_every: int = 1,
     clip_by: ClipBy | None = None,
-    clipped_share: float = Strikes().share,
+    clipped_share: float = ClipStatistics().share,
 ) -> Training:
     """Look at a model without its weights: half a second for 160 layers. (Of a compressed checkpoint whose bytes are to
     be kept, what its files say they hold is read, too.)

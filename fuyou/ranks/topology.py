@@ -21,7 +21,7 @@ class Groups(Protocol):
         ...
 
 
-class Topology(Protocol):
+class ClusterTopology(Protocol):
     """A cluster of ``nodes`` machines with ``ranks_per_node`` ranks each, numbered node by node, as a rank sees it."""
 
     nodes: int
@@ -40,7 +40,7 @@ class Topology(Protocol):
         ...
 
 
-def share_of(topology: Topology | None) -> Share:
+def share_of(topology: ClusterTopology | None) -> Share:
     """What of every record is this rank's."""
     if topology is None:
         return Share()

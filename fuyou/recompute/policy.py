@@ -1,6 +1,6 @@
 """Which operator outputs are worth keeping from the forward pass until the backward pass: planned without a device.
 
-A block's input is always kept, and the rest of its forward pass is computed again. Keeping an output beyond that saves
+A block's input is always kept, and the rest of its forward pass is computed again. Saving an output beyond that saves
 what only it is made from, and costs its bytes on the way out and back. Fuyou's swap benefit factor (equation 12: FLOPs
 over swap time, by a table of a GPT's four linear layers) is taken here from the operators that a block of any model
 runs, and from what a recomputation needs anyway: leaving out a result that the backward pass never reads costs nothing.
@@ -36,7 +36,7 @@ Cost = Callable[[Operator], float]
 
 
 @dataclass(frozen=True)
-class KeepableOutput:
+class SavableOutput:
     """The outputs of one operator call of a block, for one micro-batch, and what keeping them is worth.
 
     A call with several outputs (attention and its log-sum-exp) is kept whole or not at all.
@@ -64,26 +64,26 @@ class KeepableOutput:
 
 
 @dataclass(frozen=True)
-class Keepable:
+class SavableOutputs:
     """Everything that is worth keeping of one block and one micro-batch."""
 
-    outputs: tuple[KeepableOutput, ...]
+    outputs: tuple[SavableOutput, ...]
     """Best first."""
     forward_flops: float
     """Of the block's forward pass, attention included."""
     unneeded_flops: float
     """Of those, what no backward pass needs: saved by every recomputation, at no byte."""
 
-    def choose(self, nbytes: float) -> "Keep":
+    def choose(self, nbytes: float) -> "SavedOutputs":
         """The longest beginning of the list that fits into ``nbytes``."""
-        chosen: list[KeepableOutput] = []
+        chosen: list[SavableOutput] = []
         room = nbytes
         for output in self.outputs:
             room -= output.nbytes
             if room < 0:
                 break
             chosen.append(output)
-        return Keep(
+        return SavedOutputs(
             tuple((output.operator, output.ordinal) for output in chosen),
             sum(output.nbytes for output in chosen),
             self.unneeded_flops + sum(output.saved_flops for output in chosen),
@@ -97,7 +97,7 @@ class Keepable:
 
 
 @dataclass(frozen=True)
-class Keep:
+class SavedOutputs:
     """The operator calls of a block whose outputs are kept, for one micro-batch."""
 
     operators: tuple[tuple[str, int], ...]
@@ -120,7 +120,7 @@ def roofline(operator: Operator) -> float:
     return max(operator.flops, FLOPS_PER_BYTE * operator.moved_bytes)
 
 
-def keepable(trace: BlockTrace, rows: int = 1, cost: Cost = roofline) -> Keepable:
+def keepable(trace: BlockTrace, rows: int = 1, cost: Cost = roofline) -> SavableOutputs:
     """What of a block is worth keeping, best first.
 
     Greedy: again and again the call that saves the most per byte, given those before it; of equal ones, the one that
@@ -138,7 +138,7 @@ def keepable(trace: BlockTrace, rows: int = 1, cost: Cost = roofline) -> Keepabl
     if len(candidates) > MOST_CANDIDATES:
         candidates = set()
     kept: frozenset[int] = frozenset()
-    chosen: list[KeepableOutput] = []
+    chosen: list[SavableOutput] = []
     while True:
         best, best_rank, best_needed = -1, (0.0, len(needed)), needed
         total = sum(costs[index] for index in needed)
@@ -153,7 +153,7 @@ def keepable(trace: BlockTrace, rows: int = 1, cost: Cost = roofline) -> Keepabl
         operator = trace.operators[best]
         saved = needed - best_needed
         chosen.append(
-            KeepableOutput(
+            SavableOutput(
                 operator.name,
                 operator.ordinal,
                 len(operator.outputs),
@@ -164,7 +164,7 @@ def keepable(trace: BlockTrace, rows: int = 1, cost: Cost = roofline) -> Keepabl
             )
         )
         kept, needed = kept | {best}, best_needed
-    return Keepable(tuple(chosen), rows * trace.flops(), rows * unneeded)
+    return SavableOutputs(tuple(chosen), rows * trace.flops(), rows * unneeded)
 
 
 def worth_keeping(trace: BlockTrace) -> list[tuple[str, int]]:
@@ -202,7 +202,7 @@ def _trace_block(stack: StreamedModel, seq_len: int, device: str, dtype: torch.d
     return tracer.finish(result if isinstance(result, torch.Tensor) else result[0])
 
 
-def keep_of(trace: BlockTrace, operators: Collection[tuple[str, int]], rows: int = 1) -> Keep:
+def keep_of(trace: BlockTrace, operators: Collection[tuple[str, int]], rows: int = 1) -> SavedOutputs:
     """What keeping the outputs of these calls comes to.
 
     Raises:
@@ -216,20 +216,20 @@ def keep_of(trace: BlockTrace, operators: Collection[tuple[str, int]], rows: int
         indices.append(index)
     saved = trace.flops() - trace.flops(trace.required(frozenset(indices)))
     nbytes = sum(trace.operators[index].nbytes for index in indices)
-    return Keep(tuple(operators), rows * nbytes, rows * saved, rows * trace.flops())
+    return SavedOutputs(tuple(operators), rows * nbytes, rows * saved, rows * trace.flops())
 
 
 @dataclass(frozen=True)
-class Keeping:
+class ActivationPolicy:
     """What a run keeps beyond block inputs: the outputs of some operators, in some of the blocks."""
 
     operators: tuple[tuple[str, int], ...]
-    """Name and ordinal of each call, as :class:`KeepableOutput` has them."""
+    """Name and ordinal of each call, as :class:`SavableOutput` has them."""
     layers: int
     """In how many of the blocks."""
 
 
-class KeepingPlan:
+class ActivationPlanner:
     """Says for any batch what a run keeps, and what that saves.
 
     Args:
@@ -240,10 +240,10 @@ class KeepingPlan:
             micro-batch.
     """
 
-    def __init__(self, stack: StreamedModel, device: str, dtype: torch.dtype, wanted: Keeping | int):
+    def __init__(self, stack: StreamedModel, device: str, dtype: torch.dtype, wanted: ActivationPolicy | int):
         self._stack, self._device, self._dtype, self._wanted = stack, device, dtype, wanted
         layers = len(stack.blocks)
-        count = wanted.layers if isinstance(wanted, Keeping) else layers if wanted else 0
+        count = wanted.layers if isinstance(wanted, ActivationPolicy) else layers if wanted else 0
         if not 0 <= count <= layers:
             raise UserError(f"Outputs cannot be kept in {count} blocks: this model has {layers}.")
         #: The blocks that keep outputs: evenly spread, so that the traffic is too. (Simulated, 13B with a quarter to
@@ -251,7 +251,7 @@ class KeepingPlan:
         self.layers = spread(range(layers), count)
         self._traces: dict[int, BlockTrace | None] = {}
 
-    def keep(self, rows: int, seq_len: int) -> Keep:
+    def keep(self, rows: int, seq_len: int) -> SavedOutputs:
         """Of one layer and a micro-batch of ``rows`` x ``seq_len`` tokens.
 
         Raises:
@@ -259,10 +259,10 @@ class KeepingPlan:
         """
         trace = self._trace(seq_len)
         if trace is None:
-            return Keep((), 0, 0.0, 0.0)
+            return SavedOutputs((), 0, 0.0, 0.0)
         if not self._wanted:
             return keep_of(trace, (), rows)
-        if isinstance(self._wanted, Keeping):
+        if isinstance(self._wanted, ActivationPolicy):
             return keep_of(trace, self._wanted.operators, rows)
         return keepable(trace, rows).choose(self._wanted)
 

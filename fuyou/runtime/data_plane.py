@@ -15,10 +15,10 @@ import torch
 
 from common.memory.buffers import HostBuffer
 from common.memory.heap import Heap
-from common.store import Extent, Layout, Pace, Store, remove
+from common.store import Extent, IoThrottle, Layout, Store, remove
 from common.store.checksums import Sums
 from fuyou.layout.checksums import RecordSums, sealed_name
-from fuyou.layout.model_layout import StepShape
+from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Kind, Record, RecordExtents
 from fuyou.optimizer.absent_gradients import MissedUpdates
 from fuyou.optimizer.adam import Update
@@ -34,7 +34,7 @@ from fuyou.optimizer.protocol import (
     WriteRecord,
     Written,
 )
-from fuyou.ranks.topology import Topology
+from fuyou.ranks.topology import ClusterTopology
 from fuyou.runtime.devices import Device, optimizer_threads
 from fuyou.runtime.executor import ELSEWHERE, Executor, Handler
 from fuyou.runtime.rank_handlers import RankHandlers
@@ -85,7 +85,7 @@ class DataPlane:
 
     def __init__(
         self,
-        shape: StepShape,
+        shape: ModelLayout,
         plan: MemoryPlan,
         device: Device,
         store: Store,
@@ -97,11 +97,11 @@ class DataPlane:
         update_of: Callable[[int], Update],
         spill_gradients: bool,
         resident: Collection[int] = (),
-        pace: Pace | None = None,
+        pace: IoThrottle | None = None,
         locks: Sequence[int] = (),
         sums: RecordSums | None = None,
         missed: MissedUpdates | None = None,
-        topology: Topology | None = None,
+        topology: ClusterTopology | None = None,
     ):
         self._sums = RecordSums(shape.records, extents) if sums is None else sums
         self._missed = MissedUpdates(shape.records, {}) if missed is None else missed

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from common.errors import UserError
-from common.store import Pace
+from common.store import IoThrottle
 from common.units import format_bytes, parse_bytes
 from fuyou.layout.visits import BEFORE_HEAD_PHASES, FORWARD_PHASES, Phase
 from fuyou.runtime.executor import Executor
@@ -39,7 +39,7 @@ class EmulatedSpec:
     memory_bytes: int
     link_bytes_per_second: float
     """To the device and from it, each."""
-    pace: Pace | None = None
+    pace: IoThrottle | None = None
     """Of each directory's drive; None leaves the drives as they are."""
     inside_bytes_per_second: float | None = None
     """From a rank to the others of its node, where there are several ranks."""
@@ -65,7 +65,7 @@ class EmulatedSpec:
         if missing or ("ssd_read" in fields) != ("ssd_write" in fields):
             raise UserError(f"Device {text!r} lacks {', '.join(missing) or 'one of the two SSD rates'}. {_USAGE}")
         tflops, norm = (_number(name, fields.get(name, "0"), text) for name in ("tflops", "norm"))
-        pace = Pace(_rate(fields["ssd_read"]), _rate(fields["ssd_write"])) if "ssd_read" in fields else None
+        pace = IoThrottle(_rate(fields["ssd_read"]), _rate(fields["ssd_write"])) if "ssd_read" in fields else None
         inside, across = (_rate(fields[name]) if name in fields else None for name in ("inside", "across"))
         spec = EmulatedSpec(
             tflops * 1e12, parse_bytes(fields["memory"]), _rate(fields["link"]), pace, inside, across, norm

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from fuyou.optimizer.gradient_sum import sum_of_squares
 from fuyou.ranks.collectives import gather, reduce_scatter
-from fuyou.ranks.topology import Topology
+from fuyou.ranks.topology import ClusterTopology
 from fuyou.runtime.emulated import EmulatedDevice
 from fuyou.runtime.executor import Handler
 from fuyou.schedule.memory_plan import REDUCTION_BYTES
@@ -28,7 +28,7 @@ class RankHandlers:
         topology: who the others are.
     """
 
-    def __init__(self, plane: "DataPlane", topology: Topology):
+    def __init__(self, plane: "DataPlane", topology: ClusterTopology):
         self._plane = plane
         # Here, and not in the lanes' threads: the ranks may have to make them together.
         self._gather_groups, self._reduce_groups = topology.gather_groups, topology.reduce_groups

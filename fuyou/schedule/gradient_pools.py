@@ -6,13 +6,13 @@ As with activations, what is needed soonest stays; what has to leave for another
 from collections.abc import Callable, Hashable
 from typing import Protocol
 
-from fuyou.layout.model_layout import BufferCounts, StepShape
+from fuyou.layout.model_layout import BufferCounts, ModelLayout
 from fuyou.layout.record import Kind, Record
 from fuyou.schedule.buffer_pool import NEVER, Pool
 from fuyou.schedule.tasks import Op, Task
 
 
-class Emit(Protocol):
+class AddTask(Protocol):
     """Appends a task to the list that is being made."""
 
     def __call__(self, op: Op, after: list[Task], **fields: int) -> Task: ...
@@ -27,7 +27,7 @@ class GradientPools:
         emit: appends a task to the step's list.
     """
 
-    def __init__(self, shape: StepShape, counts: BufferCounts, first_use: Callable[[int], int], emit: Emit):
+    def __init__(self, shape: ModelLayout, counts: BufferCounts, first_use: Callable[[int], int], emit: AddTask):
         self._records, self._first_use, self._emit = shape.records, first_use, emit
         self._pools = {
             kind: Pool(f"host gradients ({kind.value})", counts.host_gradients(kind), self._next_use) for kind in Kind

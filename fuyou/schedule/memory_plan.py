@@ -19,7 +19,7 @@ from common.memory.buffers import round_up
 from common.models.vision.memory import NO_IMAGES
 from common.units import format_bytes
 from fuyou.layout.frozen_weights import ROW_ELEMENTS, FrozenDtype
-from fuyou.layout.model_layout import BufferCounts, StepShape
+from fuyou.layout.model_layout import BufferCounts, ModelLayout
 from fuyou.layout.record import PAGE_ELEMENTS, Kind, Record
 from fuyou.layout.resident import resident_records
 from fuyou.model.loss import pass_bytes
@@ -103,7 +103,7 @@ class MemoryPlan:
     resident: tuple[int, ...] = ()
     """Records that live in host memory for the whole run, states included."""
 
-    def spills_gradients(self, shape: StepShape, held: Collection[int]) -> bool:
+    def spills_gradients(self, shape: ModelLayout, held: Collection[int]) -> bool:
         """Whether there is no room on the host for the gradients of all records in ``held``, which stay until the step
         has ended, while others pass through."""
         passing = {Kind.BLOCK: 2, Kind.OUTER: 1, Kind.ADAPTER: 0}
@@ -128,13 +128,13 @@ def activation_elements_per_token(config: PreTrainedConfig) -> float:
     return 20 * hidden + 4 * width
 
 
-def chunk_elements(shape: StepShape) -> int:
+def chunk_elements(shape: ModelLayout) -> int:
     """Elements of the chunks in which states lie on SSD: by the model and the number of ranks alone."""
     wanted = min(LARGEST_CHUNK, max(SMALLEST_CHUNK, _largest_trained(shape).owned // CHUNKS_PER_BLOCK))
     return round_up(min(wanted, max(shape.records[index].owned for index in shape.trainable)), PAGE_ELEMENTS)
 
 
-def _largest_trained(shape: StepShape) -> Record:
+def _largest_trained(shape: ModelLayout) -> Record:
     """The largest record of a block that is trained; if there is none, whatever is."""
     trained = [shape.records[index] for index in shape.trainable]
     return max((r for r in trained if r.kind is Kind.BLOCK), key=lambda r: r.numel, default=trained[-1])
@@ -160,7 +160,7 @@ class MemoryPlanner:
 
     def __init__(
         self,
-        shape: StepShape,
+        shape: ModelLayout,
         config: PreTrainedConfig,
         device_limit: int,
         host_limit: int,

@@ -11,7 +11,7 @@ import bisect
 import itertools
 from collections.abc import Callable, Collection, Hashable, Sequence
 
-from fuyou.layout.model_layout import FULL_RECOMPUTATION, BatchShape, BufferCounts, Recomputation, StepShape
+from fuyou.layout.model_layout import FULL_RECOMPUTATION, BatchShape, BufferCounts, ModelLayout, Recomputation
 from fuyou.layout.record import Kind, Record
 from fuyou.layout.visits import FORWARD_PHASES, Phase, Visit
 from fuyou.schedule.activation_pools import ActivationPools, Arguments, hidden_arguments
@@ -41,7 +41,7 @@ class Scheduler:
 
     def __init__(
         self,
-        shape: StepShape,
+        shape: ModelLayout,
         counts: BufferCounts,
         *,
         single_slot: bool = False,

@@ -40,7 +40,7 @@ def run(check: Check) -> None:
         preset=preset, parameters=parameters, single_slot=single, seq_len=check.settings.seq_len,
         device_memory=check.settings.device_memory or "all", host_memory=check.settings.host_memory or "available",
     )  # fmt: skip
-    measured = Measured(check, config, single)
+    measured = MeasuredRates(check, config, single)
     try:
         measured.sweep()
     finally:
@@ -94,7 +94,7 @@ def train_step(engine: fuyou.Engine, batch: dict[str, torch.Tensor]) -> fuyou.St
     return engine.step()
 
 
-class Measured:
+class MeasuredRates:
     """One preset's engine, and what is measured with it."""
 
     def __init__(self, check: Check, config: PreTrainedConfig, single: bool):

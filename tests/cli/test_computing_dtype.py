@@ -102,7 +102,9 @@ def test_ranks_go_on_in_what_any_of_them_has_stored(
 def test_a_run_in_memory_goes_on_in_what_its_commit_says(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fastest: list[str]
 ) -> None:
-    monkeypatch.setattr("fcdp.checkpoint.commits.Commits.newest", lambda commits: 3)
-    monkeypatch.setattr("fcdp.checkpoint.commits.Commits.describe", lambda commits, step: {"--dtype": "bf16"})
+    monkeypatch.setattr("fcdp.checkpoint.commits.ShardedCheckpoints.newest", lambda commits: 3)
+    monkeypatch.setattr(
+        "fcdp.checkpoint.commits.ShardedCheckpoints.describe", lambda commits, step: {"--dtype": "bf16"}
+    )
     settings = Settings("m", nodes=1, output=tmp_path, resume=True)
     assert Others(monkeypatch).decide([(settings, "cpu", False)]) == ["bf16"]

@@ -28,7 +28,7 @@ from cli.launch.rendezvous import expand_node_list, find_meeting
 from cli.main import main
 from cli.options.settings import Settings
 from common.errors import UserError
-from fcdp.checkpoint.commits import Commits
+from fcdp.checkpoint.commits import ShardedCheckpoints
 from tests import forked
 from tests.cli.conftest import Finetune
 from tests.cli.test_train import history
@@ -293,7 +293,7 @@ def test_a_terminal_that_goes_away_and_a_node_that_ends_alone_by_its_deadline(
         launcher.kill()  # and with it, its ranks
     assert not still_there(family) and not list(temporary.iterdir())
     (commit,) = (output / "commits").iterdir()
-    step = Commits(output / "commits").newest()
+    step = ShardedCheckpoints(output / "commits").newest()
     assert commit.name == f"step-{step}" and step is not None and len(history(output)) == step
 
     pair.start(*words, "--resume", "--node-timeout", 3, begin=HURRIED)
@@ -302,7 +302,7 @@ def test_a_terminal_that_goes_away_and_a_node_that_ends_alone_by_its_deadline(
     assert not list(temporary.iterdir())
     told = r"^finetune: error: Not all 2 nodes have come to .*To continue: finetune .* --resume$"
     assert re.search(told, stays.said, re.MULTILINE), stays.said
-    checked = Commits(output / "commits").verify()
+    checked = ShardedCheckpoints(output / "commits").verify()
     assert not checked.damage and checked.step > step
 
 
@@ -318,8 +318,8 @@ def test_the_node_where_all_meet_ends_alone_by_its_deadline(
     stays = one_ends_by_its_deadline(pair, host=True)
     gives_up = rf"^finetune: error: \S.*{re.escape(pair.endpoint)}.* To continue: finetune .* --resume$"
     assert re.search(gives_up, stays.said, re.MULTILINE), stays.said
-    step = Commits(output / "commits").newest()
-    assert step is not None and step >= 2 and not Commits(output / "commits").verify().damage
+    step = ShardedCheckpoints(output / "commits").newest()
+    assert step is not None and step >= 2 and not ShardedCheckpoints(output / "commits").verify().damage
 
 
 def refusal(

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from cli.launch.outcomes import Outcome, Outcomes, OwnOutcome
+from cli.launch.outcomes import Outcome, OwnOutcome, RankOutcomes
 
 RANK = "from cli.launch.outcomes import *; own = OwnOutcome(); own.leave(Outcome(2, f'start {own.restarts}'))"
 
 
 def test_only_the_outcome_of_the_last_start_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Outcomes(3) as outcomes:
+    with RankOutcomes(3) as outcomes:
         for name, value in outcomes.variables.items():
             monkeypatch.setenv(name, value)
         assert not outcomes.read()

@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from common.data import RandomBatches
 from common.errors import FinetuneError
-from fcdp.checkpoint.commits import Commits
+from fcdp.checkpoint.commits import ShardedCheckpoints
 from fcdp.strategy.topology import Topology
 from fcdp.trainer import Trainer, TrainerConfig
 from tests.crash.points import Reference, carry_on, check, clean, files_in, interrupt
@@ -105,7 +105,7 @@ def crash(run: ClusterRun, expected: Reference, power: int | None = None) -> boo
         return False
     check(first, carry_on(run, first), expected, {})
     assert files_in(run.root) == expected.files
-    found = Commits(run.root / "commits").verify()
+    found = ShardedCheckpoints(run.root / "commits").verify()
     assert found.step == STEPS and not found.damage
     clean(run.root)
     return True

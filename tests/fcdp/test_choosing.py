@@ -9,7 +9,7 @@ import pytest
 
 import fcdp
 from fuyou.layout.record import Precision
-from fuyou.planner import Prospect, describe_training
+from fuyou.planner import PlannerContext, describe_training
 from fuyou.planner.choose_together import measure_links
 from fuyou.planner.profiling import save
 from fuyou.ranks.agreement import Agreement
@@ -35,7 +35,7 @@ def train_as_chosen(topology: fcdp.Topology, run: Run, cache: Path) -> cases.Out
             PROFILE, tokens=rows * SEQ_LEN, block_parameters=job.block_parameters // 3, block_forward_seconds=0.1,
             block_backward_seconds=0.3, measured_at=time.time(),
         )  # fmt: skip
-        save(slow, Prospect(job, device, limits, cases.directories(run.folder, 0, run.ssds)).workload, device)
+        save(slow, PlannerContext(job, device, limits, cases.directories(run.folder, 0, run.ssds)).workload, device)
     try:
         return cases.train(topology, replace(run, options={**run.options, "batch_shape": (rows, SEQ_LEN)}))
     finally:

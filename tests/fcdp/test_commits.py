@@ -18,7 +18,7 @@ import fcdp.checkpoint.manifest
 import fcdp.checkpoint.pieces
 from common.errors import FinetuneError, UserError
 from common.store.sealed import read_sealed, write_sealed
-from fcdp.checkpoint.commits import Commits, Verified
+from fcdp.checkpoint.commits import ShardedCheckpoints, VerifiedCheckpoint
 from fcdp.checkpoint.manifest import MANIFEST, Manifest
 from tests.fcdp.pool import Pool, RankError
 
@@ -46,14 +46,14 @@ def shards(topology: fcdp.Topology, replicas: int = 1) -> dict[str, torch.Tensor
 
 def save(topology: fcdp.Topology, directory: Path, replicas: int = 1) -> None:
     fcdp.checkpoint.manifest.PIECE_BYTES = fcdp.checkpoint.pieces.PIECE_BYTES = 2000  # rows of "wide" are 1,200 bytes
-    commits = Commits(directory)
+    commits = ShardedCheckpoints(directory)
     for step in (3, 4):
         commits.save(step, shards(topology, replicas), {"user": step})
 
 
 def load(topology: fcdp.Topology, directory: Path, replicas: int = 1) -> dict[str, Any]:
     fcdp.checkpoint.manifest.PIECE_BYTES = fcdp.checkpoint.pieces.PIECE_BYTES = 2000
-    commits, state, wanted = Commits(directory), shards(topology, replicas), shards(topology, replicas)
+    commits, state, wanted = ShardedCheckpoints(directory), shards(topology, replicas), shards(topology, replicas)
     for value in state.values():
         value.to_local().zero_()  # type: ignore[attr-defined]
     manifest = commits.read_newest()
@@ -66,14 +66,14 @@ def load(topology: fcdp.Topology, directory: Path, replicas: int = 1) -> dict[st
 
 def lock_twice(topology: fcdp.Topology, directory: Path) -> str:
     """Of two ranks the first one locks; what the second one is told."""
-    commits = Commits(directory)
+    commits = ShardedCheckpoints(directory)
     if topology.rank == 0:
         commits.lock()
     torch.distributed.barrier()
     said = ""
     try:
         if topology.rank == 1:
-            Commits(directory).verify()
+            ShardedCheckpoints(directory).verify()
     except UserError as error:
         said = str(error)
     torch.distributed.barrier()
@@ -112,7 +112,7 @@ def test_other_numbers_of_ranks_read_it_and_copies_are_written_once(pool: Pool, 
 
 def test_any_flipped_bit_is_found_and_named(pool: Pool, committed: Path) -> None:
     """In ranks' files: which tensor and file. In the manifest: that it is damaged."""
-    good = Commits(committed).verify()
+    good = ShardedCheckpoints(committed).verify()
     assert not good.damage and good.nbytes == sum(f.stat().st_size for f in committed.glob("*/*.safetensors"))
     draw = random.Random(7)
     tensors = set()
@@ -122,9 +122,9 @@ def test_any_flipped_bit_is_found_and_named(pool: Pool, committed: Path) -> None
             with flipped(file, place):
                 if file.name == MANIFEST:
                     with pytest.raises(FinetuneError, match="is damaged"):
-                        Commits(committed).verify()
+                        ShardedCheckpoints(committed).verify()
                     continue
-                found: Verified = Commits(committed).verify()
+                found: VerifiedCheckpoint = ShardedCheckpoints(committed).verify()
                 assert len(found.damage) == 1 and str(file) in found.damage[0], (file.name, place)
                 tensors |= {name for name in SHAPES if found.damage[0].startswith(f"{name} is damaged: its rows")}
     assert tensors >= {"wide", "long"}
@@ -154,9 +154,11 @@ def test_files_that_are_gone_or_short_are_named(committed: Path) -> None:
     content = file.read_bytes()
     try:
         file.write_bytes(content[:-5])
-        assert [f"{file} has {len(content) - 5:,} bytes" in one for one in Commits(committed).verify().damage] == [True]
+        assert [
+            f"{file} has {len(content) - 5:,} bytes" in one for one in ShardedCheckpoints(committed).verify().damage
+        ] == [True]
         file.unlink()
-        assert [file.name in one for one in Commits(committed).verify().damage] == [True]
+        assert [file.name in one for one in ShardedCheckpoints(committed).verify().damage] == [True]
     finally:
         file.write_bytes(content)
 
@@ -166,16 +168,16 @@ def test_commits_of_other_formats_are_refused(tmp_path: Path, committed: Path) -
     old.mkdir()
     (old / ".metadata").write_bytes(b"a pickle")
     (old / "run.json").write_text("{}")
-    assert Commits(tmp_path).newest() == 7
+    assert ShardedCheckpoints(tmp_path).newest() == 7
     with pytest.raises(UserError, match=r"format 1, whose index is a Python pickle.*--overwrite"):
-        Commits(tmp_path).describe(7)
+        ShardedCheckpoints(tmp_path).describe(7)
     newer = read_sealed(committed / "step-4" / MANIFEST)
     write_sealed(old / MANIFEST, {**newer, "format": 99})  # type: ignore[dict-item]
     with pytest.raises(UserError, match=r"in format 99\. This version of the program reads format 2"):
-        Commits(tmp_path).describe(7)
+        ShardedCheckpoints(tmp_path).describe(7)
     (tmp_path / "step-9").mkdir()  # of a commit that was being removed
-    assert Commits(tmp_path).newest() == 7
-    Commits(tmp_path).discard()
+    assert ShardedCheckpoints(tmp_path).newest() == 7
+    ShardedCheckpoints(tmp_path).discard()
     assert [path.name for path in tmp_path.iterdir()] == ["step-9"]
 
 

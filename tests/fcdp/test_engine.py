@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from common.errors import FinetuneError, UserError
 from common.models.adapters.adapters import ALL_LINEAR, AdapterOptions
 from common.store import load_manifest
-from fuyou.checkpoint.cluster_commits import ClusterCommits, Found, agreed_step
+from fuyou.checkpoint.cluster_commits import ClusterCommits, LocalCommit, agreed_step
 from fuyou.layout.record import ALIGN_ELEMENTS, PAGE_ELEMENTS
 from fuyou.layout.share import Share
 from fuyou.schedule.tasks import Op, Task
@@ -193,8 +193,8 @@ def test_a_bit_that_flips_on_its_way_to_a_node(model: str, pool: Pool, tmp_path:
 NODES = Share(2, 1)
 
 
-def found(rank: int, *steps: int, **fields: Any) -> Found:
-    return Found(
+def found(rank: int, *steps: int, **fields: Any) -> LocalCommit:
+    return LocalCommit(
         f"host{rank}", **{"run": "abc", "nodes": 2, "ranks_per_node": 1, "rank": rank, "steps": steps, **fields}
     )
 
@@ -220,13 +220,13 @@ def test_nodes_that_hold_different_parameters() -> None:
     ("everyone", "said"),
     [
         ([found(0, 7, 6), found(1, 9, 8)], r"host0\) has nothing newer than step 7.*node 1 \(host1\) has 9 and 8"),
-        ([found(0, 7, 6), Found("host1", "/ssd holds no run.")], r"node 1 \(host1\): /ssd holds no run"),
-        ([Found("host0", "/ssd holds no run."), Found("host1", "no.")], "nothing to continue. node 0"),
+        ([found(0, 7, 6), LocalCommit("host1", "/ssd holds no run.")], r"node 1 \(host1\): /ssd holds no run"),
+        ([LocalCommit("host0", "/ssd holds no run."), LocalCommit("host1", "no.")], "nothing to continue. node 0"),
         ([found(0, 7, 6), found(1, 7, 6, run="xyz")], "different runs: run abc on node 0 .*; run xyz on node 1"),
         ([found(0, 7, nodes=4), found(1, 7, nodes=4)], "what 4 nodes with 1 ranks each have made"),
         ([found(1, 7), found(0, 7)], r"node 0 \(host0?1?\) holds what rank 1"),
     ],
 )
-def test_no_agreement(everyone: list[Found], said: str) -> None:
+def test_no_agreement(everyone: list[LocalCommit], said: str) -> None:
     with pytest.raises(UserError, match=said):
         agreed_step(everyone, NODES)

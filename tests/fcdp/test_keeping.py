@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from fcdp.cache.policy import Kept, all_kept, within
+from fcdp.cache.policy import CachedGroup, all_kept, within
 from fcdp.grouping import ParameterGroup
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.names import parse_strategy
@@ -21,7 +21,7 @@ def _group(trainable: bool, cell: int, *, stays: bool = False) -> ParameterGroup
 GROUPS = [_group(True, 100), _group(False, 300), _group(True, 512, stays=True)]
 
 
-def _kept(strategy: str, levels: Levels) -> list[Kept]:
+def _kept(strategy: str, levels: Levels) -> list[CachedGroup]:
     return all_kept(Routes.of(parse_strategy(strategy).on(levels)), GROUPS)
 
 

@@ -8,7 +8,7 @@ import transformers
 import fcdp
 from fcdp.planner import Workload, load_cluster, plan
 from fcdp.planner.profiling import measure_collectives, profile_cluster
-from fcdp.planner.rates import Measured
+from fcdp.planner.rates import MeasuredRates
 from tests.fcdp.pool import Pool
 
 SIZES = (512, 8192)
@@ -22,7 +22,7 @@ def _profile(topology: fcdp.Topology, path: Path) -> int:
 
 
 def _collectives(topology: fcdp.Topology, path: Path) -> None:
-    measured = Measured(measure_collectives(topology, SIZES))
+    measured = MeasuredRates(measure_collectives(topology, SIZES))
     if topology.rank == 0:
         facts = ("device_memory_bytes", "host_memory_bytes", "flops_per_second", "memory_bytes_per_second")
         measured.save(

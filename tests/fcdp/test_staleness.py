@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fcdp.cache.staleness import Watch
+from fcdp.cache.staleness import OptimizerHooks
 from fcdp.grouping import ParameterGroup
 
 
@@ -24,10 +24,10 @@ class Owner:
 
 
 @pytest.fixture
-def watched() -> Iterator[tuple[nn.Linear, ParameterGroup, Watch]]:
+def watched() -> Iterator[tuple[nn.Linear, ParameterGroup, OptimizerHooks]]:
     module, owner = nn.Linear(2, 2, bias=False), Owner()
     group = ParameterGroup("", [module], [(module, "weight")], 0)
-    watch = Watch([group], weakref.WeakMethod(owner.hear), weakref.WeakMethod(owner.hear))
+    watch = OptimizerHooks([group], weakref.WeakMethod(owner.hear), weakref.WeakMethod(owner.hear))
     yield module, group, watch
     watch.close()
 

@@ -5,7 +5,7 @@ import pytest
 from common.errors import UserError
 from fcdp.strategy.mesh import Levels, Mesh, Scope
 from fcdp.strategy.names import PARO, PRESETS, parse_strategy
-from fcdp.strategy.strategy import Precision, Strategy
+from fcdp.strategy.strategy import Strategy, WireFormats
 
 DGX = Levels((8, 128))
 FRONTIER = Levels((2, 4, 16))
@@ -133,7 +133,7 @@ def test_caches() -> None:
     with pytest.raises(UserError, match="stay inside a node"):
         Strategy("x", Scope("G"), Scope("G"), Scope("G"), second=Scope("8x2"))
     with pytest.raises(UserError, match="there are none"):
-        Strategy("x", Scope("G"), Scope("G"), Scope("G"), precision=Precision(second="int8"))
+        Strategy("x", Scope("G"), Scope("G"), Scope("G"), precision=WireFormats(second="int8"))
 
 
 @pytest.mark.parametrize("text", ["8", "8,x", "", "2,,4"])

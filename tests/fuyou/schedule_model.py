@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from fuyou.layout.deferred import interleaved
-from fuyou.layout.model_layout import BatchShape, BufferCounts, Recomputation, StepShape
+from fuyou.layout.model_layout import BatchShape, BufferCounts, ModelLayout, Recomputation
 from fuyou.layout.record import Kind, Precision, Record
 from fuyou.layout.visits import Phase
 from fuyou.schedule.scheduler import Scheduler
@@ -28,7 +28,7 @@ ASYNCHRONOUS = frozenset({
 })  # fmt: skip
 
 
-def step_shape(layers: int, tied: bool, precision: Precision = BF16, frozen: bool = False) -> StepShape:
+def step_shape(layers: int, tied: bool, precision: Precision = BF16, frozen: bool = False) -> ModelLayout:
     """Records of a small stack; outer ones are larger, and every record has its own size.
 
     ``frozen``: all of these are, and there are adapters for the head and for every block but the first of several.
@@ -45,7 +45,7 @@ def step_shape(layers: int, tied: bool, precision: Precision = BF16, frozen: boo
         )
     blocks = tuple(range(len(outer), len(records)))
     if not frozen:
-        return StepShape(tuple(records), 0, len(outer) - 1, blocks, precision)
+        return ModelLayout(tuple(records), 0, len(outer) - 1, blocks, precision)
     adapted = [layer for layer in range(layers) if layer or layers == 1]
     for name in ("head", *(f"block {layer}" for layer in adapted)):
         size = 30 + len(records)
@@ -57,14 +57,14 @@ def step_shape(layers: int, tied: bool, precision: Precision = BF16, frozen: boo
         )  # fmt: skip
     head = blocks[-1] + 1
     adapters = tuple(head + 1 + adapted.index(layer) if layer in adapted else -1 for layer in range(layers))
-    return StepShape(tuple(records), 0, len(outer) - 1, blocks, precision, adapters, -1, head)
+    return ModelLayout(tuple(records), 0, len(outer) - 1, blocks, precision, adapters, -1, head)
 
 
 @dataclass
 class Program:
     """Several steps, as an engine would ask for them."""
 
-    shape: StepShape
+    shape: ModelLayout
     single_slot: bool = False
     slot: int = 0
     resident: frozenset[int] = frozenset()

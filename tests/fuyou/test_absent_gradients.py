@@ -15,7 +15,7 @@ from fuyou.layout.record import Chunk, Kind, Precision, Record
 from fuyou.layout.share import Share
 from fuyou.optimizer import adam
 from fuyou.optimizer.absent_gradients import MissedUpdates, OwnedParameters, mark_absent
-from fuyou.optimizer.adam import AdamConfig, ChunkAdam, Run, Update
+from fuyou.optimizer.adam import AdamConfig, ChunkAdam, Update, UpdateRange
 from tests.fuyou.routed import RoutedConfig
 from tests.fuyou.test_exact import OPTIONS, compare, directories, engine
 from tests.fuyou.twin import Twin
@@ -74,7 +74,7 @@ def test_runs_cover_what_has_a_gradient(share: Share | None, size: int) -> None:
     for index, slot in enumerate(layout.parameters):
         part = covered[max(slot.offset - first, 0) : max(slot.offset + slot.numel - first, 0)]
         assert (part == {0: 5, 2: -1}.get(index, 0)).all(), slot.name
-    assert owned.runs(Chunk(0, layout.owned, True), set(), {}) == [Run(0, layout.owned, 0)]
+    assert owned.runs(Chunk(0, layout.owned, True), set(), {}) == [UpdateRange(0, layout.owned, 0)]
 
 
 def test_counts() -> None:
@@ -104,7 +104,7 @@ def test_equals_torch_adamw_where_some_gradients_are_none(count: int, monkeypatc
         for index, parameter in enumerate(parameters):
             parameter.grad = gradient[index * count :][:count].clone() if index in there else None
         torch_adam.step()
-        runs = [Run(index * count, (index + 1) * count, missed[index]) for index in there]
+        runs = [UpdateRange(index * count, (index + 1) * count, missed[index]) for index in there]
         ChunkAdam().update(master, None, mean, variance, gradient, Update(step, config), decay=True, runs=runs)
         missed = [known + (index not in there) for index, known in enumerate(missed)]
         assert torch.equal(master, torch.cat([parameter.detach() for parameter in parameters])), step

@@ -11,7 +11,7 @@ from fuyou import calibration as trial
 from fuyou.calibration import as_the_engine_runs_it, corrected_profile, typical_seconds
 from fuyou.layout.record import Precision
 from fuyou.layout.visits import Phase
-from fuyou.planner.profiling import Workload
+from fuyou.planner.profiling import ProfiledWorkload
 from fuyou.runtime.accounting import TaskKind
 from fuyou.runtime.devices import CpuDevice, EmulatedDevice, EmulatedSpec
 from tests.fuyou.profiling.test_profile import PROFILE
@@ -22,12 +22,12 @@ FORWARD, BACKWARD = TaskKind(Phase.BLOCK_FORWARD, False), TaskKind(Phase.BLOCK_B
 KEPT = TaskKind(Phase.BLOCK_BACKWARD, True)
 
 
-def workload(directory: Path) -> Workload:
+def workload(directory: Path) -> ProfiledWorkload:
     config = LlamaConfig(
         hidden_size=64, intermediate_size=176, num_hidden_layers=9, num_attention_heads=4, vocab_size=256,
         max_position_embeddings=64,
     )  # fmt: skip
-    return Workload(config, BF16, 2, 50, (directory,), 64, 4096)
+    return ProfiledWorkload(config, BF16, 2, 50, (directory,), 64, 4096)
 
 
 def test_each_part_changes_in_the_proportion_in_which_its_tasks_do() -> None:

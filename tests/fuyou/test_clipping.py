@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import UserError
 from fuyou.engine.runtime import Runtime
-from fuyou.optimizer.clipping import ClipBy, Strikes, clip_by_named, speculation_obstacle
+from fuyou.optimizer.clipping import ClipBy, ClipStatistics, clip_by_named, speculation_obstacle
 from fuyou.schedule.memory_plan import MemoryPlanner
 from fuyou.schedule.tasks import Op, StepList
 from tests.fuyou.test_exact import ONE_OF_EACH, OPTIONS, SCARCE, batches, check, compare, directories, engine, train
@@ -82,7 +82,7 @@ def test_records_in_host_memory_and_a_break_after_a_clipped_step(
         assert len(trained.memory_plan.resident) == len(trained._shape.records)
         trained._options = dataclasses.replace(trained._options, most_clipped=0.19)
         losses = train(trained, feed[:4])
-    assert Strikes.of_run(drive / "fuyou" for drive in drives) == Strikes(2, 4)
+    assert ClipStatistics.of_run(drive / "fuyou" for drive in drives) == ClipStatistics(2, 4)
     with engine(checkpoints / "gpt2", drives[::-1], resume=True, **options) as trained:
         assert trained.step_count == 4
         trained._options = dataclasses.replace(trained._options, most_clipped=0.19)
@@ -124,9 +124,9 @@ def test_an_engine_refuses_what_cannot_be(checkpoints: Path, tmp_path: Path) -> 
 
 
 def test_how_often_it_is_expected_to_strike(tmp_path: Path) -> None:
-    assert Strikes().share == 1 / 8
-    assert Strikes(0, 992).share == 1 / 1000
-    assert Strikes(99, 92).share == 1.0
-    assert Strikes.of_run([tmp_path, tmp_path / "nowhere"]) == Strikes()
+    assert ClipStatistics().share == 1 / 8
+    assert ClipStatistics(0, 992).share == 1 / 1000
+    assert ClipStatistics(99, 92).share == 1.0
+    assert ClipStatistics.of_run([tmp_path, tmp_path / "nowhere"]) == ClipStatistics()
     (tmp_path / "manifest.json").write_text(json.dumps({"step": 3}))  # not sealed, so not believed
-    assert Strikes.of_run([tmp_path]) == Strikes()
+    assert ClipStatistics.of_run([tmp_path]) == ClipStatistics()

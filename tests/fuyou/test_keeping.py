@@ -19,7 +19,7 @@ from fuyou.layout.resident import spread
 from fuyou.model.block_calls import BlockCalls
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.recompute.block_trace import BlockTrace, Tracer
-from fuyou.recompute.policy import Keepable, Keeping, KeepingPlan, keep_of, keepable, trace_block
+from fuyou.recompute.policy import ActivationPlanner, ActivationPolicy, SavableOutputs, keep_of, keepable, trace_block
 from fuyou.recompute.replay import Recomputations
 from fuyou.schedule.memory_plan import MemoryPlanner
 from tests.fuyou.test_exact import batches, check, directories, engine
@@ -34,7 +34,7 @@ def flops(operator: Any) -> float:
     return operator.flops
 
 
-def listed(found: Keepable) -> list[tuple[str, int, int, float, float]]:
+def listed(found: SavableOutputs) -> list[tuple[str, int, int, float, float]]:
     return [(one.operator, one.ordinal, one.nbytes, one.flops, one.saved_flops) for one in found.outputs]
 
 
@@ -290,7 +290,7 @@ def place(counts: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
         ("llama", "bf16", 1, "ssd", "1MiB", None),
         ("llama", "fp32", 4, "device", "64KiB", None),
         ("gpt2", "bf16", 3, "host", "1MiB", 0.5),  # the last micro-batch is smaller; tied
-        ("llama-tied", "fp32", 3, "ssd", Keeping((("aten.mm.default", 5), ("aten.mm.default", 4)), 2), None),
+        ("llama-tied", "fp32", 3, "ssd", ActivationPolicy((("aten.mm.default", 5), ("aten.mm.default", 4)), 2), None),
         ("mixtral", "bf16", 3, "host", "1MiB", None),
     ],
 )
@@ -307,7 +307,7 @@ def test_training_equals_the_plain_loop(
         kept_activations=kept,
     )  # fmt: skip
     assert reports[0].recomputation_saved == 0.0  # the first one is watched
-    layers = 2 if isinstance(kept, Keeping) else 3
+    layers = 2 if isinstance(kept, ActivationPolicy) else 3
     for report in reports[1:]:
         assert report.kept_activation_bytes % (layers * math.ceil(4 / micro)) == 0 < report.kept_activation_bytes
         if kept == "1MiB":
@@ -350,9 +350,9 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         engine(config, [tmp_path], kept_activations="lots")  # type: ignore[arg-type]
     stack = StreamedModel(build_meta_model(config, dtype=BF16), torch.device("cpu"))
     with pytest.raises(UserError, match="in 4 blocks: this model has 3"):
-        KeepingPlan(stack, "cpu", BF16, Keeping((("aten.mm.default", 0),), 4))
+        ActivationPlanner(stack, "cpu", BF16, ActivationPolicy((("aten.mm.default", 0),), 4))
     with pytest.raises(UserError, match=r"no outputs of aten.addmm.default \(call 0\)"):
-        KeepingPlan(stack, "cpu", BF16, Keeping((("aten.addmm.default", 0),), 3)).keep(1, 16)
+        ActivationPlanner(stack, "cpu", BF16, ActivationPolicy((("aten.addmm.default", 0),), 3)).keep(1, 16)
 
 
 def test_tracing_leaves_a_block_as_it_was() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, LlamaConfig, MixtralConfig, OPTConfig, PreTrainedConfig
 
 from common.errors import UserError
-from fuyou.layout.model_layout import StepShape
+from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import PAGE_ELEMENTS, Kind, Precision
 from fuyou.schedule.memory_plan import (
     Batch,
@@ -31,7 +31,7 @@ def config(hidden: int = 48, vocabulary: int = 211) -> PreTrainedConfig:
 
 
 def planner(
-    shape: StepShape, device: int, host: int, cpu: bool = True, hidden: int = 48, vocabulary: int = 211,
+    shape: ModelLayout, device: int, host: int, cpu: bool = True, hidden: int = 48, vocabulary: int = 211,
     kept_layers: int = 0, kept: int = 0,
 ) -> MemoryPlanner:  # fmt: skip
     """``kept`` are the bytes that each of ``kept_layers`` blocks keeps of a token."""

@@ -8,18 +8,18 @@ import torch
 from fuyou.layout.deferred import best_fraction, interleaved
 from fuyou.layout.model_layout import BatchShape, BufferCounts, Recomputation
 from fuyou.layout.record import Precision
-from fuyou.planner.simulator import Rates, Simulation, Simulator
+from fuyou.planner.simulator import Simulation, Simulator, TaskRates
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Op, Resource, StepList
 from tests.fuyou.schedule_model import step_shape
 
 BF16 = Precision(torch.bfloat16, torch.float32)
 LAYERS, CHUNK = 16, 4096
-FAST = Rates(1e18, 1e18, 1e18, 1e18, 1e18, 1e18, commit_seconds=0.0)
+FAST = TaskRates(1e18, 1e18, 1e18, 1e18, 1e18, 1e18, commit_seconds=0.0)
 COUNTS = BufferCounts(device_activations=40, host_blocks=3)
 
 
-def run(rates: Rates, deferred: float = 0.0, micro: int = 2, ring: int = 3) -> tuple[Simulation, list[StepList]]:
+def run(rates: TaskRates, deferred: float = 0.0, micro: int = 2, ring: int = 3) -> tuple[Simulation, list[StepList]]:
     shape = step_shape(LAYERS, False, BF16)
     counts = replace(COUNTS, host_block_gradients=2 + len(interleaved(shape, deferred)))
     scheduler = Scheduler(shape, counts, deferred=interleaved(shape, deferred))
@@ -27,7 +27,7 @@ def run(rates: Rates, deferred: float = 0.0, micro: int = 2, ring: int = 3) -> t
     return Simulator(shape.records, rates, ring, CHUNK).run(lists), lists
 
 
-def work(lists: list[StepList], rates: Rates) -> dict[Resource, float]:
+def work(lists: list[StepList], rates: TaskRates) -> dict[Resource, float]:
     """Seconds that the last step takes of each resource, by its tasks' costs."""
     tasks = lists[-1].tasks
     moved = {
@@ -74,7 +74,7 @@ def test_two_resources_overlap_but_no_step_beats_its_largest_bound() -> None:
 
 
 def test_tasks_wait_for_what_they_wait_for() -> None:
-    rates = Rates(1e9, 1e7, 1e7, 1e7, 1e7, 1e7)
+    rates = TaskRates(1e9, 1e7, 1e7, 1e7, 1e7, 1e7)
     _, lists = run(rates, deferred=0.25)
     for tasks in lists:
         for task in tasks.tasks:
@@ -100,7 +100,9 @@ def test_the_best_fraction_is_found_and_equal_ones_cost_no_memory() -> None:
     assert best_fraction(lambda part: 1.0, 7) == 0
 
 
-def keep(layers: list[int], device: int, micro: int, rates: Rates, kept_bytes: int = 10_000) -> tuple[float, StepList]:
+def keep(
+    layers: list[int], device: int, micro: int, rates: TaskRates, kept_bytes: int = 10_000
+) -> tuple[float, StepList]:
     """Seconds of a step in which ``layers`` keep outputs that save three quarters of their recomputation."""
     shape = step_shape(LAYERS, False, BF16)
     total = len(layers) * micro

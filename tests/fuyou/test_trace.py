@@ -12,7 +12,7 @@ from common.errors import UserError
 from fuyou import Engine
 from fuyou.layout.model_layout import BatchShape, BufferCounts
 from fuyou.layout.record import Precision
-from fuyou.planner.simulator import Rates, Simulator
+from fuyou.planner.simulator import Simulator, TaskRates
 from fuyou.runtime.trace import RecordInterval, Span, StepTrace, write_spans, write_trace
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Op, Resource, Task
@@ -20,7 +20,7 @@ from tests.fuyou.schedule_model import step_shape
 from tests.fuyou.twin import tiny_configs
 
 BF16 = Precision(torch.bfloat16, torch.float32)
-RATES = Rates(1e8, 2e6, 1e6, 1e6, 2e6, 1e6, commit_seconds=0.003)
+RATES = TaskRates(1e8, 2e6, 1e6, 1e6, 2e6, 1e6, commit_seconds=0.003)
 LAYERS, MICRO = 5, 3
 
 Lanes = dict[tuple[str, str], list[dict[str, Any]]]

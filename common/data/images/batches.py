@@ -21,7 +21,7 @@ import torch
 from transformers import ProcessorMixin
 
 from common.data.batches import Batches, DataConfig
-from common.data.files import Record, find_files, read_records, reading
+from common.data.files import DataRecord, find_files, read_records, reading
 from common.data.fitting import Tally
 from common.data.images.content import has_images, with_images
 from common.data.images.encoding import ImageEncoder, ImageRow, processor_identity
@@ -246,7 +246,7 @@ def _rows(files: list[Path], encoder: ImageEncoder, limit: int | None, scratch: 
     for file in files:
         for values, place in read_records(file, scratch):
             where = f"{file}, {place}"
-            record = Record(with_images(values, where, file.parent), place)
+            record = DataRecord(with_images(values, where, file.parent), place)
             for example in examples_of_records([record], str(file)):
                 if not isinstance(example, Chat):
                     raise UserError(f"{where} is no conversation: beside images, there are only conversations.")

@@ -1,4 +1,4 @@
-"""Keeping the documents of packed rows apart, in the way that holds for a family: found by experiment, not by its name.
+"""Keep the documents of packed rows apart, in the way that holds for a family: found by experiment, not by its name.
 
 Two things mix the tokens of a row. *Attention* that goes through transformers' interface is cut at documents there
 (:mod:`common.models.attention.documents`); where a family has its own, it may look at position ids that restart and

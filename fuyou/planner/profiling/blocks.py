@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fuyou.layout.model_layout import StepShape
+from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Record
 from fuyou.model.block_calls import BlockCalls
 from fuyou.model.loss import cross_entropy
@@ -66,7 +66,7 @@ class BlockBench:
     """
 
     def __init__(
-        self, stack: StreamedModel, shape: StepShape, device: Device, rows: int, seq_len: int, head_columns: int
+        self, stack: StreamedModel, shape: ModelLayout, device: Device, rows: int, seq_len: int, head_columns: int
     ):
         self._stack, self._shape, self._device = stack, shape, device
         self._dtype = shape.precision.dtype

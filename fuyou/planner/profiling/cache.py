@@ -13,7 +13,7 @@ import torch
 
 from common.hardware.machine import cpu_count
 from common.result_cache import cached_path, read_cached, write_cached
-from fuyou.planner.profiling.measure import Workload, versions
+from fuyou.planner.profiling.measure import ProfiledWorkload, versions
 from fuyou.planner.profiling.profile import FORMAT, Profile
 from fuyou.runtime.devices import Device
 from fuyou.runtime.emulated import EmulatedDevice
@@ -23,7 +23,7 @@ MAX_AGE_SECONDS = 30 * 86400.0
 """Drives fill up and wear, drivers change: older profiles are measured again."""
 
 
-def load(workload: Workload, device: Device) -> Profile | None:
+def load(workload: ProfiledWorkload, device: Device) -> Profile | None:
     """The kept profile, or None if there is none, it is too old, or its file is damaged."""
     content = read_cached(_KIND, describe(workload, device), FORMAT)
     if content is None:
@@ -35,7 +35,7 @@ def load(workload: Workload, device: Device) -> Profile | None:
     return profile if 0 <= time.time() - profile.measured_at < MAX_AGE_SECONDS else None
 
 
-def save(profile: Profile, workload: Workload, device: Device) -> Profile:
+def save(profile: Profile, workload: ProfiledWorkload, device: Device) -> Profile:
     """Keep ``profile``, and return it. A directory that cannot be written to costs the next run its measurement."""
     write_cached(_KIND, describe(workload, device), FORMAT, profile=profile.to_dict())
     return profile
@@ -46,7 +46,7 @@ def profile_path(key: dict[str, Any]) -> Path:
     return cached_path(_KIND, key)
 
 
-def describe(workload: Workload, device: Device) -> dict[str, Any]:
+def describe(workload: ProfiledWorkload, device: Device) -> dict[str, Any]:
     """Everything that a profile depends on, as JSON can carry it."""
     # By name of the device, where the directories lie, and what the configuration says beside the depth and the name.
     config = {

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 
 from common.memory.buffers import HostBuffer
-from common.store import Extent, Layout, Pace, Store, commit_manifest
+from common.store import Extent, IoThrottle, Layout, Store, commit_manifest
 from fuyou.layout.record import Record, allocate_extents
 
 FOLDER = "fuyou-profile-"
@@ -111,7 +111,7 @@ class Scratch:
 
 
 @contextmanager
-def open_scratch(directories: Sequence[Path], records: Sequence[Record], pace: Pace | None) -> Iterator[Scratch]:
+def open_scratch(directories: Sequence[Path], records: Sequence[Record], pace: IoThrottle | None) -> Iterator[Scratch]:
     """Scratch files in a folder of their own in each of ``directories``; whatever happens, they are gone afterwards.
 
     Raises:

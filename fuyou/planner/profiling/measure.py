@@ -15,7 +15,7 @@ import transformers
 from transformers import PreTrainedConfig
 
 from common.models.meta import build_meta_model
-from fuyou.layout.model_layout import StepShape
+from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Precision
 from fuyou.model.model_records import model_records
 from fuyou.model.streamed_model import StreamedModel
@@ -34,7 +34,7 @@ from fuyou.schedule.tasks import Resource
 
 
 @dataclass(frozen=True)
-class Workload:
+class ProfiledWorkload:
     """What is going to run."""
 
     config: PreTrainedConfig
@@ -52,10 +52,10 @@ class Workload:
     @staticmethod
     def planned(
         config: PreTrainedConfig, precision: Precision, plan: MemoryPlan, directories: Sequence[Path]
-    ) -> "Workload":
+    ) -> "ProfiledWorkload":
         """What a run with this memory plan does."""
         batch = plan.batch
-        return Workload(
+        return ProfiledWorkload(
             config, precision, batch.micro_rows, batch.seq_len, tuple(directories), plan.head_columns,
             plan.chunk_elements,
         )  # fmt: skip
@@ -66,7 +66,7 @@ class Workload:
         return self.rows * self.seq_len
 
 
-def measure(workload: Workload, device: Device) -> Profile:
+def measure(workload: ProfiledWorkload, device: Device) -> Profile:
     """Measure on ``device`` and in the workload's directories, whatever has been measured before.
 
     Raises:
@@ -149,7 +149,7 @@ def versions() -> dict[str, str]:
 
 
 def _parts(
-    stack: StreamedModel, shape: StepShape, device: Device, workload: Workload
+    stack: StreamedModel, shape: ModelLayout, device: Device, workload: ProfiledWorkload
 ) -> tuple[PartTimes, BlockBench | None]:
     if isinstance(device, EmulatedDevice):
         return _emulated_parts(shape, device.spec.flops_per_second, workload.tokens), None
@@ -157,7 +157,7 @@ def _parts(
     return blocks.measure(), blocks
 
 
-def _emulated_parts(shape: StepShape, flops_per_second: float, tokens: int) -> PartTimes:
+def _emulated_parts(shape: ModelLayout, flops_per_second: float, tokens: int) -> PartTimes:
     """What an emulated device takes for the costs that the schedule writes down."""
     block = max(shape.records[index].parameter_count for index in shape.blocks) * tokens / flops_per_second
     head = shape.records[shape.head].parameter_count * tokens / flops_per_second
@@ -168,5 +168,5 @@ def _emulated_parts(shape: StepShape, flops_per_second: float, tokens: int) -> P
     )  # fmt: skip
 
 
-def _largest_block(shape: StepShape) -> int:
+def _largest_block(shape: ModelLayout) -> int:
     return max(shape.records[index].numel for index in shape.blocks)

@@ -9,7 +9,7 @@ import torch
 
 from common.errors import FinetuneError
 from common.memory.buffers import HostBuffer
-from common.store import Pace
+from common.store import IoThrottle
 from fuyou.layout.record import Kind, Precision, Record
 from fuyou.optimizer.adam import AdamConfig, Update
 from fuyou.optimizer.client import OptimizerLink
@@ -43,7 +43,7 @@ def scratch_records(chunk_elements: int, precision: Precision) -> list[Record]:
     ]
 
 
-class Pump:
+class OptimizerPump:
     """Keeps the optimizer process supplied with one kind of work: sends a record again when its answer has come.
 
     Args:
@@ -117,7 +117,7 @@ class OptimizerBench:
         precision: Precision,
         chunk_elements: int,
         threads: int,
-        pace: Pace | None,
+        pace: IoThrottle | None,
     ):
         self._link, records = link, scratch.records
         written = [record.index for record in records[-_WRITTEN_RECORDS:]]
@@ -130,8 +130,8 @@ class OptimizerBench:
             {Kind.BLOCK: BufferRegion(nbytes, nbytes, 1)},
         )  # fmt: skip
         self._share(shared, precision)
-        self.updating = Pump(self._update, updated if len(updated) > 1 else 2 * updated)
-        self.writing = Pump(self._write, written)
+        self.updating = OptimizerPump(self._update, updated if len(updated) > 1 else 2 * updated)
+        self.writing = OptimizerPump(self._write, written)
         link.set_up(
             Setup(
                 directories=[str(path) for path in scratch.store.directories],

@@ -6,7 +6,7 @@ from typing import Any
 
 from fuyou.layout.visits import Phase
 from fuyou.planner.contention import Contention
-from fuyou.planner.simulator import Rates
+from fuyou.planner.simulator import TaskRates
 
 FORMAT = 3
 """Version of the JSON. Another one is not read, but measured again."""
@@ -85,14 +85,14 @@ class Profile:
     versions: dict[str, str]
     """Of PyTorch and transformers."""
 
-    def rates(self, recomputed: float = 1.0) -> Rates:
-        """Rates for the simulator.
+    def rates(self, recomputed: float = 1.0) -> TaskRates:
+        """TaskRates for the simulator.
 
         Args:
             recomputed: part of a block's forward FLOPs that its backward pass computed again when it was measured.
         """
         flops = 2.0 * self.block_parameters * self.tokens
-        return Rates(
+        return TaskRates(
             flops_per_second=flops / self.block_forward_seconds,
             backward_flops_per_second=(2 + recomputed) * flops / self.block_backward_seconds,
             upload_bytes_per_second=self.upload_beside_bytes_per_second,

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from common.data.encoding import Encoder
-from common.data.files import Record, read_records, reading
+from common.data.files import DataRecord, read_records, reading
 from common.data.shapes import SEGMENT_CHARACTERS, Chat, Example, Plain, examples_of_records, examples_of_text_file
 from common.errors import UserError
 from tests.common.data.conftest import (
@@ -47,9 +47,9 @@ def encode_records(tokenizer: PreTrainedTokenizerFast, *records: dict[str, Any])
     return encode(tokenizer, *examples_of_records(numbered(records), "data.jsonl"))
 
 
-def numbered(records: Iterable[dict[str, Any]]) -> Iterator[Record]:
+def numbered(records: Iterable[dict[str, Any]]) -> Iterator[DataRecord]:
     for number, record in enumerate(records, 1):
-        yield Record(record, f"line {number}")
+        yield DataRecord(record, f"line {number}")
 
 
 @pytest.mark.parametrize("bos", [True, False])

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from common.data import DataConfig, PackedBatches, open_data
 from common.data.encoding import Encoder
-from common.data.files import Record
-from common.data.fitting import Fitting
+from common.data.files import DataRecord
+from common.data.fitting import RowFitter
 from common.data.shapes import examples_of_records
 from common.data.token_file import Header, TokenFile, write_token_file
 from common.errors import UserError
@@ -36,8 +36,8 @@ CONVERSATION = [
 Document = tuple[list[int], list[bool]]
 
 
-def fit(tokenizer: PreTrainedTokenizerFast, record: dict[str, Any], fitting: Fitting) -> list[Document]:
-    examples = examples_of_records([Record(record, "line 1")], "chats.jsonl")
+def fit(tokenizer: PreTrainedTokenizerFast, record: dict[str, Any], fitting: RowFitter) -> list[Document]:
+    examples = examples_of_records([DataRecord(record, "line 1")], "chats.jsonl")
     return [(part.ids.tolist(), part.trained.tolist()) for part in Encoder(tokenizer, fitting).encode(examples)]
 
 
@@ -74,7 +74,7 @@ def test_a_long_conversation_keeps_its_beginning_up_to_an_answer(
     ends = [stop - behind for _, stop in answers]
     kept = set()
     for seq_len in range(2, len(ids) + 3):
-        fitting = Fitting(seq_len)
+        fitting = RowFitter(seq_len)
         stop = max((end for end in ends if end <= seq_len), default=seq_len)  # else within the first answer
         documents = fit(tokenizer, {"messages": messages}, fitting)
         if not any(trained[1:stop]):
@@ -91,10 +91,10 @@ def test_a_long_conversation_keeps_its_beginning_up_to_an_answer(
 @pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKED_TEMPLATE, REWRITING_TEMPLATE])
 def test_long_records_are_left_out_where_that_is_asked_for(template: str) -> None:
     tokenizer = make_tokenizer(template)
-    whole = fit(tokenizer, {"messages": CONVERSATION}, Fitting())
+    whole = fit(tokenizer, {"messages": CONVERSATION}, RowFitter())
     longest, tokens = max(len(ids) for ids, _ in whole), sum(len(ids) for ids, _ in whole)
     for seq_len in (10, longest - 1, longest):
-        fitting = Fitting(seq_len, truncate=False)
+        fitting = RowFitter(seq_len, truncate=False)
         documents = fit(tokenizer, {"messages": CONVERSATION}, fitting)
         assert documents == (whole if seq_len == longest else [])
         assert (fitting.left_out.records, fitting.left_out.tokens) == ((0, 0) if documents else (1, tokens))
@@ -103,12 +103,12 @@ def test_long_records_are_left_out_where_that_is_asked_for(template: str) -> Non
 
 def test_of_a_template_that_rewrites_turns_the_documents_that_fit_are_kept() -> None:
     tokenizer = make_tokenizer(REWRITING_TEMPLATE)
-    whole = fit(tokenizer, {"messages": CONVERSATION}, Fitting())
+    whole = fit(tokenizer, {"messages": CONVERSATION}, RowFitter())
     lengths = [len(ids) for ids, _ in whole]
     assert len(whole) == 3 and lengths == sorted(lengths)
     for seq_len in range(2, lengths[-1] + 1):
         first = [(ids[:seq_len], trained[:seq_len]) for ids, trained in whole[:1] if any(trained[1:seq_len])]
-        fitting = Fitting(seq_len)
+        fitting = RowFitter(seq_len)
         documents = fit(tokenizer, {"messages": CONVERSATION}, fitting)
         assert documents == ([document for document in whole if len(document[0]) <= seq_len] or first)
         lost = sum(lengths) - sum(len(ids) for ids, _ in documents)
@@ -137,7 +137,7 @@ def test_a_long_completion_loses_its_end_and_never_its_prompt(bos: bool) -> None
         ids = [1] * bos + both + [2]
         trained = [place >= bos + len(asked) for place in range(len(ids))]
         for seq_len in range(bos + len(asked) - 1, len(ids) + 1):
-            cut, dropped = Fitting(seq_len), Fitting(seq_len, truncate=False)
+            cut, dropped = RowFitter(seq_len), RowFitter(seq_len, truncate=False)
             expected = [(ids[:seq_len], trained[:seq_len])] if any(trained[:seq_len]) else []
             assert fit(tokenizer, record, cut) == expected
             assert fit(tokenizer, record, dropped) == ([(ids, trained)] if seq_len == len(ids) else [])
@@ -147,7 +147,7 @@ def test_a_long_completion_loses_its_end_and_never_its_prompt(bos: bool) -> None
 def test_a_completion_of_several_messages_is_cut_between_them() -> None:
     tokenizer = make_tokenizer(PLAIN_TEMPLATE)
     record = {"prompt": CONVERSATION[:2], "completion": CONVERSATION[2:]}
-    [(ids, trained)] = fit(tokenizer, record, Fitting())
+    [(ids, trained)] = fit(tokenizer, record, RowFitter())
     ends = [
         len(tokenizer.apply_chat_template(CONVERSATION[:stop], return_dict=True)["input_ids"]) for stop in range(3, 8)
     ]
@@ -155,7 +155,7 @@ def test_a_completion_of_several_messages_is_cut_between_them() -> None:
     assert trained == [place >= len(asked) for place in range(len(ids))] and ends[-1] == len(ids)
     for seq_len in range(len(asked) + 1, len(ids) + 1):
         stop = max((end for end in ends if end <= seq_len), default=seq_len)
-        assert fit(tokenizer, record, Fitting(seq_len)) == [(ids[:stop], trained[:stop])]
+        assert fit(tokenizer, record, RowFitter(seq_len)) == [(ids[:stop], trained[:stop])]
 
 
 def test_plain_texts_go_on_in_the_next_row(tmp_path: Path) -> None:
@@ -229,9 +229,9 @@ def test_of_a_template_that_marks_and_rewrites_turns_the_marks_say_where_to_cut(
         "{% else %}{{ m['content'] }}</s>{% endif %}{{ '\\n' }}",
     )
     tokenizer = make_tokenizer(marking)
-    [(ids, trained)] = fit(tokenizer, {"messages": CONVERSATION}, Fitting())
+    [(ids, trained)] = fit(tokenizer, {"messages": CONVERSATION}, RowFitter())
     closed = [place + 1 for place, token in enumerate(ids) if token == tokenizer.eos_token_id and trained[place]]
     assert len(closed) == 3 and tokenizer.decode(ids).count("(thinks)") == 1
     for seq_len in range(closed[0], len(ids)):
         stop = max(end for end in closed if end <= seq_len)
-        assert fit(tokenizer, {"messages": CONVERSATION}, Fitting(seq_len)) == [(ids[:stop], trained[:stop])]
+        assert fit(tokenizer, {"messages": CONVERSATION}, RowFitter(seq_len)) == [(ids[:stop], trained[:stop])]

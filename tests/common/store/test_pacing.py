@@ -9,13 +9,13 @@ from concurrent.futures import wait
 import pytest
 
 from common.errors import UserError
-from common.store import Layout, Pace, Store, remove
+from common.store import IoThrottle, Layout, Store, remove
 from common.store import throttle as pacing
 from common.store.throttle import CLOCK_FILE, DriveClock
 from tests.common.store.conftest import memory, noise
 
 MIB = 1 << 20
-PACE = Pace(200e6, 100e6)
+PACE = IoThrottle(200e6, 100e6)
 """Far below what any drive does, so that nothing but the pace is measured."""
 LATE = 0.03
 """Seconds that the last sleep of a measurement may end late on a busy machine."""
@@ -52,7 +52,7 @@ def test_pace_is_a_value():
     assert (PACE.seconds("read", 10**8), PACE.seconds("write", 10**8)) == (0.5, 1.0)
     for rates in [(0, 1), (1, -1), (float("nan"), 1)]:
         with pytest.raises(UserError, match="positive"):
-            Pace(*rates)
+            IoThrottle(*rates)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4, 7])

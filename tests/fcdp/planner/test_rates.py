@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import UserError
 from fcdp.planner import load_cluster
-from fcdp.planner.rates import AlphaBeta, Link, Measured, Timing
+from fcdp.planner.rates import AlphaBeta, CollectiveTiming, Link, MeasuredRates
 from fcdp.strategy.mesh import Levels, Mesh
 
 GB = 10**9
@@ -65,9 +65,9 @@ def test_one_rank_takes_no_time() -> None:
     assert RATES.seconds("all_gather", Mesh((1, 1)), GB, "flat") == 0.0
 
 
-MEASURED = Measured([
-    Timing("all_gather", "flat", (2, 2), 1000, 1.0),  # 1000 B/s
-    Timing("all_gather", "flat", (2, 2), 100_000, 10.0),  # 10,000 B/s
+MEASURED = MeasuredRates([
+    CollectiveTiming("all_gather", "flat", (2, 2), 1000, 1.0),  # 1000 B/s
+    CollectiveTiming("all_gather", "flat", (2, 2), 100_000, 10.0),  # 10,000 B/s
 ])  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def test_a_profile_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     )  # fmt: skip
     cluster = load_cluster(str(path))
     assert cluster.levels == Levels((2, 2))
-    assert isinstance(cluster.rates, Measured)
+    assert isinstance(cluster.rates, MeasuredRates)
     assert cluster.rates.timings == MEASURED.timings
     with pytest.raises(UserError, match="for 4,2 there are no times"):
         cluster.resized(Levels((4, 2)))

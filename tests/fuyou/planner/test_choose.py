@@ -9,8 +9,8 @@ from transformers import LlamaConfig
 
 from fuyou import calibration
 from fuyou.calibration import profile_or_measure
-from fuyou.planner import Prospect, choose, describe_training
-from fuyou.planner.profiling import Profile, Workload, save
+from fuyou.planner import PlannerContext, choose, describe_training
+from fuyou.planner.profiling import Profile, ProfiledWorkload, save
 from fuyou.runtime.devices import open_device
 from fuyou.schedule.memory_plan import MemoryPlanner
 from tests.fuyou.profiling.test_profile import PROFILE
@@ -24,18 +24,18 @@ LIMITS = (256 << 20, 256 << 20)
 
 def test_it_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
-    measured: list[Workload] = []
+    measured: list[ProfiledWorkload] = []
 
-    def measure(workload: Workload, _: object) -> Profile:
+    def measure(workload: ProfiledWorkload, _: object) -> Profile:
         measured.append(workload)
         return replace(PROFILE, measured_at=time.time())
 
     monkeypatch.setattr(calibration, "measure", measure)
     monkeypatch.setattr(calibration, "as_the_engine_runs_it", lambda alone, *_: alone)
     job, device = describe_training(CONFIG, 8, 64), open_device("emulated:tflops=0.01,memory=256MiB,link=1GB/s")
-    first = Prospect(job, device, LIMITS, [tmp_path])
+    first = PlannerContext(job, device, LIMITS, [tmp_path])
     assert first.profile is None
-    again = Prospect(job, device, LIMITS, [tmp_path])
+    again = PlannerContext(job, device, LIMITS, [tmp_path])
     assert profile_or_measure(first) == profile_or_measure(again) == again.profile
     assert measured == [first.workload]
 
@@ -44,17 +44,17 @@ def test_the_profile_at_hand_decides(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
     device = open_device("emulated:tflops=0.01,memory=256MiB,link=1GB/s")
     job = describe_training(CONFIG, 8, 64)
-    assert choose(Prospect(job, device, LIMITS, [tmp_path])) is None
+    assert choose(PlannerContext(job, device, LIMITS, [tmp_path])) is None
     plan = MemoryPlanner(job.shape, CONFIG, LIMITS[1], LIMITS[0], False).plan(8, 64, None)
     slow = replace(  # of computing, so that outputs are worth keeping
         PROFILE, tokens=512, block_parameters=job.block_parameters // 8, block_forward_seconds=0.1,
         block_backward_seconds=0.3, measured_at=time.time(),
     )  # fmt: skip
-    save(slow, Workload.planned(CONFIG, job.shape.precision, plan, [tmp_path]), device)
-    choice = choose(Prospect(job, device, LIMITS, [tmp_path]))
+    save(slow, ProfiledWorkload.planned(CONFIG, job.shape.precision, plan, [tmp_path]), device)
+    choice = choose(PlannerContext(job, device, LIMITS, [tmp_path]))
     assert choice is not None
     assert choice.micro_batch == plan.batch.micro_rows
     assert choice.keeping.operators and choice.keeping.layers == 8
     two_layers = replace(job, keeping=replace(choice.keeping, layers=2))
-    fixed = choose(Prospect(two_layers, device, LIMITS, [tmp_path]))
+    fixed = choose(PlannerContext(two_layers, device, LIMITS, [tmp_path]))
     assert fixed is not None and fixed.keeping.layers == 2

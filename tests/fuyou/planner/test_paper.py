@@ -7,10 +7,10 @@ import pytest
 from common.hardware.presets import drive_preset, gpu_preset
 from fuyou.planner import Machine, PaperScheme, Training, describe_training, preset_machine
 from fuyou.planner.paper import Swap
-from fuyou.planner.simulator import Rates
+from fuyou.planner.simulator import TaskRates
 from fuyou.schedule.tasks import Resource
 
-RATES = Rates(200e12, 25e9, 25e9, 25e9, 25e9, 4e9)
+RATES = TaskRates(200e12, 25e9, 25e9, 25e9, 25e9, 4e9)
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def model() -> Training:
     return describe_training("gpt3-13b", 1, 1024)
 
 
-def server(rates: Rates = RATES, host: int = 768 << 30) -> Machine:
+def server(rates: TaskRates = RATES, host: int = 768 << 30) -> Machine:
     return Machine("A100", "drives", rates, 80 << 30, host)
 
 

@@ -16,12 +16,12 @@ from fuyou.planner import Machine, Training, describe_training, plan
 from fuyou.planner.advice import best_changes, clipping_cost, largest_batch, rarer_commits
 from fuyou.planner.evaluate import NOTHING, Candidate, Evaluator
 from fuyou.planner.run_plan import gpu_bound_tokens, most_clipped, search
-from fuyou.planner.simulator import Rates
+from fuyou.planner.simulator import TaskRates
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Resource
 
 SEQ_LEN, LAYERS = 64, 6
-FAST = Rates(1e15, 1e12, 1e12, 1e12, 1e12, 1e12, commit_seconds=0.0)
+FAST = TaskRates(1e15, 1e12, 1e12, 1e12, 1e12, 1e12, commit_seconds=0.0)
 KEYS = {
     "fits", "step_seconds", "tokens_per_second", "flops_per_second", "hardware_flops_per_second", "bound",
     "bound_seconds", "device_peak_bytes", "host_peak_bytes", "ssd_bytes", "ssd_read_bytes_per_step",
@@ -38,7 +38,7 @@ def job() -> Training:
     return describe_training(config, 8, SEQ_LEN)
 
 
-def machine(rates: Rates = FAST, host: int = 256 << 20, device: int = 64 << 20, **fields: int) -> Machine:
+def machine(rates: TaskRates = FAST, host: int = 256 << 20, device: int = 64 << 20, **fields: int) -> Machine:
     return Machine("a device", "a drive", rates, device, host, **fields)
 
 
@@ -110,7 +110,7 @@ def test_nothing_is_kept_where_the_drives_are_the_bound(job: Training) -> None:
 
 
 def test_more_of_anything_is_never_slower(job: Training) -> None:
-    rates = Rates(2e11, 1e9, 1e9, 4e8, 3e8, 1e8)
+    rates = TaskRates(2e11, 1e9, 1e9, 4e8, 3e8, 1e8)
     drives = [seconds(job, machine(rates).with_drives(count)) for count in (1, 2, 4)]
     assert all(later <= earlier * 1.005 for earlier, later in pairwise(drives))
     memory = [seconds(job, machine(rates, host=host << 20)) for host in (140, 200, 400)]
@@ -152,7 +152,7 @@ def test_the_largest_batch_fits_and_a_larger_does_not(job: Training) -> None:
     assert not plan(job.with_batch(2 * most), on).fits
 
 
-BALANCED = machine(Rates(1e11, 1e10, 1e10, 3e8, 3e8, 1e9), host=140 << 20)
+BALANCED = machine(TaskRates(1e11, 1e10, 1e10, 3e8, 3e8, 1e9), host=140 << 20)
 
 
 def test_clipping_by_deferral_defers_everything_and_says_what_it_costs(job: Training) -> None:
@@ -215,7 +215,7 @@ def test_rarer_commits_write_what_streams_and_the_rest_every_nth_time(job: Train
 
 
 def test_merged_micro_batches_predict_what_all_of_them_do(job: Training) -> None:
-    rates = Rates(1e12, 1e10, 1e10, 4e8, 3e8, 1e8)
+    rates = TaskRates(1e12, 1e10, 1e10, 4e8, 3e8, 1e8)
     many = replace(job, rows=256, micro_batch=1)
     evaluator = Evaluator(many, machine(rates, host=1 << 30))
     candidate = Candidate(1, 0.0)

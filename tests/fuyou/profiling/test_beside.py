@@ -9,7 +9,7 @@ import pytest
 from common.errors import FinetuneError
 from fuyou.planner.profiling import beside
 from fuyou.planner.profiling.beside import Repeated, measure_contention, pieces_per_second
-from fuyou.planner.profiling.optimizer import Pump
+from fuyou.planner.profiling.optimizer import OptimizerPump
 from fuyou.schedule.tasks import Resource
 
 
@@ -55,7 +55,7 @@ def test_work_that_never_ends_is_one_message(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_pump_sends_again_what_was_answered_and_hears_of_a_failure() -> None:
     sent: list[int] = []
-    pump = Pump(sent.append, [3, 5])
+    pump = OptimizerPump(sent.append, [3, 5])
     pump.start()
     pump.answered(5)
     assert sent == [3, 5, 5] and len(pump.ends) == 1

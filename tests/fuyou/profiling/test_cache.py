@@ -11,7 +11,7 @@ import torch
 
 from common.result_cache import cache_directory
 from fuyou.layout.record import Precision
-from fuyou.planner.profiling import Profile, Workload, load, save
+from fuyou.planner.profiling import Profile, ProfiledWorkload, load, save
 from fuyou.runtime.devices import CpuDevice
 from fuyou.runtime.emulated import EmulatedDevice, EmulatedSpec
 from tests.fuyou.profiling.test_profile import PROFILE
@@ -24,10 +24,10 @@ CPU = CpuDevice()
 
 
 @pytest.fixture
-def workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workload:
+def workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProfiledWorkload:
     """A profile is kept for it."""
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
-    found = Workload(tiny_configs()["llama"], BF16, 2, 16, (tmp_path,), 16, 4096)
+    found = ProfiledWorkload(tiny_configs()["llama"], BF16, 2, 16, (tmp_path,), 16, 4096)
     save(profile(), found, CPU)
     return found
 
@@ -40,7 +40,7 @@ def kept() -> list[Path]:
     return list((cache_directory() / "profiles").iterdir())
 
 
-def test_the_second_time_it_is_read(workload: Workload) -> None:
+def test_the_second_time_it_is_read(workload: ProfiledWorkload) -> None:
     first = load(workload, CPU)
     assert first is not None and first == replace(PROFILE, measured_at=first.measured_at)
     deeper = replace(workload, config=type(workload.config)(**{**workload.config.to_dict(), "num_hidden_layers": 9}))
@@ -56,18 +56,18 @@ def test_the_second_time_it_is_read(workload: Workload) -> None:
         {"config": tiny_configs()["gpt2"]}, {"directories": (Path("/proc"),)},
     ],
 )  # fmt: skip
-def test_other_work_has_another(workload: Workload, change: dict[str, Any]) -> None:
+def test_other_work_has_another(workload: ProfiledWorkload, change: dict[str, Any]) -> None:
     assert load(replace(workload, **change), CPU) is None
     save(profile(), replace(workload, **change), CPU)
     assert len(kept()) == 2
 
 
-def test_another_device_has_another(workload: Workload) -> None:
+def test_another_device_has_another(workload: ProfiledWorkload) -> None:
     assert load(workload, EmulatedDevice(EmulatedSpec(1e12, 1 << 30, 1e9))) is None
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 1}', '{"format": 99, "key": {}, "profile": {}}', "\0"])
-def test_a_damaged_file_is_replaced(workload: Workload, content: str) -> None:
+def test_a_damaged_file_is_replaced(workload: ProfiledWorkload, content: str) -> None:
     (file,) = kept()
     file.write_text(content)
     assert load(workload, CPU) is None
@@ -76,7 +76,7 @@ def test_a_damaged_file_is_replaced(workload: Workload, content: str) -> None:
 
 
 @pytest.mark.parametrize("age", [31 * 86400, -86400])
-def test_old_profiles_and_those_of_tomorrow_do_not_count(workload: Workload, age: float) -> None:
+def test_old_profiles_and_those_of_tomorrow_do_not_count(workload: ProfiledWorkload, age: float) -> None:
     (file,) = kept()
     content = json.loads(file.read_text())
     content["profile"]["measured_at"] -= age
@@ -85,7 +85,7 @@ def test_old_profiles_and_those_of_tomorrow_do_not_count(workload: Workload, age
 
 
 def test_a_cache_that_cannot_be_written_keeps_nothing(
-    workload: Workload, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    workload: ProfiledWorkload, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "file"))

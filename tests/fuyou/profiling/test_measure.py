@@ -12,12 +12,12 @@ from transformers import CONFIG_MAPPING
 from common.errors import UserError
 from common.models.meta import build_meta_model
 from common.models.miniature import miniature
-from common.store.throttle import Pace
+from common.store.throttle import IoThrottle
 from fuyou.layout.record import Precision
 from fuyou.model.model_records import model_records
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.client import OptimizerLink
-from fuyou.planner.profiling import Workload, measure
+from fuyou.planner.profiling import ProfiledWorkload, measure
 from fuyou.planner.profiling.beside import pieces_per_second
 from fuyou.planner.profiling.blocks import BlockBench, OperatorTimer, _extrapolated, _shortened, random_values
 from fuyou.planner.profiling.drives import open_scratch
@@ -29,8 +29,8 @@ from tests.fuyou.twin import tiny_configs
 BF16 = Precision(torch.bfloat16, torch.float32)
 
 
-def workload(family: str, *directories: Path) -> Workload:
-    return Workload(tiny_configs()[family], BF16, 2, 16, directories, 8, 4096)
+def workload(family: str, *directories: Path) -> ProfiledWorkload:
+    return ProfiledWorkload(tiny_configs()[family], BF16, 2, 16, directories, 8, 4096)
 
 
 @pytest.mark.usefixtures("_quick")
@@ -69,7 +69,7 @@ def test_adam_is_measured_on_states_in_memory(tmp_path: Path, monkeypatch: pytes
     """Not at the rate at which a drive brings them, once it has."""
     monkeypatch.setattr("fuyou.planner.profiling.beside.WARM_SECONDS", 0.3)
     monkeypatch.setattr("fuyou.planner.profiling.beside.WINDOW_SECONDS", 0.2)
-    pace, link = Pace(2e6, 1e9), OptimizerLink()
+    pace, link = IoThrottle(2e6, 1e9), OptimizerLink()
     link.wait_until_up()
     with open_scratch([tmp_path], scratch_records(4096, BF16), pace) as scratch:
         bench = OptimizerBench(link, scratch, BF16, 4096, 1, pace)

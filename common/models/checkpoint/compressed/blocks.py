@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from common.errors import FinetuneError
-from common.models.checkpoint.compressed.found import FLOAT_CODES, Found, checked, component, even_blocks
+from common.models.checkpoint.compressed.found import FLOAT_CODES, FoundTensor, checked, component, even_blocks
 from common.models.checkpoint.compressed.tensors import CompressedTensor, ordered
 from common.models.checkpoint.shards import Shards, Stored
 
@@ -20,7 +20,7 @@ class Fp8:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._block = settings.get("weight_block_size")
 
-    def find(self, shards: Shards) -> Iterator[tuple[str, Found]]:
+    def find(self, shards: Shards) -> Iterator[tuple[str, FoundTensor]]:
         """See :meth:`Method.find`."""
         for name, stored in shards.tensors.items():
             if (stored.dtype not in FLOAT_CODES and stored.dtype != torch.int8) or len(stored.shape) < 2:
@@ -33,7 +33,7 @@ class Fp8:
                 continue
             beside = tuple(f"{prefix}{one}" for one in self._beside if f"{prefix}{one}" in shards.tensors)
             tensor = self._tensor(name, stored, shards.tensors[scale])
-            yield name, checked(Found(tensor, {"codes": name, "scale": scale}, beside), name, shards)
+            yield name, checked(FoundTensor(tensor, {"codes": name, "scale": scale}, beside), name, shards)
 
     def _tensor(self, name: str, stored: Stored, scale: Stored) -> CompressedTensor:
         codes = FLOAT_CODES.get(stored.dtype, "e2m1")  # two to a byte, which is what int8 means here
@@ -53,7 +53,7 @@ class Mxfp4:
 
     name = "mxfp4"
 
-    def find(self, shards: Shards) -> Iterator[tuple[str, Found]]:
+    def find(self, shards: Shards) -> Iterator[tuple[str, FoundTensor]]:
         """See :meth:`Method.find`."""
         for name, blocks in shards.tensors.items():
             base = name.removesuffix("_blocks")
@@ -67,4 +67,4 @@ class Mxfp4:
             tensor = CompressedTensor(
                 "e2m1", (*leading, count * width * 2), (1, width * 2), torch.bfloat16, ordered(components), True
             )
-            yield base, checked(Found(tensor, {"codes": name, "scale": f"{base}_scales"}), base, shards)
+            yield base, checked(FoundTensor(tensor, {"codes": name, "scale": f"{base}_scales"}), base, shards)

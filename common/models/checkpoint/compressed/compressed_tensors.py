@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from common.errors import FinetuneError, UserError
-from common.models.checkpoint.compressed.found import FLOAT_CODES, Found, checked, component, even_blocks
+from common.models.checkpoint.compressed.found import FLOAT_CODES, FoundTensor, checked, component, even_blocks
 from common.models.checkpoint.compressed.tensors import Component, CompressedTensor, ordered
 from common.models.checkpoint.shards import Shards
 
@@ -32,7 +32,7 @@ class CompressedTensors:
                 f"compressed-tensors with {what} cannot be read here. Give the checkpoint it was made from."
             )
 
-    def find(self, shards: Shards) -> Iterator[tuple[str, Found]]:
+    def find(self, shards: Shards) -> Iterator[tuple[str, FoundTensor]]:
         """See :meth:`Method.find`."""
         for name, scale in shards.tensors.items():
             module = name.removesuffix(".weight_scale")
@@ -60,7 +60,7 @@ class CompressedTensors:
             components = {role: component(role, shards.tensors[one]) for role, one in names.items()}
             tensor = self._tensor(module, components, there.get("weight_shape"), shards)
             beside = tuple(there[key] for key in self._beside if key in there)
-            yield f"{module}.weight", checked(Found(tensor, names, beside), f"{module}.weight", shards)
+            yield f"{module}.weight", checked(FoundTensor(tensor, names, beside), f"{module}.weight", shards)
 
     def _tensor(
         self, module: str, components: dict[str, Component], shape_name: str | None, shards: Shards

@@ -15,7 +15,7 @@ FLOAT_CODES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundTensor:
     """A compressed tensor in the files."""
 
     tensor: CompressedTensor
@@ -31,7 +31,7 @@ class Method(Protocol):
     name: str
     """As ``quant_method`` in config.json."""
 
-    def find(self, shards: Shards) -> Iterator[tuple[str, Found]]:
+    def find(self, shards: Shards) -> Iterator[tuple[str, FoundTensor]]:
         """Every compressed tensor, by the name that it would have if it were a plain one.
 
         Raises:
@@ -59,7 +59,7 @@ def component(role: str, stored: Stored) -> Component:
     return Component(role, stored.dtype, stored.shape)
 
 
-def checked(found: Found, name: str, shards: Shards) -> Found:
+def checked(found: FoundTensor, name: str, shards: Shards) -> FoundTensor:
     """``found``, if its components fit together.
 
     Raises:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from common.models.checkpoint.compressed.found import Found, Method
+from common.models.checkpoint.compressed.found import FoundTensor, Method
 from common.models.checkpoint.compressed.methods import method_of
 from common.models.checkpoint.shards import Shards, Stored
 
@@ -26,7 +26,7 @@ class CompressedShards(Shards):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self.method: Method | None = method_of(directory)
-        self.compressed: dict[str, Found] = {}
+        self.compressed: dict[str, FoundTensor] = {}
         if self.method is None:
             return
         self.compressed = dict(self.method.find(self))
