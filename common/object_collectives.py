@@ -10,7 +10,7 @@ import torch.distributed as dist
 from common.errors import FinetuneError, UserError
 
 
-def tell(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """What every rank has told, in the order of ranks. Collective.
 
     Args:
@@ -31,7 +31,7 @@ def tell(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     ]  # fmt: skip
 
 
-def together(work: Callable[[], Any]) -> list[Any]:
+def run_on_all_ranks(work: Callable[[], Any]) -> list[Any]:
     """Call ``work`` on every rank, and tell what it returns, JSON; it fails everywhere or nowhere. Collective.
 
     Raises:
@@ -42,7 +42,7 @@ def together(work: Callable[[], Any]) -> list[Any]:
         mine["returned"] = work()
     except FinetuneError as error:
         mine = {"failed": str(error), "status": error.exit_status}
-    everyone = tell(mine)
+    everyone = all_gather_object(mine)
     for told in everyone:
         if "failed" in told:
             kind = UserError if told["status"] == UserError.exit_status else FinetuneError
@@ -50,14 +50,14 @@ def together(work: Callable[[], Any]) -> list[Any]:
     return [told["returned"] for told in everyone]
 
 
-def first_alone(work: Callable[[], Any]) -> Any:
+def broadcast_from_rank0(work: Callable[[], Any]) -> Any:
     """Call ``work`` on rank 0 and tell all what it returns; for what network file systems may not show all nodes the
     same. Collective.
 
     Raises:
-        UserError, FinetuneError: as :func:`together`.
+        UserError, FinetuneError: as :func:`run_on_all_ranks`.
     """
-    return together(lambda: work() if dist.get_rank() == 0 else None)[0]
+    return run_on_all_ranks(lambda: work() if dist.get_rank() == 0 else None)[0]
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from common.errors import FinetuneError
-from common.object_collectives import tell
+from common.object_collectives import all_gather_object
 from common.units import format_bytes
 from fcdp.cache.host_cache import CacheEntry, CopyStreams, HostCache
 from fcdp.cache.placement import DeviceMemory, OnDevice, Placement
@@ -259,4 +259,4 @@ class Sharding:
 
 def _smallest(budget: int | None) -> int | None:
     """The smallest of all ranks' budgets: what is kept must be the same decision everywhere."""
-    return min((value for value in tell(budget) if value is not None), default=None)
+    return min((value for value in all_gather_object(budget) if value is not None), default=None)

@@ -32,7 +32,7 @@ from common.models.flops import active_parameters, hardware_flops_per_token, mod
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
 from common.models.vision.towers import DEFAULT_FREEZING, TowerFreezing
-from common.object_collectives import first_alone, tell
+from common.object_collectives import all_gather_object, broadcast_from_rank0
 from fcdp.checkpoint.commits import ShardedCheckpoints
 from fcdp.checkpoint.weights import gather_blocks, load, materialise, whole, widen
 from fcdp.shard import fully_shard, sharding
@@ -163,7 +163,7 @@ class Trainer:
         self._separator: Separator | None = None
         self._optimizer = self._make_optimizer()
         self._commits = ShardedCheckpoints(commits)
-        first_alone(self._commits.lock)
+        broadcast_from_rank0(self._commits.lock)
         self.parameters = sum(parameter.numel() for parameter in self._model.parameters())
         self.trainable_parameters = sum(parameter.numel() for _, parameter in self._trained())
         self.step_count = 0
@@ -176,7 +176,7 @@ class Trainer:
 
     def begin(self) -> None:
         """Load the weights that training starts from. Commits of an earlier run go."""
-        first_alone(self._commits.discard)
+        broadcast_from_rank0(self._commits.discard)
         load(self._model, self._source, self._adapters)
         self._sharding.invalidate()
 
@@ -309,7 +309,7 @@ class Trainer:
                 torch.autograd.backward([output.logits, *losses], [gradient, *weights])
         loss_value, norm, stopping, all_sent = self._agree(total, stop, self._sharding.traffic.across - sent)
         try:
-            skipped = self._nonfinite.leaves_out(step, loss_value, norm, self.committed_step)
+            skipped = self._nonfinite.should_skip_step(step, loss_value, norm, self.committed_step)
             if not skipped:
                 self._update(norm, lr)
         finally:
@@ -448,7 +448,7 @@ class Trainer:
         if merge:  # first: if it is refused, the adapters of before stay, too
             self._export(directory / MERGED, self._merged(adapters), allow_nonfinite)
         values = {name: whole(parameter).cpu() for name, parameter in self._trained()}
-        first_alone(lambda: adapters.save(directory, values, allow_nonfinite))
+        broadcast_from_rank0(lambda: adapters.save(directory, values, allow_nonfinite))
 
     def _export(self, directory: Path, blocks: Iterator[dict[str, torch.Tensor]], allow_nonfinite: bool) -> None:
         leads, writer = self._topology.rank == 0, None
@@ -466,7 +466,7 @@ class Trainer:
             if self._checkpoint is not None:
                 copy_tokenizer_files(self._checkpoint, directory)
 
-        first_alone(finish)
+        broadcast_from_rank0(finish)
 
     def _merged(self, adapters: Adapters) -> Iterator[dict[str, torch.Tensor]]:
         """Weights with their adapters added; on the first rank, which writes them. On others nothing."""
@@ -525,7 +525,9 @@ class Trainer:
         return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
 
     def _pids_of_node(self) -> Any:
-        pids = [pid for node, pid in tell((self._topology.node, os.getpid())) if node == self._topology.node]
+        pids = [
+            pid for node, pid in all_gather_object((self._topology.node, os.getpid())) if node == self._topology.node
+        ]
         return lambda: pids
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ from netcluster import network_bytes
 import fcdp
 import fuyou
 from common.models.adapters.adapters import AdapterOptions
-from common.object_collectives import tell
+from common.object_collectives import all_gather_object
 from fuyou.planner import describe_training
 from fuyou.planner.simulator import TaskRates, simulate
 from fuyou.ranks.topology import share_of
@@ -65,7 +65,7 @@ def main(
     with engine:
         seconds, moved, listed, sent = train(engine, topology, batch, seq_len, steps)
         facts = report(engine, topology, model, device, adam, adapters)
-    everyone = tell((*moved, *listed))
+    everyone = all_gather_object((*moved, *listed))
     if topology.rank == 0:
         read, written, listed_read, listed_written = map(sum, zip(*everyone[: topology.ranks_per_node], strict=True))
         print(json.dumps({

@@ -104,8 +104,8 @@ def _rate(bytes_per_second: float) -> str:
     return f"{bytes_per_second / 1e9:.3g} GB/s"
 
 
-def _others(one: Resource, together: Iterable[Resource]) -> str:
-    return " and ".join(RESOURCES[other.value] for other in together if other is not one)
+def _others(one: Resource, run_on_all_ranks: Iterable[Resource]) -> str:
+    return " and ".join(RESOURCES[other.value] for other in run_on_all_ranks if other is not one)
 
 
 def _time(seconds: float) -> str:

@@ -34,12 +34,12 @@ def with_dtype_of_all(settings: Settings, device_type: str, restarted: bool) -> 
         device_type: of what this rank computes on.
         restarted: whether the ranks have been started again, and go on from what they left.
     """
-    from common.object_collectives import tell
+    from common.object_collectives import all_gather_object
 
     if settings.dtype != AUTO:
         return settings
     stored = _stored(settings) if settings.resume or restarted else None
-    return replace(settings, dtype=dtype_of_all(stored, device_type, tell))
+    return replace(settings, dtype=dtype_of_all(stored, device_type, all_gather_object))
 
 
 def _stored(settings: Settings) -> str | None:

@@ -37,7 +37,7 @@ from common.hardware.machine import list_gpus
 from common.models.adapters.adapters import CONFIG
 from common.models.meta import build_meta_model
 from common.models.presets import load_config
-from common.object_collectives import first_alone, tell
+from common.object_collectives import all_gather_object, broadcast_from_rank0
 from common.units import format_bytes, format_seconds
 from fcdp.checkpoint.commits import ShardedCheckpoints
 from fcdp.planner import Workload
@@ -147,7 +147,7 @@ def _compare(settings: Settings) -> set[str]:
         "finetune's code": _code(),
     }
     mine = (socket.gethostname(), os.environ[LAUNCH], own)
-    everyone = tell(mine)
+    everyone = all_gather_object(mine)
     first_host, _, first = everyone[0]
     for number, (host, _, other) in enumerate(everyone):
         for name in sorted(first):
@@ -221,7 +221,7 @@ def _open_trainer(job: Job, topology: Topology, launches: set[str]) -> Trainer:
         device_cache_threshold=0.9 if settings.device_cache_threshold is None else settings.device_cache_threshold,
     )
     trainer = Trainer(job.checkpoint or settings.model, topology, config, directory, peft_config_of(settings))
-    if first_alone(lambda: _is_continued(settings, ShardedCheckpoints(directory), launches)):
+    if broadcast_from_rank0(lambda: _is_continued(settings, ShardedCheckpoints(directory), launches)):
         trainer.resume()
     else:
         trainer.begin()
@@ -238,7 +238,7 @@ def _strategy(job: Job, topology: Topology) -> str:
     settings = job.settings
     if settings.strategy != AUTO:
         return settings.strategy or DEFAULT
-    name: str = first_alone(lambda: _choose(job, topology))
+    name: str = broadcast_from_rank0(lambda: _choose(job, topology))
     return name
 
 

@@ -17,7 +17,7 @@ from cli.train.evaluation import is_due, look
 from cli.train.one_machine import engine_options, profile_once, since, step_line
 from cli.train.prepare import Job
 from common.errors import UserError
-from common.object_collectives import first_alone, tell
+from common.object_collectives import all_gather_object, broadcast_from_rank0
 from common.store import load_manifest, remove
 from common.store.migration import remove_folder
 from fcdp.strategy.topology import Topology
@@ -35,7 +35,7 @@ def train_ranks(job: Job, topology: Topology, rank: Rank, launches: set[str]) ->
         Stopped, UserError, FinetuneError: as in :func:`cli.train.one_machine.finetune`; some on one rank only.
     """
     settings = job.settings
-    first_alone(lambda: profile_once(job, share_of(topology)))
+    broadcast_from_rank0(lambda: profile_once(job, share_of(topology)))
     engine = _open_engine(job, topology, launches)
     try:
         _train_and_save(job, engine, topology, rank, launches)
@@ -79,7 +79,7 @@ def _again(folder: Path, launches: set[str]) -> bool:
     """Whether any rank's store was made by launchers that are still there: then a rank was lost, and all go on."""
     content = load_manifest(folder) if folder.exists() else None
     mine = bool(content and launches & set(content["user"].get("launches", ())))
-    return any(tell(mine))
+    return any(all_gather_object(mine))
 
 
 def _train_and_save(job: Job, engine: Engine, topology: Topology, rank: Rank, launches: set[str]) -> None:
@@ -99,7 +99,7 @@ def _train_and_save(job: Job, engine: Engine, topology: Topology, rank: Rank, la
     save(job, engine, speaks)
     mine = (*engine.planned_io_bytes(), read, written, engine.created_bytes, engine.host_peak_bytes,
             engine.host_baseline_bytes)  # fmt: skip
-    everyone = tell(mine)
+    everyone = all_gather_object(mine)
     if not speaks:
         return
     node = [sum(each) for each in zip(*everyone[: topology.ranks_per_node], strict=True)]

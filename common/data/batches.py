@@ -111,7 +111,7 @@ class PackedBatches(Batches):
         size = self._config.batch_size
         draws, seed = range(step * size, (step + 1) * size), self._config.seed if self._config.shuffle else None
         # Rows that are not packed stay with their like: neighbours, which are about as long.
-        rows = self._file.read(draw_rows(draws, self.rows, seed, together=1 if self._config.packed else size))
+        rows = self._file.read(draw_rows(draws, self.rows, seed, run_on_all_ranks=1 if self._config.packed else size))
         if not self._config.packed:
             rows = rows[:, : _rounded(int(first_lengths(rows).max()))]
         ids, labels, positions = unpack(rows)

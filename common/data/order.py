@@ -6,7 +6,7 @@ import numpy.typing as npt
 _MASK = (1 << 64) - 1
 
 
-def draw_rows(draws: range, rows: int, seed: int | None, together: int = 1) -> np.ndarray:
+def draw_rows(draws: range, rows: int, seed: int | None, run_on_all_ranks: int = 1) -> np.ndarray:
     """Return the rows at some places of an endless sequence of epochs, each of which has all of ``rows`` once.
 
     Args:
@@ -18,11 +18,11 @@ def draw_rows(draws: range, rows: int, seed: int | None, together: int = 1) -> n
         epoch, start = divmod(draws[0], rows)
         places = np.arange(start, min(start + len(draws), rows))
         if seed is not None:
-            groups = rows // together
-            inside = places < groups * together
+            groups = rows // run_on_all_ranks
+            inside = places < groups * run_on_all_ranks
             if inside.any():
-                at, within = np.divmod(places[inside], together)
-                places[inside] = shuffled(at, groups, (seed, epoch)) * together + within
+                at, within = np.divmod(places[inside], run_on_all_ranks)
+                places[inside] = shuffled(at, groups, (seed, epoch)) * run_on_all_ranks + within
         chosen.append(places)
         draws = draws[len(places) :]
     return np.concatenate(chosen)

@@ -93,7 +93,7 @@ def settle(folders: Sequence[Path]) -> list[Path]:
     candidates = _stores([*named, *new])
     for members in candidates:
         if _whole(members):
-            return take_over(find(members)[0], folders)
+            return promote(find(members)[0], folders)
     _refuse_remains(folders)
     # What was committed comes first: it is what the user has to complete.
     best = min(candidates, key=lambda members: not any(map(load_manifest, members)), default=folders)
@@ -193,7 +193,7 @@ def give_up(old: Store, folders: Sequence[Path]) -> None:
     discard(folders)
 
 
-def take_over(new: Sequence[Path], folders: Sequence[Path]) -> list[Path]:
+def promote(new: Sequence[Path], folders: Sequence[Path]) -> list[Path]:
     """Let a committed successor be the run: its directories, under the names they have now, in order.
 
     Args:
@@ -231,7 +231,7 @@ def take_over(new: Sequence[Path], folders: Sequence[Path]) -> list[Path]:
     return named
 
 
-def make_way(folders: Sequence[Path], overwrite: bool) -> None:
+def clear_stale(folders: Sequence[Path], overwrite: bool) -> None:
     """Remove what a crash has left beside the folders of a new run.
 
     Raises:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from common.errors import FinetuneError, UserError
-from common.object_collectives import first_alone, together
+from common.object_collectives import broadcast_from_rank0, run_on_all_ranks
 from common.store import DirectoryLock
 from common.store.errors import described
 from common.store.sealed import sync_directory, write_sealed
@@ -91,9 +91,9 @@ class ShardedCheckpoints:
             FinetuneError: a rank could not write; on every rank, and the older commits are still there.
         """
         beside = self.directory / _INCOMPLETE
-        first_alone(lambda: self._prepare(beside))
-        told = together(lambda: _write_own(beside, state))
-        first_alone(lambda: self._finish(beside, _assemble(step, state, description, told)))
+        broadcast_from_rank0(lambda: self._prepare(beside))
+        told = run_on_all_ranks(lambda: _write_own(beside, state))
+        broadcast_from_rank0(lambda: self._finish(beside, _assemble(step, state, description, told)))
 
     def load(self, manifest: Manifest, state: Mapping[str, torch.Tensor]) -> None:
         """Read a commit into the tensors of ``state``, however they are sharded. Collective.
@@ -101,7 +101,7 @@ class ShardedCheckpoints:
         Raises:
             FinetuneError: it is damaged, or of another model; on every rank.
         """
-        together(lambda: self._load_own(manifest, state))
+        run_on_all_ranks(lambda: self._load_own(manifest, state))
 
     def read_newest(self) -> Manifest | None:
         """That of the newest commit, as rank 0 sees it. Collective.
@@ -109,7 +109,7 @@ class ShardedCheckpoints:
         Raises:
             UserError, FinetuneError: as :meth:`Manifest.read`, on every rank.
         """
-        content = first_alone(self._read_newest)
+        content = broadcast_from_rank0(self._read_newest)
         return None if content is None else Manifest.from_dict(content)
 
     def discard(self) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from common.errors import FinetuneError, UserError
-from common.object_collectives import tell
+from common.object_collectives import all_gather_object
 from fcdp.strategy.links import linked_gpus
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.routes import Axis
@@ -164,7 +164,7 @@ class Topology:
 
 def _agree(numbers: tuple[int, ...]) -> None:
     """Refuse, on every rank, numbers that are not the same on every rank."""
-    everywhere = tell(numbers)
+    everywhere = all_gather_object(numbers)
     if any(told != everywhere[0] for told in everywhere):
         described = ", ".join(f"rank {rank}: {'x'.join(map(str, told))}" for rank, told in enumerate(everywhere))
         raise UserError(
@@ -176,7 +176,7 @@ def _agree(numbers: tuple[int, ...]) -> None:
 
 def _found_levels(nodes: int, ranks_per_node: int) -> Levels | None:
     """The levels that every node finds in itself; None where a node has none, or nodes differ."""
-    found: list[int] = tell(linked_gpus(ranks_per_node))
+    found: list[int] = all_gather_object(linked_gpus(ranks_per_node))
     if len(set(found)) > 1 or found[0] == 1:
         return None
     return Levels((found[0], ranks_per_node // found[0], nodes))

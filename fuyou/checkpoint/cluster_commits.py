@@ -108,7 +108,7 @@ def find_common_state(
         found = LocalCommit(host(), str(error))
     except Exception as error:  # not foreseen: the others must not wait for us
         found, failure = LocalCommit(host(), f"{type(error).__name__}: {error}"), error
-    everyone = [LocalCommit(**told) for told in agreement.tell(asdict(found))]
+    everyone = [LocalCommit(**told) for told in agreement.all_gather_object(asdict(found))]
     try:
         if failure is not None:
             raise failure
@@ -125,7 +125,7 @@ def find_common_state(
         damage = f"{host()}: {error}"
     except Exception as error:
         damage, failure = f"{host()}: {type(error).__name__}: {error}", error
-    damaged: list[str] = agreement.tell(damage)
+    damaged: list[str] = agreement.all_gather_object(damage)
     if any(damaged):
         store.close()
         if failure is not None:

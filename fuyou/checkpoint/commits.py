@@ -58,7 +58,7 @@ class Commits:
         """The updates of ``step``, all of them still to come, change nothing."""
         self._updates[step] = replace(self._updates[step], left_out=True)
 
-    def strikes(self, steps: int) -> ClipStatistics:
+    def clip_statistics(self, steps: int) -> ClipStatistics:
         """How often clipping has struck in the run's first ``steps``, which have all ended."""
         return ClipStatistics(self.clipped_steps, steps)
 

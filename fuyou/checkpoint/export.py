@@ -57,10 +57,10 @@ class Exporter:
             writer = CheckpointWriter(
                 directory, model.base, model.config, dtype, self._shard, self._allows_nonfinite, source
             )
-        together: dict[int, set[int]] = {}
+        run_on_all_ranks: dict[int, set[int]] = {}
         for visit in self._shape.visits(train=False):  # where embedding and head are tied, both use one record
-            together.setdefault(visit.record, set()).update(visit.records)
-        for indices in together.values():
+            run_on_all_ranks.setdefault(visit.record, set()).update(visit.records)
+        for indices in run_on_all_ranks.values():
             if source is not None and not any(self._shape.records[index].trainable for index in indices):
                 continue  # the checkpoint has it, as it was
             values: dict[str, torch.Tensor] = {}

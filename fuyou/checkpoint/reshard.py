@@ -80,7 +80,7 @@ class _Regrouping:
         return chosen, [one for one in sets if chosen is None or one.run != chosen.run], hosts
 
     def _tell(self, value: Any) -> list[Any]:
-        return self._agreement.tell(value) if self._agreement is not None else [value]
+        return self._agreement.all_gather_object(value) if self._agreement is not None else [value]
 
     def _all_or_none(self, work: Callable[[], Any]) -> Any:
         """Do it on every rank; an error on any of them is one on all."""

@@ -15,7 +15,7 @@ from typing import Any
 from common.errors import FinetuneError
 from common.store import DirectoryLock, Extent, Store, commit_manifest
 from common.store.checksums import Sums
-from common.store.migration import give_up, lock_all, make_successor, settle, take_over
+from common.store.migration import give_up, lock_all, make_successor, promote, settle
 from common.store.posix import Bytes, aligned_bytes
 from common.store.verify import PIECE_BYTES, Sealed, verify
 from fuyou.checkpoint.commits import check_records, sealed_records
@@ -98,7 +98,7 @@ def restripe(
     except BaseException:
         give_up(old, drives.folders)
         raise
-    take_over(new.directories, drives.everywhere)
+    promote(new.directories, drives.everywhere)
 
 
 def _copy_all(old: Store, state: TrainingState, new: Store) -> list[dict[str, Any]]:

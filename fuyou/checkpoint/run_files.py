@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.store import DirectoryLock, Layout, Store
-from common.store.migration import lock_all, make_way, remove_leftovers
+from common.store.migration import clear_stale, lock_all, remove_leftovers
 from common.store.sealed import sync_directory
 from fuyou.checkpoint.cluster_commits import find_common_state
 from fuyou.checkpoint.commits import load_state
@@ -96,7 +96,7 @@ def create_run(
     Raises:
         UserError: another process has the directories, or there is a run, or no room.
     """
-    run = agreement.tell(uuid.uuid4().hex)[0] if agreement is not None else ""
+    run = agreement.all_gather_object(uuid.uuid4().hex)[0] if agreement is not None else ""
     made = [folder for folder in folders if not folder.exists()]
     lock = None
     try:
@@ -105,7 +105,7 @@ def create_run(
         lock = lock_all(folders)
         for folder in made:
             sync_directory(folder.parent)  # or a power cut takes the folder, with every commit in it
-        make_way(folders, overwrite)
+        clear_stale(folders, overwrite)
         store = Store.create(folders, layout, overwrite=overwrite, **io)
     except BaseException:
         if lock is not None:

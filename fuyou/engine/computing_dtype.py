@@ -38,12 +38,12 @@ def stored_dtype(directories: Iterable[Path]) -> str | None:
     return None
 
 
-def dtype_of_all(stored: str | None, device_type: str, tell: Callable[[Any], Any]) -> str:
+def dtype_of_all(stored: str | None, device_type: str, all_gather_object: Callable[[Any], Any]) -> str:
     """Return the dtype that all ranks compute in: what any has stored, else what is fastest on rank 0's device.
 
     Collective, as ``tell`` is, which gives every rank what all have said. A node may have joined without a store.
     """
-    told = tell((stored, fastest_dtype(device_type)))
+    told = all_gather_object((stored, fastest_dtype(device_type)))
     return next((one for one, _ in told if one is not None), told[0][1])
 
 

@@ -265,8 +265,8 @@ class Engine:
             self._meter.start()
             self._open_model()
             if automatic and batch_shape is not None:
-                strikes = ClipStatistics.of_run(folders) if resume else ClipStatistics()
-                choice = self._choose(batch_shape, strikes)
+                clip_statistics = ClipStatistics.of_run(folders) if resume else ClipStatistics()
+                choice = self._choose(batch_shape, clip_statistics)
                 self._options = self._options if choice is None else choice.complete(self._options)
             self._open_runtime(batch_shape)
             self._open_run(Drives(folders, left), resume, overwrite)
@@ -292,7 +292,7 @@ class Engine:
             except UserError as error:
                 refusal = error
         if self._agreement is not None:
-            told = self._agreement.tell(None if refusal is None else str(refusal))[0]
+            told = self._agreement.all_gather_object(None if refusal is None else str(refusal))[0]
             refusal = refusal or (None if told is None else UserError(told))
         if refusal is not None:
             raise refusal
@@ -300,8 +300,8 @@ class Engine:
     def _choose_dtype(self, continued: Sequence[Path]) -> None:
         """Compute in what suits the device, or in what the run that is ``continued`` began with; all ranks alike."""
         kind = "meta" if self.emulated else self._device.torch_device.type
-        tell = (lambda value: [value]) if self._agreement is None else self._agreement.tell
-        chosen = dtype_of_all(stored_dtype(continued), kind, tell)
+        all_gather_object = (lambda value: [value]) if self._agreement is None else self._agreement.all_gather_object
+        chosen = dtype_of_all(stored_dtype(continued), kind, all_gather_object)
         moments = self._options.precision.optimizer_dtype
         self._options = replace(self._options, precision=Precision(DTYPES[chosen], moments))
 
@@ -329,7 +329,7 @@ class Engine:
         """The smallest budgets of all ranks: they must plan alike, for their collectives to match."""
         if self._agreement is None:
             return limits
-        hosts, devices = zip(*self._agreement.tell(limits), strict=True)
+        hosts, devices = zip(*self._agreement.all_gather_object(limits), strict=True)
         return min(hosts), min(devices)
 
     def _open_model(self) -> None:
@@ -346,8 +346,8 @@ class Engine:
             torch.manual_seed(options.seed + share.rank)  # what drops out differs, as the sequences do
         self.parameters, self.trainable_parameters = self._model.parameters, self._model.trainable_parameters
 
-    def _choose(self, batch_shape: tuple[int, int], strikes: ClipStatistics) -> Choice | None:
-        training = training_of_run(self._options, self._model, self._shape, batch_shape, strikes)
+    def _choose(self, batch_shape: tuple[int, int], clip_statistics: ClipStatistics) -> Choice | None:
+        training = training_of_run(self._options, self._model, self._shape, batch_shape, clip_statistics)
         prospect = PlannerContext(training, self._device, self._limits, self._ssd)
         if self._agreement is None or self._topology is None:
             return choose(prospect)
@@ -373,7 +373,9 @@ class Engine:
         """
         ranks, available = share_of(self._topology).ranks_per_node, memory_available_bytes()
         if self._agreement is not None:
-            available = min(self._agreement.tell(available))  # when all have looked: they stop together, or none does
+            available = min(
+                self._agreement.all_gather_object(available)
+            )  # when all have looked: they stop together, or none does
         needed = self.memory_plan.host_bytes * ranks
         if needed > available:
             among = f" ({ranks} ranks with {format_bytes(self.memory_plan.host_bytes)} each)" if ranks > 1 else ""
@@ -412,7 +414,7 @@ class Engine:
         if resume and self._agreement is not None:
             self._commits.write_manifest()  # a step that this rank alone had committed does not count
         if self._agreement is not None:
-            self._agreement.tell(None)
+            self._agreement.all_gather_object(None)
         if self._model.adapters is not None:
             self._model.adapters.forget_initial_values()
 
@@ -497,7 +499,7 @@ class Engine:
         self._commits.begin(Update(step, adam, 1.0, self._options.seed, skipped=self._nonfinite.skipped))
         shape = self._runtime.batch_shape(*batch["input_ids"].shape)
         self._in_flight = True  # before the schedule changes: an interrupt may come at any point
-        waits = self._commits.strikes(self.step_count).share > self._options.most_clipped
+        waits = self._commits.clip_statistics(self.step_count).share > self._options.most_clipped
         tasks = self._runtime.scheduler.training_step(
             step, shape, commit=step % self._options.commit_every == 0, defer_all=waits
         )
@@ -506,7 +508,7 @@ class Engine:
         self._step.forward()
         loss = self._step.loss = self._whole_loss(self._step)
         if not self._nonfinite.skips:
-            self._leaves_out(step, loss, 0.0)
+            self._should_skip_step(step, loss, 0.0)
         return EngineOutput(streamed_loss(loss, self._step.backward), _aux_loss(self._step))
 
     def step(self) -> StepReport:
@@ -522,7 +524,7 @@ class Engine:
         assert current.tasks.end is not None
         norm = self._gradient_norm(current)
         limit = self._options.max_grad_norm or math.inf
-        skipped = self._leaves_out(step, current.loss, norm)
+        skipped = self._should_skip_step(step, current.loss, norm)
         clipped = not skipped and norm > limit
         if skipped:
             self._commits.leave_out(step)
@@ -560,7 +562,7 @@ class Engine:
             task_seconds=times.tasks,
         )
 
-    def _leaves_out(self, step: int, loss: float, norm: float) -> bool:
+    def _should_skip_step(self, step: int, loss: float, norm: float) -> bool:
         """Whether ``step`` is to change nothing.
 
         Raises:
@@ -568,7 +570,7 @@ class Engine:
         """
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._finish_earlier_commit()
-        return self._nonfinite.leaves_out(step, loss, norm, self.committed_step)
+        return self._nonfinite.should_skip_step(step, loss, norm, self.committed_step)
 
     @torch.no_grad()
     def eval_loss(self, **batch: Any) -> float:
@@ -604,7 +606,7 @@ class Engine:
         """The sum of what all ranks have found, added in fp32 in their order, and the router loss of all together."""
         router = computation.router
         own = (computation.loss, [] if router is None else router.told())
-        told = [own] if self._agreement is None else self._agreement.tell(own)
+        told = [own] if self._agreement is None else self._agreement.all_gather_object(own)
         total, *others = (torch.tensor(loss, dtype=torch.float32) for loss, _ in told)
         for other in others:
             total += other
@@ -623,7 +625,7 @@ class Engine:
         plane.executor.wait(reductions)
         self._device.synchronize()
         squares = plane.ranks.take_squares(current.tasks.step)
-        return math.sqrt(sum(self._agreement.tell(float(squares))))
+        return math.sqrt(sum(self._agreement.all_gather_object(float(squares))))
 
     @torch.no_grad()
     def next_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -698,14 +700,14 @@ class Engine:
     def _count_labels(self, batch: dict[str, Any]) -> int:
         """In the batches of all ranks."""
         items = int((targets_of(batch["labels"], self._stack.family.shifts_labels) != -100).sum())
-        return items if self._agreement is None else sum(self._agreement.tell(items))
+        return items if self._agreement is None else sum(self._agreement.all_gather_object(items))
 
     def _fitting_plane(self, batch: dict[str, Any]) -> DataPlane:
         """Buffers in which the batch has room, on every rank."""
         rows, seq_len = batch["input_ids"].shape
         images = holds_images(batch)
         if self._agreement is not None:  # all or none of the ranks make their buffers anew
-            told = self._agreement.tell((rows, seq_len, images))
+            told = self._agreement.all_gather_object((rows, seq_len, images))
             rows, seq_len, images = (max(sizes) for sizes in zip(*told, strict=True))
         if not self._runtime.fits(rows, seq_len, images):
             self.flush()
@@ -768,7 +770,7 @@ class Engine:
             refused = error
         name = None if refused is None else refused.name
         if self._agreement is not None:
-            name = next(filter(None, self._agreement.tell(name)), None)
+            name = next(filter(None, self._agreement.all_gather_object(name)), None)
         if name is not None:
             raise NonFiniteWeights(name) from refused
 

@@ -50,7 +50,7 @@ class NonFinitePolicy:
         """In the whole run."""
         self._in_a_row = 0
 
-    def leaves_out(self, step: int, loss: float, norm: float, committed: int) -> bool:
+    def should_skip_step(self, step: int, loss: float, norm: float, committed: int) -> bool:
         """Whether ``step`` is to change nothing.
 
         Args:

@@ -30,11 +30,11 @@ def choose_together(prospect: PlannerContext, topology: ClusterTopology, agreeme
         prospect: a rank's part of what is going to run, with its own drives and the limits that all ranks have.
     """
     first = prospect.training.shape.share.rank == 0
-    if not agreement.tell(first and _is_profiled(prospect))[0]:
+    if not agreement.all_gather_object(first and _is_profiled(prospect))[0]:
         return None
     links = measure_links(topology, prospect.device, agreement)
     choice = choose(prospect, links) if first else None
-    told = agreement.tell(choice.to_dict() if choice is not None else None)[0]
+    told = agreement.all_gather_object(choice.to_dict() if choice is not None else None)[0]
     return None if told is None else Choice.from_dict(told)
 
 
@@ -78,4 +78,4 @@ def _seconds(group: dist.ProcessGroup, device: Device, nbytes: int, rounds: int,
             began = time.monotonic()
         gather(cells, group)
         device.synchronize()
-    return float(max(agreement.tell((time.monotonic() - began) / rounds)))
+    return float(max(agreement.all_gather_object((time.monotonic() - began) / rounds)))

@@ -33,11 +33,11 @@ class Contention:
     def _speed(self, resource: Resource, running: frozenset[Resource]) -> float:
         if running in self.speeds:
             return self.speeds[running][resource]
-        together = max(
+        run_on_all_ranks = max(
             (known for known in self.speeds if resource in known and known < running), key=len, default=frozenset()
         )
-        speed = self.speeds[together][resource] if together else 1.0
-        for other in running - together - {resource}:
+        speed = self.speeds[run_on_all_ranks][resource] if run_on_all_ranks else 1.0
+        for other in running - run_on_all_ranks - {resource}:
             speed *= self.speeds.get(frozenset({resource, other}), {}).get(resource, 1.0)
         return speed
 

@@ -109,7 +109,11 @@ class Training:
 
 
 def training_of_run(
-    config: EngineConfig, model: OpenModel, shape: ModelLayout, batch_shape: tuple[int, int], strikes: ClipStatistics
+    config: EngineConfig,
+    model: OpenModel,
+    shape: ModelLayout,
+    batch_shape: tuple[int, int],
+    clip_statistics: ClipStatistics,
 ) -> Training:
     """Return a run of the engine as the planner knows it, which may choose what was left open.
 
@@ -138,7 +142,7 @@ def training_of_run(
         keeping=config.kept_activations if isinstance(config.kept_activations, ActivationPolicy) else None,
         commit_every=config.commit_every,
         clip_by=config.clip_by,
-        clipped_share=0.0 if config.max_grad_norm == math.inf else strikes.share,
+        clipped_share=0.0 if config.max_grad_norm == math.inf else clip_statistics.share,
     )
 
 

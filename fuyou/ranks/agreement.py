@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from common.object_collectives import tell
+from common.object_collectives import all_gather_object
 from fuyou.layout.share import Share
 
 
@@ -27,13 +27,13 @@ class Agreement:
         self._group = dist.new_group(backend="gloo", group_desc="fuyou_agreement")
         self._commits = dist.new_group(backend="gloo", group_desc="fuyou_commits")
 
-    def tell(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """What every rank has told, JSON, in the order of ranks."""
-        return tell(value, self._group)
+        return all_gather_object(value, self._group)
 
     def tell_at_commit(self, value: Any) -> list[Any]:
         """The same, for the thread of commits."""
-        return tell(value, self._commits)
+        return all_gather_object(value, self._commits)
 
     def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Send tensors to ranks and receive others, in the order in which the other end lists them."""

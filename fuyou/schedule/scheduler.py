@@ -357,11 +357,11 @@ class Scheduler:
 
         Parameters that other nodes have a part in are there after ``updated``.
         """
-        record, together = self.shape.records[index], updated is update
+        record, run_on_all_ranks = self.shape.records[index], updated is update
         fields = {"record": index, "source": host, "target": target}
-        nbytes = record.state_nbytes + (record.parameter_nbytes if together else 0)
+        nbytes = record.state_nbytes + (record.parameter_nbytes if run_on_all_ranks else 0)
         writes = [self._emit(op, [update], nbytes=nbytes, **fields)]
-        if not together:
+        if not run_on_all_ranks:
             writes.append(self._emit(Op.PARAMETER_WRITE, [updated], nbytes=record.parameter_nbytes, **fields))
         for write in writes:
             self._host[record.kind].use(host, write)

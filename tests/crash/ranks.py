@@ -20,7 +20,7 @@ import torch.distributed as dist
 import fuyou
 from common.data import RandomBatches
 from common.errors import FinetuneError
-from common.object_collectives import tell
+from common.object_collectives import all_gather_object
 from fcdp.strategy.topology import Topology
 from tests.crash.drives import Fault, count
 from tests.crash.points import Reference, carry_on, check, clean, files_in, interrupt
@@ -129,7 +129,7 @@ def _train(run: RanksRun, node: int, say: Callable[..., None]) -> None:
         say(step=report.step, took=took, committed=engine.committed_step)
     engine.flush()
     masters = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in engine.named_parameters()}
-    told = [digests(engine)] if topology is None else tell(digests(engine))
+    told = [digests(engine)] if topology is None else all_gather_object(digests(engine))
     final = {f"node {number}: {what}": value for number, one in enumerate(told) for what, value in one.items()}
     engine.close()
     say(final={**final, **masters})

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import fcdp
-from common.object_collectives import first_alone
+from common.object_collectives import broadcast_from_rank0
 from fcdp.cache.placement import DeviceMemory
 from tests.fcdp.twin import InOrder, Plain, Ring
 
@@ -217,5 +217,5 @@ def _other(module: nn.Module) -> dict[str, Any]:
 
 def _shared_directory() -> str:
     """A new directory that all ranks know."""
-    directory: str = first_alone(lambda: tempfile.mkdtemp(prefix="fcdp-"))
+    directory: str = broadcast_from_rank0(lambda: tempfile.mkdtemp(prefix="fcdp-"))
     return directory

@@ -80,11 +80,11 @@ def test_policy() -> None:
         NonFinitePolicy("skipp")
     policy = NonFinitePolicy("skip", skipped=3)
     inf, nan = float("inf"), float("nan")
-    assert not policy.leaves_out(1, 2.0, 1.0, 0)
+    assert not policy.should_skip_step(1, 2.0, 1.0, 0)
     for step in range(MOST_IN_A_ROW):
-        assert policy.leaves_out(step, *((nan, 1.0), (1.0, inf), (-inf, nan))[step % 3], 0)
+        assert policy.should_skip_step(step, *((nan, 1.0), (1.0, inf), (-inf, nan))[step % 3], 0)
     assert policy.skipped == 3 + MOST_IN_A_ROW
     with pytest.raises(NonFiniteLoss, match="The gradient norm of step 12 is inf, after 10 steps in a row that were"):
-        policy.leaves_out(12, 1.0, inf, 11)
-    assert not policy.leaves_out(12, 1.0, 1.0, 11), "a finite one begins a new row"
-    assert policy.leaves_out(13, nan, 1.0, 12)
+        policy.should_skip_step(12, 1.0, inf, 11)
+    assert not policy.should_skip_step(12, 1.0, 1.0, 11), "a finite one begins a new row"
+    assert policy.should_skip_step(13, nan, 1.0, 12)

@@ -357,16 +357,16 @@ def _told_alike(batch: _Experiment, how: Isolation) -> bool:
     modules = [module for module in batch.model.modules() if _is_one_of(module, how.modules)]
     row, start, end = list(batch.documents.spans())[2]
     part = _Part(batch.documents, row, start, end)
-    with batch.separated(how), _calls(modules) as together:
+    with batch.separated(how), _calls(modules) as run_on_all_ranks:
         batch.packed(batch.ids)
     with _calls(modules) as alone:
         batch.as_one(batch.ids[row : row + 1, start:end])
     return all(
         torch.allclose(here.expand_as(there), there, rtol=1e-3, atol=1e-3)
         for module in modules
-        if module in together
+        if module in run_on_all_ranks
         for here, there in zip(
-            tree_leaves(tree_map(part.of, together[module])), tree_leaves(alone[module]), strict=True
+            tree_leaves(tree_map(part.of, run_on_all_ranks[module])), tree_leaves(alone[module]), strict=True
         )
         if isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor) and here.is_floating_point()
     )
