@@ -24,7 +24,7 @@ class EngineConfig:
     max_grad_norm: float | None
     clip_by: ClipBy | None
     """None leaves it to the planner; without one, it is deferral."""
-    most_clipped: float
+    max_clipped_share: float
     """Share of the steps up to which speculation pays: while more of them are clipped, all updates are deferred."""
     deferred_fraction: float
     """Of the blocks whose updates wait for the next forward pass, as asked for."""

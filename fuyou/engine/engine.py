@@ -51,9 +51,8 @@ from fuyou.optimizer.adam import AdamConfig, Update, check_learning_rate, check_
 from fuyou.optimizer.client import OptimizerLink
 from fuyou.optimizer.clipping import ClipBy, ClipStatistics, clip_by_named
 from fuyou.optimizer.nonfinite import NonFinitePolicy
-from fuyou.planner import Choice, PlannerContext, choose
-from fuyou.planner.choose_together import choose_together
-from fuyou.planner.training import training_of_run
+from fuyou.planner import ChosenSettings, PlannerContext, choose_settings, choose_settings_on_all_ranks
+from fuyou.planner.training_job import training_job_of_run
 from fuyou.preflight import prove as prove_family
 from fuyou.ranks.agreement import Agreement
 from fuyou.ranks.topology import ClusterTopology, share_of
@@ -317,8 +316,8 @@ class Engine:
         if isinstance(self._device, EmulatedDevice):
             spec = self._device.spec
             for level, ranks, rate in (
-                ("inside", share.ranks_per_node, spec.inside_bytes_per_second),
-                ("across", share.nodes, spec.across_bytes_per_second),
+                ("inside", share.ranks_per_node, spec.intra_node_bytes_per_second),
+                ("across", share.nodes, spec.inter_node_bytes_per_second),
             ):
                 if ranks > 1 and rate is None:
                     raise UserError(f"An emulated accelerator among several ranks needs a rate: add {level}=10GB/s.")
@@ -346,12 +345,12 @@ class Engine:
             torch.manual_seed(options.seed + share.rank)  # what drops out differs, as the sequences do
         self.parameters, self.trainable_parameters = self._model.parameters, self._model.trainable_parameters
 
-    def _choose(self, batch_shape: tuple[int, int], clip_statistics: ClipStatistics) -> Choice | None:
-        training = training_of_run(self._options, self._model, self._shape, batch_shape, clip_statistics)
-        prospect = PlannerContext(training, self._device, self._limits, self._ssd)
+    def _choose(self, batch_shape: tuple[int, int], clip_statistics: ClipStatistics) -> ChosenSettings | None:
+        training = training_job_of_run(self._options, self._model, self._shape, batch_shape, clip_statistics)
+        planner_context = PlannerContext(training, self._device, self._limits, self._ssd)
         if self._agreement is None or self._topology is None:
-            return choose(prospect)
-        return choose_together(prospect, self._topology, self._agreement)
+            return choose_settings(planner_context)
+        return choose_settings_on_all_ranks(planner_context, self._topology, self._agreement)
 
     def _open_runtime(self, batch_shape: tuple[int, int] | None) -> None:
         """Plan memory, and see whether the machine has it."""
@@ -499,7 +498,7 @@ class Engine:
         self._commits.begin(Update(step, adam, 1.0, self._options.seed, skipped=self._nonfinite.skipped))
         shape = self._runtime.batch_shape(*batch["input_ids"].shape)
         self._in_flight = True  # before the schedule changes: an interrupt may come at any point
-        waits = self._commits.clip_statistics(self.step_count).share > self._options.most_clipped
+        waits = self._commits.clip_statistics(self.step_count).share > self._options.max_clipped_share
         tasks = self._runtime.scheduler.training_step(
             step, shape, commit=step % self._options.commit_every == 0, defer_all=waits
         )
@@ -537,7 +536,7 @@ class Engine:
         again = False
         if self._options.speculates:
             again = (clipped or skipped) and self._runtime.scheduler.speculative
-            self._runtime.submit(self._runtime.scheduler.settle(step, clipped or skipped))
+            self._runtime.submit(self._runtime.scheduler.resolve_speculation(step, clipped or skipped))
         self._step = None
         self._in_flight = False
         seconds = time.monotonic() - current.began

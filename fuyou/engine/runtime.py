@@ -14,7 +14,7 @@ from fuyou.model.open_model import OpenModel
 from fuyou.optimizer.client import OptimizerLink
 from fuyou.ranks.topology import ClusterTopology
 from fuyou.recompute.policy import ActivationPlanner
-from fuyou.recompute.replay import Recomputations
+from fuyou.recompute.replay import BlockReplay
 from fuyou.runtime.accounting import Accounting
 from fuyou.runtime.data_plane import DataPlane
 from fuyou.runtime.devices import Device
@@ -76,7 +76,7 @@ class Runtime:
         self._trace: StepTrace | None = None
         self.memory_plan: MemoryPlan
         self.scheduler: Scheduler
-        self.recomputations: Recomputations
+        self.recomputations: BlockReplay
         self.accounting: Accounting
         self.io = IoCounter(self._io_now)
 
@@ -107,7 +107,7 @@ class Runtime:
             self.link = OptimizerLink()
             self.link.wait_until_up()
         recomputation = self._keeping.recomputation(plan.batch.micro_rows, plan.batch.seq_len)
-        self.recomputations = Recomputations(
+        self.recomputations = BlockReplay(
             recomputation.layers,
             self._keeping.keep(plan.batch.micro_rows, plan.batch.seq_len).operators,
             plan.kept_bytes,

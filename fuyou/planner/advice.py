@@ -13,7 +13,7 @@ from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner.evaluate import Candidate, Evaluator
 from fuyou.planner.machine import Machine
 from fuyou.planner.run_plan import RunPlan, missing_space, quick, ssd_bytes
-from fuyou.planner.training import Training
+from fuyou.planner.training_job import TrainingJob
 from fuyou.schedule.tasks import Resource
 
 #: Larger batches are not looked for.
@@ -49,8 +49,8 @@ def rarer_commits(base: RunPlan, every: int = 8) -> RarerCommits | None:
     """What it would bring to commit every N-th step only; None where no record lives in host memory: nothing then."""
     if base.memory is None or not base.memory.resident:
         return None
-    evaluator = Evaluator(base.training, base.machine)
-    candidate = Candidate(base.memory.batch.micro_rows, base.deferred_fraction, base.keeping)
+    evaluator = Evaluator(base.job, base.machine)
+    candidate = Candidate(base.memory.batch.micro_rows, base.deferred_fraction, base.activation_policy)
     others = evaluator.uncommitted(candidate)
     seconds, written = base.compared_seconds, float(base.written_bytes)
     if base.clip_by is ClipBy.SPECULATION:  # for which every step must be committed
@@ -66,24 +66,24 @@ def rarer_commits(base: RunPlan, every: int = 8) -> RarerCommits | None:
 
 def clipping_cost(base: RunPlan) -> float | None:
     """How many times as long a step takes on average because of clipping by the global norm."""
-    if not base.training.clips or base.memory is None:
+    if not base.job.clips or base.memory is None:
         return None
-    near = Candidate(base.memory.batch.micro_rows, 0.0, base.keeping)
-    without = quick(Evaluator(replace(base.training, clips=False), base.machine), near)
+    near = Candidate(base.memory.batch.micro_rows, 0.0, base.activation_policy)
+    without = quick(Evaluator(replace(base.job, clips=False), base.machine), near)
     return base.compared_seconds / without.step_seconds
 
 
-def largest_batch(training: Training, machine: Machine) -> int:
+def largest_batch(job: TrainingJob, machine: Machine) -> int:
     """Most sequences per step that fit (at most :data:`MOST_ROWS`); 0 if not even one does."""
 
     def fits(rows: int) -> bool:
-        evaluator = Evaluator(training.with_batch(rows), machine)
-        micro = None if training.micro_batch is None else min(training.micro_batch, rows)
+        evaluator = Evaluator(job.with_batch(rows), machine)
+        micro = None if job.micro_batch is None else min(job.micro_batch, rows)
         try:
-            memory = evaluator.memory(Candidate(micro, training.deferred_fraction or 0.0))
+            memory = evaluator.memory(Candidate(micro, job.deferred_fraction or 0.0))
         except UserError:
             return False
-        needed = training.record_bytes + memory.counts.ssd_activations * memory.activation_bytes
+        needed = job.record_bytes + memory.counts.ssd_activations * memory.activation_bytes
         return not missing_space(needed, machine)
 
     if not fits(1):
@@ -108,30 +108,30 @@ def best_changes(base: RunPlan, count: int = 2) -> list[Change]:
         if not base.fits:
             found.append((speed, Change(what, None)))
         else:
-            speedup = speed * base.compared_seconds / base.training.tokens
+            speedup = speed * base.compared_seconds / base.job.tokens
             if speedup > LEAST_GAIN:
                 found.append((speed, Change(what, speedup)))
     return [change for _, change in sorted(found, key=lambda pair: -pair[0])[:count]]
 
 
-def _tokens_per_second(base: RunPlan, training: Training, machine: Machine) -> float | None:
+def _tokens_per_second(base: RunPlan, job: TrainingJob, machine: Machine) -> float | None:
     """Of a plan like ``base``; None if it does not fit."""
     fraction = base.deferred_fraction if base.deferred_fraction < 1 else 0.0  # all: only because of clipping
-    way = base.clip_by if base.clip_by in training.clip_ways else training.clip_ways[0]
-    evaluator = Evaluator(training, machine)
-    micro = base.memory.batch.micro_rows if base.memory is not None else training.micro_batch
+    way = base.clip_by if base.clip_by in job.clip_choices else job.clip_choices[0]
+    evaluator = Evaluator(job, machine)
+    micro = base.memory.batch.micro_rows if base.memory is not None else job.micro_batch
     try:
-        best = quick(evaluator, Candidate(micro, fraction, base.keeping, way))
+        best = quick(evaluator, Candidate(micro, fraction, base.activation_policy, way))
     except UserError:
         return None
     if missing_space(ssd_bytes(evaluator, best), machine):
         return None
-    return training.tokens / best.step_seconds
+    return job.tokens / best.step_seconds
 
 
-def _changes(base: RunPlan) -> Iterator[tuple[str, Training, Machine]]:
+def _changes(base: RunPlan) -> Iterator[tuple[str, TrainingJob, Machine]]:
     """What might help, as far as it touches what bounds the step (or anything, if nothing fits)."""
-    job, machine, rates = base.training, base.machine, base.machine.rates
+    job, machine, rates = base.job, base.machine, base.machine.rates
 
     def busy(resource: Resource) -> bool:
         """Whether ``resource`` is busy long enough for more of it to help."""
@@ -150,7 +150,7 @@ def _changes(base: RunPlan) -> Iterator[tuple[str, Training, Machine]]:
     if busy(Resource.HOST_TO_DEVICE) or busy(Resource.DEVICE_TO_HOST):
         yield "a link twice as fast", job, faster(upload_bytes_per_second=2, download_bytes_per_second=2)
     if base.fits and busy(Resource.INTER_NODE):
-        yield "a network twice as fast", job, faster(across_bytes_per_second=2)
+        yield "a network twice as fast", job, faster(inter_node_bytes_per_second=2)
     yield (
         f"{format_bytes(2 * machine.host_bytes * job.shape.share.ranks_per_node)} of host memory",
         job,
@@ -158,9 +158,10 @@ def _changes(base: RunPlan) -> Iterator[tuple[str, Training, Machine]]:
     )
     if not machine.cpu and not base.fits:
         yield (
-            f"{format_bytes(2 * machine.device_bytes)} of device memory", job,
+            f"{format_bytes(2 * machine.device_bytes)} of device memory",
+            job,
             replace(machine, device_bytes=2 * machine.device_bytes),
-        )  # fmt: skip
+        )
     if base.fits and (busy(Resource.SSD) or busy(Resource.ADAM)):
         yield f"a batch of {2 * job.rows * job.shape.share.world_size}", job.with_batch(2 * job.rows), machine
     if not base.fits and job.rows > 1:
@@ -168,7 +169,7 @@ def _changes(base: RunPlan) -> Iterator[tuple[str, Training, Machine]]:
         if 0 < rows < job.rows:
             yield f"a batch of {rows * job.shape.share.world_size}", job.with_batch(rows), machine
     if job.clips:
-        yield f"no update that waits for the norm ({job.asks_for_norm})", replace(job, clips=False), machine
+        yield f"no update that waits for the norm ({job.option_without_norm})", replace(job, clips=False), machine
     precision = job.shape.precision
     if precision.optimizer_dtype != torch.bfloat16:
         halved = job.shape.with_precision(Precision(precision.dtype, torch.bfloat16))
@@ -177,7 +178,7 @@ def _changes(base: RunPlan) -> Iterator[tuple[str, Training, Machine]]:
         yield "one slot instead of two (--single-slot)", replace(job, single_slot=True), machine
 
 
-def largest_model(make: Callable[[str], Training], fits: Callable[[Training], bool]) -> Training | None:
+def largest_model(make: Callable[[str], TrainingJob], fits: Callable[[TrainingJob], bool]) -> TrainingJob | None:
     """The preset with most parameters that fits, or None.
 
     Args:
@@ -196,7 +197,7 @@ def largest_model(make: Callable[[str], Training], fits: Callable[[Training], bo
     return None
 
 
-def fits_ours(candidate: Training, machine: Machine) -> bool:
+def fits_our_scheme(candidate: TrainingJob, machine: Machine) -> bool:
     """Whether our scheme trains ``candidate`` on ``machine``; looks at memory and space, simulates nothing."""
     evaluator = Evaluator(candidate, machine)
     return evaluator.fits(Candidate(candidate.micro_batch, 0.0)) and not missing_space(candidate.record_bytes, machine)

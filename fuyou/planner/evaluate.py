@@ -14,9 +14,16 @@ from fuyou.layout.model_layout import Recomputation
 from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner.machine import Machine
 from fuyou.planner.simulator import Simulation, TaskRates, simulate
-from fuyou.planner.training import Training
+from fuyou.planner.training_job import TrainingJob
 from fuyou.recompute.block_trace import BlockTrace, Operator
-from fuyou.recompute.policy import ActivationPlanner, ActivationPolicy, keep_of, roofline, trace_block, worth_keeping
+from fuyou.recompute.policy import (
+    ActivationPlanner,
+    ActivationPolicy,
+    operators_worth_saving,
+    roofline,
+    saved_outputs,
+    trace_block,
+)
 from fuyou.schedule.memory_plan import Batch, MemoryPlan, MemoryPlanner
 from fuyou.schedule.tasks import Resource, StepList
 
@@ -25,7 +32,7 @@ _MOST_TASKS = 640
 #: Steps until one is like the next: two, with deferred updates one more, and another one where what is written from
 #: host memory, when a step has been committed, is what the step after the next waits for.
 _STEPS, _STEPS_WRITING_LATE = 3, 4
-NOTHING = ActivationPolicy((), 0)
+SAVE_NOTHING = ActivationPolicy((), 0)
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class Candidate:
     micro_rows: int | None
     """None takes what the memory plan prefers."""
     deferred_fraction: float
-    keeping: ActivationPolicy = NOTHING
+    activation_policy: ActivationPolicy = SAVE_NOTHING
     clip_by: ClipBy = ClipBy.DEFERRAL
     """How gradients are clipped, if they are."""
 
@@ -74,10 +81,10 @@ class Evaluation:
 class Evaluator:
     """Evaluates candidates for one training on one machine; each only once."""
 
-    def __init__(self, training: Training, machine: Machine):
-        self.training = training
+    def __init__(self, job: TrainingJob, machine: Machine):
+        self.job = job
         self.machine = machine
-        self._keeping: dict[ActivationPolicy, ActivationPlanner] = {}
+        self._activation_planners: dict[ActivationPolicy, ActivationPlanner] = {}
         self._known: dict[tuple[Candidate, bool], Evaluation | UserError] = {}
 
     def evaluate(self, candidate: Candidate, *, merged: bool = True) -> Evaluation:
@@ -109,49 +116,50 @@ class Evaluator:
 
     def deferred(self, candidate: Candidate) -> frozenset[int]:
         """Records whose updates wait for the next forward pass."""
-        everything = self.training.clips and candidate.clip_by is ClipBy.DEFERRAL
-        return interleaved(self.training.shape, 1.0 if everything else candidate.deferred_fraction)
+        everything = self.job.clips and candidate.clip_by is ClipBy.DEFERRAL
+        return interleaved(self.job.shape, 1.0 if everything else candidate.deferred_fraction)
 
     def speculative(self, candidate: Candidate) -> bool:
         """Whether other updates are done before the gradient's norm is known."""
-        return self.training.clips and candidate.clip_by is ClipBy.SPECULATION
+        return self.job.clips and candidate.clip_by is ClipBy.SPECULATION
 
     def held(self, candidate: Candidate) -> frozenset[int]:
         """Records whose gradients stay until the step has ended."""
-        return frozenset(self.training.shape.trainable) if self.speculative(candidate) else self.deferred(candidate)
+        return frozenset(self.job.shape.trainable) if self.speculative(candidate) else self.deferred(candidate)
 
-    def keeping(self, candidate: Candidate) -> ActivationPlanner:
+    def activation_planner(self, candidate: Candidate) -> ActivationPlanner:
         """What ``candidate`` keeps for the backward pass, for any batch."""
-        wanted = candidate.keeping
-        if wanted not in self._keeping:
-            self._keeping[wanted] = ActivationPlanner(
-                self.training.stack, self._kernels, self.training.shape.precision.dtype, wanted
+        wanted = candidate.activation_policy
+        if wanted not in self._activation_planners:
+            self._activation_planners[wanted] = ActivationPlanner(
+                self.job.stack, self._kernels, self.job.shape.precision.dtype, wanted
             )
-        return self._keeping[wanted]
+        return self._activation_planners[wanted]
 
     @cached_property
     def trace(self) -> BlockTrace | None:
         """A block's operators; None where its family's code does not run without values."""
-        training = self.training
+        job = self.job
         try:
-            return trace_block(training.stack, training.seq_len, self._kernels, training.shape.precision.dtype)
+            return trace_block(job.stack, job.seq_len, self._kernels, job.shape.precision.dtype)
         except Exception:
             return None
 
     @cached_property
     def rates(self) -> TaskRates:
         """The machine's, with the device's in FLOPs as the task list counts them: 2 per parameter and token."""
-        machine, training = self.machine, self.training
+        machine, job = self.machine, self.job
         if self._operator_seconds is not None:
             assert machine.profile is not None and self.trace is not None
-            measured = machine.profile.rates(1.0 - keep_of(self.trace, ()).saved_fraction)
+            measured = machine.profile.rates(1.0 - saved_outputs(self.trace, ()).saved_fraction)
             return replace(
-                machine.rates, flops_per_second=measured.flops_per_second,
+                machine.rates,
+                flops_per_second=measured.flops_per_second,
                 backward_flops_per_second=measured.backward_flops_per_second,
-            )  # fmt: skip
+            )
         if not machine.all_flops or self.trace is None:
             return machine.rates
-        listed = 2 * training.block_parameters / len(training.shape.blocks) * training.seq_len
+        listed = 2 * job.block_parameters / len(job.shape.blocks) * job.seq_len
         return replace(machine.rates, flops_per_second=machine.rates.flops_per_second * listed / self.trace.flops())
 
     @cached_property
@@ -177,14 +185,14 @@ class Evaluator:
 
     def recomputation(self, candidate: Candidate, micro_rows: int) -> Recomputation:
         """What of a block's forward pass is computed again, in FLOPs of the backward pass's rate."""
-        found = self.keeping(candidate).recomputation(micro_rows, self.training.seq_len)
+        found = self.activation_planner(candidate).recomputation(micro_rows, self.job.seq_len)
         if self._operator_seconds is None or not found.layers:
             return found
         profile = self.machine.profile
         assert profile is not None and self.trace is not None
-        seconds = self._left_out(candidate.keeping.operators)
+        seconds = self._left_out(candidate.activation_policy.operators)
         if profile.kept_bytes:  # leaving operators out one by one saves less than what they take one by one
-            most = self._left_out(worth_keeping(self.trace))
+            most = self._left_out(operators_worth_saving(self.trace))
             seconds *= max(0.0, profile.block_backward_seconds - profile.kept_backward_seconds) / most
         backward = 3 - found.unneeded  # what was measured, in forward passes' FLOPs
         return replace(found, saved=found.unneeded + backward * seconds / profile.block_backward_seconds)
@@ -210,14 +218,20 @@ class Evaluator:
         Raises:
             UserError: they do not fit; says how much would.
         """
-        training, machine, keeping = self.training, self.machine, self.keeping(candidate)
+        job, machine, activation_policy = self.job, self.machine, self.activation_planner(candidate)
         planner = MemoryPlanner(
-            training.shape, training.config, machine.device_bytes, machine.host_bytes, machine.cpu,
-            deferred=len(self.deferred(candidate)), speculative=self.speculative(candidate),
-            host_cache=training.host_cache, kept_layers=len(keeping.layers),
-            kept_bytes=lambda batch: keeping.keep(batch.micro_rows, batch.seq_len).nbytes,
-        )  # fmt: skip
-        return planner.plan(training.rows, training.seq_len, candidate.micro_rows)
+            job.shape,
+            job.config,
+            machine.device_bytes,
+            machine.host_bytes,
+            machine.cpu,
+            deferred=len(self.deferred(candidate)),
+            speculative=self.speculative(candidate),
+            host_cache=job.host_cache,
+            kept_layers=len(activation_policy.layers),
+            kept_bytes=lambda batch: activation_policy.keep(batch.micro_rows, batch.seq_len).nbytes,
+        )
+        return planner.plan(job.rows, job.seq_len, candidate.micro_rows)
 
     @property
     def _kernels(self) -> str:
@@ -228,35 +242,49 @@ class Evaluator:
         return self._evaluate(candidate, merged=True, commit=False)
 
     def _evaluate(self, candidate: Candidate, merged: bool, commit: bool = True) -> Evaluation:
-        training, memory = self.training, self.memory(candidate)
-        layers = len(training.shape.blocks)
+        job, memory = self.job, self.memory(candidate)
+        layers = len(job.shape.blocks)
         plan = merge_micro_batches(memory, layers) if merged else memory
-        recomputation = self.keeping(candidate).recomputation(memory.batch.micro_rows, training.seq_len)
-        kept_bytes = self.keeping(candidate).keep(memory.batch.micro_rows, training.seq_len).nbytes
-        rates = replace(self.rates, keep_seconds=self._keep_seconds(kept_bytes, memory.batch.micro_tokens))
+        recomputation = self.activation_planner(candidate).recomputation(memory.batch.micro_rows, job.seq_len)
+        kept_bytes = self.activation_planner(candidate).keep(memory.batch.micro_rows, job.seq_len).nbytes
+        rates = replace(self.rates, saving_seconds_per_token=self._keep_seconds(kept_bytes, memory.batch.micro_tokens))
 
         deferred = self.deferred(candidate)
-        late = (bool(deferred) or training.clips) and bool(plan.resident) and commit
+        late = (bool(deferred) or job.clips) and bool(plan.resident) and commit
         steps = _STEPS_WRITING_LATE if late else _STEPS
 
         def run(clipped: bool | None) -> tuple[Simulation, StepList]:
             return simulate(
-                training.shape, plan, rates, deferred, steps, training.clips,
-                self.recomputation(candidate, memory.batch.micro_rows), commit, clipped,
-            )  # fmt: skip
+                job.shape,
+                plan,
+                rates,
+                deferred,
+                steps,
+                job.clips,
+                self.recomputation(candidate, memory.batch.micro_rows),
+                commit,
+                clipped,
+            )
 
         speculative = self.speculative(candidate)
         simulation, tasks = run(False if speculative else None)
         seconds, again = simulation.step_seconds(), None
         if speculative:
             again = run(True)[0].step_seconds()
-            seconds += training.clipped_share * (again - seconds)
+            seconds += job.clipped_share * (again - seconds)
         left_out = 1 - sum(recomputation.fraction(layer) for layer in range(layers)) / layers
-        recomputed = (training.hardware_flops_per_token - training.model_flops_per_token) * training.tokens
+        recomputed = (job.hardware_flops_per_token - job.model_flops_per_token) * job.tokens
         return Evaluation(
-            candidate, memory, seconds, busy_seconds(tasks, rates), tasks, simulation, plan.kept_bytes,
-            left_out * recomputed, again,
-        )  # fmt: skip
+            candidate,
+            memory,
+            seconds,
+            busy_seconds(tasks, rates),
+            tasks,
+            simulation,
+            plan.kept_bytes,
+            left_out * recomputed,
+            again,
+        )
 
 
 def merge_micro_batches(plan: MemoryPlan, layers: int) -> MemoryPlan:
@@ -284,9 +312,12 @@ def merge_micro_batches(plan: MemoryPlan, layers: int) -> MemoryPlan:
         ssd_kept=kept if counts.ssd_kept else 0,
     )
     return replace(
-        plan, batch=batch, counts=merged, activation_bytes=round(plan.activation_bytes * factor),
+        plan,
+        batch=batch,
+        counts=merged,
+        activation_bytes=round(plan.activation_bytes * factor),
         kept_bytes=round(plan.kept_bytes * factor),
-    )  # fmt: skip
+    )
 
 
 def busy_seconds(tasks: StepList, rates: TaskRates) -> dict[Resource, float]:
@@ -309,8 +340,9 @@ def _network_seconds(tasks: StepList, moved: dict[Resource, float], rates: TaskR
     """The same of what connects ranks; nothing of that, where there is one."""
     result = {}
     for resource, rate in (
-        (Resource.INTRA_NODE, rates.inside_bytes_per_second), (Resource.INTER_NODE, rates.across_bytes_per_second)
-    ):  # fmt: skip
+        (Resource.INTRA_NODE, rates.intra_node_bytes_per_second),
+        (Resource.INTER_NODE, rates.inter_node_bytes_per_second),
+    ):
         messages = sum(task.op.resource is resource for task in tasks.tasks)
         if messages:
             result[resource] = moved[resource] / rate + messages * rates.message_seconds

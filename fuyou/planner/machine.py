@@ -64,19 +64,21 @@ class Machine:
             write_bytes_per_second=_least(self.rates.write_bytes_per_second * factor, self.drives_limit),
         )
         return replace(
-            self, rates=rates, drive_count=count,
+            self,
+            rates=rates,
+            drive_count=count,
             store_bytes=None if self.store_bytes is None else int(self.store_bytes * factor),
             endurance_bytes=None if self.endurance_bytes is None else int(self.endurance_bytes * factor),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
 class RankLinks:
     """What connects a rank to the others, while all of them use theirs."""
 
-    inside_bytes_per_second: float
+    intra_node_bytes_per_second: float
     """To the ranks of its node, each way."""
-    across_bytes_per_second: float
+    inter_node_bytes_per_second: float
     """To other nodes, each way."""
     message_seconds: float
     """That an exchange takes beside its bytes."""
@@ -95,11 +97,13 @@ class RankLinks:
             assumptions.append("the GPUs of a node exchange data as fast as they do with the host")
         return RankLinks(
             min(machine.rates.upload_bytes_per_second, machine.rates.download_bytes_per_second),
-            network_bytes_per_second / ranks_per_node, EXCHANGE_SECONDS, tuple(assumptions),
-        )  # fmt: skip
+            network_bytes_per_second / ranks_per_node,
+            EXCHANGE_SECONDS,
+            tuple(assumptions),
+        )
 
 
-def one_of_several(machine: Machine, ranks_per_node: int, links: RankLinks) -> Machine:
+def machine_of_one_rank(machine: Machine, ranks_per_node: int, links: RankLinks) -> Machine:
     """What one rank has of its node in a cluster of such machines, each with ``ranks_per_node`` devices.
 
     Drives, host memory and optimizer are shared by the ranks of a node, which use them alike.
@@ -110,17 +114,19 @@ def one_of_several(machine: Machine, ranks_per_node: int, links: RankLinks) -> M
         read_bytes_per_second=rates.read_bytes_per_second * share,
         write_bytes_per_second=rates.write_bytes_per_second * share,
         adam_parameters_per_second=rates.adam_parameters_per_second * share,
-        inside_bytes_per_second=links.inside_bytes_per_second,
-        across_bytes_per_second=links.across_bytes_per_second,
+        intra_node_bytes_per_second=links.intra_node_bytes_per_second,
+        inter_node_bytes_per_second=links.inter_node_bytes_per_second,
         message_seconds=links.message_seconds,
     )
     return replace(
-        machine, rates=shared, host_bytes=machine.host_bytes // ranks_per_node,
+        machine,
+        rates=shared,
+        host_bytes=machine.host_bytes // ranks_per_node,
         store_bytes=None if machine.store_bytes is None else machine.store_bytes // ranks_per_node,
         endurance_bytes=None if machine.endurance_bytes is None else machine.endurance_bytes // ranks_per_node,
         drives_limit=None if machine.drives_limit is None else machine.drives_limit * share,
         assumptions=(*machine.assumptions, *links.assumptions),
-    )  # fmt: skip
+    )
 
 
 def preset_machine(
@@ -171,11 +177,17 @@ def preset_machine(
     if device_bytes is None:
         device_bytes = int(gpu.memory_bytes * DEVICE_SHARE) - LIBRARY_BYTES
     return Machine(
-        f"{gpu.title} ({format_bytes(gpu.memory_bytes)})", drive.title, rates, device_bytes, host_bytes, drive_count,
+        f"{gpu.title} ({format_bytes(gpu.memory_bytes)})",
+        drive.title,
+        rates,
+        device_bytes,
+        host_bytes,
+        drive_count,
         drive_count * drive.capacity_bytes,
-        None if drive.endurance_bytes is None else drive_count * drive.endurance_bytes, drives_limit,
+        None if drive.endurance_bytes is None else drive_count * drive.endurance_bytes,
+        drives_limit,
         assumptions=tuple(assumptions),
-    )  # fmt: skip
+    )
 
 
 def profiled_machine(

@@ -18,7 +18,7 @@ from fuyou.planner.evaluate import Evaluator, busy_seconds
 from fuyou.planner.machine import Machine
 from fuyou.planner.run_plan import RunPlan, missing_space
 from fuyou.planner.simulator import Simulation, Simulator, TaskRates
-from fuyou.planner.training import Training
+from fuyou.planner.training_job import TrainingJob
 from fuyou.schedule.memory_plan import Batch, MemoryPlan
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Op, StepList, Task
@@ -67,7 +67,7 @@ class Swap:
 class PaperScheme:
     """One training on one machine, as the paper runs it."""
 
-    training: Training
+    job: TrainingJob
     machine: Machine
     overlaps: bool = True
     """Whether updates run beside the backward pass (section 4.3); without it, gradients wait on SSD for them."""
@@ -79,8 +79,8 @@ class PaperScheme:
 
     @property
     def shape(self) -> ModelLayout:
-        precision = self.training.shape.precision
-        return self.training.shape.with_precision(PaperPrecision(precision.dtype, precision.optimizer_dtype))
+        precision = self.job.shape.precision
+        return self.job.shape.with_precision(PaperPrecision(precision.dtype, precision.optimizer_dtype))
 
     @property
     def _groups(self) -> int:
@@ -89,12 +89,12 @@ class PaperScheme:
     @cached_property
     def rates(self) -> TaskRates:
         """The machine's, attention counted."""
-        return Evaluator(self.training, self.machine).rates
+        return Evaluator(self.job, self.machine).rates
 
     @property
     def elements(self) -> int:
         """All parameters, padding included: the paper's p."""
-        return sum(record.numel for record in self.training.shape.records)
+        return sum(record.numel for record in self.job.shape.records)
 
     @property
     def ssd_bytes(self) -> int:
@@ -102,16 +102,16 @@ class PaperScheme:
 
     @property
     def layers(self) -> int:
-        return len(self.training.shape.blocks)
+        return len(self.job.shape.blocks)
 
     @property
     def hidden(self) -> int:
-        return int(self.training.config.get_text_config().hidden_size)
+        return int(self.job.config.get_text_config().hidden_size)
 
     @property
     def activation_bytes(self) -> int:
         """Of one block's input."""
-        return 2 * self.training.tokens * self.hidden
+        return 2 * self.job.tokens * self.hidden
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -119,13 +119,13 @@ class PaperScheme:
     def device_bytes(self) -> int:
         """Four buffers of a block, and what one block saves. Embedding and head pass through the same buffers."""
         buffers = DEVICE_BUFFERS.device_blocks + DEVICE_BUFFERS.device_block_gradients
-        block = max(self.training.shape.records[index].numel for index in self.training.shape.blocks)
-        return buffers * block * 2 + SAVED_BYTES * self.training.tokens * self.hidden
+        block = max(self.job.shape.records[index].numel for index in self.job.shape.blocks)
+        return buffers * block * 2 + SAVED_BYTES * self.job.tokens * self.hidden
 
     @property
     def buffer_host_bytes(self) -> int:
         """Page-locked buffers, which PyTorch rounds up to a power of two, and what the processes take."""
-        block = max(self.training.shape.records[index].numel for index in self.training.shape.blocks)
+        block = max(self.job.shape.records[index].numel for index in self.job.shape.blocks)
         halves = DEVICE_BUFFERS.host_blocks + DEVICE_BUFFERS.host_block_gradients
         return STATE_BUFFERS * _power_of_two(4 * block) + halves * _power_of_two(2 * block) + HOST_OVERHEAD_BYTES
 
@@ -186,11 +186,11 @@ class PaperScheme:
 
     @property
     def forward_flops(self) -> float:
-        blocks = sum(self.training.shape.records[index].parameter_count for index in self.training.shape.blocks)
-        return 2.0 * blocks * self.training.tokens
+        blocks = sum(self.job.shape.records[index].parameter_count for index in self.job.shape.blocks)
+        return 2.0 * blocks * self.job.tokens
 
     def _swaps(self) -> Iterator[Swap]:
-        tokens, hidden = self.training.tokens, self.hidden
+        tokens, hidden = self.job.tokens, self.hidden
         everything = self.layers * sum(width for width, _ in LINEAR_LAYERS)
         blocks, units, flops = [0] * len(LINEAR_LAYERS), 0, 0.0
         for number, (width, cost) in enumerate(LINEAR_LAYERS):
@@ -204,22 +204,32 @@ class PaperScheme:
 
     def memory(self) -> MemoryPlan:
         """Buffers as the scheduler counts them: one micro-batch, whole blocks."""
-        training = self.training
+        job = self.job
         inputs = self.layers + 3
         counts = replace(
-            DEVICE_BUFFERS, device_activations=6, host_activations=inputs if self.activations_on_host else 6,
+            DEVICE_BUFFERS,
+            device_activations=6,
+            host_activations=inputs if self.activations_on_host else 6,
             ssd_activations=0 if self.activations_on_host else inputs,
-        )  # fmt: skip
-        largest = max(record.numel for record in training.shape.records)
+        )
+        largest = max(record.numel for record in job.shape.records)
         host = self.buffer_host_bytes
         if self.activations_on_host:
             host += inputs * self.activation_bytes + self.swap().nbytes
         return MemoryPlan(
-            counts, Batch(training.rows, training.seq_len, training.rows), _CHUNKS_PER_GROUP * self._groups,
+            counts,
+            Batch(job.rows, job.seq_len, job.rows),
+            _CHUNKS_PER_GROUP * self._groups,
             largest,
-            self.activation_bytes, 0, training.seq_len, False, False,
-            SAVED_BYTES * training.tokens * self.hidden, self.device_bytes, host,
-        )  # fmt: skip
+            self.activation_bytes,
+            0,
+            job.seq_len,
+            False,
+            False,
+            SAVED_BYTES * job.tokens * self.hidden,
+            self.device_bytes,
+            host,
+        )
 
     def simulate(self, swap: Swap | None = None, steps: int = 3) -> tuple[Simulation, StepList]:
         """Consecutive steps, and the tasks of the last.
@@ -250,15 +260,24 @@ class PaperScheme:
         """As :func:`fuyou.planner.run_plan` gives it for our scheme."""
         missing = self.missing()
         if missing:
-            return RunPlan(self.training, self.machine, "fuyou", missing, ssd_bytes=self.ssd_bytes)
+            return RunPlan(self.job, self.machine, "fuyou", missing, ssd_bytes=self.ssd_bytes)
         swap, memory = self.swap(), self.memory()
         simulation, tasks = self.simulate(swap)
         return RunPlan(
-            self.training, self.machine, "fuyou", memory=memory, kept_activation_bytes=swap.nbytes,
-            step_seconds=simulation.step_seconds(), busy=busy_seconds(tasks, self.rates), tasks=tasks,
-            simulation=simulation, saved_flops=swap.saved_flops, ssd_bytes=self.ssd_bytes,
-            device_peak_bytes=memory.device_bytes, host_peak_bytes=memory.host_bytes,
-        )  # fmt: skip
+            self.job,
+            self.machine,
+            "fuyou",
+            memory=memory,
+            kept_activation_bytes=swap.nbytes,
+            step_seconds=simulation.step_seconds(),
+            busy=busy_seconds(tasks, self.rates),
+            tasks=tasks,
+            simulation=simulation,
+            saved_flops=swap.saved_flops,
+            ssd_bytes=self.ssd_bytes,
+            device_peak_bytes=memory.device_bytes,
+            host_peak_bytes=memory.host_bytes,
+        )
 
 
 class _Swapping:
@@ -266,7 +285,7 @@ class _Swapping:
 
     def __init__(self, scheme: PaperScheme, swap: Swap):
         self._to_ssd = not scheme.activations_on_host
-        tokens, hidden = scheme.training.tokens, scheme.hidden
+        tokens, hidden = scheme.job.tokens, scheme.hidden
         self._bytes = [0] * scheme.layers
         self._flops = [0.0] * scheme.layers
         for (width, cost), blocks in zip(LINEAR_LAYERS, swap.linears, strict=False):

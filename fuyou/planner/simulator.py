@@ -51,13 +51,13 @@ class TaskRates:
     """Per token, of phases outside the blocks, where they were measured; others take their FLOPs' time."""
     finish_seconds: float = 0.0
     """At the end of each block's backward visit: its gradient's part of the norm."""
-    inside_bytes_per_second: float = float("inf")
+    intra_node_bytes_per_second: float = float("inf")
     """From one rank of a node to the others."""
-    across_bytes_per_second: float = float("inf")
+    inter_node_bytes_per_second: float = float("inf")
     """From one rank to other nodes, at the same time as the other ranks of its node."""
     message_seconds: float = 0.0
     """What every exchange between ranks takes beside its bytes."""
-    keep_seconds: float = 0.0
+    saving_seconds_per_token: float = 0.0
     """Per token, by which the forward pass of a block takes longer where it keeps outputs of its operators."""
     backward_flops_per_second: float | None = None
     """Of the device, on blocks in the backward pass; None: the same as in the forward pass."""
@@ -71,7 +71,9 @@ class TaskRates:
             if phase is task.visit.phase:
                 return seconds * task.tokens
         if task.visit.phase is not Phase.BLOCK_BACKWARD:
-            return task.flops / self.flops_per_second + (self.keep_seconds * task.tokens if task.kept >= 0 else 0.0)
+            return task.flops / self.flops_per_second + (
+                self.saving_seconds_per_token * task.tokens if task.kept >= 0 else 0.0
+            )
         finish = self.finish_seconds if task.last else 0.0
         return task.flops / (self.backward_flops_per_second or self.flops_per_second) + finish
 
@@ -328,10 +330,8 @@ class Simulator:
         self._after: dict[Task, list[Task]] = {}
         self._links = {
             way: _Link(self, way)
-            for way in (
-                Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST, Resource.INTRA_NODE, Resource.INTER_NODE
-            )
-        }  # fmt: skip
+            for way in (Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST, Resource.INTRA_NODE, Resource.INTER_NODE)
+        }
         self._cores = _Cores(self, rates.contention) if rates.contention is not None else None
         self._result = Simulation()
 
@@ -457,9 +457,9 @@ class Simulator:
             case _ if task.op.resource is Resource.HOST_TO_DEVICE:
                 self._copy(lane, task, rates.upload_bytes_per_second)
             case _ if task.op.resource is Resource.INTRA_NODE:
-                self._copy(lane, task, rates.inside_bytes_per_second, rates.message_seconds)
+                self._copy(lane, task, rates.intra_node_bytes_per_second, rates.message_seconds)
             case _ if task.op.resource is Resource.INTER_NODE:
-                self._copy(lane, task, rates.across_bytes_per_second, rates.message_seconds)
+                self._copy(lane, task, rates.inter_node_bytes_per_second, rates.message_seconds)
             case _ if task.op.resource is Resource.DEVICE_TO_HOST:
                 self._copy(lane, task, rates.download_bytes_per_second)
             case Op.RESIDENT_WRITE:
@@ -501,9 +501,14 @@ def simulate(
     and done again in every step or in none; None: they are not speculative.
     """
     scheduler = Scheduler(
-        shape, plan.counts, deferred=deferred, hold=hold, speculate=clipped is not None, resident=plan.resident,
+        shape,
+        plan.counts,
+        deferred=deferred,
+        hold=hold,
+        speculate=clipped is not None,
+        resident=plan.resident,
         recomputation=recomputation,
-    )  # fmt: skip
+    )
     batch = BatchShape(plan.batch.micro_batches, plan.activation_bytes, plan.batch.mean_tokens, plan.kept_bytes)
     lists: list[StepList] = []
     settled: list[Task] = []
@@ -511,7 +516,7 @@ def simulate(
         for step in range(1, steps + 1):
             lists.append(scheduler.training_step(step, batch, commit=commit))
             lists[-1].tasks[:0] = settled
-            settled = scheduler.settle(step, clipped).tasks if clipped is not None else []
+            settled = scheduler.resolve_speculation(step, clipped).tasks if clipped is not None else []
         simulator = Simulator(shape.records, rates, plan.ring_chunks, plan.chunk_elements)
         return simulator.run(lists), lists[-1]
 

@@ -31,10 +31,19 @@ _IN_PACKED_ROWS = {str(_aten._scaled_dot_product_flash_attention_for_cpu.default
 #: Methods that read a tensor's memory without an operator. (``item`` and ``bool`` have one.)
 _HANDED_OVER = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr})
 #: Operators that read the shape of their argument and nothing of its values.
-_SHAPE_ONLY = frozenset({
-    _aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.new_empty, _aten.new_empty_strided,
-    _aten.new_zeros, _aten.new_ones, _aten.new_full,
-})  # fmt: skip
+_SHAPE_ONLY = frozenset(
+    {
+        _aten.empty_like,
+        _aten.zeros_like,
+        _aten.ones_like,
+        _aten.full_like,
+        _aten.new_empty,
+        _aten.new_empty_strided,
+        _aten.new_zeros,
+        _aten.new_ones,
+        _aten.new_full,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -105,7 +114,7 @@ class Operator:
         return sum(-(-output.nbytes // ALIGN_BYTES) * ALIGN_BYTES for output in self.outputs)
 
     @property
-    def keepable(self) -> bool:
+    def savable(self) -> bool:
         """Whether its outputs can be kept and given back as if it had run.
 
         Not those of copies: autograd makes some of its own, which a pass without gradients lacks.
@@ -327,9 +336,16 @@ class AttentionOf(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _kernel(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    ) -> Callable[[], torch.Tensor] | None:  # fmt: skip
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Callable[[], torch.Tensor] | None:
         if dropout_p or query.shape[-1] != value.shape[-1]:
             return None
         if self._device == "cpu":

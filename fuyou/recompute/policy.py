@@ -120,7 +120,7 @@ def roofline(operator: Operator) -> float:
     return max(operator.flops, FLOPS_PER_BYTE * operator.moved_bytes)
 
 
-def keepable(trace: BlockTrace, rows: int = 1, cost: Cost = roofline) -> SavableOutputs:
+def savable_outputs(trace: BlockTrace, rows: int = 1, cost: Cost = roofline) -> SavableOutputs:
     """What of a block is worth keeping, best first.
 
     Greedy: again and again the call that saves the most per byte, given those before it; of equal ones, the one that
@@ -134,7 +134,7 @@ def keepable(trace: BlockTrace, rows: int = 1, cost: Cost = roofline) -> Savable
     costs = [cost(one) for one in trace.operators]
     needed = trace.required()
     unneeded = trace.flops() - trace.flops(needed)
-    candidates = {index for index in needed if trace.operators[index].keepable and trace.operators[index].nbytes}
+    candidates = {index for index in needed if trace.operators[index].savable and trace.operators[index].nbytes}
     if len(candidates) > MOST_CANDIDATES:
         candidates = set()
     kept: frozenset[int] = frozenset()
@@ -167,9 +167,9 @@ def keepable(trace: BlockTrace, rows: int = 1, cost: Cost = roofline) -> Savable
     return SavableOutputs(tuple(chosen), rows * trace.flops(), rows * unneeded)
 
 
-def worth_keeping(trace: BlockTrace) -> list[tuple[str, int]]:
+def operators_worth_saving(trace: BlockTrace) -> list[tuple[str, int]]:
     """Name and ordinal of all calls that save FLOPs if their outputs are kept, best first."""
-    return [(one.operator, one.ordinal) for one in keepable(trace).outputs if one.saved_flops > 0]
+    return [(one.operator, one.ordinal) for one in savable_outputs(trace).outputs if one.saved_flops > 0]
 
 
 def trace_block(stack: StreamedModel, seq_len: int, device: str, dtype: torch.dtype, layer: int = -1) -> BlockTrace:
@@ -202,7 +202,7 @@ def _trace_block(stack: StreamedModel, seq_len: int, device: str, dtype: torch.d
     return tracer.finish(result if isinstance(result, torch.Tensor) else result[0])
 
 
-def keep_of(trace: BlockTrace, operators: Collection[tuple[str, int]], rows: int = 1) -> SavedOutputs:
+def saved_outputs(trace: BlockTrace, operators: Collection[tuple[str, int]], rows: int = 1) -> SavedOutputs:
     """What keeping the outputs of these calls comes to.
 
     Raises:
@@ -211,7 +211,7 @@ def keep_of(trace: BlockTrace, operators: Collection[tuple[str, int]], rows: int
     indices = []
     for name, ordinal in operators:
         index = trace.find(name, ordinal)
-        if index is None or not trace.operators[index].keepable:
+        if index is None or not trace.operators[index].savable:
             raise UserError(f"A block of this model has no outputs of {name} (call {ordinal}) that could be kept.")
         indices.append(index)
     saved = trace.flops() - trace.flops(trace.required(frozenset(indices)))
@@ -261,15 +261,15 @@ class ActivationPlanner:
         if trace is None:
             return SavedOutputs((), 0, 0.0, 0.0)
         if not self._wanted:
-            return keep_of(trace, (), rows)
+            return saved_outputs(trace, (), rows)
         if isinstance(self._wanted, ActivationPolicy):
-            return keep_of(trace, self._wanted.operators, rows)
-        return keepable(trace, rows).choose(self._wanted)
+            return saved_outputs(trace, self._wanted.operators, rows)
+        return savable_outputs(trace, rows).choose(self._wanted)
 
     def recomputation(self, rows: int, seq_len: int) -> Recomputation:
         """What the schedule needs to know of it."""
         trace, keep = self._trace(seq_len), self.keep(rows, seq_len)
-        unneeded = keep_of(trace, ()).saved_fraction if trace is not None else 0.0
+        unneeded = saved_outputs(trace, ()).saved_fraction if trace is not None else 0.0
         return Recomputation(frozenset(self.layers if keep.nbytes else ()), keep.saved_fraction, unneeded)
 
     def _trace(self, seq_len: int) -> BlockTrace | None:

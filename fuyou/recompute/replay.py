@@ -45,7 +45,7 @@ class _Script:
         start = 0
         for name, ordinal in operators:
             index = trace.find(name, ordinal)
-            if index is not None and trace.operators[index].keepable:
+            if index is not None and trace.operators[index].savable:
                 end = start + trace.operators[index].nbytes
                 if end <= nbytes:
                     self.places[index], start = start, end
@@ -69,7 +69,7 @@ class _Script:
 
 
 @dataclass
-class Recorded:
+class SavedForward:
     """What the forward pass of one block and micro-batch left for the backward pass."""
 
     script: _Script | None
@@ -154,7 +154,7 @@ class _Recompute(TorchDispatchMode):
 
 
 @dataclass
-class Recomputations:
+class BlockReplay:
     """Runs blocks forward and again, for as long as an engine lives.
 
     Args:
@@ -171,21 +171,30 @@ class Recomputations:
     _distinct: list[_Script] = field(default_factory=list)
 
     def forward(
-        self, layer: int, hidden: torch.Tensor, calls: BlockCalls, run: Callable[[], torch.Tensor],
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        calls: BlockCalls,
+        run: Callable[[], torch.Tensor],
         buffer: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, Recorded]:  # fmt: skip
+    ) -> tuple[torch.Tensor, SavedForward]:
         """Call ``run`` (the block, without gradients), and keep in ``buffer`` (uint8, or None) what was chosen."""
         script = self._scripts.get(_kind(layer, hidden, calls))
         if script is None or buffer is None or not script.places:
-            return run(), Recorded(script)
+            return run(), SavedForward(script)
         with _Record(script, buffer) as mode:
             result = run()
-        return result, Recorded(script, frozenset(mode.kept))
+        return result, SavedForward(script, frozenset(mode.kept))
 
     def backward(
-        self, layer: int, hidden: torch.Tensor, calls: BlockCalls, run: Callable[[], torch.Tensor],
-        buffer: torch.Tensor | None, recorded: Recorded,
-    ) -> tuple[torch.Tensor, float]:  # fmt: skip
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        calls: BlockCalls,
+        run: Callable[[], torch.Tensor],
+        buffer: torch.Tensor | None,
+        recorded: SavedForward,
+    ) -> tuple[torch.Tensor, float]:
         """Call ``run`` (the block, with gradients; must draw the forward pass's random numbers at each call).
 
         Returns:

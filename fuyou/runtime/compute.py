@@ -17,7 +17,7 @@ from fuyou.model.router_loss import RouterLoss, RouterPass, router_logits
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.absent_gradients import mark_absent
 from fuyou.optimizer.gradient_sum import GradientSum, round_in_place, sum_of_squares
-from fuyou.recompute.replay import Recomputations, Recorded
+from fuyou.recompute.replay import BlockReplay, SavedForward
 from fuyou.runtime.data_plane import DataPlane
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.tasks import Activation, Op, StepList, Task
@@ -46,7 +46,7 @@ class StepComputation:
         tasks: StepList,
         batch: Mapping[str, Any],
         plan: MemoryPlan,
-        recomputations: Recomputations,
+        recomputations: BlockReplay,
         began: float,
         items: int | None = None,
         router_loss: RouterLoss | None = None,
@@ -68,7 +68,7 @@ class StepComputation:
         """To be settled between forward and backward pass, if the loss has a router loss."""
         self._calls: list[BlockCalls | None] = [None] * len(self._micro)
         self._random: dict[tuple[int, int], torch.Tensor] = {}
-        self._recorded: dict[tuple[int, int], Recorded] = {}
+        self._recorded: dict[tuple[int, int], SavedForward] = {}
         self._saved: list[float] = []
         self._sums: dict[int, GradientSum] = {}
         self._squares: list[torch.Tensor] = []

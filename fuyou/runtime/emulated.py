@@ -41,9 +41,9 @@ class EmulatedSpec:
     """To the device and from it, each."""
     pace: IoThrottle | None = None
     """Of each directory's drive; None leaves the drives as they are."""
-    inside_bytes_per_second: float | None = None
+    intra_node_bytes_per_second: float | None = None
     """From a rank to the others of its node, where there are several ranks."""
-    across_bytes_per_second: float | None = None
+    inter_node_bytes_per_second: float | None = None
     """From a node to the others, shared by its ranks' tasks one at a time."""
     norm: float = 0.0
     """What every gradient's norm is said to be, for clipping to strike."""
@@ -130,7 +130,7 @@ class EmulatedDevice:
         """Meet the other ranks, which ``work`` does, then take the time that the bytes would take."""
         work()
         inside = task.op.resource is Resource.INTRA_NODE
-        rate = self.spec.inside_bytes_per_second if inside else self.spec.across_bytes_per_second
+        rate = self.spec.intra_node_bytes_per_second if inside else self.spec.inter_node_bytes_per_second
         assert rate is not None
         self._queue(task, task.nbytes / rate)
 

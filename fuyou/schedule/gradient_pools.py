@@ -45,9 +45,12 @@ class GradientPools:
         after = pool.slots[index].busy()
         if isinstance(leaving, int):
             write = self._spilled[leaving] = self._emit(
-                Op.GRADIENT_WRITE, [pool.slots[index].filled], record=leaving, source=index,
+                Op.GRADIENT_WRITE,
+                [pool.slots[index].filled],
+                record=leaving,
+                source=index,
                 nbytes=self._records[leaving].gradient_nbytes,
-            )  # fmt: skip
+            )
             after.append(write)
         return index, after
 
@@ -63,9 +66,12 @@ class GradientPools:
         if index is None:
             index, after = self.take(record)
             ready = self._emit(
-                Op.GRADIENT_READ, [*after, self._spilled.pop(record.index)], record=record.index, target=index,
+                Op.GRADIENT_READ,
+                [*after, self._spilled.pop(record.index)],
+                record=record.index,
+                target=index,
                 nbytes=record.gradient_nbytes,
-            )  # fmt: skip
+            )
             pool.fill(index, record.index, ready)
         return index, pool.slots[index].filled
 
@@ -78,7 +84,7 @@ class GradientPools:
             pool.drop(record.index)
         pool.use(index, update)
 
-    def settle(self, again: bool) -> list[Record]:
+    def resolve_speculation(self, again: bool) -> list[Record]:
         """Whether the updates of all gradients that are kept must be done ``again``: then these wait for them, else
         they are forgotten. Returns the records to be updated again."""
         kept, self.kept = self.kept, {}

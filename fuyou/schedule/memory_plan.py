@@ -416,9 +416,19 @@ class MemoryPlanner:
             + (device if self.cpu else 0)
         )
         return MemoryPlan(
-            counts, batch, ring_chunks, chunk, activation, kept, columns, wide_blocks, wide_outer, workspace, device,
+            counts,
+            batch,
+            ring_chunks,
+            chunk,
+            activation,
+            kept,
+            columns,
+            wide_blocks,
+            wide_outer,
+            workspace,
+            device,
             host,
-        )  # fmt: skip
+        )
 
     def _too_small(self, batches: list[Batch]) -> UserError:
         counts, ring = list(_host_ladder(list(_device_ladder())[-1]))[-1]

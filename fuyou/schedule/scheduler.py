@@ -32,8 +32,8 @@ class Scheduler:
             before they are needed: the SSDs then work in a phase that leaves them idle otherwise.
         hold: whether deferred updates wait for the caller to have ended the step (who then knows the gradient's norm).
         speculate: whether all other updates are done as if the gradient's norm were known, and their gradients kept
-            until :meth:`settle` says whether they must be done again. Needs two slots and a commit of every step: what
-            the update started from is then whole in the committed slot.
+            until :meth:`resolve_speculation` says whether they must be done again. Needs two slots and a commit of every
+            step: what the update started from is then whole in the committed slot.
         resident: indices of the records that live in host memory: read once, and written in steps that are committed.
             The host buffers must hold the parameters of all records of their kind then, so that none is read again.
         recomputation: which blocks keep more than their input, and what that saves.
@@ -89,9 +89,12 @@ class Scheduler:
         backward = {visit.layer for visit in self._visits if visit.phase is Phase.BLOCK_BACKWARD}
         self._keeping = recomputation.layers & backward
         self._activations = ActivationPools(
-            Activation.HIDDEN, counts.device_activations, counts.host_activations, counts.ssd_activations,
+            Activation.HIDDEN,
+            counts.device_activations,
+            counts.host_activations,
+            counts.ssd_activations,
             hidden_arguments,
-        )  # fmt: skip
+        )
         self._kept = ActivationPools(
             Activation.KEPT, counts.device_kept, counts.host_kept, counts.ssd_kept, self._kept_arguments
         )
@@ -106,7 +109,8 @@ class Scheduler:
         """The tasks of step ``step`` (numbered from 1).
 
         ``commit`` says whether the step is committed at its end; with deferred updates that is during the next step.
-        Speculative updates leave that to :meth:`settle`. ``defer_all``: all updates of this step are deferred.
+        Speculative updates leave that to :meth:`resolve_speculation`. ``defer_all``: all updates of this step are
+        deferred.
         """
         assert commit or not self._speculate
         assert not self._gradients.kept, "settle the step before"
@@ -128,7 +132,7 @@ class Scheduler:
             self._commit_when_complete(step)
         return self._list
 
-    def settle(self, step: int, clipped: bool) -> StepList:
+    def resolve_speculation(self, step: int, clipped: bool) -> StepList:
         """The caller has ended ``step`` and knows whether its gradient is clipped: the tasks that commit it, if it is
         complete.
 
@@ -136,7 +140,7 @@ class Scheduler:
         their gradients wait like deferred ones, whose updates write the other slot anew.
         """
         self._list = StepList(step)
-        for record in self._gradients.settle(again=clipped):
+        for record in self._gradients.resolve_speculation(again=clipped):
             self._slot_of[record.index] = self._committed_slot
             self._loaded.discard(record.index)
             self._host[record.kind].drop(record.index)
@@ -172,7 +176,7 @@ class Scheduler:
 
     @property
     def speculative(self) -> bool:
-        """Whether updates may have to be done again: :meth:`settle` says so."""
+        """Whether updates may have to be done again: :meth:`resolve_speculation` says so."""
         return bool(self._gradients.kept)
 
     @property
@@ -198,11 +202,21 @@ class Scheduler:
             inputs, output = hidden_arguments(visit, micro)
             kept_input, kept_output = self._kept_arguments(visit, micro) if train else ([], [])
             compute = Task(
-                Op.COMPUTE, list(ready), flops=flops, tokens=self._batch.tokens,
-                step=self._list.step, record=visit.record, visit=visit, micro=micro, source=buffers[visit.record],
-                adapter=buffers.get(visit.adapter, -1), tower=buffers.get(visit.tower, -1), gradient=gradient,
-                first=gradient >= 0 and micro == 0 and not continues, last=micro == self._batch.micro_batches - 1,
-            )  # fmt: skip
+                Op.COMPUTE,
+                list(ready),
+                flops=flops,
+                tokens=self._batch.tokens,
+                step=self._list.step,
+                record=visit.record,
+                visit=visit,
+                micro=micro,
+                source=buffers[visit.record],
+                adapter=buffers.get(visit.adapter, -1),
+                tower=buffers.get(visit.tower, -1),
+                gradient=gradient,
+                first=gradient >= 0 and micro == 0 and not continues,
+                last=micro == self._batch.micro_batches - 1,
+            )
             # Uploads share a lane: what is large and finds its buffer free comes before what may have to wait for one.
             for key in kept_input:
                 compute.kept = self._kept.fetch(key, kept_input, compute)
@@ -231,9 +245,13 @@ class Scheduler:
         source, loaded = self._on_host(record)
         index, _ = pool.take(record.index)
         upload = self._emit(
-            Op.PARAMETER_UPLOAD, [loaded, *pool.slots[index].busy()], record=record.index, source=source, target=index,
+            Op.PARAMETER_UPLOAD,
+            [loaded, *pool.slots[index].busy()],
+            record=record.index,
+            source=source,
+            target=index,
             nbytes=record.parameter_nbytes,
-        )  # fmt: skip
+        )
         self._host[record.kind].use(source, upload)
         ready = upload
         if record.share.ranks_per_node > 1:
@@ -252,9 +270,13 @@ class Scheduler:
         index, _ = pool.take(record.index)
         after = [*pool.slots[index].busy(), *self._written[record.index]]
         read = self._emit(
-            Op.PARAMETER_READ, after, record=record.index, source=self._slot_of[record.index], target=index,
+            Op.PARAMETER_READ,
+            after,
+            record=record.index,
+            source=self._slot_of[record.index],
+            target=index,
             nbytes=record.parameter_nbytes,
-        )  # fmt: skip
+        )
         pool.fill(index, record.index, read)
         return index, read
 
@@ -274,9 +296,13 @@ class Scheduler:
         """The gradient is complete: bring it to the host; update at once, or keep it until the step has ended."""
         target, after = self._gradients.take(record)
         download = self._emit(
-            Op.GRADIENT_DOWNLOAD, [self._reduce(record, source, compute), *after], record=record.index, source=source,
-            target=target, nbytes=record.gradient_nbytes,
-        )  # fmt: skip
+            Op.GRADIENT_DOWNLOAD,
+            [self._reduce(record, source, compute), *after],
+            record=record.index,
+            source=source,
+            target=target,
+            nbytes=record.gradient_nbytes,
+        )
         self._gradients.fill(target, record, download)
         device = self._device_gradients[record.kind]
         device.drop(record.index)
@@ -316,17 +342,25 @@ class Scheduler:
         source, target = self._slot_of[record.index], self._target(record.index)
         resident = record.index in self._resident
         read = self._emit(
-            Op.STATE_READ, list(self._written[record.index]), record=record.index, source=source,
+            Op.STATE_READ,
+            list(self._written[record.index]),
+            record=record.index,
+            source=source,
             nbytes=0 if record.index in self._loaded else record.state_nbytes,
-        )  # fmt: skip
+        )
         if resident:
             self._loaded.add(record.index)
         waits = [ready, loaded, read, *parameters.slots[host].users]
         waits += [task for task in (self._commit, self._ended if self._hold else None) if task is not None]
         update = self._emit(
-            Op.UPDATE, waits, record=record.index, source=host, gradient=gradient, nbytes=record.owned,
+            Op.UPDATE,
+            waits,
+            record=record.index,
+            source=host,
+            gradient=gradient,
+            nbytes=record.owned,
             target=target if durable or not resident else -1,
-        )  # fmt: skip
+        )
         update.step = step
         updated = self._spread(record, host, update)
         parameters.fill(host, record.index, updated)
@@ -397,9 +431,11 @@ class Scheduler:
         parameters = sum(self.shape.records[index].parameter_count for index in visit.records)
         trained = self.shape.records[visit.trained].parameter_count if visit.trained >= 0 else 0
         forward = {
-            Phase.BLOCK_FORWARD: 1.0, Phase.HEAD_EVAL: 1.0, Phase.HEAD: 1.0,
+            Phase.BLOCK_FORWARD: 1.0,
+            Phase.HEAD_EVAL: 1.0,
+            Phase.HEAD: 1.0,
             Phase.BLOCK_BACKWARD: self._recomputation.fraction(visit.layer),
-        }.get(visit.phase, 0.0)  # fmt: skip
+        }.get(visit.phase, 0.0)
         if visit.phase is Phase.BLOCK_BACKWARD or (visit.phase is Phase.HEAD and visit.passes_on):
             trained += parameters
         elif visit.phase is not Phase.HEAD:

@@ -23,8 +23,8 @@ from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.gradient_sum import GradientSum, sum_of_squares
 from fuyou.planner.profiling.profile import OperatorTime
 from fuyou.recompute.block_trace import makes_views
-from fuyou.recompute.policy import keep_of, trace_block, worth_keeping
-from fuyou.recompute.replay import Recomputations, Recorded
+from fuyou.recompute.policy import operators_worth_saving, saved_outputs, trace_block
+from fuyou.recompute.replay import BlockReplay, SavedForward
 from fuyou.runtime.devices import Device
 
 #: A pass through the block, forward and backward, that is expected to take longer is measured on fewer tokens.
@@ -114,9 +114,15 @@ class BlockBench:
         columns = min(seq_len, self._head_tokens // self.rows)
         head, head_forward = self._head(hidden.narrow(self._stack.token_dim, 0, columns).detach())
         return _Sample(
-            self.rows * seq_len, self.rows * columns, embed_forward, forward, backward, head, head_forward,
+            self.rows * seq_len,
+            self.rows * columns,
+            embed_forward,
+            forward,
+            backward,
+            head,
+            head_forward,
             embed_backward,
-        )  # fmt: skip
+        )
 
     def _both(self, forward: Callable[[], None], backward: Callable[[], None]) -> tuple[float, float]:
         """Seconds of a block's forward and backward pass, as they are from the second step on."""
@@ -132,8 +138,8 @@ class BlockBench:
             trace = trace_block(self._stack, self.seq_len, kernels, self._dtype, self._layer)
         except Exception:  # whatever a family's own code does without values: such a run keeps nothing
             return 0.0, 0.0, 0
-        operators = worth_keeping(trace)
-        nbytes = keep_of(trace, operators, self.rows).nbytes
+        operators = operators_worth_saving(trace)
+        nbytes = saved_outputs(trace, operators, self.rows).nbytes
         return *self._both(*self.block(calls, hidden, operators, nbytes)), nbytes
 
     def block(
@@ -152,8 +158,8 @@ class BlockBench:
         """
         views = self._record.views(self._weights)
         output, upstream = torch.empty_like(hidden), torch.full_like(hidden, 1e-3)
-        again = Recomputations([self._layer], operators, kept_bytes)
-        recorded = Recorded(None)
+        again = BlockReplay([self._layer], operators, kept_bytes)
+        recorded = SavedForward(None)
         buffer = torch.empty(kept_bytes, dtype=torch.uint8, device=hidden.device) if kept_bytes else None
 
         def forward() -> None:

@@ -56,9 +56,14 @@ class ProfiledWorkload:
         """What a run with this memory plan does."""
         batch = plan.batch
         return ProfiledWorkload(
-            config, precision, batch.micro_rows, batch.seq_len, tuple(directories), plan.head_columns,
+            config,
+            precision,
+            batch.micro_rows,
+            batch.seq_len,
+            tuple(directories),
+            plan.head_columns,
             plan.chunk_elements,
-        )  # fmt: skip
+        )
 
     @property
     def tokens(self) -> int:
@@ -162,10 +167,20 @@ def _emulated_parts(shape: ModelLayout, flops_per_second: float, tokens: int) ->
     block = max(shape.records[index].parameter_count for index in shape.blocks) * tokens / flops_per_second
     head = shape.records[shape.head].parameter_count * tokens / flops_per_second
     return PartTimes(
-        measured_tokens=tokens, matmul_flops_per_second=flops_per_second, embed_forward=0.0, block_forward=2 * block,
-        block_backward=6 * block, kept_forward=0.0, kept_backward=0.0, kept_bytes=0, block_finish=0.0, head=6 * head,
-        head_forward=2 * head, embed_backward=0.0, operators=(),
-    )  # fmt: skip
+        measured_tokens=tokens,
+        matmul_flops_per_second=flops_per_second,
+        embed_forward=0.0,
+        block_forward=2 * block,
+        block_backward=6 * block,
+        kept_forward=0.0,
+        kept_backward=0.0,
+        kept_bytes=0,
+        block_finish=0.0,
+        head=6 * head,
+        head_forward=2 * head,
+        embed_backward=0.0,
+        operators=(),
+    )
 
 
 def _largest_block(shape: ModelLayout) -> int:

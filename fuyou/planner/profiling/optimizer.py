@@ -126,9 +126,10 @@ class OptimizerBench:
         self._there: set[int] = set()  # records whose states are in memory
         nbytes = max(record.parameter_nbytes for record in records)
         shared = SharedRegions(
-            2 * nbytes, {Kind.BLOCK: BufferRegion(0, nbytes, 1)},
+            2 * nbytes,
+            {Kind.BLOCK: BufferRegion(0, nbytes, 1)},
             {Kind.BLOCK: BufferRegion(nbytes, nbytes, 1)},
-        )  # fmt: skip
+        )
         self._share(shared, precision)
         self.updating = OptimizerPump(self._update, updated if len(updated) > 1 else 2 * updated)
         self.writing = OptimizerPump(self._write, written)

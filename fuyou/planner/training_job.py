@@ -23,7 +23,7 @@ from fuyou.recompute.policy import ActivationPolicy
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingJob:
     """A model, a batch, and what the user has decided already."""
 
     name: str
@@ -48,7 +48,7 @@ class Training:
     """None leaves it to the planner."""
     host_cache: int | None = None
     """Most bytes of host memory for what is only kept there to save reading and writing it; None: what is left."""
-    keeping: ActivationPolicy | None = None
+    activation_policy: ActivationPolicy | None = None
     """Which operator outputs are kept for the backward pass; None leaves it to the planner."""
     commit_every: int = 1
     clip_by: ClipBy | None = None
@@ -57,7 +57,7 @@ class Training:
     """Of the steps, in which clipping is expected to strike; 0 where the norm only tells what is not finite."""
 
     @property
-    def asks_for_norm(self) -> str:
+    def option_without_norm(self) -> str:
         """The option because of which updates wait for the norm, with the value that they would not wait with."""
         return "--max-grad-norm 0" if self.clipped_share else "--on-nonfinite stop"
 
@@ -70,7 +70,7 @@ class Training:
         )
 
     @property
-    def clip_ways(self) -> tuple[ClipBy, ...]:
+    def clip_choices(self) -> tuple[ClipBy, ...]:
         """How gradients may be clipped, if they are."""
         if not self.clips or self.speculation_obstacle is not None:
             return (ClipBy.DEFERRAL,)
@@ -90,11 +90,11 @@ class Training:
         """Of one step, of all ranks together."""
         return self.rows * self.seq_len * self.shape.share.world_size
 
-    def among(self, share: Share) -> "Training":
+    def among(self, share: Share) -> "TrainingJob":
         """The same batch, as nearly as it divides, on several ranks: what one of them does of it."""
         return replace(self, shape=self.shape.shared(share), rows=-(-self.rows // share.world_size))
 
-    def with_batch(self, rows: int) -> "Training":
+    def with_batch(self, rows: int) -> "TrainingJob":
         """The same with another number of sequences per step."""
         return replace(self, rows=rows)
 
@@ -108,13 +108,13 @@ class Training:
         )
 
 
-def training_of_run(
+def training_job_of_run(
     config: EngineConfig,
     model: OpenModel,
     shape: ModelLayout,
     batch_shape: tuple[int, int],
     clip_statistics: ClipStatistics,
-) -> Training:
+) -> TrainingJob:
     """Return a run of the engine as the planner knows it, which may choose what was left open.
 
     Args:
@@ -125,7 +125,7 @@ def training_of_run(
         strikes: how often gradients were clipped so far.
     """
     module, (rows, seq_len) = model.stack.model, batch_shape
-    return Training(
+    return TrainingJob(
         type(module).__name__,
         model.config,
         model.stack,
@@ -139,7 +139,7 @@ def training_of_run(
         micro_batch=config.micro_batch,
         deferred_fraction=config.deferred_fraction or None,
         host_cache=config.host_cache,
-        keeping=config.kept_activations if isinstance(config.kept_activations, ActivationPolicy) else None,
+        activation_policy=config.kept_activations if isinstance(config.kept_activations, ActivationPolicy) else None,
         commit_every=config.commit_every,
         clip_by=config.clip_by,
         clipped_share=0.0 if config.max_grad_norm == math.inf else clip_statistics.share,
@@ -164,7 +164,7 @@ def describe_training(
     commit_every: int = 1,
     clip_by: ClipBy | None = None,
     clipped_share: float = ClipStatistics().share,
-) -> Training:
+) -> TrainingJob:
     """Look at a model without its weights: half a second for 160 layers. (Of a compressed checkpoint whose bytes are to
     be kept, what its files say they hold is read, too.)
 
@@ -197,8 +197,21 @@ def describe_training(
     )
     meta = opened.stack.model
     name = os.fspath(model) if not isinstance(model, PreTrainedConfig) else type(meta).__name__
-    return Training(
-        name, config, opened.stack, opened.shape, rows, seq_len, model_flops_per_token(meta, seq_len),
-        hardware_flops_per_token(meta, seq_len), clips, single_slot, micro_batch, deferred_fraction, host_cache,
-        commit_every=commit_every, clip_by=clip_by, clipped_share=clipped_share,
-    )  # fmt: skip
+    return TrainingJob(
+        name,
+        config,
+        opened.stack,
+        opened.shape,
+        rows,
+        seq_len,
+        model_flops_per_token(meta, seq_len),
+        hardware_flops_per_token(meta, seq_len),
+        clips,
+        single_slot,
+        micro_batch,
+        deferred_fraction,
+        host_cache,
+        commit_every=commit_every,
+        clip_by=clip_by,
+        clipped_share=clipped_share,
+    )
