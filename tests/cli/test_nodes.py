@@ -29,9 +29,9 @@ from cli.main import main
 from cli.options.settings import Settings
 from common.errors import UserError
 from fcdp.checkpoint.commits import ShardedCheckpoints
-from tests import forked
 from tests.cli.conftest import Finetune
 from tests.cli.test_train import history
+from tests.helpers import forked
 
 ROOT = Path(__file__).parents[2]
 BEGIN = ("-m", "cli.main")

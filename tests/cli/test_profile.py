@@ -13,7 +13,7 @@ from fuyou.planner.profiling import Profile, beside, blocks, drives, optimizer
 from fuyou.schedule.tasks import Resource
 from tests.cli.conftest import Finetune, sending
 from tests.cli.test_bad_input import check
-from tests.fuyou.profiling.test_profile import PROFILE
+from tests.fuyou.planner.profiling.test_profile import PROFILE
 
 
 @pytest.fixture
