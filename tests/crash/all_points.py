@@ -1,9 +1,9 @@
 """Kill a small run at every single call that it makes to its drives, continue it, and compare bit for bit.
 
 For each way of running (``tests/helpers/crash/ways.py``: one machine, records that move to other drives, ranks in host
-memory, nodes out of core that become more or fewer), every call is tried in four ways: all processes are killed before it;
-only the process that makes it is killed; it is torn in half, and the power goes; the power goes before it. A power cut keeps
-any subset of what no sync had covered, drawn anew for each point. What must hold afterwards:
+memory, nodes out of core that become more or fewer), every call is tried in four ways: all processes are killed before
+it; only the process that makes it is killed; it is torn in half, and the power goes; the power goes before it. A power
+cut keeps any subset of what no sync had covered, drawn anew for each point. What must hold afterwards:
 ``tests/helpers/crash/points.py`` and, for ranks, ``cluster.py`` and ``ranks.py`` beside it.
 
 All of it takes hours, and can be done in pieces: with ``--log``, what that file lists is not done again. Each call is

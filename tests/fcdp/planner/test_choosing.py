@@ -15,10 +15,10 @@ from fuyou.planner.profiling import save
 from fuyou.ranks.agreement import Agreement
 from fuyou.ranks.topology import share_of
 from fuyou.runtime.devices import memory_limits, open_device
-from tests.fuyou.planner.profiling.test_profile import PROFILE
 from tests.helpers.fcdp import engine_cases as cases
 from tests.helpers.fcdp.engine_cases import Run
 from tests.helpers.fcdp.pool import Pool
+from tests.helpers.profiles import PROFILE
 
 SEQ_LEN = 12
 

@@ -20,9 +20,9 @@ from fuyou.model.open_model import OpenModel
 from fuyou.planner import describe_training
 from tests.common.models.checkpoint.compressed.cases import PAIRS, compressed
 from tests.common.models.checkpoint.compressed.writing import is_written_so
-from tests.fuyou.engine.test_exact import batches, check, directories
-from tests.fuyou.engine.test_exact import engine as plain_engine
-from tests.fuyou.engine.test_lora import DTYPES, InMemory, compare, train
+from tests.helpers.adapters import DTYPES, InMemory, compare, train
+from tests.helpers.engines import batches, check, directories
+from tests.helpers.engines import engine as plain_engine
 
 BF16 = Precision(torch.bfloat16, torch.float32)
 

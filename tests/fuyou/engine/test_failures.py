@@ -19,25 +19,8 @@ import fuyou
 from common.errors import FinetuneError, UserError
 from fuyou.runtime.compute import StepComputation
 from fuyou.schedule.tasks import Task
+from tests.helpers.small_engine import BATCH, small_engine, train
 from tests.helpers.twin import tiny_configs
-
-BATCH = {"input_ids": torch.arange(64).view(2, 32), "labels": torch.arange(64).view(2, 32)}
-
-
-def small_engine(path: Path, **options) -> fuyou.Engine:
-    return fuyou.Engine(
-        tiny_configs()["llama"], ssd=[path], host_memory="600MiB", batch_shape=(2, 32), micro_batch=1, **options
-    )
-
-
-def train(engine: fuyou.Engine, steps: int) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        out = engine(**BATCH)
-        out.loss.backward()
-        engine.step()
-        losses.append(out.loss.item())
-    return losses
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +57,7 @@ def test_death_of_the_engine_ends_the_optimizer_process(tmp_path: Path) -> None:
     script = textwrap.dedent(f"""
         import sys, os, signal
         from pathlib import Path
-        from tests.fuyou.engine.test_failures import small_engine, train
+        from tests.helpers.small_engine import small_engine, train
         engine = small_engine(Path({str(tmp_path)!r}))
         train(engine, 1)
         engine.flush()

@@ -12,9 +12,9 @@ from common.errors import UserError
 from common.memory.buffers import PAGE
 from common.models.adapters.adapters import AdapterOptions
 from fuyou.layout.frozen_weights import ROW_ELEMENTS, FrozenDtype
-from tests.fuyou.engine.test_exact import batches, directories
-from tests.fuyou.engine.test_exact import engine as plain_engine
-from tests.fuyou.engine.test_lora import InMemory, compare, train
+from tests.helpers.adapters import InMemory, compare, train
+from tests.helpers.engines import batches, directories
+from tests.helpers.engines import engine as plain_engine
 from tests.helpers.twin import tiny_configs
 
 #: Bytes per element, and the root mean square error of normal numbers relative to theirs, measured.

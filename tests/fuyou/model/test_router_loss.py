@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, DeepseekV3Config, DogeConfig, GptOssConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, DogeConfig, PreTrainedConfig
 
 import fuyou
 from common.errors import UserError
@@ -16,28 +16,13 @@ from fuyou.layout.record import Precision
 from fuyou.model.open_model import OpenModel
 from fuyou.model.router_loss import RouterLoss
 from fuyou.schedule.memory_plan import ROUTER_BYTES
-from tests.fuyou.engine.test_exact import ROWS, TOKENS, compare, directories
+from tests.helpers.engines import ROWS, TOKENS, compare, directories
+from tests.helpers.routers import config_of
 from tests.helpers.twin import Twin, tiny_configs
 
 #: With Adam's ordinary epsilon, gradients that are rounding alone would make updates of the learning rate's size.
 OPTIONS = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-3}
 STEPS = 3
-
-
-def config_of(family: str, **fields: Any) -> PreTrainedConfig:
-    """Of a mixture of experts whose router loss weighs so much that nothing can hide behind it."""
-    if family == "gpt-oss":
-        config: PreTrainedConfig = GptOssConfig(
-            vocab_size=211, hidden_size=48, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8,
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"], bos_token_id=1, eos_token_id=2,
-            pad_token_id=0,
-        )  # fmt: skip
-    else:
-        config = tiny_configs()[family]
-    for name, value in {"output_router_logits": True, "router_aux_loss_coef": 0.5, **fields}.items():
-        setattr(config, name, value)
-    return config
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from fuyou.layout.share import Share
 from fuyou.optimizer import adam
 from fuyou.optimizer.absent_gradients import MissedUpdates, OwnedParameters, mark_absent
 from fuyou.optimizer.adam import AdamConfig, ChunkAdam, Update, UpdateRange
-from tests.fuyou.engine.test_exact import OPTIONS, compare, directories, engine
+from tests.helpers.engines import OPTIONS, compare, directories, engine
 from tests.helpers.routed import RoutedConfig
 from tests.helpers.twin import Twin
 

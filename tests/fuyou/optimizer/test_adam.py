@@ -12,8 +12,8 @@ import torch
 from fuyou.optimizer import adam as adam_module
 from fuyou.optimizer.adam import AdamConfig, ChunkAdam, Update, stochastic_round
 from fuyou.optimizer.split_weights import join, split
+from tests.helpers.adam import CONFIG, Halves, moments_after, randn
 
-CONFIG = AdamConfig(lr=1e-2, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
 #: Multiples of 128 elements, as in records: around the size of a pass, which is made small here.
 SIZES = [128, 384, 1024, 1152, 2048, 5248]
 
@@ -23,8 +23,6 @@ def small_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adam_module, "PASS_ELEMENTS", 1024)
 
 
-def randn(count: int, seed: int, scale: float = 1.0) -> torch.Tensor:
-    return torch.randn(count, generator=torch.Generator().manual_seed(seed)) * scale
 
 
 def twin_step(
@@ -44,23 +42,6 @@ def twin_step(
     )  # fmt: skip
 
 
-class Halves:
-    """A range as the optimizer process has it."""
-
-    def __init__(self, master: torch.Tensor, moments: torch.dtype = torch.float32):
-        count = master.numel()
-        self.hi, self.lo = torch.empty(count, dtype=torch.bfloat16), torch.empty(count, dtype=torch.int16)
-        split(master.clone(), self.hi, self.lo)
-        self.mean, self.variance = torch.zeros(count, dtype=moments), torch.zeros(count, dtype=moments)
-
-    @property
-    def master(self) -> torch.Tensor:
-        joined = torch.empty(self.hi.numel())
-        join(self.hi, self.lo, joined)
-        return joined
-
-    def step(self, gradient: torch.Tensor, update: Update, decay: bool = True, stream: int = 0) -> None:
-        ChunkAdam().update(self.hi, self.lo, self.mean, self.variance, gradient, update, decay=decay, stream=stream)
 
 
 @pytest.mark.parametrize("count", SIZES)
@@ -244,12 +225,6 @@ def test_stochastic_rounding_has_the_right_probabilities() -> None:
     assert float(up[0]) == 0
 
 
-def moments_after(update: Update, stream: int, count: int = 2560) -> Halves:
-    ours = Halves(randn(count, 8), torch.bfloat16)
-    ours.mean.copy_(randn(count, 81, 0.1))
-    ours.variance.copy_(randn(count, 82, 0.1).abs())
-    ours.step(randn(count, 83).bfloat16(), update, stream=stream)
-    return ours
 
 
 def test_bf16_moments_are_the_same_for_the_same_seed_step_and_stream() -> None:
@@ -331,7 +306,8 @@ def test_the_stream_of_random_numbers_is_the_same_in_every_process() -> None:
     digest = hashlib.sha256(ours.mean.view(torch.int16).numpy().tobytes()).hexdigest()
     program = (
         "import hashlib, torch; torch.set_num_threads(2); from fuyou import adam; adam.PASS_ELEMENTS = 1024\n"
-        "from tests.fuyou.optimizer.test_adam import CONFIG, Update, moments_after\n"
+        "from tests.helpers.adam import CONFIG, moments_after
+from tests.fuyou.optimizer.test_adam import Update\n"
         "ours = moments_after(Update(3, CONFIG, seed=5), stream=9)\n"
         "print(hashlib.sha256(ours.mean.view(torch.int16).numpy().tobytes()).hexdigest())"
     )

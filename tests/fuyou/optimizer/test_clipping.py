@@ -13,7 +13,7 @@ from fuyou.engine.runtime import Runtime
 from fuyou.optimizer.clipping import ClipBy, ClipStatistics, clip_by_named, speculation_obstacle
 from fuyou.schedule.memory_plan import MemoryPlanner
 from fuyou.schedule.tasks import Op, StepList
-from tests.fuyou.engine.test_exact import (
+from tests.helpers.engines import (
     ONE_OF_EACH,
     OPTIONS,
     SCARCE,

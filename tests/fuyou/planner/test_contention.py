@@ -8,8 +8,8 @@ import pytest
 from fuyou.planner.contention import Contention
 from fuyou.planner.simulator import Simulator
 from fuyou.schedule.tasks import Resource
-from tests.fuyou.planner.test_simulator import BF16, CHUNK, FAST, run
 from tests.helpers.schedule_model import step_shape
+from tests.helpers.simulation import BF16, CHUNK, FAST, run
 
 GPU, ADAM, SSD, UP = Resource.GPU, Resource.ADAM, Resource.SSD, Resource.HOST_TO_DEVICE
 MEASURED = Contention(

@@ -22,7 +22,7 @@ from fuyou.recompute.block_trace import BlockTrace, Tracer
 from fuyou.recompute.policy import ActivationPlanner, ActivationPolicy, SavableOutputs, keep_of, keepable, trace_block
 from fuyou.recompute.replay import Recomputations
 from fuyou.schedule.memory_plan import MemoryPlanner
-from tests.fuyou.engine.test_exact import batches, check, directories, engine
+from tests.helpers.engines import batches, check, directories, engine
 from tests.helpers.twin import tiny_configs
 
 BF16 = torch.bfloat16

@@ -14,7 +14,7 @@ from fuyou.layout.record import Precision
 from fuyou.planner.profiling import Profile, ProfiledWorkload, load, save
 from fuyou.runtime.devices import CpuDevice
 from fuyou.runtime.emulated import EmulatedDevice, EmulatedSpec
-from tests.fuyou.planner.profiling.test_profile import PROFILE
+from tests.helpers.profiles import PROFILE
 from tests.helpers.twin import tiny_configs
 
 BF16 = Precision(torch.bfloat16, torch.float32)
