@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from fuyou.optimizer import adam as adam_module
-from fuyou.optimizer.adam import AdamConfig, ChunkAdam, Update, stochastic_round
-from fuyou.optimizer.split_weights import join, split
+from fuyou.optimizer.adam import ChunkAdam, Update, stochastic_round
 from tests.helpers.adam import CONFIG, Halves, moments_after, randn
 
 #: Multiples of 128 elements, as in records: around the size of a pass, which is made small here.
@@ -21,8 +20,6 @@ SIZES = [128, 384, 1024, 1152, 2048, 5248]
 @pytest.fixture(autouse=True)
 def small_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adam_module, "PASS_ELEMENTS", 1024)
-
-
 
 
 def twin_step(
@@ -40,8 +37,6 @@ def twin_step(
         amsgrad=False, lr=config.lr, beta1=config.betas[0], beta2=config.betas[1],
         weight_decay=config.weight_decay if decay else 0.0, eps=config.eps, maximize=False,
     )  # fmt: skip
-
-
 
 
 @pytest.mark.parametrize("count", SIZES)
@@ -225,8 +220,6 @@ def test_stochastic_rounding_has_the_right_probabilities() -> None:
     assert float(up[0]) == 0
 
 
-
-
 def test_bf16_moments_are_the_same_for_the_same_seed_step_and_stream() -> None:
     first, second = (moments_after(Update(3, CONFIG, seed=5), stream=9) for _ in range(2))
     assert torch.equal(first.mean, second.mean) and torch.equal(first.variance, second.variance)
@@ -305,9 +298,8 @@ def test_the_stream_of_random_numbers_is_the_same_in_every_process() -> None:
     ours = moments_after(Update(3, CONFIG, seed=5), stream=9)
     digest = hashlib.sha256(ours.mean.view(torch.int16).numpy().tobytes()).hexdigest()
     program = (
-        "import hashlib, torch; torch.set_num_threads(2); from fuyou import adam; adam.PASS_ELEMENTS = 1024\n"
-        "from tests.helpers.adam import CONFIG, moments_after
-from tests.fuyou.optimizer.test_adam import Update\n"
+        "import hashlib, torch; torch.set_num_threads(2); from fuyou.optimizer import adam; adam.PASS_ELEMENTS = 1024\n"
+        "from tests.helpers.adam import CONFIG, Update, moments_after\n"
         "ours = moments_after(Update(3, CONFIG, seed=5), stream=9)\n"
         "print(hashlib.sha256(ours.mean.view(torch.int16).numpy().tobytes()).hexdigest())"
     )
