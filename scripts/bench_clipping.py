@@ -27,7 +27,7 @@ from common.units import parse_bytes
 from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner import Machine, RunPlan, describe_training, plan
 from fuyou.planner.evaluate import SAVE_NOTHING
-from fuyou.planner.simulator import TaskRates
+from fuyou.planner.rates import TaskRates
 
 TFLOPS, DRIVE, HOST = 10, 1e9, "900MiB"
 ADAM = 2.2e8

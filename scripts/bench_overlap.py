@@ -31,7 +31,8 @@ from fuyou.layout.record import Precision
 from fuyou.model.model_records import model_records
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.adam import AdamConfig, ChunkAdam, Update
-from fuyou.planner.simulator import TaskRates, simulate
+from fuyou.planner.rates import TaskRates
+from fuyou.planner.simulator import simulate
 from fuyou.recompute.policy import ActivationPlanner
 from fuyou.schedule.memory_plan import MemoryPlanner
 

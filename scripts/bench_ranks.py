@@ -30,7 +30,8 @@ import fuyou
 from common.models.adapters.adapters import AdapterOptions
 from common.object_collectives import all_gather_object
 from fuyou.planner import describe_training
-from fuyou.planner.simulator import TaskRates, simulate
+from fuyou.planner.rates import TaskRates
+from fuyou.planner.simulator import simulate
 from fuyou.ranks.topology import share_of
 from fuyou.runtime.emulated import EmulatedSpec, is_emulated
 

@@ -13,7 +13,9 @@ from fuyou.layout.deferred import interleaved
 from fuyou.layout.model_layout import Recomputation
 from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner.machine import Machine
-from fuyou.planner.simulator import Simulation, TaskRates, simulate
+from fuyou.planner.rates import TaskRates
+from fuyou.planner.simulated_machine import Simulation
+from fuyou.planner.simulator import simulate
 from fuyou.planner.training_job import TrainingJob
 from fuyou.recompute.block_trace import BlockTrace, Operator
 from fuyou.recompute.policy import (
@@ -260,10 +262,10 @@ class Evaluator:
                 rates,
                 deferred,
                 steps,
-                job.clips,
-                self.recomputation(candidate, memory.batch.micro_rows),
-                commit,
-                clipped,
+                hold=job.clips,
+                recomputation=self.recomputation(candidate, memory.batch.micro_rows),
+                commit=commit,
+                clipped=clipped,
             )
 
         speculative = self.speculative(candidate)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from common.hardware.presets import DrivePreset, GpuPreset
 from common.units import format_bytes
 from fuyou.planner.profiling import Profile
-from fuyou.planner.simulator import TaskRates
+from fuyou.planner.rates import TaskRates
 
 #: Device memory that CUDA's context, its libraries and the allocator's slack take: the engine leaves as much.
 LIBRARY_BYTES = 512 << 20

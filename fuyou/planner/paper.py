@@ -16,8 +16,10 @@ from fuyou.layout.record import Precision
 from fuyou.layout.visits import Phase
 from fuyou.planner.evaluate import Evaluator, busy_seconds
 from fuyou.planner.machine import Machine
+from fuyou.planner.rates import TaskRates
 from fuyou.planner.run_plan import RunPlan, missing_space
-from fuyou.planner.simulator import Simulation, Simulator, TaskRates
+from fuyou.planner.simulated_machine import Simulation
+from fuyou.planner.simulator import Simulator
 from fuyou.planner.training_job import TrainingJob
 from fuyou.schedule.memory_plan import Batch, MemoryPlan
 from fuyou.schedule.scheduler import Scheduler

@@ -32,8 +32,8 @@ class Scheduler:
             before they are needed: the SSDs then work in a phase that leaves them idle otherwise.
         hold: whether deferred updates wait for the caller to have ended the step (who then knows the gradient's norm).
         speculate: whether all other updates are done as if the gradient's norm were known, and their gradients kept
-            until :meth:`resolve_speculation` says whether they must be done again. Needs two slots and a commit of every
-            step: what the update started from is then whole in the committed slot.
+            until :meth:`resolve_speculation` says whether they must be done again. Needs two slots and a commit of
+            every step: what the update started from is then whole in the committed slot.
         resident: indices of the records that live in host memory: read once, and written in steps that are committed.
             The host buffers must hold the parameters of all records of their kind then, so that none is read again.
         recomputation: which blocks keep more than their input, and what that saves.

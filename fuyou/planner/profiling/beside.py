@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from common.errors import FinetuneError
-from fuyou.planner.contention import Contention
+from fuyou.planner.rates import Contention
 from fuyou.schedule.tasks import Resource
 
 #: Each combination is watched for this long, or until each kind of work has been done twice.

@@ -20,13 +20,13 @@ from fuyou.layout.record import Precision
 from fuyou.model.model_records import model_records
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.client import OptimizerLink
-from fuyou.planner.contention import Contention
 from fuyou.planner.profiling.beside import Repeated, Worker, measure_contention
 from fuyou.planner.profiling.blocks import BlockBench, PartTimes
 from fuyou.planner.profiling.drives import open_scratch
 from fuyou.planner.profiling.links import measure_link
 from fuyou.planner.profiling.optimizer import OptimizerBench, scratch_records
 from fuyou.planner.profiling.profile import Profile
+from fuyou.planner.rates import Contention
 from fuyou.runtime.devices import Device, optimizer_threads
 from fuyou.runtime.emulated import EmulatedDevice
 from fuyou.schedule.memory_plan import MemoryPlan

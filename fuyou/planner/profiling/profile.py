@@ -5,8 +5,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from fuyou.layout.visits import Phase
-from fuyou.planner.contention import Contention
-from fuyou.planner.simulator import TaskRates
+from fuyou.planner.rates import Contention, TaskRates
 
 FORMAT = 3
 """Version of the JSON. Another one is not read, but measured again."""

@@ -7,7 +7,7 @@ import pytest
 from common.hardware.presets import drive_preset, gpu_preset
 from fuyou.planner import Machine, PaperScheme, TrainingJob, describe_training, preset_machine
 from fuyou.planner.paper import Swap
-from fuyou.planner.simulator import TaskRates
+from fuyou.planner.rates import TaskRates
 from fuyou.schedule.tasks import Resource
 
 RATES = TaskRates(200e12, 25e9, 25e9, 25e9, 25e9, 4e9)

@@ -15,8 +15,8 @@ from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner import Machine, TrainingJob, describe_training, plan
 from fuyou.planner.advice import best_changes, clipping_cost, largest_batch, rarer_commits
 from fuyou.planner.evaluate import SAVE_NOTHING, Candidate, Evaluator
+from fuyou.planner.rates import TaskRates
 from fuyou.planner.run_plan import gpu_bound_tokens, max_clipped_share, search
-from fuyou.planner.simulator import TaskRates
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Resource
 
