@@ -20,7 +20,8 @@ from fuyou.runtime.data_plane import DataPlane
 from fuyou.runtime.devices import Device
 from fuyou.runtime.io_counter import Bytes, IoCounter
 from fuyou.runtime.trace import StepTrace
-from fuyou.schedule.memory_plan import Batch, MemoryPlan, MemoryPlanner
+from fuyou.schedule.memory_plan import Batch, MemoryPlan
+from fuyou.schedule.memory_planner import MemoryPlanner
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import StepList
 
@@ -69,7 +70,7 @@ class Runtime:
             speculative=options.speculates,
             host_cache=options.host_cache,
             kept_layers=len(self._keeping.layers),
-            kept_bytes=lambda batch: self._keeping.keep(batch.micro_rows, batch.seq_len).nbytes,
+            kept_bytes=lambda batch: self._keeping.saved(batch.micro_rows, batch.seq_len).nbytes,
         )
         self._plane: DataPlane | None = None
         self._store: Store | None = None
@@ -109,7 +110,7 @@ class Runtime:
         recomputation = self._keeping.recomputation(plan.batch.micro_rows, plan.batch.seq_len)
         self.recomputations = BlockReplay(
             recomputation.layers,
-            self._keeping.keep(plan.batch.micro_rows, plan.batch.seq_len).operators,
+            self._keeping.saved(plan.batch.micro_rows, plan.batch.seq_len).operators,
             plan.kept_bytes,
         )
         self.scheduler = Scheduler(

@@ -51,7 +51,7 @@ def rarer_commits(base: RunPlan, every: int = 8) -> RarerCommits | None:
         return None
     evaluator = Evaluator(base.job, base.machine)
     candidate = Candidate(base.memory.batch.micro_rows, base.deferred_fraction, base.activation_policy)
-    others = evaluator.uncommitted(candidate)
+    others = evaluator.evaluate_uncommitted(candidate)
     seconds, written = base.compared_seconds, float(base.written_bytes)
     if base.clip_by is ClipBy.SPECULATION:  # for which every step must be committed
         committed = evaluator.evaluate(candidate)

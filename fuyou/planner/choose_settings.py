@@ -25,7 +25,8 @@ from fuyou.ranks.topology import ClusterTopology
 from fuyou.recompute.policy import ActivationPolicy
 from fuyou.runtime.devices import Device
 from fuyou.runtime.emulated import EmulatedDevice
-from fuyou.schedule.memory_plan import MemoryPlan, MemoryPlanner
+from fuyou.schedule.memory_plan import MemoryPlan
+from fuyou.schedule.memory_planner import MemoryPlanner
 
 _SMALL_BYTES, _SMALL_ROUNDS = 64, 8
 #: Bytes that each rank sends: first a few to see how long they take, then as many as take ``_SECONDS``.

@@ -200,7 +200,7 @@ def plan(job: TrainingJob, machine: Machine) -> RunPlan:
     if best.memory.batch.micro_batches > 1:
         best = evaluator.evaluate(best.candidate, merged=False)
     needed = ssd_bytes(evaluator, best)
-    missing, speculates = missing_space(needed, machine), evaluator.speculative(best.candidate)
+    missing, speculates = missing_space(needed, machine), evaluator.update_policy(best.candidate).speculative
     return RunPlan(
         job,
         machine,
@@ -355,7 +355,7 @@ def ssd_bytes(evaluator: Evaluator, evaluation: Evaluation) -> int:
     job, memory = evaluator.job, evaluation.memory
     total = job.record_bytes + memory.counts.ssd_activations * memory.activation_bytes
     total += memory.counts.ssd_kept * memory.kept_bytes
-    if memory.spills_gradients(job.shape, evaluator.held(evaluation.candidate)):
+    if memory.spills_gradients(job.shape, evaluator.update_policy(evaluation.candidate).held(job.shape)):
         total += sum(record.gradient_nbytes for record in job.shape.records)
     return total
 

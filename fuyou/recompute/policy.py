@@ -251,7 +251,7 @@ class ActivationPlanner:
         self.layers = spread(range(layers), count)
         self._traces: dict[int, BlockTrace | None] = {}
 
-    def keep(self, rows: int, seq_len: int) -> SavedOutputs:
+    def saved(self, rows: int, seq_len: int) -> SavedOutputs:
         """Of one layer and a micro-batch of ``rows`` x ``seq_len`` tokens.
 
         Raises:
@@ -268,7 +268,7 @@ class ActivationPlanner:
 
     def recomputation(self, rows: int, seq_len: int) -> Recomputation:
         """What the schedule needs to know of it."""
-        trace, keep = self._trace(seq_len), self.keep(rows, seq_len)
+        trace, keep = self._trace(seq_len), self.saved(rows, seq_len)
         unneeded = saved_outputs(trace, ()).saved_fraction if trace is not None else 0.0
         return Recomputation(frozenset(self.layers if keep.nbytes else ()), keep.saved_fraction, unneeded)
 

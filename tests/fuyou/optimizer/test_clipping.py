@@ -11,7 +11,7 @@ import pytest
 from common.errors import UserError
 from fuyou.engine.runtime import Runtime
 from fuyou.optimizer.clipping import ClipBy, ClipStatistics, clip_by_named, speculation_obstacle
-from fuyou.schedule.memory_plan import MemoryPlanner
+from fuyou.schedule.memory_planner import MemoryPlanner
 from fuyou.schedule.tasks import Op, StepList
 from tests.helpers.engines import (
     ONE_OF_EACH,

@@ -12,7 +12,7 @@ from fuyou.calibration import profile_or_measure
 from fuyou.planner import PlannerContext, choose_settings, describe_training
 from fuyou.planner.profiling import Profile, ProfiledWorkload, save
 from fuyou.runtime.devices import open_device
-from fuyou.schedule.memory_plan import MemoryPlanner
+from fuyou.schedule.memory_planner import MemoryPlanner
 from tests.helpers.profiles import PROFILE
 
 CONFIG = LlamaConfig(

@@ -28,7 +28,7 @@ from fuyou.recompute.policy import (
     trace_block,
 )
 from fuyou.recompute.replay import BlockReplay
-from fuyou.schedule.memory_plan import MemoryPlanner
+from fuyou.schedule.memory_planner import MemoryPlanner
 from tests.helpers.engines import batches, check, directories, engine
 from tests.helpers.twin import tiny_configs
 
@@ -362,7 +362,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="in 4 blocks: this model has 3"):
         ActivationPlanner(stack, "cpu", BF16, ActivationPolicy((("aten.mm.default", 0),), 4))
     with pytest.raises(UserError, match=r"no outputs of aten.addmm.default \(call 0\)"):
-        ActivationPlanner(stack, "cpu", BF16, ActivationPolicy((("aten.addmm.default", 0),), 3)).keep(1, 16)
+        ActivationPlanner(stack, "cpu", BF16, ActivationPolicy((("aten.addmm.default", 0),), 3)).saved(1, 16)
 
 
 def test_tracing_leaves_a_block_as_it_was() -> None:
