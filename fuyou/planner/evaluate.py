@@ -18,7 +18,7 @@ from fuyou.planner.training import Training
 from fuyou.recompute.block_trace import BlockTrace, Operator
 from fuyou.recompute.policy import ActivationPlanner, ActivationPolicy, keep_of, roofline, trace_block, worth_keeping
 from fuyou.schedule.memory_plan import Batch, MemoryPlan, MemoryPlanner
-from fuyou.schedule.tasks import Resource, StepList
+from fuyou.schedule.tasks import ComputeTask, Resource, StepList
 
 #: Visits times micro-batches in a step that is only simulated to compare.
 _MOST_TASKS = 640
@@ -293,7 +293,7 @@ def busy_seconds(tasks: StepList, rates: TaskRates) -> dict[Resource, float]:
     """Seconds for which the tasks of a step keep each resource busy: no step is shorter than the largest of them."""
     moved = dict.fromkeys(Resource, 0.0)
     for task in tasks.tasks:
-        moved[task.op.resource] += rates.compute_seconds(task) if task.op.resource is Resource.GPU else task.nbytes
+        moved[task.op.resource] += rates.compute_seconds(task) if isinstance(task, ComputeTask) else task.nbytes
     return {
         Resource.GPU: moved[Resource.GPU],
         Resource.HOST_TO_DEVICE: moved[Resource.HOST_TO_DEVICE] / rates.upload_bytes_per_second,

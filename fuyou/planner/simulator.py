@@ -21,7 +21,7 @@ from fuyou.layout.visits import Phase
 from fuyou.planner.contention import Contention
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.scheduler import Scheduler
-from fuyou.schedule.tasks import SSD_READS, Op, Resource, StepList, Task
+from fuyou.schedule.tasks import SSD_READS, ComputeTask, Op, Resource, StepList, Task, known
 
 #: I/O moves in pieces of at most this size: the stripe of the store.
 _PIECE_BYTES = 4 << 20
@@ -64,14 +64,13 @@ class TaskRates:
     contention: Contention | None = None
     """How much slower work gets beside other work; None: not at all."""
 
-    def compute_seconds(self, task: Task) -> float:
+    def compute_seconds(self, task: ComputeTask) -> float:
         """How long a compute task takes."""
-        assert task.visit is not None
         for phase, seconds in self.outer_seconds:
             if phase is task.visit.phase:
                 return seconds * task.tokens
         if task.visit.phase is not Phase.BLOCK_BACKWARD:
-            return task.flops / self.flops_per_second + (self.keep_seconds * task.tokens if task.kept >= 0 else 0.0)
+            return task.flops / self.flops_per_second + (0.0 if task.kept is None else self.keep_seconds * task.tokens)
         finish = self.finish_seconds if task.last else 0.0
         return task.flops / (self.backward_flops_per_second or self.flops_per_second) + finish
 
@@ -238,14 +237,16 @@ class _Optimizer:
 
     def update(self, task: Task) -> None:
         self._updates.append(task)
-        if task.target >= 0:
-            self._unwritten[task.record] = len(self._simulator.chunks(self._simulator.records[task.record]))
+        if task.target is not None:
+            record = known(task.record)
+            self._unwritten[record] = len(self._simulator.chunks(self._simulator.records[record]))
         self._compute()
 
     def written(self, task: Task) -> None:
         """``task`` is done when everything of its record is written, which may have happened already."""
-        if self._unwritten.get(task.record):
-            self._writing[task.record] = task
+        record = known(task.record)
+        if self._unwritten.get(record):
+            self._writing[record] = task
         else:
             self._simulator.finish(task)
 
@@ -277,7 +278,7 @@ class _Optimizer:
 
         def updated() -> None:
             self._computing = False
-            if task.target >= 0:
+            if task.target is not None:
                 width = chunk.precision.state_bytes + (chunk.precision.parameter_bytes if chunk.whole else 0)
                 nbytes = chunk.elements * width
                 self._simulator.drives.submit(1, False, nbytes, lambda: self._wrote(chunk))
@@ -442,13 +443,14 @@ class Simulator:
         rates = self.rates
         match task.op:
             case Op.COMPUTE:
+                assert isinstance(task, ComputeTask)
                 self._occupy(lane, task, Resource.GPU, rates.compute_seconds(task))
             case Op.STEP:
                 self.later(0.0, lambda: self.finish(task))
             case Op.COMMIT:
                 self._occupy(lane, task, Resource.NONE, rates.commit_seconds)
             case Op.STATE_READ:
-                self._optimizer.announce(self.records[task.record], resident=not task.nbytes)
+                self._optimizer.announce(self.records[known(task.record)], resident=not task.nbytes)
                 self.later(0.0, lambda: self.finish(task))
             case Op.UPDATE:
                 self._optimizer.update(task)
