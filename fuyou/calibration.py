@@ -32,7 +32,7 @@ from fuyou.planner.training_job import TrainingJob, describe_training
 from fuyou.recompute.policy import ActivationPolicy, operators_worth_saving
 from fuyou.runtime.accounting import StepReport, TaskKind
 from fuyou.runtime.devices import Device
-from fuyou.schedule.tasks import Op
+from fuyou.schedule.tasks import ComputeTask
 
 #: Half of the blocks keep what saves computing, so that one run shows both ways.
 BLOCKS = 4
@@ -126,7 +126,7 @@ def simulated_seconds(evaluation: Evaluation) -> dict[TaskKind, float]:
     """How long compute tasks of each kind take in a simulated step, on average."""
     seconds: dict[TaskKind, list[float]] = {}
     for task in evaluation.tasks.tasks:
-        if task.op is Op.COMPUTE:
+        if isinstance(task, ComputeTask):
             seconds.setdefault(TaskKind.of(task), []).append(task.ended - task.began)
     return {kind: statistics.mean(one) for kind, one in seconds.items()}
 

@@ -27,7 +27,7 @@ from fuyou.recompute.policy import (
 )
 from fuyou.schedule.memory_plan import Batch, MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
-from fuyou.schedule.tasks import Resource, StepList
+from fuyou.schedule.tasks import ComputeTask, Resource, StepList
 from fuyou.schedule.update_policy import UpdatePolicy
 
 #: Visits times micro-batches in a step that is only simulated to compare.
@@ -327,7 +327,7 @@ def busy_seconds(tasks: StepList, rates: TaskRates) -> dict[Resource, float]:
     messages = dict.fromkeys(Resource, 0)
     for task in tasks.tasks:
         resource = task.op.resource
-        moved[resource] += rates.compute_seconds(task) if resource is Resource.GPU else task.nbytes
+        moved[resource] += rates.compute_seconds(task) if isinstance(task, ComputeTask) else task.nbytes
         messages[resource] += 1
     busy = {
         Resource.GPU: moved[Resource.GPU],

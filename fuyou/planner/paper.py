@@ -302,13 +302,13 @@ class _Swapping:
         backward: list[Task] = []
         tasks: list[Task] = []
         for task in step.tasks:
-            layer = task.visit.layer if task.op is Op.COMPUTE and task.visit else -1
+            block = _block_of(task)
+            swapped = 0 if block is None else self._bytes[block]
             phase = task.visit.phase if task.visit else None
-            swapped = self._bytes[layer] if phase in (Phase.BLOCK_FORWARD, Phase.BLOCK_BACKWARD) else 0
-            if swapped and phase is Phase.BLOCK_BACKWARD:
-                task.flops -= self._flops[layer]
+            if block is not None and swapped and phase is Phase.BLOCK_BACKWARD:
+                task.flops -= self._flops[block]
                 before = backward[-_PREFETCH:][:1]
-                back = [away[layer], *before]
+                back = [away[block], *before]
                 if self._to_ssd:
                     tasks.append(_activation(Op.ACTIVATION_READ, back, swapped, task))
                     back = [tasks[-1]]
@@ -320,12 +320,19 @@ class _Swapping:
                 leaving = []
             if phase is Phase.BLOCK_BACKWARD:
                 backward.append(task)
-            if swapped and phase is Phase.BLOCK_FORWARD:
+            if block is not None and swapped and phase is Phase.BLOCK_FORWARD:
                 leaving = [_activation(Op.ACTIVATION_DOWNLOAD, [task], swapped, task)]
                 if self._to_ssd:
                     leaving.append(_activation(Op.ACTIVATION_WRITE, leaving[:1], swapped, task))
-                away[layer] = leaving[-1]
+                away[block] = leaving[-1]
         step.tasks = tasks
+
+
+def _block_of(task: Task) -> int | None:
+    """Return the index of the block that a task computes, forward or backward."""
+    if task.visit is None or task.visit.phase not in (Phase.BLOCK_FORWARD, Phase.BLOCK_BACKWARD):
+        return None
+    return task.visit.layer
 
 
 def _activation(op: Op, after: list[Task], nbytes: int, of: Task) -> Task:

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from fuyou.layout.visits import Phase
-from fuyou.schedule.tasks import Resource, Task
+from fuyou.schedule.tasks import ComputeTask, Resource
 
 
 @dataclass(frozen=True)
@@ -96,14 +96,13 @@ class TaskRates:
     contention: Contention | None = None
     """How much slower work gets beside other work; None: not at all."""
 
-    def compute_seconds(self, task: Task) -> float:
+    def compute_seconds(self, task: ComputeTask) -> float:
         """Return how long a compute task takes."""
-        assert task.visit is not None
         for phase, seconds in self.outer_seconds:
             if phase is task.visit.phase:
                 return seconds * task.tokens
         if task.visit.phase is not Phase.BLOCK_BACKWARD:
-            saving = self.saving_seconds_per_token * task.tokens if task.kept >= 0 else 0.0
+            saving = 0.0 if task.kept is None else self.saving_seconds_per_token * task.tokens
             return task.flops / self.flops_per_second + saving
         finish = self.finish_seconds if task.last else 0.0
         return task.flops / (self.backward_flops_per_second or self.flops_per_second) + finish

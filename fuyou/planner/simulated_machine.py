@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from common.intervals import Interval
 from fuyou.layout.record import Precision, Record
 from fuyou.planner.rates import Contention, TaskRates
-from fuyou.schedule.tasks import Resource, Task
+from fuyou.schedule.tasks import Resource, Task, known
 
 #: I/O moves in pieces of at most this size: the stripe of the store.
 _PIECE_BYTES = 4 << 20
@@ -266,15 +266,16 @@ class OptimizerProcess:
     def update(self, task: Task) -> None:
         """Update the record of ``task``, which must be the next one that was announced."""
         self._updates.append(task)
-        if task.target >= 0:
-            record = self._records[task.record]
-            self._unwritten[task.record] = len(record.chunks(self._chunk_elements))
+        if task.target is not None:
+            record = known(task.record)
+            self._unwritten[record] = len(self._records[record].chunks(self._chunk_elements))
         self._compute()
 
     def finish_when_written(self, task: Task) -> None:
         """Finish ``task`` when everything of its record is written, which may have happened already."""
-        if self._unwritten.get(task.record):
-            self._writes[task.record] = task
+        record = known(task.record)
+        if self._unwritten.get(record):
+            self._writes[record] = task
         else:
             self._finish(task)
 
@@ -304,7 +305,7 @@ class OptimizerProcess:
 
         def end() -> None:
             self._updating = False
-            if task.target >= 0:
+            if task.target is not None:
                 precision = chunk.precision
                 width = precision.state_bytes + (precision.parameter_bytes if chunk.with_parameters else 0)
                 self.drives.submit(1, False, chunk.elements * width, lambda: self._written(chunk))

@@ -17,7 +17,7 @@ from fuyou.planner.rates import TaskRates
 from fuyou.planner.simulated_machine import Clock, Link, OptimizerProcess, Simulation
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.scheduler import Scheduler
-from fuyou.schedule.tasks import SSD_READS, Op, Resource, StepList, Task
+from fuyou.schedule.tasks import SSD_READS, ComputeTask, Op, Resource, StepList, Task, known
 
 _LINKS = (Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST, Resource.INTRA_NODE, Resource.INTER_NODE)
 
@@ -87,13 +87,15 @@ class Simulator:
         rates = self._rates
         match task.op:
             case Op.COMPUTE:
+                assert isinstance(task, ComputeTask)
+                assert isinstance(task, ComputeTask)
                 self._occupy(lane, task, Resource.GPU, rates.compute_seconds(task))
             case Op.STEP:
                 self._clock.call_later(0.0, lambda: self._finish(task))
             case Op.COMMIT:
                 self._occupy(lane, task, Resource.NONE, rates.commit_seconds)
             case Op.STATE_READ:
-                self._optimizer.announce(task.record, resident=not task.nbytes)
+                self._optimizer.announce(known(task.record), resident=not task.nbytes)
                 self._clock.call_later(0.0, lambda: self._finish(task))
             case Op.UPDATE:
                 self._optimizer.update(task)

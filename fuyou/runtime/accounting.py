@@ -7,7 +7,7 @@ from common.intervals import Interval, merge, total
 from fuyou.layout.visits import Phase
 from fuyou.runtime.data_plane import DataPlane
 from fuyou.runtime.trace import StepTrace
-from fuyou.schedule.tasks import Op, Resource, StepList, Task
+from fuyou.schedule.tasks import ComputeTask, Op, Resource, StepList, Task
 
 
 class TaskKind(NamedTuple):
@@ -18,10 +18,9 @@ class TaskKind(NamedTuple):
     """Whether they leave or take kept outputs."""
 
     @staticmethod
-    def of(task: Task) -> "TaskKind":
+    def of(task: ComputeTask) -> "TaskKind":
         """The kind of a compute task."""
-        assert task.visit is not None
-        return TaskKind(task.visit.phase, task.kept >= 0)
+        return TaskKind(task.visit.phase, task.kept is not None)
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ class Accounting:
         idle: dict[str, float] = {}
         tasks: dict[TaskKind, list[float]] = {}
         for task in done:
-            if task.op is Op.COMPUTE:
+            if isinstance(task, ComputeTask):
                 free = max((earlier.ended for earlier in task.after), default=0.0)
                 free = min(task.began, max(free, self._computed_until)) or task.began
                 tasks.setdefault(TaskKind.of(task), []).append(task.ended - free)

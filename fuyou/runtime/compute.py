@@ -20,7 +20,7 @@ from fuyou.optimizer.gradient_sum import GradientSum, round_in_place, sum_of_squ
 from fuyou.recompute.replay import BlockReplay, SavedForward
 from fuyou.runtime.data_plane import DataPlane
 from fuyou.schedule.memory_plan import MemoryPlan
-from fuyou.schedule.tasks import Activation, Op, StepList, Task
+from fuyou.schedule.tasks import Activation, ComputeTask, StepList, known
 
 
 class StepComputation:
@@ -67,14 +67,14 @@ class StepComputation:
         self.router = None if router_loss is None else RouterPass(router_loss, self._router_masks(router_loss.masked))
         """To be settled between forward and backward pass, if the loss has a router loss."""
         self._calls: list[BlockCalls | None] = [None] * len(self._micro)
-        self._random: dict[tuple[int, int], torch.Tensor] = {}
+        self._random: dict[tuple[int | None, int], torch.Tensor] = {}
         self._recorded: dict[tuple[int, int], SavedForward] = {}
         self._saved: list[float] = []
         self._sums: dict[int, GradientSum] = {}
         self._squares: list[torch.Tensor] = []
         self._losses: list[torch.Tensor] = []
-        self._todo: Iterator[Task] = iter([task for task in tasks.tasks if task.op is Op.COMPUTE])
-        self._next: Task | None = next(self._todo, None)
+        self._todo: Iterator[ComputeTask] = iter([task for task in tasks.tasks if isinstance(task, ComputeTask)])
+        self._next: ComputeTask | None = next(self._todo, None)
         self.loss = float("nan")
 
     def _split(self, batch: Mapping[str, Any], targets: torch.Tensor) -> list[dict[str, torch.Tensor]]:
@@ -105,7 +105,7 @@ class StepComputation:
 
     def forward(self) -> torch.Tensor:
         """Run everything up to the head; returns the batch's mean loss (this rank's part of it), an fp32 scalar."""
-        while self._next is not None and self._next.visit is not None and self._next.visit.phase in FORWARD_PHASES:
+        while self._next is not None and self._next.visit.phase in FORWARD_PHASES:
             self._run(self._next)
             self._next = next(self._todo, None)
         total = self._losses[0]
@@ -123,7 +123,7 @@ class StepComputation:
     def abandon(self) -> None:
         """Give the pass up before its head, but let what waits for it go on: the updates that a forward pass carries
         along belong to the step before, which is to be committed all the same."""
-        while self._next is not None and self._next.visit is not None and self._next.visit.phase in BEFORE_HEAD_PHASES:
+        while self._next is not None and self._next.visit.phase in BEFORE_HEAD_PHASES:
             self._plane.executor.finish(self._next)
             self._next = next(self._todo, None)
 
@@ -141,24 +141,23 @@ class StepComputation:
         """Fraction of the blocks' recomputation that was left out, in FLOPs."""
         return sum(self._saved) / len(self._saved) if self._saved else 0.0
 
-    def _run(self, task: Task) -> None:
-        assert task.visit is not None
+    def _run(self, task: ComputeTask) -> None:
         self._plane.executor.start(task)
         self._plane.device.begin_compute(task)
         match task.visit.phase:
             case Phase.EMBED_FORWARD:
                 self._embed_forward(task)
             case Phase.BLOCK_FORWARD:
-                self._block_forward(task, task.visit.layer)
+                self._block_forward(task, known(task.visit.layer))
             case Phase.HEAD:
                 self._head(task)
             case Phase.HEAD_EVAL:
                 self._head_eval(task)
             case Phase.BLOCK_BACKWARD:
-                self._block_backward(task, task.visit.layer)
+                self._block_backward(task, known(task.visit.layer))
             case Phase.EMBED_BACKWARD:
                 self._embed_backward(task)
-        if task.last and task.gradient >= 0:
+        if task.last and task.gradient is not None:
             self._finish_gradient(task)
         self._plane.device.end_compute(task)
         self._plane.executor.finish(task)
@@ -167,17 +166,17 @@ class StepComputation:
     # -- visits ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _embed_forward(self, task: Task) -> None:
-        self._random[-1, task.micro] = _random_state(self._device)
+    def _embed_forward(self, task: ComputeTask) -> None:
+        self._random[None, task.micro] = _random_state(self._device)
         with self._stack.bound(self._parameters(task), before=True):
             hidden, calls = self._stack.embed(self._model_inputs(task.micro))
         if hidden.dtype != self._dtype:
             raise FinetuneError(f"The embedding gives {hidden.dtype} where blocks compute in {self._dtype}.")
         self._calls[task.micro] = calls
-        self._activation(task.output, hidden.shape).copy_(hidden)
+        self._activation(known(task.output), hidden.shape).copy_(hidden)
 
     @torch.no_grad()
-    def _block_forward(self, task: Task, layer: int) -> None:
+    def _block_forward(self, task: ComputeTask, layer: int) -> None:
         self._random[layer, task.micro] = _random_state(self._device)
         hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro))
         calls = self._call(task.micro)
@@ -187,12 +186,12 @@ class StepComputation:
             )
         if self.router is not None:
             self.router.add(task.micro, logits)
-        self._activation(task.output, hidden.shape).copy_(result)
+        self._activation(known(task.output), hidden.shape).copy_(result)
 
     @torch.enable_grad()
-    def _head(self, task: Task) -> None:
+    def _head(self, task: ComputeTask) -> None:
         hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro)).detach()
-        hidden.requires_grad_(task.output >= 0)
+        hidden.requires_grad_(task.output is not None)
         loss: torch.Tensor | None = None
         for columns in self._columns(task.micro):
             with self._stack.bound(self._leaves(task), before=False):
@@ -206,7 +205,7 @@ class StepComputation:
         self._pass_on(task, hidden)
 
     @torch.no_grad()
-    def _head_eval(self, task: Task) -> None:
+    def _head_eval(self, task: ComputeTask) -> None:
         hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro))
         with self._stack.bound(self._parameters(task), before=False):
             parts = [
@@ -216,9 +215,9 @@ class StepComputation:
         self._losses.append(torch.stack(parts).sum())
 
     @torch.enable_grad()
-    def _block_backward(self, task: Task, layer: int) -> None:
+    def _block_backward(self, task: ComputeTask, layer: int) -> None:
         shape = self._hidden_shape(task.micro)
-        hidden = self._activation(task.inputs[0], shape).detach().requires_grad_(task.output >= 0)
+        hidden = self._activation(task.inputs[0], shape).detach().requires_grad_(task.output is not None)
         calls, recorded = self._call(task.micro), self._recorded.pop((layer, task.micro))
         losses: list[torch.Tensor] = []  # that it adds
         with self._stack.bound(self._leaves(task)), self._replayed(layer, task.micro) as replay:
@@ -237,8 +236,8 @@ class StepComputation:
         self._pass_on(task, hidden)
 
     @torch.enable_grad()
-    def _embed_backward(self, task: Task) -> None:
-        with self._stack.bound(self._leaves(task), before=True), self._replayed(-1, task.micro):
+    def _embed_backward(self, task: ComputeTask) -> None:
+        with self._stack.bound(self._leaves(task), before=True), self._replayed(None, task.micro):
             hidden, again = self._stack.embed(self._model_inputs(task.micro))
             lost = again.lost_gradient()
             if lost is not None:
@@ -256,9 +255,9 @@ class StepComputation:
 
     # -- parts ----------------------------------------------------------------------------------------------------
 
-    def _pass_on(self, task: Task, hidden: torch.Tensor) -> None:
+    def _pass_on(self, task: ComputeTask, hidden: torch.Tensor) -> None:
         """Leave the gradient of a visit's input for the visit below, if that wants it."""
-        if task.output >= 0:
+        if task.output is not None:
             assert hidden.grad is not None
             self._activation(task.output, hidden.shape).copy_(hidden.grad)
 
@@ -299,13 +298,13 @@ class StepComputation:
         buffers = self._plane.activations[Activation.HIDDEN]
         return _apart(buffers.values(index, math.prod(shape), self._dtype)).view(shape)
 
-    def _kept(self, task: Task) -> torch.Tensor | None:
+    def _kept(self, task: ComputeTask) -> torch.Tensor | None:
         """The buffer of kept outputs that a block's task writes or reads, if it has one."""
-        if task.kept < 0:
+        if task.kept is None:
             return None
         return _apart(self._plane.activations[Activation.KEPT].bytes(task.kept, self._plan.kept_bytes))
 
-    def _parameters(self, task: Task) -> dict[str, torch.Tensor]:
+    def _parameters(self, task: ComputeTask) -> dict[str, torch.Tensor]:
         """The parameters of the task's records on the device, under all of their names, in the dtypes of the model."""
         return {
             name: torch.nn.Parameter(views[slot.name].to(self._stack.dtype_of(name)), requires_grad=False)
@@ -314,7 +313,7 @@ class StepComputation:
             for name in slot.names
         }
 
-    def _leaves(self, task: Task) -> dict[str, torch.Tensor]:
+    def _leaves(self, task: ComputeTask) -> dict[str, torch.Tensor]:
         """The same, but what is trained are leaves whose gradients go to their record's sum. Tied names share one."""
         leaves: dict[str, torch.Tensor] = {}
         for record, views in self._views(task):
@@ -322,17 +321,16 @@ class StepComputation:
             own = {name: torch.nn.Parameter(view, requires_grad=name in trained) for name, view in views.items()}
             if trained:
                 if task.first and record.index not in self._sums:
-                    self._sums[record.index] = GradientSum(record, self._sum_buffer(record, task.gradient))
+                    self._sums[record.index] = GradientSum(record, self._sum_buffer(record, known(task.gradient)))
                 self._sums[record.index].attach({name: own[name] for name in trained})
             for slot in record.parameters:
                 leaf = own[slot.name].to(self._stack.dtype_of(slot.name))
                 leaves.update(dict.fromkeys(slot.names, leaf))
         return leaves
 
-    def _views(self, task: Task) -> Iterator[tuple[Record, dict[str, torch.Tensor]]]:
+    def _views(self, task: ComputeTask) -> Iterator[tuple[Record, dict[str, torch.Tensor]]]:
         """The task's records, and their parameters in the device buffers by their first names."""
-        assert task.visit is not None
-        for index, buffer in task.parameters:
+        for index, buffer in task.places.items():
             record = self._plane.shape.records[index]
             flat = self._flat(record, buffer, decoded=task.micro > 0)
             # Each apart: some adapters swap a weight in place, which must not look like a change of its neighbours.
@@ -354,15 +352,14 @@ class StepComputation:
             return wide.values(0, record.numel, torch.float32)
         return self._plane.gradients[record.kind].values(buffer, record.numel, record.precision.dtype)
 
-    def _finish_gradient(self, task: Task) -> None:
+    def _finish_gradient(self, task: ComputeTask) -> None:
         """The record's gradient is complete (unless the embedding will add to it): round it, square it."""
-        assert task.visit is not None
         if not task.visit.completes:
             return
-        record = self._plane.shape.records[task.visit.trained]
+        record = self._plane.shape.records[known(task.visit.trained)]
         total = self._sums.pop(record.index)
         total.finish()
-        rounded = self._plane.gradients[record.kind].values(task.gradient, record.numel, record.precision.dtype)
+        rounded = self._plane.gradients[record.kind].values(known(task.gradient), record.numel, record.precision.dtype)
         if rounded.data_ptr() != total.flat.data_ptr():
             rounded.copy_(total.flat)
         elif rounded.dtype != total.flat.dtype:
@@ -371,7 +368,7 @@ class StepComputation:
         if self._plane.ranks is None:  # else it is a part of a sum
             self._squares.append(sum_of_squares(rounded))
 
-    def _replayed(self, layer: int, micro: int) -> "_Replay":
+    def _replayed(self, layer: int | None, micro: int) -> "_Replay":
         return _Replay(self._random.pop((layer, micro)), self._device)
 
 
@@ -382,7 +379,7 @@ class NextToken(StepComputation):
     """fp32 ``[V]``, on the CPU."""
 
     @torch.no_grad()
-    def _head_eval(self, task: Task) -> None:
+    def _head_eval(self, task: ComputeTask) -> None:
         hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro))
         length = hidden.shape[self._stack.token_dim]
         last = slice(length - 1, length)

@@ -40,7 +40,7 @@ from fuyou.runtime.executor import ELSEWHERE, Executor, Handler
 from fuyou.runtime.rank_handlers import RankHandlers
 from fuyou.runtime.trace import RecordInterval
 from fuyou.schedule.memory_plan import HEAP_SLACK_BYTES, MemoryPlan
-from fuyou.schedule.tasks import Activation, Op, Task
+from fuyou.schedule.tasks import Activation, Op, Task, known
 
 
 class DeviceBuffers:
@@ -312,83 +312,90 @@ class DataPlane:
     # -- what each kind of task does ------------------------------------------------------------------------------
 
     def _parameter_read(self, task: Task) -> Future:
-        record = self.shape.records[task.record]
-        buffer = self.host_parameters(record.kind, task.target, task.nbytes)
-        place, sums = self._extents[task.record].parameters[task.source], None
-        expected = self._sums.expected(task.record, "parameters", task.source, task.step)
+        record, slot = self.shape.records[known(task.record)], known(task.source)
+        buffer = self.host_parameters(record.kind, known(task.target), task.nbytes)
+        place, sums = self._extents[record.index].parameters[slot], None
+        expected = self._sums.expected(record.index, "parameters", slot, task.step)
         if expected is not None:
             sums = Sums(place, self.store.directories, sealed_name(record, "parameters"), expected)
         return self.store.read(place, buffer, sums=sums)
 
     def _parameter_upload(self, task: Task) -> None:
-        record = self.shape.records[task.record]
-        source = torch.from_numpy(self.host_parameters(record.kind, task.source, task.nbytes))
-        target = self.parameters[record.kind].bytes(task.target, record.first_byte + task.nbytes)[record.first_byte :]
-        self.device.copy(task, target, source)
+        record = self.shape.records[known(task.record)]
+        source = torch.from_numpy(self.host_parameters(record.kind, known(task.source), task.nbytes))
+        whole = self.parameters[record.kind].bytes(known(task.target), record.first_byte + task.nbytes)
+        self.device.copy(task, whole[record.first_byte :], source)
 
     def _gradient_download(self, task: Task) -> None:
-        record = self.shape.records[task.record]
-        target = torch.from_numpy(self.host_gradients(record.kind, task.target, task.nbytes))
+        record = self.shape.records[known(task.record)]
+        target = torch.from_numpy(self.host_gradients(record.kind, known(task.target), task.nbytes))
         start = record.share.owned_start(record.numel) * record.precision.gradient_bytes
-        source = self.gradients[record.kind].bytes(task.source, start + task.nbytes)[start:]
+        source = self.gradients[record.kind].bytes(known(task.source), start + task.nbytes)[start:]
         self.device.copy(task, target, source)
 
     def _gradient_write(self, task: Task) -> Future:
         assert self._scratch is not None
-        buffer = self.host_gradients(self.shape.records[task.record].kind, task.source, task.nbytes)
-        return self._scratch.write(self._gradient_extents[task.record], buffer)
+        record = self.shape.records[known(task.record)]
+        buffer = self.host_gradients(record.kind, known(task.source), task.nbytes)
+        return self._scratch.write(self._gradient_extents[record.index], buffer)
 
     def _gradient_read(self, task: Task) -> Future:
         assert self._scratch is not None
-        buffer = self.host_gradients(self.shape.records[task.record].kind, task.target, task.nbytes)
-        return self._scratch.read(self._gradient_extents[task.record], buffer)
+        record = self.shape.records[known(task.record)]
+        buffer = self.host_gradients(record.kind, known(task.target), task.nbytes)
+        return self._scratch.read(self._gradient_extents[record.index], buffer)
 
     def _state_read(self, task: Task) -> None:
-        expected = self._sums.expected(task.record, "states", task.source, task.step)
-        self._link.send(ReadStates(task.record, task.source, expected, there=not task.nbytes))
+        record, slot = known(task.record), known(task.source)
+        expected = self._sums.expected(record, "states", slot, task.step)
+        self._link.send(ReadStates(record, slot, expected, there=not task.nbytes))
 
     def _update(self, task: Task) -> object:
+        record = known(task.record)
         with self._lock:
-            self._updating[task.record] = task
-        update, missed = self._update_of(task.step), self._missed.before(task.record, task.step)
-        self._link.send(UpdateRecord(task.record, task.source, task.gradient, task.target, update, missed))
+            self._updating[record] = task
+        update, missed = self._update_of(task.step), self._missed.before(record, task.step)
+        self._link.send(UpdateRecord(record, known(task.source), known(task.gradient), task.target, update, missed))
         return ELSEWHERE
 
     def _state_write(self, task: Task) -> object | None:
+        record = known(task.record)
         with self._lock:
-            if task.record in self._early:
-                self._early.remove(task.record)
+            if record in self._early:
+                self._early.remove(record)
                 return None
-            self._writing[task.record] = task
+            self._writing[record] = task
         return ELSEWHERE
 
     def _resident_write(self, task: Task) -> object:
+        record = known(task.record)
         with self._lock:
-            self._writing[task.record] = task
-        self._link.send(WriteRecord(task.record, task.source, task.target))
+            self._writing[record] = task
+        self._link.send(WriteRecord(record, known(task.source), known(task.target)))
         return ELSEWHERE
 
     def _parameter_write(self, task: Task) -> Future:
-        record = self.shape.records[task.record]
-        return self._write_parameters(record, task.target, self.host_parameters(record.kind, task.source, task.nbytes))
+        record = self.shape.records[known(task.record)]
+        values = self.host_parameters(record.kind, known(task.source), task.nbytes)
+        return self._write_parameters(record, known(task.target), values)
 
     def _activation_download(self, task: Task) -> None:
-        target = torch.from_numpy(self._host_activation(task, task.target))
-        self.device.copy(task, target, self.activations[task.activation].bytes(task.source, task.nbytes))
+        target = torch.from_numpy(self._host_activation(task, known(task.target)))
+        self.device.copy(task, target, self.activations[task.activation].bytes(known(task.source), task.nbytes))
 
     def _activation_upload(self, task: Task) -> None:
-        source = torch.from_numpy(self._host_activation(task, task.source))
-        self.device.copy(task, self.activations[task.activation].bytes(task.target, task.nbytes), source)
+        source = torch.from_numpy(self._host_activation(task, known(task.source)))
+        self.device.copy(task, self.activations[task.activation].bytes(known(task.target), task.nbytes), source)
 
     def _activation_write(self, task: Task) -> Future:
         assert self._scratch is not None
-        place = self._activation_extents[task.activation][task.target]
-        return self._scratch.write(place, self._host_activation(task, task.source), 0, task.nbytes)
+        place = self._activation_extents[task.activation][known(task.target)]
+        return self._scratch.write(place, self._host_activation(task, known(task.source)), 0, task.nbytes)
 
     def _activation_read(self, task: Task) -> Future:
         assert self._scratch is not None
-        place = self._activation_extents[task.activation][task.source]
-        return self._scratch.read(place, self._host_activation(task, task.target), 0, task.nbytes)
+        place = self._activation_extents[task.activation][known(task.source)]
+        return self._scratch.read(place, self._host_activation(task, known(task.target)), 0, task.nbytes)
 
     def _heard(self, message: object) -> None:
         """A message of the optimizer process, in the link's thread."""

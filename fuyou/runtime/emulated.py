@@ -20,7 +20,7 @@ from common.store import IoThrottle
 from common.units import format_bytes, parse_bytes
 from fuyou.layout.visits import BEFORE_HEAD_PHASES, FORWARD_PHASES, Phase
 from fuyou.runtime.executor import Executor
-from fuyou.schedule.tasks import Op, Resource, StepList, Task
+from fuyou.schedule.tasks import ComputeTask, Op, Resource, StepList, Task
 
 PREFIX = "emulated:"
 _USAGE = (
@@ -195,7 +195,7 @@ class TimedComputation:
         self.recomputation_saved = 0.0
         self.complete = False
         self._device, self._executor = device, executor
-        self._todo = deque(task for task in tasks.tasks if task.op is Op.COMPUTE)
+        self._todo = deque(task for task in tasks.tasks if isinstance(task, ComputeTask))
 
     def forward(self) -> torch.Tensor:
         """Everything up to the head; returns when it is done, as a loss that is brought to the CPU makes a GPU do."""
@@ -222,7 +222,7 @@ class TimedComputation:
 
     def _take(self, phases: Collection[Phase]) -> Iterator[Task]:
         """The tasks that come next, as long as they belong to ``phases``."""
-        while self._todo and self._todo[0].visit is not None and self._todo[0].visit.phase in phases:
+        while self._todo and self._todo[0].visit.phase in phases:
             yield self._todo.popleft()
 
     def _launch(self, task: Task) -> None:

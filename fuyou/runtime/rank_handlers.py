@@ -13,7 +13,7 @@ from fuyou.ranks.topology import ClusterTopology
 from fuyou.runtime.emulated import EmulatedDevice
 from fuyou.runtime.executor import Handler
 from fuyou.schedule.memory_plan import REDUCTION_BYTES
-from fuyou.schedule.tasks import Op, Task
+from fuyou.schedule.tasks import Op, Task, known
 
 if TYPE_CHECKING:
     from fuyou.runtime.data_plane import DataPlane
@@ -57,15 +57,15 @@ class RankHandlers:
         return checksum
 
     def _gather(self, task: Task) -> None:
-        record = self._plane.shape.records[task.record]
-        flat = self._plane.parameters[record.kind].bytes(task.target, record.device_nbytes)
+        record = self._plane.shape.records[known(task.record)]
+        flat = self._plane.parameters[record.kind].bytes(known(task.target), record.device_nbytes)
         filled = [count * record.unit_bytes for count in record.filled_slices]
         self._run(
             task, self._gather_groups.inside, lambda group: gather(flat.view(group.size(), -1), group, filled)
         )  # fmt: skip
 
     def _reduce(self, task: Task) -> None:
-        flat, filled = self._gradient(task), self._plane.shape.records[task.record].filled_slices
+        flat, filled = self._gradient(task), self._plane.shape.records[known(task.record)].filled_slices
 
         def work(group: dist.ProcessGroup) -> None:
             reduce_scatter(flat.view(group.size(), -1), group, filled, REDUCTION_BYTES)
@@ -78,7 +78,7 @@ class RankHandlers:
         flat, share = self._gradient(task), self._plane.shape.share
         start = share.stored_start(flat.numel())
         stored = flat[start : start + share.stored(flat.numel())]
-        filled = self._plane.shape.records[task.record].filled_parts
+        filled = self._plane.shape.records[known(task.record)].filled_parts
 
         def work(group: dist.ProcessGroup) -> None:
             reduce_scatter(stored.view(group.size(), -1), group, filled, REDUCTION_BYTES)
@@ -87,21 +87,22 @@ class RankHandlers:
         self._run(task, self._reduce_groups.across, work)
 
     def _spread(self, task: Task) -> None:
-        record = self._plane.shape.records[task.record]
-        stored = torch.from_numpy(self._plane.host_parameters(record.kind, task.source, record.parameter_nbytes))
+        record = self._plane.shape.records[known(task.record)]
+        stored = torch.from_numpy(self._plane.host_parameters(record.kind, known(task.source), record.parameter_nbytes))
         filled = [count * record.precision.parameter_bytes for count in record.filled_parts]
 
         def work(group: dist.ProcessGroup) -> None:
             gather(stored.view(group.size(), -1), group, filled)
             # Cheap, and enough to notice what no protocol does: words are added up, each record's times an odd number.
             words = int(stored.numpy().view(np.uint64).sum(dtype=np.uint64))
-            self._checksums[task.step] = (self._checksums.get(task.step, 0) + words * (2 * task.record + 1)) % (1 << 64)
+            words *= 2 * record.index + 1
+            self._checksums[task.step] = (self._checksums.get(task.step, 0) + words) % (1 << 64)
 
         self._run(task, self._gather_groups.across, work)
 
     def _gradient(self, task: Task) -> torch.Tensor:
-        record = self._plane.shape.records[task.record]
-        return self._plane.gradients[record.kind].values(task.source, record.numel, record.precision.dtype)
+        record = self._plane.shape.records[known(task.record)]
+        return self._plane.gradients[record.kind].values(known(task.source), record.numel, record.precision.dtype)
 
     def _square(self, task: Task, flat: torch.Tensor) -> None:
         """The gradient's norm is that of the sum over all ranks: each adds up what it owns."""

@@ -21,7 +21,7 @@ from fuyou.runtime.compute import StepComputation
 from fuyou.runtime.data_plane import DataPlane
 from fuyou.schedule.memory_plan import Batch, MemoryPlan
 from fuyou.schedule.scheduler import Scheduler
-from fuyou.schedule.tasks import Activation, Task
+from fuyou.schedule.tasks import Activation, ComputeTask, known
 
 
 @dataclass
@@ -87,13 +87,13 @@ class SmallStep:
         gradients: dict[Any, _Buffers] = defaultdict(_Buffers)
         records = self._shape.records
 
-        def start(task: Task) -> None:
-            for index, buffer in task.parameters:
+        def start(task: ComputeTask) -> None:
+            for index, buffer in task.places.items():
                 parameters[records[index].kind].made[buffer] = self._flat[index].view(torch.uint8)
 
-        def finish(task: Task) -> None:
-            if task.last and task.gradient >= 0 and task.visit is not None and task.visit.completes:
-                record = records[task.visit.trained]
+        def finish(task: ComputeTask) -> None:
+            if task.last and task.gradient is not None and task.visit.completes:
+                record = records[known(task.visit.trained)]
                 flat = gradients[record.kind].values(task.gradient, record.numel, record.precision.dtype)
                 self._take(record, flat.clone())
 

@@ -60,11 +60,11 @@ class Span:
 
 def task_name(task: Task, records: Sequence[Record]) -> str:
     """``block 3 backward, micro-batch 2`` or ``block 3 parameters``; blocks and micro-batches count from 0."""
-    micro = f", micro-batch {task.micro}" if task.micro >= 0 else ""
+    micro = "" if task.micro is None else f", micro-batch {task.micro}"
     if task.visit is not None:
         whose = f"block {task.visit.layer} " if task.visit.phase in (Phase.BLOCK_FORWARD, Phase.BLOCK_BACKWARD) else ""
         return f"{whose}{task.visit.phase.value}{micro}"
-    if task.record < 0:
+    if task.record is None:
         what = "block input or its gradient" if task.activation is Activation.HIDDEN else "kept outputs"
         return (f"step {task.step}" if task.op is Op.COMMIT else what) + micro
     moved = {

@@ -15,7 +15,7 @@ Arguments = tuple[list[ActivationKey], list[ActivationKey]]
 
 def hidden_arguments(visit: Visit, micro: int) -> Arguments:
     """Block inputs and gradients that a compute task reads and writes. The head is as if it were layer L."""
-    i = visit.layer
+    i = 0 if visit.layer is None else visit.layer  # an embedding gives block 0 its input
     match visit.phase:
         case Phase.EMBED_FORWARD:
             return [], [("x", 0, micro)]

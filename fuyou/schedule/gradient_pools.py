@@ -15,7 +15,7 @@ from fuyou.schedule.tasks import Op, Task
 class AddTask(Protocol):
     """Appends a task to the list that is being made."""
 
-    def __call__(self, op: Op, after: list[Task], **fields: int) -> Task: ...
+    def __call__(self, op: Op, after: list[Task], **fields: int | None) -> Task: ...
 
 
 class GradientPools:

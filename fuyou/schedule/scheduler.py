@@ -17,7 +17,7 @@ from fuyou.layout.visits import FORWARD_PHASES, Phase, Visit
 from fuyou.schedule.activation_pools import ActivationPools, Arguments, hidden_arguments
 from fuyou.schedule.buffer_pool import NEVER, Pool
 from fuyou.schedule.gradient_pools import GradientPools
-from fuyou.schedule.tasks import Activation, Op, StepList, Task
+from fuyou.schedule.tasks import Activation, ComputeTask, Op, StepList, Task, known
 
 
 class Scheduler:
@@ -191,17 +191,18 @@ class Scheduler:
         places = [self._on_device(record) for record in records]
         buffers = {index: place for index, (place, _) in zip(visit.records, places, strict=True)}
         ready = [upload for _, upload in places]
-        gradient, continues = -1, False
-        trained = self.shape.records[visit.trained] if visit.trained >= 0 else None
+        gradient: int | None = None
+        continues = False
+        trained = None if visit.trained is None else self.shape.records[visit.trained]
         if trained is not None:
             gradient, continues, cleared = self._gradient_buffer(trained)
             ready += cleared
         flops = self._flops(visit)
-        compute: Task | None = None
+        compute: ComputeTask | None = None
         for micro in range(self._batch.micro_batches):
             inputs, output = hidden_arguments(visit, micro)
             kept_input, kept_output = self._kept_arguments(visit, micro) if train else ([], [])
-            compute = Task(
+            compute = ComputeTask(
                 Op.COMPUTE,
                 list(ready),
                 flops=flops,
@@ -210,11 +211,9 @@ class Scheduler:
                 record=visit.record,
                 visit=visit,
                 micro=micro,
-                source=buffers[visit.record],
-                adapter=buffers.get(visit.adapter, -1),
-                tower=buffers.get(visit.tower, -1),
+                places=buffers,
                 gradient=gradient,
-                first=gradient >= 0 and micro == 0 and not continues,
+                first=trained is not None and micro == 0 and not continues,
                 last=micro == self._batch.micro_batches - 1,
             )
             # Uploads share a lane: what is large and finds its buffer free comes before what may have to wait for one.
@@ -231,7 +230,7 @@ class Scheduler:
         assert compute is not None
         for record, (device, _) in zip(records, places, strict=True):
             self._device[record.kind].use(device, compute)
-        if trained is not None:
+        if trained is not None and gradient is not None:
             self._device_gradients[trained.kind].fill(gradient, trained.index, compute)
             if visit.completes:
                 self._finish_gradient(trained, gradient, compute)
@@ -359,7 +358,7 @@ class Scheduler:
             source=host,
             gradient=gradient,
             nbytes=record.owned,
-            target=target if durable or not resident else -1,
+            target=target if durable or not resident else None,
         )
         update.step = step
         updated = self._spread(record, host, update)
@@ -420,7 +419,7 @@ class Scheduler:
 
     # -- small parts ----------------------------------------------------------------------------------------------
 
-    def _emit(self, op: Op, after: list[Task], **fields: int) -> Task:
+    def _emit(self, op: Op, after: list[Task], **fields: int | None) -> Task:
         task = Task(op, after, step=self._list.step, **fields)  # type: ignore[arg-type]
         self._list.tasks.append(task)
         return task
@@ -429,13 +428,10 @@ class Scheduler:
         """Of one micro-batch, 2 per parameter and token: for the forward pass, for the gradient of the input, and for
         that of whatever is trained; and for what of the forward pass is done again."""
         parameters = sum(self.shape.records[index].parameter_count for index in visit.records)
-        trained = self.shape.records[visit.trained].parameter_count if visit.trained >= 0 else 0
-        forward = {
-            Phase.BLOCK_FORWARD: 1.0,
-            Phase.HEAD_EVAL: 1.0,
-            Phase.HEAD: 1.0,
-            Phase.BLOCK_BACKWARD: self._recomputation.fraction(visit.layer),
-        }.get(visit.phase, 0.0)
+        trained = 0 if visit.trained is None else self.shape.records[visit.trained].parameter_count
+        forward = 1.0 if visit.phase in (Phase.BLOCK_FORWARD, Phase.HEAD_EVAL, Phase.HEAD) else 0.0
+        if visit.phase is Phase.BLOCK_BACKWARD:
+            forward = self._recomputation.fraction(known(visit.layer))
         if visit.phase is Phase.BLOCK_BACKWARD or (visit.phase is Phase.HEAD and visit.passes_on):
             trained += parameters
         elif visit.phase is not Phase.HEAD:

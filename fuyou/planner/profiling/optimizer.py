@@ -171,7 +171,7 @@ class OptimizerBench:
         self._step += 1
         self._link.send(ReadStates(record, 0, there=record in self._there))
         self._there.add(record)
-        self._link.send(UpdateRecord(record, 0, 0, -1, Update(self._step, AdamConfig())))
+        self._link.send(UpdateRecord(record, 0, 0, None, Update(self._step, AdamConfig())))
 
     def _write(self, record: int) -> None:
         self._link.send(WriteRecord(record, 0, 0))
