@@ -1,4 +1,4 @@
-"""The plan: how a step is best run on a machine, and what it comes to."""
+"""Finds the fastest way to run a job on a machine: the plan, with all figures that are reported of it."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -15,49 +15,49 @@ from fuyou.recompute.policy import ActivationPolicy, savable_outputs
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.tasks import Resource, StepList
 
-#: Fractions of the blocks whose updates may wait for the next forward pass, and what else is tried if one of them is
-#: good. More than a half never helps: the forward pass is a quarter of the work.
+#: Fractions of the blocks to defer that are tried, each with those that are tried next if it is the best.
+#: More than a half never helps: the forward pass is a quarter of the work.
 FRACTIONS = {0.0: (), 1 / 8: (1 / 16, 3 / 16), 1 / 4: (3 / 16, 3 / 8, 1 / 2)}
-#: A step within this of its largest bound has nothing to gain from any other schedule.
+#: A step within this factor of its largest bound has nothing to gain from any other schedule.
 NEAR = 1.005
-#: Micro-batches of two sizes are alike if a step takes no longer than this with one of them, over the other.
+#: Micro-batches of two sizes are alike if their steps take equally long up to this factor.
 ALIKE = 1.01
-#: Gains below this part of a step are not worth other costs (gradients that wait take host memory).
+#: Gains below this fraction of a step are not worth other costs (gradients that wait take host memory).
 WORTH = 0.002
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run will take and how fast it will be. Of a run that does not fit: what is missing."""
+    """What a run will take and how fast it will be; if it does not fit, what is missing."""
 
     job: TrainingJob
     machine: Machine
     scheme: str = "ours"
-    """``ours``, or ``fuyou``: the paper's."""
+    """``ours``, or ``fuyou`` for the paper's."""
     missing: tuple[str, ...] = ()
-    """What it lacks, in sentences; empty if it fits."""
+    """Sentences that say what the machine lacks; none if the run fits."""
     memory: MemoryPlan | None = None
     activation_policy: ActivationPolicy = SAVE_NOTHING
-    """Which operator outputs are kept for the backward pass."""
+    """Operator outputs that are saved for the backward pass."""
     deferred_fraction: float = 0.0
     clip_by: ClipBy | None = None
-    """How gradients are clipped; None: they are not."""
+    """Way in which gradients are clipped; None: they are not."""
     clipped_seconds: float | None = None
-    """Of a step if each is clipped and its updates are done twice; None where they never are."""
+    """Seconds of a step that is clipped and does its updates twice; None where none does."""
     kept_activation_bytes: int = 0
-    """Of one step, beyond the blocks' inputs."""
+    """Bytes of saved activations of one step, beyond the blocks' inputs."""
     step_seconds: float = 0.0
-    """On average over steps that are clipped and steps that are not; what follows is of one that is not."""
+    """Average over steps that are clipped and steps that are not; what follows is for one that is not."""
     compared_seconds: float = 0.0
-    """The same with micro-batches merged, as candidates are compared: other plans are only comparable to this."""
+    """Step seconds with merged micro-batches, as candidates are simulated: only these compare with each other."""
     busy: dict[Resource, float] = field(default_factory=dict)
     """Seconds of work in one step, by resource."""
     tasks: StepList | None = None
-    """Of a step in the steady state, with the simulator's times."""
+    """Tasks of a step in the steady state, with the simulator's times."""
     simulation: Simulation | None = None
-    """When what worked."""
+    """When each resource worked."""
     saved_flops: float = 0.0
-    """Of a step's recomputation of all blocks, what it leaves out."""
+    """FLOPs that a step leaves out of the recomputation of all blocks."""
     ssd_bytes: int = 0
     device_peak_bytes: int = 0
     host_peak_bytes: int = 0
@@ -68,7 +68,7 @@ class RunPlan:
 
     @property
     def bound(self) -> Resource:
-        """What keeps the step from being shorter."""
+        """The resource that is busy the longest, and keeps the step from being shorter."""
         return max(self.busy, key=lambda resource: self.busy[resource])
 
     @property
@@ -77,28 +77,28 @@ class RunPlan:
 
     @property
     def flops_per_second(self) -> float:
-        """Recomputation not counted."""
+        """FLOPs per second without recomputation."""
         return self.tokens_per_second * self.job.model_flops_per_token
 
     @property
     def hardware_flops_per_second(self) -> float:
-        """Recomputation counted, as far as it is done."""
+        """FLOPs per second with recomputation, as far as it is done."""
         done = self.job.tokens * self.job.hardware_flops_per_token - self.saved_flops
         return done / self.step_seconds
 
     @property
     def read_bytes(self) -> int:
-        """From SSD, per step and rank."""
+        """Bytes read from SSD per step and rank."""
         return self.tasks.ssd_read_bytes() if self.tasks else 0
 
     @property
     def written_bytes(self) -> int:
-        """To SSD, per step and rank."""
+        """Bytes written to SSD per step and rank."""
         return self.tasks.ssd_written_bytes() if self.tasks else 0
 
     @property
     def sent_bytes(self) -> int:
-        """To other nodes, per step and rank."""
+        """Bytes sent to other nodes per step and rank."""
         return self.tasks.sent_bytes() if self.tasks else 0
 
     @property
@@ -107,18 +107,18 @@ class RunPlan:
 
     @property
     def drive_days(self) -> float | None:
-        """Days of training after which the drives have taken what their maker warrants; None if nobody says."""
+        """Days of training after which the drives' warranted writes are used up; None if that is not known."""
         if self.machine.endurance_bytes is None or not self.written_bytes:
             return None
         return self.machine.endurance_bytes / self.written_bytes_per_day
 
     @property
     def gpu_bound_tokens(self) -> float:
-        """Tokens per step from which the GPU is the bound, T*: all else takes as long however many there are."""
+        """Tokens per step from which the GPU is the bound (T*): all else takes equally long for any number."""
         return gpu_bound_tokens(self.job, self.machine)
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as JSON has it. What is not known of a run that does not fit is None."""
+        """Return the plan as JSON. What is not known of a run that does not fit is None."""
         batch = self.memory.batch if self.memory else None
         known = self.memory is not None and self.step_seconds > 0
 
@@ -165,13 +165,13 @@ class RunPlan:
 
 
 def gpu_bound_tokens(job: TrainingJob, machine: Machine) -> float:
-    """T*: tokens per step from which computing takes longer than everything that does not depend on the batch.
+    """Return T*: the tokens per step from which computing takes longer than all that does not depend on the batch.
 
     ``T* = peak / 8 x max(14/R + 12/W, 1/adam)`` for states of 10 bytes beside parameters of 2, with R and W the rates
     of all drives together; 8 FLOPs per parameter and token are forward, recomputation and backward. Deferral has to
     spread the traffic evenly over the step for that.
 
-    Of N nodes with M ranks, each rank moves ``(4 + 10/N) / M`` and ``(2 + 10/N) / M`` bytes, updates one parameter of
+    With N nodes of M ranks, each rank moves ``(4 + 10/N) / M`` and ``(2 + 10/N) / M`` bytes, updates one parameter of
     N M, and sends ``4 (N - 1) / (N M)`` bytes to other nodes.
     """
     precision, rates, share = job.shape.precision, machine.rates, job.shape.share
@@ -187,9 +187,9 @@ def gpu_bound_tokens(job: TrainingJob, machine: Machine) -> float:
 
 
 def plan(job: TrainingJob, machine: Machine) -> RunPlan:
-    """The fastest way to run ``job`` on ``machine`` that fits, by simulation of the task lists that would be run.
+    """Return the fastest way to run ``job`` on ``machine``, found by simulating the task lists that would be run.
 
-    A run that does not fit gives a plan that says what is missing.
+    If the run does not fit, the plan says what is missing.
     """
     evaluator = Evaluator(job, machine)
     try:
@@ -224,17 +224,18 @@ def plan(job: TrainingJob, machine: Machine) -> RunPlan:
 
 
 def search(evaluator: Evaluator) -> Evaluation:
-    """The candidate with the shortest step, whichever way gradients are clipped.
+    """Return the candidate with the shortest step, over all ways in which gradients may be clipped.
 
     Raises:
         UserError: no candidate fits; says how much would.
     """
-    return min((_search(evaluator, way) for way in evaluator.job.clip_choices), key=lambda found: found.step_seconds)
+    found = (_search(evaluator, clip_by) for clip_by in evaluator.job.clip_choices)
+    return min(found, key=lambda one: one.step_seconds)
 
 
 def max_clipped_share(evaluator: Evaluator, best: Evaluation) -> float:
-    """The share of clipped steps from which deferral takes less time than ``best``; infinite if that is it, or is not
-    open to choice."""
+    """Return the share of clipped steps from which deferral takes less time than ``best``; infinite if ``best`` defers,
+    or there is no choice."""
     never, always = best.simulation.step_seconds(), best.clipped_seconds
     if always is None or always <= never or len(evaluator.job.clip_choices) == 1:
         return math.inf
@@ -242,10 +243,10 @@ def max_clipped_share(evaluator: Evaluator, best: Evaluation) -> float:
 
 
 def _search(evaluator: Evaluator, clip_by: ClipBy) -> Evaluation:
-    """The same, clipping in one way.
+    """Return the candidate with the shortest step that clips in one way.
 
-    Sizes of micro-batches first; of those that are alike, how much to defer and what to keep: smaller ones leave room
-    on the device, so that more can come ahead of its use.
+    Sizes of micro-batches are tried first; then, for those that are alike, how much to defer and what to save: smaller
+    ones leave room on the device, so that more can come ahead of its use.
     """
     job = evaluator.job
     fraction, activation_policy = job.deferred_fraction or 0.0, job.activation_policy or SAVE_NOTHING
@@ -267,17 +268,17 @@ def _search(evaluator: Evaluator, clip_by: ClipBy) -> Evaluation:
 
 
 def _search_rest(evaluator: Evaluator, best: Evaluation) -> Evaluation:
-    """The same with micro-batches of one size: what to defer, and what to keep."""
+    """Return the best candidate with the same micro-batches: how much it defers, and what it saves."""
     best = _search_deferral(evaluator, best)
     if evaluator.job.activation_policy is None:
-        kept = _search_keeping(evaluator, best)
-        if kept is not best:  # the balance between computing and the drives has changed
-            best = _search_deferral(evaluator, kept)
+        saving = _search_activation_policy(evaluator, best)
+        if saving is not best:  # the balance between computing and the drives has changed
+            best = _search_deferral(evaluator, saving)
     return best
 
 
 def _search_deferral(evaluator: Evaluator, best: Evaluation) -> Evaluation:
-    """Some of the updates during the next forward pass, if that makes the step shorter."""
+    """Let some of the updates wait for the next forward pass, if that makes the step shorter."""
     all_wait = evaluator.job.clips and best.candidate.clip_by is ClipBy.DEFERRAL
     if evaluator.job.deferred_fraction is None and not all_wait:
         before = best
@@ -288,10 +289,10 @@ def _search_deferral(evaluator: Evaluator, best: Evaluation) -> Evaluation:
     return best
 
 
-def _search_keeping(evaluator: Evaluator, best: Evaluation) -> Evaluation:
-    """More and more operator outputs, those that save the most computing per byte first, while steps get shorter.
+def _search_activation_policy(evaluator: Evaluator, best: Evaluation) -> Evaluation:
+    """Save more and more operator outputs, the most computing per byte first, while steps get shorter.
 
-    Outputs of all blocks first; then more of them in some of the blocks.
+    First the same outputs in all blocks; then more of them in some of the blocks.
     """
     if best.bound is not Resource.GPU or evaluator.trace is None:
         return best
@@ -320,8 +321,8 @@ def _search_keeping(evaluator: Evaluator, best: Evaluation) -> Evaluation:
     return best
 
 
-def quick(evaluator: Evaluator, near: Candidate) -> Evaluation:
-    """The best of a few candidates like ``near``: for comparing machines.
+def quick_search(evaluator: Evaluator, near: Candidate) -> Evaluation:
+    """Return the best of a few candidates like ``near``, to compare machines.
 
     Raises:
         UserError: none fits.
@@ -339,7 +340,7 @@ def quick(evaluator: Evaluator, near: Candidate) -> Evaluation:
 
 
 def _better(evaluator: Evaluator, best: Evaluation, candidate: Candidate) -> Evaluation:
-    """``candidate`` if it makes a shorter step, else ``best``. Not tried where nothing is to be gained."""
+    """Return ``candidate`` if its step is shorter, else ``best``. It is not tried if nothing is to be gained."""
     nothing_to_gain = (
         best.step_seconds <= NEAR * best.bound_seconds
         and candidate.activation_policy == best.candidate.activation_policy
@@ -351,7 +352,7 @@ def _better(evaluator: Evaluator, best: Evaluation, candidate: Candidate) -> Eva
 
 
 def ssd_bytes(evaluator: Evaluator, evaluation: Evaluation) -> int:
-    """Room that a run takes on SSD: records in all slots, activations, gradients that wait there."""
+    """Return the bytes that a run takes on SSD: records in all slots, activations, gradients that wait there."""
     job, memory = evaluator.job, evaluation.memory
     total = job.record_bytes + memory.counts.ssd_activations * memory.activation_bytes
     total += memory.counts.ssd_kept * memory.kept_bytes
@@ -361,7 +362,7 @@ def ssd_bytes(evaluator: Evaluator, evaluation: Evaluation) -> int:
 
 
 def missing_space(needed: int, machine: Machine) -> tuple[str, ...]:
-    """What the drives lack."""
+    """Return a sentence that says what the drives lack, if they do."""
     if machine.store_bytes is None or needed <= machine.store_bytes:
         return ()
     return (

@@ -227,7 +227,7 @@ def test_merged_micro_batches_predict_what_all_of_them_do(job: TrainingJob) -> N
 
 def test_more_of_what_is_there_in_plenty_is_no_change(job: TrainingJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though a plan of merged micro-batches, as changes are compared, may be far from the plan itself."""
-    monkeypatch.setattr("fuyou.planner.evaluate._MOST_TASKS", 2 * LAYERS)
+    monkeypatch.setattr("fuyou.planner.evaluate._MAX_TASKS", 2 * LAYERS)
     rates = replace(FAST, flops_per_second=1e12, upload_bytes_per_second=5e8, download_bytes_per_second=5e8)
     base = plan(replace(job, rows=32, micro_batch=1), machine(rates, host=1 << 30, device=10 << 20))
     assert abs(base.step_seconds / base.compared_seconds - 1) > 0.1
