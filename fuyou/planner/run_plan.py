@@ -15,8 +15,8 @@ from fuyou.recompute.policy import ActivationPolicy, savable_outputs
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.tasks import Resource, StepList
 
-#: Fractions of the blocks to defer that are tried, each with those that are tried next if it is the best.
-#: More than a half never helps: the forward pass is a quarter of the work.
+#: Fractions of the blocks to defer that are tried, each with those that are tried next if it is the best. More than a
+#: half never helps: the forward pass is a quarter of the work.
 FRACTIONS = {0.0: (), 1 / 8: (1 / 16, 3 / 16), 1 / 4: (3 / 16, 3 / 8, 1 / 2)}
 #: A step within this factor of its largest bound has nothing to gain from any other schedule.
 NEAR = 1.005
