@@ -1,9 +1,10 @@
 """The scheme of the paper itself (Liao et al. 2024, arXiv:2403.06504), to compare with ours and with its figures.
 
-Differences from ours: 14 bytes of states and parameters per parameter, of which 30 move in a step (equations 4 and 7);
-one micro-batch per step; no update is deferred, and a step begins when the last update of the one before is on SSD;
-parameters are not cached from step to step; whole blocks are the unit of transfer and update; states have one slot.
-How many activations are kept follows equations 1 to 12 and table 2. The task list is the scheduler's all the same.
+Differences from our scheme: 14 bytes of states and parameters per parameter, of which 30 move in a step (equations 4
+and 7); one micro-batch per step; no update is deferred, and a step begins when the last update of the one before is on
+SSD; parameters are not cached from step to step; whole blocks are the unit of transfer and update; states have one
+slot. How many activations are saved follows equations 1 to 12 and table 2. The task list is the scheduler's all the
+same.
 """
 
 from collections.abc import Iterator
@@ -54,27 +55,28 @@ class PaperPrecision(Precision):
 
 @dataclass(frozen=True)
 class Swap:
-    """How many activations are kept beyond block inputs: the paper's D_f."""
+    """Activations that are saved beyond block inputs: the paper's D_f."""
 
     linears: tuple[int, ...] = ()
-    """For each of table 2's four layers, in how many blocks its output is kept."""
+    """Number of blocks that save the output of each of table 2's four layers."""
     nbytes: int = 0
-    """Of a step."""
+    """Bytes of a step."""
     saved_flops: float = 0.0
+    """FLOPs that a step need not recompute."""
     coefficient: float = 0.0
-    """Part of all activations inside blocks (section 5.6)."""
+    """Fraction of all activations inside blocks (section 5.6)."""
 
 
 @dataclass(frozen=True)
 class PaperScheme:
-    """One training on one machine, as the paper runs it."""
+    """One job on one machine, as the paper runs it."""
 
     job: TrainingJob
     machine: Machine
     overlaps: bool = True
     """Whether updates run beside the backward pass (section 4.3); without it, gradients wait on SSD for them."""
     update_groups: int | None = None
-    """Groups (blocks) that the optimizer has in hand at once: with two, updates overlap with I/O; with one, reading,
+    """Groups (blocks) that the optimizer works on at once: with two, updates overlap with I/O; with one, reading,
     updating and writing a group come one after the other. None: two without overlap, as section 4.4 has it of that
     ("during the optimizer stage, Fuyou overlaps CPU computation and SSD accesses as well"); one with overlap. Section
     4.3 says otherwise, but its throughputs say so: with two, 175B on an RTX 4090 would reach 99 TFLOP/s, not 86."""
@@ -90,12 +92,12 @@ class PaperScheme:
 
     @cached_property
     def rates(self) -> TaskRates:
-        """The machine's, attention counted."""
+        """Rates of the machine, with attention counted."""
         return Evaluator(self.job, self.machine).rates
 
     @property
     def elements(self) -> int:
-        """All parameters, padding included: the paper's p."""
+        """Number of all parameters, padding included: the paper's p."""
         return sum(record.numel for record in self.job.shape.records)
 
     @property
@@ -112,33 +114,33 @@ class PaperScheme:
 
     @property
     def activation_bytes(self) -> int:
-        """Of one block's input."""
+        """Bytes of one block's input."""
         return 2 * self.job.tokens * self.hidden
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
     @property
     def device_bytes(self) -> int:
-        """Four buffers of a block, and what one block saves. Embedding and head pass through the same buffers."""
+        """Bytes of four buffers of a block, through which embedding and head pass, too, and of what one block saves."""
         buffers = DEVICE_BUFFERS.device_blocks + DEVICE_BUFFERS.device_block_gradients
         block = max(self.job.shape.records[index].numel for index in self.job.shape.blocks)
         return buffers * block * 2 + SAVED_BYTES * self.job.tokens * self.hidden
 
     @property
     def buffer_host_bytes(self) -> int:
-        """Page-locked buffers, which PyTorch rounds up to a power of two, and what the processes take."""
+        """Bytes of page-locked buffers, which PyTorch rounds up to a power of two, and of the processes."""
         block = max(self.job.shape.records[index].numel for index in self.job.shape.blocks)
         halves = DEVICE_BUFFERS.host_blocks + DEVICE_BUFFERS.host_block_gradients
         return STATE_BUFFERS * _power_of_two(4 * block) + halves * _power_of_two(2 * block) + HOST_OVERHEAD_BYTES
 
     @property
     def activations_on_host(self) -> bool:
-        """Section 4.4: activations stay in host memory where there is room."""
+        """Whether activations stay in host memory, where there is room (section 4.4)."""
         inputs = (self.layers + 1) * self.activation_bytes
         return self.buffer_host_bytes + inputs + self.swap().nbytes <= self.machine.host_bytes
 
     def missing(self) -> tuple[str, ...]:
-        """What the machine lacks."""
+        """Return sentences that say what the machine lacks."""
         lacks = []
         for what, needed, there in (
             ("device", self.device_bytes, self.machine.device_bytes),
@@ -151,7 +153,7 @@ class PaperScheme:
     # -- equations 1 to 12 --------------------------------------------------------------------------------------------
 
     def swap(self) -> Swap:
-        """The amount of activations to swap: of all beginnings of the list of priorities the one with least T_iter."""
+        """Return the activations to swap: the first ones of the list of priorities, as many as make T_iter least."""
         best, least = Swap((0,) * len(LINEAR_LAYERS)), self.iteration_seconds(0, 0.0)
         for swap in self._swaps():
             seconds = self.iteration_seconds(swap.nbytes, swap.saved_flops)
@@ -160,7 +162,7 @@ class PaperScheme:
         return best
 
     def iteration_seconds(self, swapped: float, saved_flops: float) -> float:
-        """Equation 1, with equations 2 to 8; ``swapped`` is D_f without the block inputs.
+        """Return T_iter by equation 1, with equations 2 to 8; ``swapped`` is D_f without the block inputs.
 
         Without overlap the optimizer's stage comes by itself, for which the paper gives no equation: its terms of
         equations 5 and 7 are taken out of the backward pass.
@@ -205,7 +207,7 @@ class PaperScheme:
     # -- the task list ------------------------------------------------------------------------------------------------
 
     def memory(self) -> MemoryPlan:
-        """Buffers as the scheduler counts them: one micro-batch, whole blocks."""
+        """Return the buffers as the scheduler counts them: one micro-batch, whole blocks."""
         job = self.job
         inputs = self.layers + 3
         counts = replace(
@@ -234,10 +236,11 @@ class PaperScheme:
         )
 
     def simulate(self, swap: Swap | None = None, steps: int = 3) -> tuple[Simulation, StepList]:
-        """Consecutive steps, and the tasks of the last.
+        """Simulate consecutive steps; return also the tasks of the last one.
 
         Args:
-            swap: how much is swapped; None takes what the equations say.
+            swap: activations that are swapped; None takes what the equations say.
+            steps: number of steps.
         """
         swap = self.swap() if swap is None else swap
         plan, shape, rates = self.memory(), self.shape, self.rates
@@ -259,7 +262,7 @@ class PaperScheme:
         return simulator.run(lists), lists[-1]
 
     def plan(self) -> RunPlan:
-        """As :func:`fuyou.planner.run_plan` gives it for our scheme."""
+        """Return the plan, as :func:`fuyou.planner.run_plan.plan` does for our scheme."""
         missing = self.missing()
         if missing:
             return RunPlan(self.job, self.machine, "fuyou", missing, ssd_bytes=self.ssd_bytes)
@@ -283,7 +286,7 @@ class PaperScheme:
 
 
 class _Swapping:
-    """Adds the traffic of swapped activations to a step's tasks, and takes off the recomputation that they save."""
+    """Adds the traffic of swapped activations to a step's tasks, and subtracts the recomputation that they save."""
 
     def __init__(self, scheme: PaperScheme, swap: Swap):
         self._to_ssd = not scheme.activations_on_host
@@ -296,9 +299,9 @@ class _Swapping:
                 self._flops[layer] += cost * tokens * hidden**2
 
     def add(self, step: StepList) -> None:
-        """Put the tasks where they belong in the order of the list."""
+        """Insert the tasks where they belong in the order of the list."""
         away: dict[int, Task] = {}
-        leaving: list[Task] = []  # one block behind, or a block's input would queue behind what the last one kept
+        leaving: list[Task] = []  # one block behind, or a block's input would queue behind what the last one saved
         backward: list[Task] = []
         tasks: list[Task] = []
         for task in step.tasks:
