@@ -34,7 +34,7 @@ class Change:
 
 @dataclass(frozen=True)
 class RarerCommits:
-    """What it brings to commit every N-th step only."""
+    """A run that commits every N-th step only."""
 
     every: int
     """Steps from one commit to the next: as many as a crash may lose."""

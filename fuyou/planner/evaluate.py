@@ -47,12 +47,12 @@ class Candidate:
     deferred_fraction: float
     activation_policy: ActivationPolicy = SAVE_NOTHING
     clip_by: ClipBy = ClipBy.DEFERRAL
-    """How gradients are clipped, if they are."""
+    """Way in which gradients are clipped, if they are."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How a candidate runs: its buffers, its tasks, its step time."""
+    """The result of simulating a candidate: its buffers, its tasks, its step time."""
 
     candidate: Candidate
     memory: MemoryPlan

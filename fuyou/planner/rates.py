@@ -94,7 +94,7 @@ class TaskRates:
     backward_flops_per_second: float | None = None
     """FLOPs per second of the device, on blocks in the backward pass; None: as in the forward pass."""
     contention: Contention | None = None
-    """How much slower work gets beside other work; None: not at all."""
+    """Slowdown of work beside other work; None: there is none."""
 
     def compute_seconds(self, task: ComputeTask) -> float:
         """Return how long a compute task takes."""

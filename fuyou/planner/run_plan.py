@@ -28,7 +28,7 @@ WORTH = 0.002
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run will take and how fast it will be; if it does not fit, what is missing."""
+    """A plan of a run: what it takes and how fast it is; if it does not fit, what is missing."""
 
     job: TrainingJob
     machine: Machine
@@ -55,7 +55,7 @@ class RunPlan:
     tasks: StepList | None = None
     """Tasks of a step in the steady state, with the simulator's times."""
     simulation: Simulation | None = None
-    """When each resource worked."""
+    """Times at which each resource works."""
     saved_flops: float = 0.0
     """FLOPs that a step leaves out of the recomputation of all blocks."""
     ssd_bytes: int = 0

@@ -3,6 +3,7 @@
 import math
 import os
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from peft import PeftConfig
@@ -152,34 +153,25 @@ def describe_training(
     seq_len: int,
     *,
     precision: Precision | None = None,
-    clips: bool = False,
-    single_slot: bool = False,
-    micro_batch: int | None = None,
-    deferred_fraction: float | None = None,
-    host_cache: int | None = None,
     adapters: PeftConfig | None = None,
     frozen: FrozenDtype | None = None,
     towers: TowerFreezing = DEFAULT_FREEZING,
     router_loss: str = "auto",
-    commit_every: int = 1,
-    clip_by: ClipBy | None = None,
-    clipped_share: float = ClipStatistics().share,
+    **settings: Any,
 ) -> TrainingJob:
-    """Look at a model without its weights: half a second for 160 layers. (Of a compressed checkpoint whose bytes are to
-    be kept, what its files say they hold is read, too.)
+    """Describe the training of a model without its weights: half a second for 160 layers.
+
+    (If the weights stay in a compressed checkpoint's own bytes, its files are read for what they hold, too.)
 
     Args:
         model: checkpoint directory, preset name, or transformers configuration.
         rows, seq_len: shape of a batch.
         precision: types of parameters and moments; None computes in bf16 with fp32 moments.
-        clips, single_slot, micro_batch, deferred_fraction, host_cache: as :class:`TrainingJob` has them.
         adapters: adapters to train while the weights are frozen.
-        frozen: how frozen matrices are kept; None: in a compressed checkpoint's own bytes, else as they compute.
+        frozen: how frozen matrices are stored; None: in a compressed checkpoint's own bytes, else as they compute.
         towers: which towers of a vision-language model are frozen.
         router_loss: see :mod:`fuyou.model.router_loss`.
-        commit_every: steps from one commit to the next.
-        clip_by: how gradients are clipped; None leaves it to the planner.
-        clipped_share: share of the steps in which they are expected to be.
+        settings: further fields of :class:`TrainingJob`, such as ``clips`` and ``micro_batch``.
 
     Raises:
         UserError: no such model, or one that cannot be streamed.
@@ -197,9 +189,8 @@ def describe_training(
         towers=towers,
     )
     meta = opened.stack.model
-    name = os.fspath(model) if not isinstance(model, PreTrainedConfig) else type(meta).__name__
     return TrainingJob(
-        name,
+        type(meta).__name__ if isinstance(model, PreTrainedConfig) else os.fspath(model),
         config,
         opened.stack,
         opened.shape,
@@ -207,12 +198,5 @@ def describe_training(
         seq_len,
         model_flops_per_token(meta, seq_len),
         hardware_flops_per_token(meta, seq_len),
-        clips,
-        single_slot,
-        micro_batch,
-        deferred_fraction,
-        host_cache,
-        commit_every=commit_every,
-        clip_by=clip_by,
-        clipped_share=clipped_share,
+        **settings,
     )

@@ -224,7 +224,7 @@ def saved_outputs(trace: BlockTrace, operators: Collection[tuple[str, int]], row
 
 @dataclass(frozen=True)
 class ActivationPolicy:
-    """What a run saves beyond block inputs: the outputs of some operators, in some of the blocks."""
+    """The activations that a run saves beyond block inputs: outputs of some operators, in some of the blocks."""
 
     operators: tuple[tuple[str, int], ...]
     """Name and ordinal of each call, as :class:`SavableOutput` has them."""

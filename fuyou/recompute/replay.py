@@ -29,7 +29,7 @@ class _TraceMismatch(Exception):
 
 
 class _ReplayPlan:
-    """How to recompute one kind of call of one block.
+    """The plan for recomputing one kind of call of one block.
 
     Args:
         trace: the trace of its first recomputation.
@@ -70,7 +70,7 @@ class _ReplayPlan:
 
 @dataclass
 class SavedForward:
-    """What the forward pass of one block and micro-batch has saved for the backward pass."""
+    """The outputs that one block's forward pass on one micro-batch has saved for its backward pass."""
 
     plan: _ReplayPlan | None
     kept: frozenset[int] = frozenset()

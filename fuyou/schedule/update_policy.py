@@ -12,7 +12,7 @@ class UpdatePolicy:
     """Which updates are deferred, and which are done before the gradient's norm is known."""
 
     clip_by: ClipBy | None
-    """How gradients are clipped by their global norm; None: they are not."""
+    """Way in which gradients are clipped by their global norm; None: they are not."""
     deferred_fraction: float
     """Fraction of the blocks whose updates wait for the next forward pass, where clipping does not defer all."""
 
