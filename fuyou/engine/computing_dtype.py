@@ -14,8 +14,6 @@ from common.store import load_manifest
 from fuyou.checkpoint.run_files import rank_folder
 from fuyou.layout.record import DTYPES
 
-AUTO, DEFAULT = "auto", "bf16"
-"""What asks for a decision, and what stands in its place until it is made."""
 RANK_FOLDERS = rank_folder("*")
 _SIDE = 384
 """Of the matrices that are multiplied: 113 MFLOP, a millisecond in fp32, long enough not to measure the call alone."""

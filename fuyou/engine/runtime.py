@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from common.store import IoThrottle, Store
+from common.store import Store
 from common.store.migration import SCRATCH
 from fuyou.checkpoint.commits import Commits
 from fuyou.checkpoint.run_files import RunFiles
@@ -16,13 +16,19 @@ from fuyou.ranks.topology import ClusterTopology
 from fuyou.recompute.policy import ActivationPlanner
 from fuyou.recompute.replay import Recomputations
 from fuyou.runtime.accounting import Accounting
+from fuyou.runtime.buffers import Buffers
 from fuyou.runtime.data_plane import DataPlane
 from fuyou.runtime.devices import Device
+from fuyou.runtime.executor import Handler
 from fuyou.runtime.io_counter import Bytes, IoCounter
+from fuyou.runtime.optimizer_handlers import OptimizerHandlers
+from fuyou.runtime.rank_handlers import RankHandlers
+from fuyou.runtime.scratch import Scratch
+from fuyou.runtime.stored_records import StoredRecords
 from fuyou.runtime.trace import StepTrace
 from fuyou.schedule.memory_plan import Batch, MemoryPlan, MemoryPlanner
 from fuyou.schedule.scheduler import Scheduler
-from fuyou.schedule.tasks import StepList
+from fuyou.schedule.tasks import Op, StepList
 
 
 class Runtime:
@@ -36,7 +42,6 @@ class Runtime:
         limits: bytes of host and device memory that the run may take.
         link: the optimizer process, up.
         topology: the other ranks, if there are any.
-        pace: makes the drives look slower.
     """
 
     def __init__(
@@ -48,11 +53,10 @@ class Runtime:
         limits: tuple[int, int],
         link: OptimizerLink,
         topology: ClusterTopology | None = None,
-        pace: IoThrottle | None = None,
     ):
         self._options, self._device, self._shape = options, device, shape
         self.link: OptimizerLink | None = link
-        self._topology, self.pace = topology, pace
+        self._topology = topology
         self._deferred = options.deferred(shape)
         self._keeping = ActivationPlanner(
             model.stack, "cpu" if device.shares_host_memory else "cuda", options.precision.dtype,
@@ -72,6 +76,7 @@ class Runtime:
             kept_bytes=lambda batch: self._keeping.keep(batch.micro_rows, batch.seq_len).nbytes,
         )
         self._plane: DataPlane | None = None
+        self._ranks: RankHandlers | None = None
         self._store: Store | None = None
         self._trace: StepTrace | None = None
         self.memory_plan: MemoryPlan
@@ -88,7 +93,7 @@ class Runtime:
         """
         if images:
             self._planner.shape = replace(self._planner.shape, images=True)
-        self.memory_plan = self._planner.plan(rows, seq_len, self._options.micro_batch)
+        self.memory_plan = self._planner.plan(rows, seq_len, self._options.memory.micro_batch)
 
     def attach(self, files: RunFiles, extents: list[RecordExtents]) -> None:
         """Train what is in these files; what was read and written before is not counted as training's.
@@ -113,17 +118,23 @@ class Runtime:
             plan.kept_bytes,
         )
         self.scheduler = Scheduler(
-            self._shape, plan.counts, single_slot=options.single_slot, slot=commits.state.slot,
+            self._shape, plan.counts, single_slot=options.store.single_slot, slot=commits.state.slot,
             deferred=self._deferred, hold=options.max_grad_norm is not None, speculate=options.speculates,
             resident=plan.resident, recomputation=recomputation,
         )  # fmt: skip
-        self._plane = DataPlane(
-            self._shape, plan, self._device, store, self._extents, commits.state.slots, self.link,
-            [folder / SCRATCH for folder in store.directories], commits.commit, commits.update_of,
-            spill_gradients=plan.spills_gradients(self._shape, options.held(self._shape)),
-            resident=plan.resident, pace=self.pace, topology=self._topology, locks=self._files.lock.descriptors,
-            sums=commits.sums, missed=commits.missed,
-        )  # fmt: skip
+        assert self.link.shared_fd is not None
+        buffers = Buffers(self._shape, plan, self._device, self.link.shared_fd)
+        folders = [folder / SCRATCH for folder in store.directories]
+        spills = plan.spills_gradients(self._shape, options.held(self._shape))
+        scratch = Scratch(buffers, folders, spills, store.directories)
+        stored = StoredRecords(store, self._extents, commits.state.slots, commits.sums, commits.missed)
+        locks = self._files.lock.descriptors
+        optimizer = OptimizerHandlers(self.link, stored, commits.update_of, plan.resident, locks)
+        handlers: dict[Op, Handler] = {Op.COMMIT: commits.commit}
+        if self._topology is not None:
+            self._ranks = RankHandlers(buffers, self._topology)
+            handlers |= self._ranks.handlers()
+        self._plane = DataPlane(buffers, stored, optimizer, scratch, handlers)
         self.accounting = Accounting(self._plane, self._trace)
 
     @property
@@ -131,6 +142,12 @@ class Runtime:
         """Buffers and workers, which are there."""
         assert self._plane is not None
         return self._plane
+
+    @property
+    def ranks(self) -> RankHandlers:
+        """Exchanges with the other ranks, which are there."""
+        assert self._ranks is not None
+        return self._ranks
 
     @property
     def is_open(self) -> bool:

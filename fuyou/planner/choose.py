@@ -26,12 +26,11 @@ class Choice:
 
     def complete(self, config: EngineConfig) -> EngineConfig:
         """Return ``config`` with what was left open as it was chosen."""
-        return replace(
-            config,
+        return config.with_options(
             micro_batch=self.micro_batch,
-            deferred_fraction=config.deferred_fraction or self.deferred_fraction,
+            deferred_fraction=config.optimizer.deferred_fraction or self.deferred_fraction,
             kept_activations=config.kept_activations or self.keeping,
-            clip_by=self.clip_by,
+            clip_by=self.clip_by.value,
             most_clipped=self.most_clipped,
         )
 

@@ -15,7 +15,6 @@ from fuyou.ranks.agreement import Agreement
 from fuyou.ranks.collectives import gather
 from fuyou.ranks.topology import ClusterTopology
 from fuyou.runtime.devices import Device
-from fuyou.runtime.emulated import EmulatedDevice
 
 _SMALL_BYTES, _SMALL_ROUNDS = 64, 8
 _FIRST_BYTES, _MOST_BYTES = 1 << 20, 64 << 20
@@ -52,20 +51,17 @@ def measure_links(topology: ClusterTopology, device: Device, agreement: Agreemen
     emulated accelerator has rates of its own; only its meetings are measured.
     """
     groups = topology.gather_groups
-    emulated = device.spec if isinstance(device, EmulatedDevice) else None
     rates, messages = [], [0.0]
     for group in (groups.inside, groups.across):
         rate = float("inf")
         if group is not None:
             messages.append(_seconds(group, device, _SMALL_BYTES, _SMALL_ROUNDS, agreement))
-            if emulated is None:
+            if device.exchange_rates is None:
                 first = _seconds(group, device, _FIRST_BYTES, 1, agreement)
                 nbytes = min(max(int(_FIRST_BYTES * _SECONDS / first), _FIRST_BYTES), _MOST_BYTES)
                 rate = nbytes / max(_seconds(group, device, nbytes, 1, agreement) - messages[-1], 1e-9)
         rates.append(rate)
-    if emulated is not None:
-        rates = [rate or float("inf") for rate in (emulated.inside_bytes_per_second, emulated.across_bytes_per_second)]
-    inside, across = rates
+    inside, across = device.exchange_rates or rates
     return RankLinks(inside, across, max(messages))
 
 

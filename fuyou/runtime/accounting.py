@@ -90,17 +90,18 @@ class Accounting:
 
     def take(self) -> Times:
         """What has finished since the last call."""
-        ended = [task.done and self._plane.device.ended(task) for task in self._watched]
+        ended = [task.done and self._plane.buffers.device.ended(task) for task in self._watched]
         done = [task for task, over in zip(self._watched, ended, strict=True) if over]
         self._watched = [task for task, over in zip(self._watched, ended, strict=True) if not over]
-        absent = {Resource.NONE} | (set() if self._plane.ranks else {Resource.INTRA_NODE, Resource.INTER_NODE})
+        alone = self._plane.buffers.shape.share.world_size == 1
+        absent = {Resource.NONE, *((Resource.INTRA_NODE, Resource.INTER_NODE) if alone else ())}
         busy: dict[Resource, list[Interval]] = {resource: [] for resource in Resource if resource not in absent}
         for task in done:
-            task.began, task.ended = self._plane.device.interval(task)
+            task.began, task.ended = self._plane.buffers.device.interval(task)
             # The optimizer process reports when it read, computed and wrote: its tasks contain all three.
             if task.op.resource is not Resource.NONE and task.op not in (Op.STATE_READ, Op.UPDATE, Op.STATE_WRITE):
                 busy[task.op.resource].append((task.began, task.ended))
-        states, adam = self._plane.take_ssd_intervals(), self._plane.take_adam_intervals()
+        states, adam = self._plane.optimizer.take_ssd_intervals(), self._plane.optimizer.take_adam_intervals()
         busy[Resource.SSD] += [(one.began, one.ended) for one in states]
         busy[Resource.ADAM] += [(one.began, one.ended) for one in adam]
         idle: dict[str, float] = {}

@@ -33,7 +33,7 @@ class StepComputation:
         batch: ``input_ids``, ``labels`` and the rest, ``[B, S]`` each; or lists, see :mod:`common.data.rows`.
         plan: how the batch is split.
         recomputations: how blocks are computed again; remembers from step to step.
-        began: when the step began, on :func:`time.monotonic`'s clock.
+        start_time: when the step began, on :func:`time.monotonic`'s clock.
         items: labels in the batches of all ranks together; None: this is the only one.
         router_loss: that is a part of the loss, if any is.
         task_type: what the head is for.
@@ -47,15 +47,21 @@ class StepComputation:
         batch: Mapping[str, Any],
         plan: MemoryPlan,
         recomputations: Recomputations,
-        began: float,
+        start_time: float,
         items: int | None = None,
         router_loss: RouterLoss | None = None,
         task_type: TaskType = TaskType.CAUSAL_LM,
     ):
-        self._stack, self._plane, self.tasks, self.began = stack, plane, tasks, began
+        self._stack, self._plane, self._buffers, self.tasks, self.start_time = (
+            stack,
+            plane,
+            plane.buffers,
+            tasks,
+            start_time,
+        )
         self._plan, self._recomputations = plan, recomputations
-        self._dtype = plane.shape.precision.dtype
-        self._device = plane.device.torch_device
+        self._dtype = plane.buffers.shape.precision.dtype
+        self._device = plane.buffers.device.torch_device
         self._task_type = task_type
         targets = targets_of(batch["labels"], stack.family.shifts_labels)
         # On the device: CUDA divides by a number of the host's as multiplication by its reciprocal, which is not what
@@ -143,7 +149,7 @@ class StepComputation:
 
     def _run(self, task: ComputeTask) -> None:
         self._plane.executor.start(task)
-        self._plane.device.begin_compute(task)
+        self._buffers.device.begin_compute(task)
         match task.visit.phase:
             case Phase.EMBED_FORWARD:
                 self._embed_forward(task)
@@ -159,7 +165,7 @@ class StepComputation:
                 self._embed_backward(task)
         if task.last and task.gradient is not None:
             self._finish_gradient(task)
-        self._plane.device.end_compute(task)
+        self._buffers.device.end_compute(task)
         self._plane.executor.finish(task)
         self._plane.heap.tidy()
 
@@ -295,14 +301,14 @@ class StepComputation:
         return self._call(micro).hidden_shape
 
     def _activation(self, index: int, shape: tuple[int, ...]) -> torch.Tensor:
-        buffers = self._plane.activations[Activation.HIDDEN]
+        buffers = self._buffers.activations[Activation.HIDDEN]
         return _apart(buffers.values(index, math.prod(shape), self._dtype)).view(shape)
 
     def _kept(self, task: ComputeTask) -> torch.Tensor | None:
         """The buffer of kept outputs that a block's task writes or reads, if it has one."""
         if task.kept is None:
             return None
-        return _apart(self._plane.activations[Activation.KEPT].bytes(task.kept, self._plan.kept_bytes))
+        return _apart(self._buffers.activations[Activation.KEPT].bytes(task.kept, self._plan.kept_bytes))
 
     def _parameters(self, task: ComputeTask) -> dict[str, torch.Tensor]:
         """The parameters of the task's records on the device, under all of their names, in the dtypes of the model."""
@@ -331,41 +337,43 @@ class StepComputation:
     def _views(self, task: ComputeTask) -> Iterator[tuple[Record, dict[str, torch.Tensor]]]:
         """The task's records, and their parameters in the device buffers by their first names."""
         for index, buffer in task.places.items():
-            record = self._plane.shape.records[index]
+            record = self._buffers.shape.records[index]
             flat = self._flat(record, buffer, decoded=task.micro > 0)
             # Each apart: some adapters swap a weight in place, which must not look like a change of its neighbours.
             yield record, {name: _apart(view) for name, view in record.views(flat).items()}
 
     def _flat(self, record: Record, buffer: int, decoded: bool) -> torch.Tensor:
         """A record's parameters on the device; ``decoded`` says that an earlier micro-batch has brought them back."""
-        buffers = self._plane.parameters[record.kind]
+        buffers = self._buffers.parameters[record.kind]
         if not record.decoded_nbytes:
             return buffers.values(buffer, record.numel, record.precision.dtype)
-        flat = self._plane.decoded.values(0, record.numel, record.precision.dtype)
+        flat = self._buffers.decoded.values(0, record.numel, record.precision.dtype)
         if not decoded:
             record.decode(buffers.bytes(buffer, record.device_nbytes), flat)
         return flat
 
     def _sum_buffer(self, record: Record, buffer: int) -> torch.Tensor:
-        wide = self._plane.wide.get(record.kind)
+        wide = self._buffers.wide.get(record.kind)
         if wide is not None:
             return wide.values(0, record.numel, torch.float32)
-        return self._plane.gradients[record.kind].values(buffer, record.numel, record.precision.dtype)
+        return self._buffers.gradients[record.kind].values(buffer, record.numel, record.precision.dtype)
 
     def _finish_gradient(self, task: ComputeTask) -> None:
         """The record's gradient is complete (unless the embedding will add to it): round it, square it."""
         if not task.visit.completes:
             return
-        record = self._plane.shape.records[known(task.visit.trained)]
+        record = self._buffers.shape.records[known(task.visit.trained)]
         total = self._sums.pop(record.index)
         total.finish()
-        rounded = self._plane.gradients[record.kind].values(known(task.gradient), record.numel, record.precision.dtype)
+        rounded = self._buffers.gradients[record.kind].values(
+            known(task.gradient), record.numel, record.precision.dtype
+        )
         if rounded.data_ptr() != total.flat.data_ptr():
             rounded.copy_(total.flat)
         elif rounded.dtype != total.flat.dtype:
             round_in_place(total.flat, rounded)
         mark_absent(record, rounded, total.seen)
-        if self._plane.ranks is None:  # else it is a part of a sum
+        if self._buffers.shape.share.world_size == 1:  # else it is a part of a sum
             self._squares.append(sum_of_squares(rounded))
 
     def _replayed(self, layer: int | None, micro: int) -> "_Replay":

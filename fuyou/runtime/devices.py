@@ -14,9 +14,12 @@ import torch
 from common.errors import UserError
 from common.hardware.machine import cpu_count, memory_available_bytes
 from common.memory.buffers import HostBuffer
+from common.store import IoThrottle
 from common.units import parse_bytes
+from fuyou.runtime.computation import Computation
 from fuyou.runtime.emulated import PREFIX, EmulatedDevice, EmulatedSpec, is_emulated
-from fuyou.schedule.tasks import Op, Task
+from fuyou.runtime.executor import Executor
+from fuyou.schedule.tasks import Op, StepList, Task
 
 _EXCHANGES = (Op.PARAMETER_GATHER, Op.GRADIENT_REDUCE, Op.GRADIENT_EXCHANGE)
 _COPIES = (Op.PARAMETER_UPLOAD, Op.GRADIENT_DOWNLOAD, Op.ACTIVATION_UPLOAD, Op.ACTIVATION_DOWNLOAD)
@@ -37,6 +40,15 @@ class Device(Protocol):
     """Whether its memory is a part of the host's."""
     page_locks: bool
     """Whether host buffers must be page-locked."""
+    computes: bool
+    """Whether it really computes: else no number of a run on it means anything."""
+    flops_per_second: float | None
+    """FLOP/s that compute tasks are made to take; None where that can only be measured."""
+    exchange_rates: tuple[float, float] | None
+    """Bytes per second, inside a node and across nodes, that exchanges are made to take; None where that can only be
+    measured."""
+    throttle: IoThrottle | None
+    """What makes the drives look slower, if anything does."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """``uint8 [nbytes]`` of device memory, allocated once."""
@@ -46,8 +58,33 @@ class Device(Protocol):
         """Copy contiguous bytes (``uint8 [n]`` each) between host and device, in the lane of ``task``."""
         ...
 
-    def exchange(self, task: Task, work: Callable[[], None]) -> None:
-        """Call ``work``, which moves bytes in device memory between ranks, in the lane of ``task``."""
+    def exchange(self, task: Task, work: Callable[[], None], meet: Callable[[], None]) -> None:
+        """Move bytes between ranks, in the lane of ``task``.
+
+        Args:
+            task: the exchange.
+            work: moves the bytes.
+            meet: waits for the other ranks without moving anything, for buffers that have no bytes.
+        """
+        ...
+
+    def stand_in(self, executor: Executor, tasks: StepList, tokens: int, start_time: float) -> Computation | None:
+        """Return what takes the place of a step's computation; None if the device really computes.
+
+        Args:
+            executor: runs all other tasks of the step.
+            tasks: the step.
+            tokens: in the whole batch.
+            start_time: when the step began, on :func:`time.monotonic`'s clock.
+        """
+        ...
+
+    def check_ranks(self, ranks_per_node: int, nodes: int) -> None:
+        """See whether the device can be one of so many.
+
+        Raises:
+            UserError: it cannot.
+        """
         ...
 
     def wait_event(self, task: Task, event: object) -> None:
@@ -89,7 +126,22 @@ class Device(Protocol):
         ...
 
 
-class CpuDevice:
+class _RealDevice:
+    """What holds for every device that is there: it computes, and whatever it takes can only be measured."""
+
+    computes = True
+    flops_per_second: float | None = None
+    exchange_rates: tuple[float, float] | None = None
+    throttle: IoThrottle | None = None
+
+    def stand_in(self, executor: Executor, tasks: StepList, tokens: int, start_time: float) -> Computation | None:
+        return None
+
+    def check_ranks(self, ranks_per_node: int, nodes: int) -> None:
+        pass
+
+
+class CpuDevice(_RealDevice):
     """The processor as device. Buffers come from one mapping per pool, on huge pages."""
 
     name = "cpu"
@@ -109,7 +161,7 @@ class CpuDevice:
         # numpy copies without the interpreter lock and without waking PyTorch's thread pool in this thread
         np.copyto(target.numpy(), source.numpy())
 
-    def exchange(self, task: Task, work: Callable[[], None]) -> None:
+    def exchange(self, task: Task, work: Callable[[], None], meet: Callable[[], None]) -> None:
         work()
 
     def wait_event(self, task: Task, event: object) -> None:
@@ -143,7 +195,7 @@ class CpuDevice:
         return None
 
 
-class CudaDevice:
+class CudaDevice(_RealDevice):
     """A CUDA GPU: one stream per copy lane beside the compute stream, tied together by events only.
 
     All buffers are rings that are allocated once, so PyTorch's caching allocator and its rules about streams stay out
@@ -175,8 +227,11 @@ class CudaDevice:
             target.copy_(source, non_blocking=True)
             self._finish(task, stream)
 
-    def exchange(self, task: Task, work: Callable[[], None]) -> None:
-        stream = self._streams[task.op]
+    def exchange(self, task: Task, work: Callable[[], None], meet: Callable[[], None]) -> None:
+        stream = self._streams.get(task.op)
+        if stream is None:  # parameters in host memory, on their way to other nodes
+            work()
+            return
         with torch.cuda.device(self.torch_device), torch.cuda.stream(stream):
             self._mark(task, stream)
             work()

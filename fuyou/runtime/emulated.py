@@ -19,6 +19,7 @@ from common.errors import UserError
 from common.store import IoThrottle
 from common.units import format_bytes, parse_bytes
 from fuyou.layout.visits import BEFORE_HEAD_PHASES, FORWARD_PHASES, Phase
+from fuyou.model.router_loss import RouterPass
 from fuyou.runtime.executor import Executor
 from fuyou.schedule.tasks import ComputeTask, Op, Resource, StepList, Task
 
@@ -33,7 +34,7 @@ _FIELDS = ("tflops", "memory", "link", "ssd_read", "ssd_write", "inside", "acros
 
 @dataclass(frozen=True)
 class EmulatedSpec:
-    """What the accelerator, its link and (if they are to be slower than they are) the drives can do."""
+    """Rates of the accelerator, of its link and (if they are to be slower than they are) of the drives."""
 
     flops_per_second: float
     memory_bytes: int
@@ -109,9 +110,14 @@ class EmulatedDevice:
     torch_device = torch.device("cpu")
     shares_host_memory = False
     page_locks = False
+    computes = False
+    flops_per_second: float | None
+    exchange_rates: tuple[float, float] | None
 
     def __init__(self, spec: EmulatedSpec):
-        self.spec = spec
+        self.spec, self.throttle, self.flops_per_second = spec, spec.pace, spec.flops_per_second
+        inside, across = spec.inside_bytes_per_second, spec.across_bytes_per_second
+        self.exchange_rates = inside or float("inf"), across or float("inf")
         self.name = (
             f"emulated accelerator ({spec.flops_per_second / 1e12:g} TFLOP/s, {format_bytes(spec.memory_bytes)}, link "
             f"{spec.link_bytes_per_second / 1e9:g} GB/s)"
@@ -126,13 +132,30 @@ class EmulatedDevice:
     def copy(self, task: Task, target: torch.Tensor, source: torch.Tensor) -> None:
         self._queue(task, source.numel() / self.spec.link_bytes_per_second)
 
-    def exchange(self, task: Task, work: Callable[[], None]) -> None:
-        """Meet the other ranks, which ``work`` does, then take the time that the bytes would take."""
-        work()
+    def exchange(self, task: Task, work: Callable[[], None], meet: Callable[[], None]) -> None:
+        """Meet the other ranks, then take the time that the bytes would take; buffers here have none."""
+        meet()
         inside = task.op.resource is Resource.INTRA_NODE
         rate = self.spec.inside_bytes_per_second if inside else self.spec.across_bytes_per_second
         assert rate is not None
         self._queue(task, task.nbytes / rate)
+
+    def check_ranks(self, ranks_per_node: int, nodes: int) -> None:
+        """See whether there is a rate for each level of ranks.
+
+        Raises:
+            UserError: there is none.
+        """
+        for level, ranks, rate in (
+            ("inside", ranks_per_node, self.spec.inside_bytes_per_second),
+            ("across", nodes, self.spec.across_bytes_per_second),
+        ):
+            if ranks > 1 and rate is None:
+                raise UserError(f"An emulated accelerator among several ranks needs a rate: add {level}=10GB/s.")
+
+    def stand_in(self, executor: Executor, tasks: StepList, tokens: int, start_time: float) -> "TimedComputation":
+        """Return a computation that only takes its time."""
+        return TimedComputation(self, executor, tasks, tokens, start_time)
 
     def begin_compute(self, task: Task) -> None:
         """Queue the time that ``task`` would compute for."""
@@ -185,13 +208,13 @@ class TimedComputation:
         executor: runs all other tasks of the step.
         tasks: the step.
         tokens: in the whole batch.
-        began: when the step began, on :func:`time.monotonic`'s clock.
+        start_time: when the step began, on :func:`time.monotonic`'s clock.
     """
 
-    def __init__(self, device: EmulatedDevice, executor: Executor, tasks: StepList, tokens: int, began: float):
-        self.tasks, self.tokens, self.began = tasks, tokens, began
+    def __init__(self, device: EmulatedDevice, executor: Executor, tasks: StepList, tokens: int, start_time: float):
+        self.tasks, self.tokens, self.start_time = tasks, tokens, start_time
         self.loss = 0.0
-        self.router = None
+        self.router: RouterPass | None = None
         self.recomputation_saved = 0.0
         self.complete = False
         self._device, self._executor = device, executor

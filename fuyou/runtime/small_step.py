@@ -101,11 +101,16 @@ class SmallStep:
         device = SimpleNamespace(
             torch_device=torch.device("cpu"), begin_compute=lambda task: None, end_compute=lambda task: None
         )
-        return SimpleNamespace(
-            shape=self._shape, ranks=None, wide={}, heap=nothing, device=device, parameters=parameters,
-            gradients=gradients, activations={kind: _Buffers() for kind in Activation},
-            executor=SimpleNamespace(start=start, finish=finish),
-        )  # fmt: skip
+        buffers = SimpleNamespace(
+            shape=self._shape,
+            wide={},
+            device=device,
+            parameters=parameters,
+            gradients=gradients,
+            activations={kind: _Buffers() for kind in Activation},
+        )
+        executor = SimpleNamespace(start=start, finish=finish)
+        return SimpleNamespace(buffers=buffers, heap=nothing, executor=executor)
 
     def _take(self, record: Record, flat: torch.Tensor) -> None:
         for name, view in record.views(flat).items():
