@@ -44,19 +44,19 @@ ROWS = 2
 FORMAT = 1
 _KIND = "proofs"
 TOLERANCE = 1e-4
-"""Of a tensor's gradient, relative to its largest element (or a hundredth of the whole gradient's): what another order
-of summation in fp32 may come to. What is lost or wrong is larger by orders of magnitude."""
+"""Deviation of a tensor's gradient, relative to its largest element (or a hundredth of the whole gradient's): what
+another order of summation in fp32 may come to. What is lost or wrong is larger by orders of magnitude."""
 TOLERANCE_APART = 2e-3
-"""The same where documents of packed rows are compared with each computed alone."""
+"""Deviation likewise where documents of packed rows are compared with each computed alone."""
 TOLERANCE_NARROW = 0.05
-"""The same in bf16, where a sum over a tied parameter's two places is rounded once more."""
+"""Deviation likewise in bf16, where a sum over a tied parameter's two places is rounded once more."""
 LOSS, LOSS_APART = 2e-6, 2e-5
-"""Of a loss, relative: the same operators give the same numbers."""
+"""Relative deviation of a loss, alone and of packed rows: the same operators give the same numbers."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What is to be proven.
+    """A statement that is to be proven.
 
     Args:
         config: of the run's model; its small one is used.
@@ -84,13 +84,17 @@ class Claim:
         return small
 
     def key(self, small: PreTrainedConfig) -> dict[str, Any]:
-        """Everything that the proof depends on, as JSON can carry it."""
+        """Return everything that the proof depends on, as JSON can carry it."""
         fields = {name: value for name, value in small.to_dict().items() if name not in ("_name_or_path",)}
         adapters = None if self.adapters is None else self.adapters.to_dict()
         settled: dict[str, Any] = {
-            "config": fields, "adapters": adapters, "trainable": self.trainable, "packed": self.packed,
-            "router_loss": self.router_loss, "dtype": str(self.dtype),
-        }  # fmt: skip
+            "config": fields,
+            "adapters": adapters,
+            "trainable": self.trainable,
+            "packed": self.packed,
+            "router_loss": self.router_loss,
+            "dtype": str(self.dtype),
+        }
         return {
             "claim": json.loads(json.dumps(settled, sort_keys=True, default=same_text)),
             "versions": {name: metadata.version(name) for name in ("torch", "transformers", "peft")},
@@ -179,9 +183,12 @@ class _Proof:
         self._shifts = opened.stack.family.shifts_labels
         names = {name for record in opened.shape.records for slot in record.parameters for name in slot.names}
         frozen = {
-            name for record in opened.shape.records for slot in record.parameters for name in slot.names
+            name
+            for record in opened.shape.records
+            for slot in record.parameters
+            for name in slot.names
             if slot.name not in record.trained_names
-        }  # fmt: skip
+        }
         values = dict(whole.named_parameters(remove_duplicate=False))
         for name, value in values.items():
             value.requires_grad_(name in names and name not in frozen)
@@ -231,7 +238,7 @@ class _Proof:
         return model
 
     def _small_names(self, plain: nn.Module) -> list[str]:
-        """Those of the patterns that the small model has parameters for: it has fewer layers."""
+        """Return those of the patterns that the small model has parameters for: it has fewer layers."""
         names = [name for name, _ in plain.named_parameters()]
         found = [
             pattern for pattern in self._claim.trainable or () if any(fnmatchcase(name, pattern) for name in names)
@@ -239,7 +246,7 @@ class _Proof:
         return found or names
 
     def _small_adapters(self, plain: nn.Module) -> PeftConfig | None:
-        """The adapters, wherever they find a place in fewer layers; on all linear layers if they find none."""
+        """Return the adapters, wherever they find a place in fewer layers; on all linear layers if they find none."""
         adapters = copy.deepcopy(self._claim.adapters)
         if adapters is None:
             return None
@@ -313,8 +320,10 @@ class _Proof:
         return _Pass(loss, step.gradients)
 
     def _compare(self, expected: _Pass, found: _Pass) -> None:
-        """Raises:
-        UserError: they are not equal.
+        """Compare losses and gradients.
+
+        Raises:
+            UserError: they are not equal.
         """
         packed, narrow = self._claim.packed, self._claim.dtype != torch.float32
         tolerance = TOLERANCE_NARROW if narrow else TOLERANCE_APART if packed else TOLERANCE
@@ -372,7 +381,7 @@ def _parts(config: PreTrainedConfig) -> tuple[PreTrainedConfig, PreTrainedConfig
 
 
 def _copy_buffers(source: nn.Module, target: nn.Module) -> None:
-    """Some families draw theirs at random."""
+    """Give ``target`` the buffers of ``source``, which some families draw at random."""
     theirs = dict(source.named_buffers())
     for name, buffer in target.named_buffers():
         if name in theirs and theirs[name].shape == buffer.shape:
@@ -396,7 +405,7 @@ def _seeded(number: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Families say a lot about small configurations."""
+    """Silence what families say about small configurations."""
     verbosity = transformers.logging.get_verbosity()
     try:
         transformers.logging.set_verbosity_error()
@@ -412,7 +421,7 @@ def _quietly() -> Iterator[None]:
 
 @cache
 def _own_code() -> str:
-    """A digest of the code that the proof is about."""
+    """Return a digest of the code that the proof is about."""
     root, digest = Path(__file__).parent.parent, hashlib.sha256()
     for folder in ("fuyou", "common/models", "common/data"):
         for file in sorted((root / folder).rglob("*.py")):

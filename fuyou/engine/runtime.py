@@ -1,4 +1,4 @@
-"""What runs the steps: buffers, workers and the schedule, made for a size of batch, and made again for a larger one."""
+"""Buffers, workers and the schedule of a run, made for a size of batch, and made again for a larger one."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -59,9 +59,11 @@ class Runtime:
         self._topology = topology
         self._deferred = options.deferred(shape)
         self._keeping = ActivationPlanner(
-            model.stack, "cpu" if device.shares_host_memory else "cuda", options.precision.dtype,
+            model.stack,
+            "cpu" if device.shares_host_memory else "cuda",
+            options.precision.dtype,
             options.kept_activations,
-        )  # fmt: skip
+        )
         host_limit, device_limit = limits
         self._planner = MemoryPlanner(
             self._shape,
@@ -118,10 +120,16 @@ class Runtime:
             plan.kept_bytes,
         )
         self.scheduler = Scheduler(
-            self._shape, plan.counts, single_slot=options.store.single_slot, slot=commits.state.slot,
-            deferred=self._deferred, hold=options.max_grad_norm is not None, speculate=options.speculates,
-            resident=plan.resident, recomputation=recomputation,
-        )  # fmt: skip
+            self._shape,
+            plan.counts,
+            single_slot=options.store.single_slot,
+            slot=commits.state.slot,
+            deferred=self._deferred,
+            hold=options.max_grad_norm is not None,
+            speculate=options.speculates,
+            resident=plan.resident,
+            recomputation=recomputation,
+        )
         assert self.link.shared_fd is not None
         buffers = Buffers(self._shape, plan, self._device, self.link.shared_fd)
         folders = [folder / SCRATCH for folder in store.directories]
@@ -168,13 +176,13 @@ class Runtime:
         self.open(self._commits)
 
     def fits(self, rows: int, seq_len: int, images: bool = False) -> bool:
-        """Whether there are buffers in which such a batch has room."""
+        """Return whether there are buffers in which such a batch has room."""
         planned = self.memory_plan.batch
         counted = self._planner.shape.images or not images
         return self.is_open and rows <= planned.rows and seq_len <= planned.seq_len and counted
 
     def batch_shape(self, rows: int, seq_len: int) -> BatchShape:
-        """How the schedule sees a batch."""
+        """Return a batch as the schedule sees it."""
         plan = self.memory_plan
         split = Batch(rows, seq_len, min(rows, plan.batch.micro_rows))
         return BatchShape(split.micro_batches, plan.activation_bytes, split.mean_tokens, plan.kept_bytes)
@@ -187,7 +195,7 @@ class Runtime:
         self.accounting.watch(tasks)
 
     def keep_trace(self) -> None:
-        """From the next step on, keep what happens in the newest one."""
+        """Keep what happens in the newest step, from the next one on."""
         self._trace = StepTrace(self._shape.records)
         if self._plane is not None:
             self.accounting = Accounting(self._plane, self._trace)
@@ -212,7 +220,7 @@ class Runtime:
             self.link = None
 
     def _io_now(self) -> Bytes:
-        """What the store and the optimizer process there are have moved."""
+        """Return what the store and the optimizer process that there are have moved."""
         parts = [(store.bytes_read, store.bytes_written) for store in (self._store,) if store is not None]
         parts += [plane.io_bytes() for plane in (self._plane,) if plane is not None]
         return sum(read for read, _ in parts), sum(written for _, written in parts)

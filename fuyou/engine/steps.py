@@ -20,7 +20,7 @@ from fuyou.schedule.tasks import Op, StepList
 
 @dataclass
 class EngineOutput:
-    """What a forward pass gives."""
+    """The result of a forward pass."""
 
     loss: torch.Tensor
     """Mean cross entropy over the batch's labels and, if the model has one, its router loss times its coefficient: fp32
@@ -161,15 +161,7 @@ class Steps:
         self._fit(batch)
         tasks = self._evaluation(batch)
         runtime = run.runtime
-        computation = NextToken(
-            run.model.stack,
-            runtime.plane,
-            tasks,
-            batch,
-            runtime.memory_plan,
-            runtime.recomputations,
-            time.monotonic(),
-        )
+        computation = NextToken(run.model, runtime.plane, tasks, batch, runtime.recomputations, time.monotonic())
         self._run_forward(computation, tasks)
         return computation.logits
 
@@ -216,16 +208,13 @@ class Steps:
         if stand_in is not None:
             return stand_in
         return StepComputation(
-            run.model.stack,
+            run.model,
             runtime.plane,
             tasks,
             batch,
-            runtime.memory_plan,
             runtime.recomputations,
             start_time,
             None if run.agreement is None else labels,
-            run.model.router_loss,
-            run.model.task_type,
         )
 
     def _whole_loss(self, computation: Computation) -> float:

@@ -32,7 +32,7 @@ _ORIGIN_SECONDS = 60.0
 
 
 class Device(Protocol):
-    """What the engine needs of a device."""
+    """A device where blocks compute, as the engine needs it."""
 
     name: str
     torch_device: torch.device
@@ -48,10 +48,10 @@ class Device(Protocol):
     """Bytes per second, inside a node and across nodes, that exchanges are made to take; None where that can only be
     measured."""
     throttle: IoThrottle | None
-    """What makes the drives look slower, if anything does."""
+    """Rates to which the drives are slowed down, if they are."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """``uint8 [nbytes]`` of device memory, allocated once."""
+        """Return ``uint8 [nbytes]`` of device memory, allocated once."""
         ...
 
     def copy(self, task: Task, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -92,29 +92,29 @@ class Device(Protocol):
         ...
 
     def begin_compute(self, task: Task) -> None:
-        """Called right before a compute task's kernels are launched."""
+        """Note that a compute task's kernels are about to be launched."""
         ...
 
     def end_compute(self, task: Task) -> None:
-        """Called right after."""
+        """Note that a compute task's kernels have been launched."""
         ...
 
     def ended(self, task: Task) -> bool:
-        """Whether a task that is done (perhaps only queued) has really ended."""
+        """Return whether a task that is done (perhaps only queued) has really ended."""
         ...
 
     def interval(self, task: Task) -> tuple[float, float]:
-        """When an ended task really ran, in seconds on :func:`time.monotonic`'s clock."""
+        """Return when an ended task really ran, in seconds on :func:`time.monotonic`'s clock."""
         ...
 
     def synchronize(self) -> None: ...
 
     def release(self) -> None:
-        """All buffers have been dropped: give their memory back."""
+        """Give the memory of all buffers back, which have been dropped."""
         ...
 
     def memory_limit(self) -> int | None:
-        """Bytes of device memory that may be used, or None where the host's budget says it."""
+        """Return the bytes of device memory that may be used, or None where the host's budget says it."""
         ...
 
     def cap_memory(self, nbytes: int) -> None:
@@ -122,12 +122,12 @@ class Device(Protocol):
         ...
 
     def peak_bytes(self) -> int | None:
-        """Most device memory in use since the start, or None where the device cannot tell."""
+        """Return the most device memory in use since the start, or None where the device cannot tell."""
         ...
 
 
 class _RealDevice:
-    """What holds for every device that is there: it computes, and whatever it takes can only be measured."""
+    """A device that is really there: it computes, and the time that anything takes can only be measured."""
 
     computes = True
     flops_per_second: float | None = None
@@ -298,7 +298,7 @@ class CudaDevice(_RealDevice):
 
 
 def optimizer_threads(device: Device) -> int:
-    """Threads for the optimizer process beside ``device``.
+    """Return the number of threads for the optimizer process beside ``device``.
 
     Beside a GPU, all cores are the optimizer's; on a CPU device most belong to the computation.
     """
@@ -318,9 +318,9 @@ def leave_cores(device: Device) -> None:
 def memory_limits(
     device: Device, host: int | str | None, device_memory: int | str | None, ranks_per_node: int = 1
 ) -> tuple[int, int]:
-    """Budgets of host and device memory in bytes: as given, or what there is (four fifths of it on the host).
+    """Return the budgets of host and device memory in bytes: as given, or what there is.
 
-    The host's is shared by ``ranks_per_node`` ranks.
+    On the host that is four fifths of it. The host's is shared by ``ranks_per_node`` ranks.
     """
     host_limit = (memory_available_bytes() * 4 // 5 if host is None else parse_bytes(host)) // ranks_per_node
     device_limit = device.memory_limit() if device_memory is None else parse_bytes(device_memory)
@@ -329,7 +329,7 @@ def memory_limits(
 
 
 def open_device(name: str | torch.device) -> Device:
-    """The device called ``"cpu"``, ``"cuda:0"`` or ``"emulated:..."``.
+    """Open the device called ``"cpu"``, ``"cuda:0"`` or ``"emulated:..."``.
 
     Raises:
         UserError: there is no such device.

@@ -39,15 +39,15 @@ class EmulatedSpec:
     flops_per_second: float
     memory_bytes: int
     link_bytes_per_second: float
-    """To the device and from it, each."""
+    """Bytes per second to the device, and as many from it."""
     pace: IoThrottle | None = None
-    """Of each directory's drive; None leaves the drives as they are."""
+    """Rates to which each directory's drive is slowed down; None leaves the drives as they are."""
     inside_bytes_per_second: float | None = None
-    """From a rank to the others of its node, where there are several ranks."""
+    """Bytes per second from a rank to the others of its node, where there are several."""
     across_bytes_per_second: float | None = None
-    """From a node to the others, shared by its ranks' tasks one at a time."""
+    """Bytes per second from a node to the others, for one task of its ranks at a time."""
     norm: float = 0.0
-    """What every gradient's norm is said to be, for clipping to strike."""
+    """Norm that every gradient is said to have, for clipping to strike."""
 
     @staticmethod
     def parse(text: str) -> "EmulatedSpec":
@@ -70,7 +70,7 @@ class EmulatedSpec:
         inside, across = (_rate(fields[name]) if name in fields else None for name in ("inside", "across"))
         spec = EmulatedSpec(
             tflops * 1e12, parse_bytes(fields["memory"]), _rate(fields["link"]), pace, inside, across, norm
-        )  # fmt: skip
+        )
         rates = [rate for rate in (inside, across) if rate is not None]
         if min(spec.flops_per_second, spec.memory_bytes, spec.link_bytes_per_second, *rates) <= 0:
             raise UserError(f"Every part of device {text!r} must be more than nothing.")
@@ -78,7 +78,7 @@ class EmulatedSpec:
 
 
 def is_emulated(device: object) -> bool:
-    """Whether ``device`` names an accelerator that is only timed."""
+    """Return whether ``device`` names an accelerator that is only timed."""
     return isinstance(device, str) and device.startswith(PREFIX)
 
 
@@ -95,7 +95,7 @@ def _rate(text: str) -> float:
 
 @dataclass(frozen=True)
 class EmulatedEvent:
-    """When a queued piece of work begins and ends, on :func:`time.monotonic`'s clock."""
+    """Begin and end of a queued piece of work, on :func:`time.monotonic`'s clock."""
 
     began: float
     ended: float
@@ -126,7 +126,7 @@ class EmulatedDevice:
         self._waits: dict[Task, float] = {}
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Memory that has a size and no bytes."""
+        """Return memory that has a size and no bytes."""
         return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
     def copy(self, task: Task, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -221,14 +221,14 @@ class TimedComputation:
         self._todo = deque(task for task in tasks.tasks if isinstance(task, ComputeTask))
 
     def forward(self) -> torch.Tensor:
-        """Everything up to the head; returns when it is done, as a loss that is brought to the CPU makes a GPU do."""
+        """Launch everything up to the head; return when it is done, as a GPU does whose loss is brought to the CPU."""
         for task in self._take(FORWARD_PHASES):
             self._launch(task)
         self._device.synchronize()
         return torch.zeros(())
 
     def backward(self) -> None:
-        """The rest; returns when it is launched."""
+        """Launch the rest; return when it is launched."""
         while self._todo:
             self._launch(self._todo.popleft())
         self.complete = True
@@ -239,12 +239,12 @@ class TimedComputation:
             self._executor.finish(task)
 
     def gradient_norm(self) -> float:
-        """There is no gradient; but whoever asks waits for it."""
+        """Return the norm that gradients are said to have, when the backward pass would be done."""
         self._device.synchronize()
         return self._device.spec.norm
 
     def _take(self, phases: Collection[Phase]) -> Iterator[Task]:
-        """The tasks that come next, as long as they belong to ``phases``."""
+        """Yield the tasks that come next, as long as they belong to ``phases``."""
         while self._todo and self._todo[0].visit.phase in phases:
             yield self._todo.popleft()
 

@@ -1,4 +1,4 @@
-"""What the tasks that move bytes between ranks do."""
+"""Handlers of the tasks that move bytes between ranks."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,9 @@ from fuyou.schedule.tasks import Op, Task, known
 
 
 class RankHandlers:
-    """One handler for each kind of task between ranks. Each kind has a lane and a process group of its own, and every
+    """The handlers of tasks between ranks, one for each kind.
+
+    Each kind has a lane and a process group of its own, and every
     rank's list has the same tasks in the same order, so no two ranks ever wait for each other crosswise.
 
     Args:
@@ -32,7 +34,7 @@ class RankHandlers:
         self._checksums: dict[int, int] = {}
 
     def handlers(self) -> dict[Op, Handler]:
-        """By kind of task."""
+        """Return the handlers, by kind of task."""
         return {
             Op.PARAMETER_GATHER: self._gather,
             Op.GRADIENT_REDUCE: self._reduce,
@@ -41,12 +43,14 @@ class RankHandlers:
         }
 
     def take_squares(self, step: int) -> torch.Tensor:
-        """Sum of the squares of what this rank owns of the gradient of ``step``, float64; its reductions are done."""
+        """Return the sum of squares of what this rank owns of the gradient of ``step``, whose reductions are done."""
         return torch.stack(self._squares.pop(step)).sum()
 
     def take_checksum(self, step: int) -> int:
-        """Of all parameters that this rank stores, as ``step`` has left them: equal on all nodes, or something is
-        broken. 0 for a single node, whose parameters nobody else has."""
+        """Return the checksum of all parameters that this rank stores, as ``step`` has left them.
+
+        It is equal on all nodes, or something is broken; 0 for a single node, whose parameters nobody else has.
+        """
         checksum = self._checksums.pop(step, 0)
         for older in [other for other in list(self._checksums) if other < step]:  # the lane adds to it meanwhile
             del self._checksums[older]
@@ -56,9 +60,7 @@ class RankHandlers:
         record = self._buffers.shape.records[known(task.record)]
         flat = self._buffers.parameters[record.kind].bytes(known(task.target), record.device_nbytes)
         filled = [count * record.unit_bytes for count in record.filled_slices]
-        self._run(
-            task, self._gather_groups.inside, lambda group: gather(flat.view(group.size(), -1), group, filled)
-        )  # fmt: skip
+        self._run(task, self._gather_groups.inside, lambda group: gather(flat.view(group.size(), -1), group, filled))
 
     def _reduce(self, task: Task) -> None:
         flat, filled = self._gradient(task), self._buffers.shape.records[known(task.record)].filled_slices
@@ -103,7 +105,7 @@ class RankHandlers:
         return self._buffers.gradients[record.kind].values(known(task.source), record.numel, record.precision.dtype)
 
     def _square(self, task: Task, flat: torch.Tensor) -> None:
-        """The gradient's norm is that of the sum over all ranks: each adds up what it owns."""
+        """Add what this rank owns of a gradient to its sum of squares: the norm is that of the sum over all ranks."""
         share = self._buffers.shape.share
         start = share.owned_start(flat.numel())
         squares = sum_of_squares(flat[start : start + share.owned(flat.numel())])
