@@ -7,14 +7,11 @@ blocks recompute by what the first one has traced, and with several micro-batche
 supported: what cannot be split shows itself, whatever the reason.
 """
 
-import contextlib
 import copy
 import hashlib
 import json
-import random
 import re
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -24,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from peft import PeftConfig, get_peft_model
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -39,6 +35,7 @@ from fuyou.layout.record import Precision
 from fuyou.model.loss import targets_of
 from fuyou.model.open_model import OpenModel, same_text
 from fuyou.runtime.small_step import SmallStep
+from fuyou.same_conditions import copy_buffers, quietly, seeded, switch_off_dropout
 
 ROWS = 2
 FORMAT = 1
@@ -145,7 +142,7 @@ def _prove(claim: Claim) -> None:
     key = claim.key(small)
     if read_cached(_KIND, key, FORMAT) is not None:
         return
-    with _quietly(), _seeded(0):
+    with quietly(), seeded(0):
         _Proof(claim, small).run()
     write_cached(_KIND, key, FORMAT)
 
@@ -192,20 +189,20 @@ class _Proof:
         values = dict(whole.named_parameters(remove_duplicate=False))
         for name, value in values.items():
             value.requires_grad_(name in names and name not in frozen)
-        _copy_buffers(whole, opened.stack.model)
+        copy_buffers(whole, opened.stack.model)
         if claim.packed:  # documents by themselves draw other numbers
             for model in (whole, opened.stack.model):
-                _leave_nothing_out(model)
+                switch_off_dropout(model)
         step = SmallStep(opened, values)
         for number in range(2):  # with dropout and all that the configuration asks for
             self._step(number, whole, opened, step, ROWS)
         if claim.dtype != torch.float32:  # in which a row alone may be rounded otherwise
             return
         for model in (whole, opened.stack.model):
-            _leave_nothing_out(model)
+            switch_off_dropout(model)
         losses = []
         for seed in (2, 3):
-            with _seeded(seed), torch.no_grad():
+            with seeded(seed), torch.no_grad():
                 losses.append(float(whole(**self._batch(2), use_cache=False).loss))
         if losses[0] == losses[1]:  # several micro-batches draw their random numbers in another order
             self._step(2, whole, opened, step, 1)
@@ -215,11 +212,11 @@ class _Proof:
             model.train()
         batch = self._batch(number)
         try:
-            with _seeded(number):
+            with seeded(number):
                 expected = self._in_memory(whole, batch)
         except Exception as error:
             raise self._unprovable(error) from error
-        with _seeded(number):
+        with seeded(number):
             found = self._streamed(step, batch, micro_rows)
         self._compare(expected, found)
 
@@ -368,55 +365,8 @@ class _Proof:
         )
 
 
-def _leave_nothing_out(model: nn.Module) -> None:
-    """Switch dropout off in a model that is training: in evaluation, some families run other code."""
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-        for holder in (module, getattr(module, "config", None)):
-            for name, value in list(vars(holder).items()) if holder is not None else ():
-                if "drop" in name and isinstance(value, float):
-                    setattr(holder, name, 0.0)
-
-
 def _parts(config: PreTrainedConfig) -> tuple[PreTrainedConfig, PreTrainedConfig]:
     return config, config.get_text_config(decoder=True)
-
-
-def _copy_buffers(source: nn.Module, target: nn.Module) -> None:
-    """Give ``target`` the buffers of ``source``, which some families draw at random."""
-    theirs = dict(source.named_buffers())
-    for name, buffer in target.named_buffers():
-        if name in theirs and theirs[name].shape == buffer.shape:
-            buffer.copy_(theirs[name])
-
-
-@contextlib.contextmanager
-def _seeded(number: int) -> Iterator[None]:
-    """Draw the same random numbers each time, whoever draws them, and leave the caller's as they were."""
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(number)
-            random.seed(number)
-            np.random.seed(number)  # noqa: NPY002  # what a family's own code draws from
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Silence what families say about small configurations."""
-    verbosity = transformers.logging.get_verbosity()
-    try:
-        transformers.logging.set_verbosity_error()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        transformers.logging.set_verbosity(verbosity)
 
 
 # -- what is kept ----------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from fuyou.model.streamed_loss import streamed_loss
 from fuyou.optimizer.adam import Update
 from fuyou.runtime.accounting import StepReport
 from fuyou.runtime.computation import Computation
-from fuyou.runtime.compute import NextToken, StepComputation
+from fuyou.runtime.compute import StepComputation
+from fuyou.runtime.next_token import NextToken
 from fuyou.schedule.tasks import Op, StepList
 
 

@@ -376,34 +376,6 @@ class StepComputation:
         return RandomReplay(self._random.pop((layer, micro)), self._device)
 
 
-class NextToken(StepComputation):
-    """A forward pass over one sequence, for what comes after it."""
-
-    logits: torch.Tensor
-    """Prediction of the next token: fp32 ``[V]``, on the CPU."""
-
-    def __init__(
-        self,
-        model: OpenModel,
-        plane: DataPlane,
-        tasks: StepList,
-        batch: Mapping[str, Any],
-        recomputations: Recomputations,
-        start_time: float,
-    ):
-        super().__init__(model, plane, tasks, batch, recomputations, start_time)
-        self.router = None  # there is no loss that it could be a part of
-
-    @torch.no_grad()
-    def _head_eval(self, task: ComputeTask) -> None:
-        hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro))
-        length = hidden.shape[self._stack.token_dim]
-        last = slice(length - 1, length)
-        with self._stack.bound(self._parameters(task), before=False):
-            self.logits = self._logits(task.micro, hidden, last)[0, -1].float().cpu()
-        self._losses.append(torch.zeros(()))
-
-
 def _apart(buffer: torch.Tensor) -> torch.Tensor:
     """Return the same memory with a version counter of its own.
 
