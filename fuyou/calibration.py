@@ -77,7 +77,7 @@ def as_the_engine_runs_it(
     """
     if not device.shares_host_memory or profile.measured_tokens < profile.tokens:
         return profile
-    began = time.monotonic()
+    start_time = time.monotonic()
     try:
         job = _few_blocks(workload)
     except Exception:  # whatever a family makes of another number of blocks
@@ -96,7 +96,7 @@ def as_the_engine_runs_it(
     except UserError:
         return profile  # no room for the trial
     corrected = corrected_profile(profile, simulated_seconds(simulated), measured)
-    return replace(corrected, measured_in_seconds=profile.measured_in_seconds + time.monotonic() - began)
+    return replace(corrected, measured_in_seconds=profile.measured_in_seconds + time.monotonic() - start_time)
 
 
 def corrected_profile(

@@ -56,6 +56,10 @@ class StoreConfig:
     """Way to the SSDs: ``"posix"``, which ``"auto"`` takes: all traffic goes through host memory, which kvikio reaches
     by the same calls; or ``"kvikio"``, which is checked and not used further."""
 
+    def __post_init__(self) -> None:
+        for name in ("ssd", "leave_ssd"):  # which are gone through more than once
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
     @property
     def folders(self) -> list[Path]:
         """The run's folder on each drive."""

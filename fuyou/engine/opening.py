@@ -142,14 +142,14 @@ class OpenRun:
             self.model_config,
             config.precision,
             self.device.torch_device,
-            config.adapters,
-            config.trainable,
-            config.frozen_dtype,
-            config.seed,
-            config.router_loss,
-            self.checkpoint,
-            config.towers,
-            config.memory.images,
+            adapters=config.adapters,
+            trainable=config.trainable,
+            frozen=config.frozen_dtype,
+            seed=config.seed,
+            router_loss=config.router_loss,
+            checkpoint=self.checkpoint,
+            towers=config.towers,
+            images=config.memory.images,
         )
         self._source = self.model.weights()
         self.shape = self.model.shape.shared(share)
@@ -195,13 +195,13 @@ class OpenRun:
         drives, layout = Drives(store.folders, store.folders_to_leave), Layout(len(store.ssd))
         self._extents = allocate_extents(layout, self.shape.records, slots)
         wanted = TrainingState(
-            0,
-            0,
-            "",
-            self.model.fingerprint,
-            str(config.precision.dtype),
-            str(config.precision.optimizer_dtype),
-            slots,
+            step=0,
+            slot=0,
+            store="",
+            model=self.model.fingerprint,
+            dtype=str(config.precision.dtype),
+            optimizer_dtype=str(config.precision.optimizer_dtype),
+            slots=slots,
             emulated=not self.device.computes,
         )
         # Everything goes through host memory, so there is nothing for "auto" to measure.

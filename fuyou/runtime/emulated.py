@@ -40,7 +40,7 @@ class EmulatedSpec:
     memory_bytes: int
     link_bytes_per_second: float
     """Bytes per second to the device, and as many from it."""
-    pace: IoThrottle | None = None
+    throttle: IoThrottle | None = None
     """Rates to which each directory's drive is slowed down; None leaves the drives as they are."""
     inside_bytes_per_second: float | None = None
     """Bytes per second from a rank to the others of its node, where there are several."""
@@ -66,10 +66,10 @@ class EmulatedSpec:
         if missing or ("ssd_read" in fields) != ("ssd_write" in fields):
             raise UserError(f"Device {text!r} lacks {', '.join(missing) or 'one of the two SSD rates'}. {_USAGE}")
         tflops, norm = (_number(name, fields.get(name, "0"), text) for name in ("tflops", "norm"))
-        pace = IoThrottle(_rate(fields["ssd_read"]), _rate(fields["ssd_write"])) if "ssd_read" in fields else None
+        throttle = IoThrottle(_rate(fields["ssd_read"]), _rate(fields["ssd_write"])) if "ssd_read" in fields else None
         inside, across = (_rate(fields[name]) if name in fields else None for name in ("inside", "across"))
         spec = EmulatedSpec(
-            tflops * 1e12, parse_bytes(fields["memory"]), _rate(fields["link"]), pace, inside, across, norm
+            tflops * 1e12, parse_bytes(fields["memory"]), _rate(fields["link"]), throttle, inside, across, norm
         )
         rates = [rate for rate in (inside, across) if rate is not None]
         if min(spec.flops_per_second, spec.memory_bytes, spec.link_bytes_per_second, *rates) <= 0:
@@ -115,7 +115,7 @@ class EmulatedDevice:
     exchange_rates: tuple[float, float] | None
 
     def __init__(self, spec: EmulatedSpec):
-        self.spec, self.throttle, self.flops_per_second = spec, spec.pace, spec.flops_per_second
+        self.spec, self.throttle, self.flops_per_second = spec, spec.throttle, spec.flops_per_second
         inside, across = spec.inside_bytes_per_second, spec.across_bytes_per_second
         self.exchange_rates = inside or float("inf"), across or float("inf")
         self.name = (
