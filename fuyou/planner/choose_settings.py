@@ -24,7 +24,6 @@ from fuyou.ranks.collectives import gather
 from fuyou.ranks.topology import ClusterTopology
 from fuyou.recompute.policy import ActivationPolicy
 from fuyou.runtime.devices import Device
-from fuyou.runtime.emulated import EmulatedDevice
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
 
@@ -80,12 +79,11 @@ class ChosenSettings:
 
     def complete(self, config: EngineConfig) -> EngineConfig:
         """Return ``config`` with the chosen values for the options that were left open."""
-        return replace(
-            config,
+        return config.with_options(
             micro_batch=self.micro_batch,
-            deferred_fraction=config.deferred_fraction or self.deferred_fraction,
+            deferred_fraction=config.optimizer.deferred_fraction or self.deferred_fraction,
             kept_activations=config.kept_activations or self.activation_policy,
-            clip_by=self.clip_by,
+            clip_by=self.clip_by.value,
             max_clipped_share=self.max_clipped_share,
         )
 
@@ -163,21 +161,17 @@ def measure_links(topology: ClusterTopology, device: Device, agreement: Agreemen
     measured then.
     """
     groups = topology.gather_groups
-    emulated = device.spec if isinstance(device, EmulatedDevice) else None
     rates, messages = [], [0.0]
     for group in (groups.inside, groups.across):
         rate = float("inf")
         if group is not None:
             messages.append(_exchange_seconds(group, device, _SMALL_BYTES, _SMALL_ROUNDS, agreement))
-            if emulated is None:
+            if device.exchange_rates is None:
                 first = _exchange_seconds(group, device, _FIRST_BYTES, 1, agreement)
                 nbytes = min(max(int(_FIRST_BYTES * _SECONDS / first), _FIRST_BYTES), _MAX_BYTES)
                 rate = nbytes / max(_exchange_seconds(group, device, nbytes, 1, agreement) - messages[-1], 1e-9)
         rates.append(rate)
-    if emulated is not None:
-        emulated_rates = emulated.intra_node_bytes_per_second, emulated.inter_node_bytes_per_second
-        rates = [rate or float("inf") for rate in emulated_rates]
-    intra_node, inter_node = rates
+    intra_node, inter_node = device.exchange_rates or rates
     return RankLinks(intra_node, inter_node, max(messages))
 
 

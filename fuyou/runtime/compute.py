@@ -13,55 +13,51 @@ from fuyou.layout.record import Record
 from fuyou.layout.visits import BEFORE_HEAD_PHASES, FORWARD_PHASES, Phase
 from fuyou.model.block_calls import BlockCalls
 from fuyou.model.loss import cross_entropy, targets_of
-from fuyou.model.router_loss import RouterLoss, RouterPass, router_logits
-from fuyou.model.streamed_model import StreamedModel
+from fuyou.model.open_model import OpenModel
+from fuyou.model.router_loss import RouterPass, router_logits
 from fuyou.optimizer.absent_gradients import mark_absent
 from fuyou.optimizer.gradient_sum import GradientSum, round_in_place, sum_of_squares
 from fuyou.recompute.replay import BlockReplay, SavedForward
 from fuyou.runtime.data_plane import DataPlane
-from fuyou.schedule.memory_plan import MemoryPlan
+from fuyou.runtime.random_replay import RandomReplay, random_state
 from fuyou.schedule.tasks import Activation, ComputeTask, StepList, known
 
 
 class StepComputation:
-    """One step's (or one evaluation's) computation, micro-batch by micro-batch.
+    """The computation of one step or of one evaluation, micro-batch by micro-batch.
 
     Args:
-        stack: the model's parts.
+        model: whose parts compute.
         plane: buffers, and the executor that the other tasks run in.
         tasks: the step.
         batch: ``input_ids``, ``labels`` and the rest, ``[B, S]`` each; or lists, see :mod:`common.data.rows`.
-        plan: how the batch is split.
         recomputations: how blocks are computed again; remembers from step to step.
-        began: when the step began, on :func:`time.monotonic`'s clock.
-        items: labels in the batches of all ranks together; None: this is the only one.
-        router_loss: that is a part of the loss, if any is.
-        task_type: what the head is for.
+        start_time: when the step began, on :func:`time.monotonic`'s clock.
+        labels: number of labels in the batches of all ranks together; None: there is only this batch.
     """
 
     def __init__(
         self,
-        stack: StreamedModel,
+        model: OpenModel,
         plane: DataPlane,
         tasks: StepList,
         batch: Mapping[str, Any],
-        plan: MemoryPlan,
         recomputations: BlockReplay,
-        began: float,
-        items: int | None = None,
-        router_loss: RouterLoss | None = None,
-        task_type: TaskType = TaskType.CAUSAL_LM,
+        start_time: float,
+        labels: int | None = None,
     ):
-        self._stack, self._plane, self.tasks, self.began = stack, plane, tasks, began
-        self._plan, self._recomputations = plan, recomputations
-        self._dtype = plane.shape.precision.dtype
-        self._device = plane.device.torch_device
-        self._task_type = task_type
+        stack, router_loss = model.stack, model.router_loss
+        self._stack, self._plane, self._buffers = stack, plane, plane.buffers
+        self.tasks, self.start_time = tasks, start_time
+        self._plan, self._recomputations = plane.buffers.plan, recomputations
+        self._dtype = plane.buffers.shape.precision.dtype
+        self._device = plane.buffers.device.torch_device
+        self._task_type = model.task_type
         targets = targets_of(batch["labels"], stack.family.shifts_labels)
         # On the device: CUDA divides by a number of the host's as multiplication by its reciprocal, which is not what
         # an ordinary loop (transformers' loss divides by such a tensor) gives.
-        labels = (targets != -100).sum() if items is None else torch.tensor(items)
-        self._items = labels.to(self._device, non_blocking=True)
+        count = (targets != -100).sum() if labels is None else torch.tensor(labels)
+        self._labels = count.to(self._device, non_blocking=True)
         self.tokens = batch["input_ids"].numel()
         self._micro = self._split(batch, targets)
         self.router = None if router_loss is None else RouterPass(router_loss, self._router_masks(router_loss.masked))
@@ -92,7 +88,7 @@ class StepComputation:
         return result
 
     def _router_masks(self, masked: bool) -> list[torch.Tensor]:
-        """The tokens of each micro-batch that count for routers, fp32: those that a mask ``[B, S]`` does not hide."""
+        """Return, per micro-batch, 1 for tokens that count for routers and 0 for those that a mask ``[B, S]`` hides."""
         result = []
         for micro in self._micro:
             mask = micro.get("attention_mask") if masked else None
@@ -104,7 +100,7 @@ class StepComputation:
     # -- passes ---------------------------------------------------------------------------------------------------
 
     def forward(self) -> torch.Tensor:
-        """Run everything up to the head; returns the batch's mean loss (this rank's part of it), an fp32 scalar."""
+        """Run everything up to the head; return the batch's mean loss (this rank's part of it), an fp32 scalar."""
         while self._next is not None and self._next.visit.phase in FORWARD_PHASES:
             self._run(self._next)
             self._next = next(self._todo, None)
@@ -133,7 +129,7 @@ class StepComputation:
         return self._next is None
 
     def gradient_norm(self) -> float:
-        """Norm of the whole gradient, as the optimizer sees it (rounded to the compute dtype). For a single rank."""
+        """Return the norm of the whole gradient as the optimizer sees it (in the compute dtype), for a single rank."""
         return float(torch.stack(self._squares).sum().sqrt())
 
     @property
@@ -143,7 +139,7 @@ class StepComputation:
 
     def _run(self, task: ComputeTask) -> None:
         self._plane.executor.start(task)
-        self._plane.device.begin_compute(task)
+        self._buffers.device.begin_compute(task)
         match task.visit.phase:
             case Phase.EMBED_FORWARD:
                 self._embed_forward(task)
@@ -159,7 +155,7 @@ class StepComputation:
                 self._embed_backward(task)
         if task.last and task.gradient is not None:
             self._finish_gradient(task)
-        self._plane.device.end_compute(task)
+        self._buffers.device.end_compute(task)
         self._plane.executor.finish(task)
         self._plane.heap.tidy()
 
@@ -167,7 +163,7 @@ class StepComputation:
 
     @torch.no_grad()
     def _embed_forward(self, task: ComputeTask) -> None:
-        self._random[None, task.micro] = _random_state(self._device)
+        self._random[None, task.micro] = random_state(self._device)
         with self._stack.bound(self._parameters(task), before=True):
             hidden, calls = self._stack.embed(self._model_inputs(task.micro))
         if hidden.dtype != self._dtype:
@@ -177,7 +173,7 @@ class StepComputation:
 
     @torch.no_grad()
     def _block_forward(self, task: ComputeTask, layer: int) -> None:
-        self._random[layer, task.micro] = _random_state(self._device)
+        self._random[layer, task.micro] = random_state(self._device)
         hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro))
         calls = self._call(task.micro)
         with self._stack.bound(self._parameters(task)), router_logits() as logits:
@@ -262,7 +258,7 @@ class StepComputation:
             self._activation(task.output, hidden.shape).copy_(hidden.grad)
 
     def _logits(self, micro: int, hidden: torch.Tensor, columns: slice) -> torch.Tensor:
-        """``[b, s, V]`` for this range of tokens."""
+        """Return ``[b, s, V]`` for this range of tokens."""
         dim = self._stack.token_dim
         whole = columns == slice(0, hidden.shape[dim])
         inputs = self._micro[micro]
@@ -274,11 +270,11 @@ class StepComputation:
     def _loss(
         self, micro: int, logits: torch.Tensor, columns: slice, gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """This range of tokens' share of the batch's mean loss, and its gradient with respect to the logits."""
-        return cross_entropy(logits, self._micro[micro]["targets"][:, columns], self._items, gradient)
+        """Return what this range of tokens adds to the batch's mean loss, and the gradient of the logits."""
+        return cross_entropy(logits, self._micro[micro]["targets"][:, columns], self._labels, gradient)
 
     def _columns(self, micro: int) -> list[slice]:
-        """The ranges of tokens that go through the head at once: all, where it looks for the end of each row."""
+        """Return the ranges of tokens that go through the head at once: all, where it looks for the end of each row."""
         length = self._micro[micro]["input_ids"].shape[1]
         width = length if self._task_type is TaskType.SEQUENCE_CLASSIFICATION else self._plan.head_columns
         return [slice(start, min(start + width, length)) for start in range(0, length, width)]
@@ -295,17 +291,17 @@ class StepComputation:
         return self._call(micro).hidden_shape
 
     def _activation(self, index: int, shape: tuple[int, ...]) -> torch.Tensor:
-        buffers = self._plane.activations[Activation.HIDDEN]
+        buffers = self._buffers.activations[Activation.HIDDEN]
         return _apart(buffers.values(index, math.prod(shape), self._dtype)).view(shape)
 
     def _kept(self, task: ComputeTask) -> torch.Tensor | None:
-        """The buffer of kept outputs that a block's task writes or reads, if it has one."""
+        """Return the buffer of saved activations that a block's task writes or reads, if it has one."""
         if task.kept is None:
             return None
-        return _apart(self._plane.activations[Activation.KEPT].bytes(task.kept, self._plan.kept_bytes))
+        return _apart(self._buffers.activations[Activation.KEPT].bytes(task.kept, self._plan.kept_bytes))
 
     def _parameters(self, task: ComputeTask) -> dict[str, torch.Tensor]:
-        """The parameters of the task's records on the device, under all of their names, in the dtypes of the model."""
+        """Return the parameters of the task's records on the device, by all of their names, in the model's dtypes."""
         return {
             name: torch.nn.Parameter(views[slot.name].to(self._stack.dtype_of(name)), requires_grad=False)
             for record, views in self._views(task)
@@ -314,7 +310,10 @@ class StepComputation:
         }
 
     def _leaves(self, task: ComputeTask) -> dict[str, torch.Tensor]:
-        """The same, but what is trained are leaves whose gradients go to their record's sum. Tied names share one."""
+        """Return :meth:`_parameters` with leaves for what is trained, whose gradients go to their record's sum.
+
+        Tied names share a leaf.
+        """
         leaves: dict[str, torch.Tensor] = {}
         for record, views in self._views(task):
             trained = record.trained_names
@@ -329,101 +328,59 @@ class StepComputation:
         return leaves
 
     def _views(self, task: ComputeTask) -> Iterator[tuple[Record, dict[str, torch.Tensor]]]:
-        """The task's records, and their parameters in the device buffers by their first names."""
+        """Yield the task's records, and their parameters in the device buffers by their first names."""
         for index, buffer in task.places.items():
-            record = self._plane.shape.records[index]
+            record = self._buffers.shape.records[index]
             flat = self._flat(record, buffer, decoded=task.micro > 0)
             # Each apart: some adapters swap a weight in place, which must not look like a change of its neighbours.
             yield record, {name: _apart(view) for name, view in record.views(flat).items()}
 
     def _flat(self, record: Record, buffer: int, decoded: bool) -> torch.Tensor:
-        """A record's parameters on the device; ``decoded`` says that an earlier micro-batch has brought them back."""
-        buffers = self._plane.parameters[record.kind]
+        """Return a record's parameters on the device.
+
+        ``decoded`` says that an earlier micro-batch has brought them back into the compute dtype.
+        """
+        buffers = self._buffers.parameters[record.kind]
         if not record.decoded_nbytes:
             return buffers.values(buffer, record.numel, record.precision.dtype)
-        flat = self._plane.decoded.values(0, record.numel, record.precision.dtype)
+        flat = self._buffers.decoded.values(0, record.numel, record.precision.dtype)
         if not decoded:
             record.decode(buffers.bytes(buffer, record.device_nbytes), flat)
         return flat
 
     def _sum_buffer(self, record: Record, buffer: int) -> torch.Tensor:
-        wide = self._plane.wide.get(record.kind)
+        wide = self._buffers.wide.get(record.kind)
         if wide is not None:
             return wide.values(0, record.numel, torch.float32)
-        return self._plane.gradients[record.kind].values(buffer, record.numel, record.precision.dtype)
+        return self._buffers.gradients[record.kind].values(buffer, record.numel, record.precision.dtype)
 
     def _finish_gradient(self, task: ComputeTask) -> None:
-        """The record's gradient is complete (unless the embedding will add to it): round it, square it."""
+        """Round and square the gradient of a record, which is complete unless the embedding will add to it."""
         if not task.visit.completes:
             return
-        record = self._plane.shape.records[known(task.visit.trained)]
+        record = self._buffers.shape.records[known(task.visit.trained)]
         total = self._sums.pop(record.index)
         total.finish()
-        rounded = self._plane.gradients[record.kind].values(known(task.gradient), record.numel, record.precision.dtype)
+        rounded = self._buffers.gradients[record.kind].values(
+            known(task.gradient), record.numel, record.precision.dtype
+        )
         if rounded.data_ptr() != total.flat.data_ptr():
             rounded.copy_(total.flat)
         elif rounded.dtype != total.flat.dtype:
             round_in_place(total.flat, rounded)
         mark_absent(record, rounded, total.seen)
-        if self._plane.ranks is None:  # else it is a part of a sum
+        if self._buffers.shape.share.world_size == 1:  # else it is a part of a sum
             self._squares.append(sum_of_squares(rounded))
 
-    def _replayed(self, layer: int | None, micro: int) -> "_Replay":
-        return _Replay(self._random.pop((layer, micro)), self._device)
-
-
-class NextToken(StepComputation):
-    """A forward pass over one sequence, for what comes after it."""
-
-    logits: torch.Tensor
-    """fp32 ``[V]``, on the CPU."""
-
-    @torch.no_grad()
-    def _head_eval(self, task: ComputeTask) -> None:
-        hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro))
-        length = hidden.shape[self._stack.token_dim]
-        last = slice(length - 1, length)
-        with self._stack.bound(self._parameters(task), before=False):
-            self.logits = self._logits(task.micro, hidden, last)[0, -1].float().cpu()
-        self._losses.append(torch.zeros(()))
+    def _replayed(self, layer: int | None, micro: int) -> RandomReplay:
+        return RandomReplay(self._random.pop((layer, micro)), self._device)
 
 
 def _apart(buffer: torch.Tensor) -> torch.Tensor:
-    """The same memory with a version counter of its own.
+    """Return the same memory with a version counter of its own.
 
     All buffers of a ring are views of one allocation and would share its counter: copies into *other* buffers, which
     lanes make while a block computes, would look to autograd as if what it has saved had been overwritten. That nothing
     is overwritten too early is the schedule's business.
     """
     return buffer.data
-
-
-class _Replay:
-    """Draws the same random numbers again: dropout in a recomputed block must repeat itself."""
-
-    def __init__(self, state: torch.Tensor, device: torch.device):
-        self._state, self._device = state, device
-
-    def __enter__(self) -> "_Replay":
-        self._outer = _random_state(self._device)
-        self.rewind()
-        return self
-
-    def rewind(self) -> None:
-        """Begin again."""
-        _set_random_state(self._state, self._device)
-
-    def __exit__(self, *_: object) -> None:
-        _set_random_state(self._outer, self._device)
-
-
-def _random_state(device: torch.device) -> torch.Tensor:
-    """State of the generator that computation on ``device`` draws from."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _set_random_state(state: torch.Tensor, device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)

@@ -16,7 +16,6 @@ from common.result_cache import cached_path, read_cached, write_cached
 from fuyou.planner.profiling.measure import ProfiledWorkload, versions
 from fuyou.planner.profiling.profile import FORMAT, Profile
 from fuyou.runtime.devices import Device
-from fuyou.runtime.emulated import EmulatedDevice
 
 _KIND = "profiles"
 MAX_AGE_SECONDS = 30 * 86400.0
@@ -57,7 +56,7 @@ def describe(workload: ProfiledWorkload, device: Device) -> dict[str, Any]:
     shape = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
     return {
         "device": device.name,
-        "pace": str(device.spec.pace) if isinstance(device, EmulatedDevice) else "",
+        "pace": "" if device.computes else str(device.throttle),
         "processor": _processor(),
         "processors": cpu_count(),
         "threads": torch.get_num_threads() if device.shares_host_memory else 0,

@@ -28,7 +28,6 @@ from fuyou.planner.profiling.optimizer import OptimizerBench, scratch_records
 from fuyou.planner.profiling.profile import Profile
 from fuyou.planner.rates import Contention
 from fuyou.runtime.devices import Device, optimizer_threads
-from fuyou.runtime.emulated import EmulatedDevice
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.tasks import Resource
 
@@ -79,7 +78,7 @@ def measure(workload: ProfiledWorkload, device: Device) -> Profile:
         FinetuneError: a drive or the optimizer process failed.
     """
     start = time.monotonic()
-    pace = device.spec.pace if isinstance(device, EmulatedDevice) else None
+    pace = device.throttle
     link = OptimizerLink()  # imports PyTorch while the model is built
     bench: OptimizerBench | None = None
     try:
@@ -156,8 +155,8 @@ def versions() -> dict[str, str]:
 def _parts(
     stack: StreamedModel, shape: ModelLayout, device: Device, workload: ProfiledWorkload
 ) -> tuple[PartTimes, BlockBench | None]:
-    if isinstance(device, EmulatedDevice):
-        return _emulated_parts(shape, device.spec.flops_per_second, workload.tokens), None
+    if device.flops_per_second is not None:
+        return _emulated_parts(shape, device.flops_per_second, workload.tokens), None
     blocks = BlockBench(stack, shape, device, workload.rows, workload.seq_len, workload.head_columns)
     return blocks.measure(), blocks
 

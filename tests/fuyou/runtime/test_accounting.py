@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from fuyou.layout.share import Share
 from fuyou.layout.visits import Phase, Visit
 from fuyou.runtime.accounting import Accounting, TaskKind
 from fuyou.runtime.devices import CpuDevice
@@ -28,10 +29,11 @@ def test_a_gap_is_shared_out_along_what_was_waited_for() -> None:
     late = done(Op.COMPUTE, [second], 0.0, 0.0)
     late.done = False
     plane = SimpleNamespace(
-        device=CpuDevice(),
-        ranks=None,
-        take_ssd_intervals=lambda: [RecordInterval(0, 10.5, 11.25)],
-        take_adam_intervals=lambda: [RecordInterval(0, 1.0, 3.0)],
+        buffers=SimpleNamespace(device=CpuDevice(), shape=SimpleNamespace(share=Share())),
+        optimizer=SimpleNamespace(
+            take_ssd_intervals=lambda: [RecordInterval(0, 10.5, 11.25)],
+            take_adam_intervals=lambda: [RecordInterval(0, 1.0, 3.0)],
+        ),
     )
     accounting = Accounting(plane)  # type: ignore[arg-type]
     accounting.watch(StepList(1, [first, read, upload, early, second, late]))
