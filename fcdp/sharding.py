@@ -101,7 +101,7 @@ class Sharding:
         if self._cache is not None:
             self._cache.close()
 
-    def bytes_across_nodes(self, micro_batches: int, *, first_step: bool = False) -> float:
+    def inter_node_bytes(self, micro_batches: int, *, first_step: bool = False) -> float:
         """What one node should send to others in a step, in bytes of payload, by the planner's formulas.
 
         They take it that there is room for all that the strategy keeps, whatever ``host_cache_bytes`` says, and that

@@ -3,20 +3,20 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Level = Literal["inside", "across"]
+Level = Literal["intra_node", "inter_node"]
 
 
 @dataclass
 class Traffic:
     """What one rank has sent and copied so far. Counted at the call, not when done."""
 
-    gather_across: int = 0
+    gather_inter_node: int = 0
     """Parameter bytes sent to other nodes."""
-    gather_inside: int = 0
+    gather_intra_node: int = 0
     """Parameter bytes sent to ranks of the same node."""
-    reduce_across: int = 0
+    reduce_inter_node: int = 0
     """Gradient bytes sent to other nodes."""
-    reduce_inside: int = 0
+    reduce_intra_node: int = 0
     """Gradient bytes sent to ranks of the same node."""
     host_to_device: int = 0
     """Bytes read from the host cache."""
@@ -28,9 +28,9 @@ class Traffic:
     """Gathers that began with the rank's part alone."""
 
     @property
-    def across(self) -> int:
+    def inter_node(self) -> int:
         """All bytes sent to other nodes."""
-        return self.gather_across + self.reduce_across
+        return self.gather_inter_node + self.reduce_inter_node
 
     def sent(self, purpose: Literal["gather", "reduce"], level: Level, nbytes: int) -> None:
         """Count ``nbytes`` sent by this rank."""

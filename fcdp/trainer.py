@@ -280,7 +280,7 @@ class Trainer:
                 that is not finite or negative.
         """
         check_learning_rate(lr)
-        began, sent = time.monotonic(), self._sharding.traffic.across
+        began, sent = time.monotonic(), self._sharding.traffic.inter_node
         step, world, rank = self.step_count + 1, self._topology.world_size, self._topology.rank
         torch.manual_seed(((self._options.seed << 20) + step) * 65_537 % (1 << 62) + rank)
         if restarts(batch.get("position_ids")):  # on all ranks alike, whichever of them has such rows
@@ -307,7 +307,7 @@ class Trainer:
                 losses = router.losses(0, output.router_logits)
                 weights = [torch.full_like(one, world / len(parts)) for one in losses]  # of a mean over ranks, again
                 torch.autograd.backward([output.logits, *losses], [gradient, *weights])
-        loss_value, norm, stopping, all_sent = self._agree(total, stop, self._sharding.traffic.across - sent)
+        loss_value, norm, stopping, all_sent = self._agree(total, stop, self._sharding.traffic.inter_node - sent)
         try:
             skipped = self._nonfinite.should_skip_step(step, loss_value, norm, self.committed_step)
             if not skipped:
@@ -490,7 +490,7 @@ class Trainer:
 
     def planned_sent_bytes(self, rows: int) -> float:
         """Bytes that a node sends to others in a step of ``rows`` sequences, not the first, by the formulas."""
-        return self._sharding.bytes_across_nodes(self.micro_batches(rows))
+        return self._sharding.inter_node_bytes(self.micro_batches(rows))
 
     def model_flops_per_token(self, seq_len: int) -> float:
         """6 per parameter and token, 4 per frozen one, plus attention; recomputation not counted."""

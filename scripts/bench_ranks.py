@@ -130,8 +130,8 @@ def report(
         rates = TaskRates(
             spec.flops_per_second, spec.link_bytes_per_second, spec.link_bytes_per_second,
             spec.pace.read_bytes_per_second, spec.pace.write_bytes_per_second, adam,
-            inside_bytes_per_second=spec.inside_bytes_per_second or float("inf"),
-            across_bytes_per_second=spec.across_bytes_per_second or float("inf"), message_seconds=1e-3,
+            intra_node_bytes_per_second=spec.intra_node_bytes_per_second or float("inf"),
+            inter_node_bytes_per_second=spec.inter_node_bytes_per_second or float("inf"), message_seconds=1e-3,
         )  # fmt: skip
         batch = engine.memory_plan.batch
         frozen = adapters.peft_config() if adapters is not None else None

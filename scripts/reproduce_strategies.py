@@ -149,16 +149,16 @@ def paro_printed() -> dict[str, tuple[float, float]]:
     """PaRO's table 3 as printed: bytes across nodes and inside, of the whole cluster, in Psi elements."""
     n, m, g, s = 64, 8, 8, 8
     ring = (g * (n - 1) / n, (n - g) * (n - 1) / n)
-    inside = n * (m - 1) / m
+    intra_node = n * (m - 1) / m
     return {
         "zero1": (3 * ring[0], 3 * ring[1]),
         "zero2": (ring[0] * (s + 1), ring[1] * (s + 1)),
         "zero3": (3 * s * ring[0], 3 * s * ring[1]),
-        "mics": (2 * g / m * (g - 1), 3 * s * inside + 2 * (n - g) / m * (g - 1)),
-        "zero++-exact": (2 * s * ring[0], 2 * s * ring[1] + s * inside),
-        "paro-igg": (n * s / m * (g - 1) + n * s / n * (g - 1), 3 * s * inside),
-        "paro-iig": (2.0 * (g - 1), 3 * s * inside),
-        "paro-nig": (2.0 * (g - 1), 2 * inside),
+        "mics": (2 * g / m * (g - 1), 3 * s * intra_node + 2 * (n - g) / m * (g - 1)),
+        "zero++-exact": (2 * s * ring[0], 2 * s * ring[1] + s * intra_node),
+        "paro-igg": (n * s / m * (g - 1) + n * s / n * (g - 1), 3 * s * intra_node),
+        "paro-iig": (2.0 * (g - 1), 3 * s * intra_node),
+        "paro-nig": (2.0 * (g - 1), 2 * intra_node),
     }
 
 

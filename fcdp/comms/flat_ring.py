@@ -59,6 +59,6 @@ class FlatRing(RankLevel):
         """All that this rank sends goes to its neighbour."""
         rank, ranks_per_node = self._topology.rank, self._topology.ranks_per_node
         step = self.axis.stride if self.index < self.size - 1 else self.axis.stride * (1 - self.size)
-        across = (rank + step) // ranks_per_node != rank // ranks_per_node
+        inter_node = (rank + step) // ranks_per_node != rank // ranks_per_node
         nbytes = rows.numel() // self.size * (self.size - 1) * rows.element_size()
-        self._traffic.sent(self._purpose, "across" if across else "inside", nbytes)
+        self._traffic.sent(self._purpose, "inter_node" if inter_node else "intra_node", nbytes)

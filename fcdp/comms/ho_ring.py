@@ -25,16 +25,16 @@ class HoRing:
     """Two axes as one :class:`CommLevel`, both at work at once. With three, the faster two are a HoRing themselves.
 
     Args:
-        inside: the faster axis.
-        across: the slower one, which goes on where ``inside`` ends.
+        intra_node: the faster axis.
+        inter_node: the slower one, which goes on where ``intra_node`` ends.
     """
 
-    def __init__(self, inside: CommLevel, across: RankLevel):
-        self._inside = inside
-        self._across = across
-        self.axis = Axis(inside.axis.stride, inside.size * across.size)
+    def __init__(self, intra_node: CommLevel, inter_node: RankLevel):
+        self._intra_node = intra_node
+        self._inter_node = inter_node
+        self.axis = Axis(intra_node.axis.stride, intra_node.size * inter_node.size)
         self.size = self.axis.size
-        self.index = across.index * inside.size + inside.index
+        self.index = inter_node.index * intra_node.size + intra_node.index
         self._beside = SideStream()
 
     def gather(self, rows: torch.Tensor) -> Wait:
@@ -44,19 +44,19 @@ class HoRing:
             What to call before reading. On CUDA everything is in order on the current stream when this returns; on the
             CPU the first step is under way and the others are done by that call.
         """
-        nodes, node = self._across.size, self._across.index
+        nodes, node = self._inter_node.size, self._inter_node.index
         blocks = rows.unflatten(1, (nodes, -1))
-        own = blocks[:, :, self._inside.index]
+        own = blocks[:, :, self._intra_node.index]
         after, before = (node + 1) % nodes, (node - 1) % nodes
 
         def hand_on(block: int) -> list[Wait]:
             coming = (block - 1) % nodes
-            return [self._across.shift(row[block], after, row[coming], before) for row in own]
+            return [self._inter_node.shift(row[block], after, row[coming], before) for row in own]
 
         side = self._beside.start(rows)
         arriving = hand_on(node)
         with side:
-            filled = [self._inside.gather(blocks[:, node])]
+            filled = [self._intra_node.gather(blocks[:, node])]
 
         def rest() -> None:
             nonlocal arriving
@@ -67,7 +67,7 @@ class HoRing:
                 side.follow()
                 arriving = hand_on(block) if step < nodes - 1 else []
                 with side:
-                    filled.append(self._inside.gather(blocks[:, block]))
+                    filled.append(self._intra_node.gather(blocks[:, block]))
             with side:
                 for wait in filled:
                     wait()
@@ -88,7 +88,7 @@ class HoRing:
         Args:
             rows: ``[R, N * M, c]``, left as they are.
         """
-        nodes, node = self._across.size, self._across.index
+        nodes, node = self._inter_node.size, self._inter_node.index
         blocks = rows.unflatten(1, (nodes, -1))
         mine, sums = torch.empty((2, nodes, *output.shape), dtype=rows.dtype, device=rows.device)
         side = self._beside.start(rows)
@@ -96,10 +96,10 @@ class HoRing:
         for step in range(1, nodes + 1):
             block, source = (node + step) % nodes, (node - step) % nodes
             with side:
-                self._inside.reduce_scatter(blocks[:, block], mine[block])
+                self._intra_node.reduce_scatter(blocks[:, block], mine[block])
             if block != node:
                 side.join()
-                arriving.append(self._across.shift(mine[block], block, sums[source], source))
+                arriving.append(self._inter_node.shift(mine[block], block, sums[source], source))
         side.join()
         for wait in arriving:
             wait()

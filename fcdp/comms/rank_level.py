@@ -124,7 +124,7 @@ class RankLevel:
             return nothing
         nbytes = rows.numel() // self.size * rows.element_size()
         for to, _ in self._turns():
-            self._traffic.sent(self._purpose, "across" if self._is_on_another_node(to) else "inside", nbytes)
+            self._traffic.sent(self._purpose, "inter_node" if self._is_on_another_node(to) else "intra_node", nbytes)
         if not uses_gloo(self._group, rows.device):
             return self._grouped([
                 (row[to], to, places[_without(self.index, source)], source)
@@ -204,7 +204,7 @@ class RankLevel:
 
     @property
     def _name(self) -> LevelName:
-        return "across" if self.axis.crosses_nodes(self._topology.ranks_per_node) else "inside"
+        return "inter_node" if self.axis.crosses_nodes(self._topology.ranks_per_node) else "intra_node"
 
     def _is_on_another_node(self, index: int) -> bool:
         rank = self._topology.rank + (index - self.index) * self.axis.stride

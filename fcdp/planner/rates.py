@@ -74,15 +74,15 @@ class AlphaBeta:
         """HO-Ring (PaRO 3.4): while a block crosses nodes, the one before it goes round inside; the last one has to
         go round by itself."""
         blocks = mesh.extents[-1]
-        inside, across = sum(moving[:-1]), moving[-1]
-        overlapped = max(across, inside * (blocks - 1) / blocks) + inside / blocks
+        intra_node, inter_node = sum(moving[:-1]), moving[-1]
+        overlapped = max(inter_node, intra_node * (blocks - 1) / blocks) + intra_node / blocks
         return overlapped + self._latencies(mesh)
 
     def _tree(self, mesh: Mesh, moving: list[float]) -> float:
         """Double binary trees across nodes: few steps, at nine tenths of a ring's bandwidth (NCCL's tuning.cc)."""
-        *inside, across = zip(mesh.extents, self.links, strict=True)
-        steps = sum((extent - 1) * link.latency_seconds for extent, link in inside)
-        steps += math.ceil(math.log2(across[0])) * across[1].latency_seconds
+        *intra_node, inter_node = zip(mesh.extents, self.links, strict=True)
+        steps = sum((extent - 1) * link.latency_seconds for extent, link in intra_node)
+        steps += math.ceil(math.log2(inter_node[0])) * inter_node[1].latency_seconds
         return self.start_seconds + 2 * (steps + max(moving) / 0.9)
 
     def _latencies(self, mesh: Mesh) -> float:

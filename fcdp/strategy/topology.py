@@ -28,9 +28,9 @@ Purpose = Literal["gather", "reduce"]
 class LevelGroups:
     """One process group for each level. A level of one rank has none: nothing is ever sent there."""
 
-    inside: dist.ProcessGroup | None
+    intra_node: dist.ProcessGroup | None
     """The ranks of this node."""
-    across: dist.ProcessGroup | None
+    inter_node: dist.ProcessGroup | None
     """The ranks with this rank's place in the other nodes."""
 
 
@@ -141,8 +141,8 @@ class Topology:
         return self._level_groups("reduce")
 
     def _level_groups(self, purpose: Purpose) -> LevelGroups:
-        inside, across = Axis(1, self.ranks_per_node), Axis(self.ranks_per_node, self.nodes)
-        return LevelGroups(*(self.group(axis, purpose) if axis.size > 1 else None for axis in (inside, across)))
+        intra_node, inter_node = Axis(1, self.ranks_per_node), Axis(self.ranks_per_node, self.nodes)
+        return LevelGroups(*(self.group(axis, purpose) if axis.size > 1 else None for axis in (intra_node, inter_node)))
 
     def shard_mesh(self, shards: int) -> DeviceMesh:
         """The block of ``shards`` consecutive ranks that this one is in: what FSDP2 shards over. Collective."""

@@ -317,8 +317,8 @@ class Engine:
         if isinstance(self._device, EmulatedDevice):
             spec = self._device.spec
             for level, ranks, rate in (
-                ("inside", share.ranks_per_node, spec.inside_bytes_per_second),
-                ("across", share.nodes, spec.across_bytes_per_second),
+                ("inside", share.ranks_per_node, spec.intra_node_bytes_per_second),
+                ("across", share.nodes, spec.inter_node_bytes_per_second),
             ):
                 if ranks > 1 and rate is None:
                     raise UserError(f"An emulated accelerator among several ranks needs a rate: add {level}=10GB/s.")

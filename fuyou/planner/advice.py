@@ -150,7 +150,7 @@ def _changes(base: RunPlan) -> Iterator[tuple[str, Training, Machine]]:
     if busy(Resource.HOST_TO_DEVICE) or busy(Resource.DEVICE_TO_HOST):
         yield "a link twice as fast", job, faster(upload_bytes_per_second=2, download_bytes_per_second=2)
     if base.fits and busy(Resource.INTER_NODE):
-        yield "a network twice as fast", job, faster(across_bytes_per_second=2)
+        yield "a network twice as fast", job, faster(inter_node_bytes_per_second=2)
     yield (
         f"{format_bytes(2 * machine.host_bytes * job.shape.share.ranks_per_node)} of host memory",
         job,

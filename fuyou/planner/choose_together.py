@@ -54,7 +54,7 @@ def measure_links(topology: ClusterTopology, device: Device, agreement: Agreemen
     groups = topology.gather_groups
     emulated = device.spec if isinstance(device, EmulatedDevice) else None
     rates, messages = [], [0.0]
-    for group in (groups.inside, groups.across):
+    for group in (groups.intra_node, groups.inter_node):
         rate = float("inf")
         if group is not None:
             messages.append(_seconds(group, device, _SMALL_BYTES, _SMALL_ROUNDS, agreement))
@@ -64,9 +64,10 @@ def measure_links(topology: ClusterTopology, device: Device, agreement: Agreemen
                 rate = nbytes / max(_seconds(group, device, nbytes, 1, agreement) - messages[-1], 1e-9)
         rates.append(rate)
     if emulated is not None:
-        rates = [rate or float("inf") for rate in (emulated.inside_bytes_per_second, emulated.across_bytes_per_second)]
-    inside, across = rates
-    return RankLinks(inside, across, max(messages))
+        limits = (emulated.intra_node_bytes_per_second, emulated.inter_node_bytes_per_second)
+        rates = [rate or float("inf") for rate in limits]
+    intra_node, inter_node = rates
+    return RankLinks(intra_node, inter_node, max(messages))
 
 
 def _seconds(group: dist.ProcessGroup, device: Device, nbytes: int, rounds: int, agreement: Agreement) -> float:

@@ -309,8 +309,9 @@ def _network_seconds(tasks: StepList, moved: dict[Resource, float], rates: TaskR
     """The same of what connects ranks; nothing of that, where there is one."""
     result = {}
     for resource, rate in (
-        (Resource.INTRA_NODE, rates.inside_bytes_per_second), (Resource.INTER_NODE, rates.across_bytes_per_second)
-    ):  # fmt: skip
+        (Resource.INTRA_NODE, rates.intra_node_bytes_per_second),
+        (Resource.INTER_NODE, rates.inter_node_bytes_per_second),
+    ):
         messages = sum(task.op.resource is resource for task in tasks.tasks)
         if messages:
             result[resource] = moved[resource] / rate + messages * rates.message_seconds

@@ -74,9 +74,9 @@ class Machine:
 class RankLinks:
     """What connects a rank to the others, while all of them use theirs."""
 
-    inside_bytes_per_second: float
+    intra_node_bytes_per_second: float
     """To the ranks of its node, each way."""
-    across_bytes_per_second: float
+    inter_node_bytes_per_second: float
     """To other nodes, each way."""
     message_seconds: float
     """That an exchange takes beside its bytes."""
@@ -110,8 +110,8 @@ def one_of_several(machine: Machine, ranks_per_node: int, links: RankLinks) -> M
         read_bytes_per_second=rates.read_bytes_per_second * share,
         write_bytes_per_second=rates.write_bytes_per_second * share,
         adam_parameters_per_second=rates.adam_parameters_per_second * share,
-        inside_bytes_per_second=links.inside_bytes_per_second,
-        across_bytes_per_second=links.across_bytes_per_second,
+        intra_node_bytes_per_second=links.intra_node_bytes_per_second,
+        inter_node_bytes_per_second=links.inter_node_bytes_per_second,
         message_seconds=links.message_seconds,
     )
     return replace(

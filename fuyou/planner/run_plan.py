@@ -181,7 +181,7 @@ def gpu_bound_tokens(training: Training, machine: Machine) -> float:
     seconds_per_parameter = max(
         read / rates.read_bytes_per_second + written / rates.write_bytes_per_second,
         1 / (share.world_size * rates.adam_parameters_per_second),
-        sent / rates.across_bytes_per_second,
+        sent / rates.inter_node_bytes_per_second,
     )
     return rates.flops_per_second / 8 * seconds_per_parameter * share.world_size
 

@@ -51,9 +51,9 @@ class TaskRates:
     """Per token, of phases outside the blocks, where they were measured; others take their FLOPs' time."""
     finish_seconds: float = 0.0
     """At the end of each block's backward visit: its gradient's part of the norm."""
-    inside_bytes_per_second: float = float("inf")
+    intra_node_bytes_per_second: float = float("inf")
     """From one rank of a node to the others."""
-    across_bytes_per_second: float = float("inf")
+    inter_node_bytes_per_second: float = float("inf")
     """From one rank to other nodes, at the same time as the other ranks of its node."""
     message_seconds: float = 0.0
     """What every exchange between ranks takes beside its bytes."""
@@ -457,9 +457,9 @@ class Simulator:
             case _ if task.op.resource is Resource.HOST_TO_DEVICE:
                 self._copy(lane, task, rates.upload_bytes_per_second)
             case _ if task.op.resource is Resource.INTRA_NODE:
-                self._copy(lane, task, rates.inside_bytes_per_second, rates.message_seconds)
+                self._copy(lane, task, rates.intra_node_bytes_per_second, rates.message_seconds)
             case _ if task.op.resource is Resource.INTER_NODE:
-                self._copy(lane, task, rates.across_bytes_per_second, rates.message_seconds)
+                self._copy(lane, task, rates.inter_node_bytes_per_second, rates.message_seconds)
             case _ if task.op.resource is Resource.DEVICE_TO_HOST:
                 self._copy(lane, task, rates.download_bytes_per_second)
             case Op.RESIDENT_WRITE:

@@ -11,12 +11,12 @@ class Groups(Protocol):
     """One process group for each level; None for a level of one rank, where there is nothing to send."""
 
     @property
-    def inside(self) -> dist.ProcessGroup | None:
+    def intra_node(self) -> dist.ProcessGroup | None:
         """The ranks of this node."""
         ...
 
     @property
-    def across(self) -> dist.ProcessGroup | None:
+    def inter_node(self) -> dist.ProcessGroup | None:
         """The ranks with this rank's place in the other nodes."""
         ...
 

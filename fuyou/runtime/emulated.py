@@ -41,9 +41,9 @@ class EmulatedSpec:
     """To the device and from it, each."""
     pace: IoThrottle | None = None
     """Of each directory's drive; None leaves the drives as they are."""
-    inside_bytes_per_second: float | None = None
+    intra_node_bytes_per_second: float | None = None
     """From a rank to the others of its node, where there are several ranks."""
-    across_bytes_per_second: float | None = None
+    inter_node_bytes_per_second: float | None = None
     """From a node to the others, shared by its ranks' tasks one at a time."""
     norm: float = 0.0
     """What every gradient's norm is said to be, for clipping to strike."""
@@ -66,11 +66,11 @@ class EmulatedSpec:
             raise UserError(f"Device {text!r} lacks {', '.join(missing) or 'one of the two SSD rates'}. {_USAGE}")
         tflops, norm = (_number(name, fields.get(name, "0"), text) for name in ("tflops", "norm"))
         pace = IoThrottle(_rate(fields["ssd_read"]), _rate(fields["ssd_write"])) if "ssd_read" in fields else None
-        inside, across = (_rate(fields[name]) if name in fields else None for name in ("inside", "across"))
+        intra_node, inter_node = (_rate(fields[name]) if name in fields else None for name in ("inside", "across"))
         spec = EmulatedSpec(
-            tflops * 1e12, parse_bytes(fields["memory"]), _rate(fields["link"]), pace, inside, across, norm
+            tflops * 1e12, parse_bytes(fields["memory"]), _rate(fields["link"]), pace, intra_node, inter_node, norm
         )  # fmt: skip
-        rates = [rate for rate in (inside, across) if rate is not None]
+        rates = [rate for rate in (intra_node, inter_node) if rate is not None]
         if min(spec.flops_per_second, spec.memory_bytes, spec.link_bytes_per_second, *rates) <= 0:
             raise UserError(f"Every part of device {text!r} must be more than nothing.")
         return spec
@@ -129,8 +129,8 @@ class EmulatedDevice:
     def exchange(self, task: Task, work: Callable[[], None]) -> None:
         """Meet the other ranks, which ``work`` does, then take the time that the bytes would take."""
         work()
-        inside = task.op.resource is Resource.INTRA_NODE
-        rate = self.spec.inside_bytes_per_second if inside else self.spec.across_bytes_per_second
+        intra_node = task.op.resource is Resource.INTRA_NODE
+        rate = self.spec.intra_node_bytes_per_second if intra_node else self.spec.inter_node_bytes_per_second
         assert rate is not None
         self._queue(task, task.nbytes / rate)
 

@@ -61,7 +61,7 @@ class RankHandlers:
         flat = self._plane.parameters[record.kind].bytes(task.target, record.device_nbytes)
         filled = [count * record.unit_bytes for count in record.filled_slices]
         self._run(
-            task, self._gather_groups.inside, lambda group: gather(flat.view(group.size(), -1), group, filled)
+            task, self._gather_groups.intra_node, lambda group: gather(flat.view(group.size(), -1), group, filled)
         )  # fmt: skip
 
     def _reduce(self, task: Task) -> None:
@@ -72,7 +72,7 @@ class RankHandlers:
             if self._plane.shape.share.nodes == 1:
                 self._square(task, flat)
 
-        self._run(task, self._reduce_groups.inside, work)
+        self._run(task, self._reduce_groups.intra_node, work)
 
     def _exchange(self, task: Task) -> None:
         flat, share = self._gradient(task), self._plane.shape.share
@@ -84,7 +84,7 @@ class RankHandlers:
             reduce_scatter(stored.view(group.size(), -1), group, filled, REDUCTION_BYTES)
             self._square(task, flat)
 
-        self._run(task, self._reduce_groups.across, work)
+        self._run(task, self._reduce_groups.inter_node, work)
 
     def _spread(self, task: Task) -> None:
         record = self._plane.shape.records[task.record]
@@ -97,7 +97,7 @@ class RankHandlers:
             words = int(stored.numpy().view(np.uint64).sum(dtype=np.uint64))
             self._checksums[task.step] = (self._checksums.get(task.step, 0) + words * (2 * task.record + 1)) % (1 << 64)
 
-        self._run(task, self._gather_groups.across, work)
+        self._run(task, self._gather_groups.inter_node, work)
 
     def _gradient(self, task: Task) -> torch.Tensor:
         record = self._plane.shape.records[task.record]

@@ -229,8 +229,8 @@ def test_fcdps_measured_rates() -> None:
     """Table III: 16 GB gathered over two nodes took 0.949, 3.963, 6.745 and 67.66 s."""
     for name, seconds in (("a40-edr", 0.949), ("a40-ipoib", 3.963), ("a40-10gbe", 6.745), ("a40-1gbe", 67.66)):
         cluster = load_cluster(name).resized(Levels((2, 4, 2)))
-        across = 16e9 / 8  # a rank's part of what the node gathers from the other
-        assert cluster.rates.seconds("all_gather", Mesh((1, 1, 2)), across, "flat") == pytest.approx(seconds, rel=0.01)
+        nbytes = 16e9 / 8  # a rank's part of what the node gathers from the other
+        assert cluster.rates.seconds("all_gather", Mesh((1, 1, 2)), nbytes, "flat") == pytest.approx(seconds, rel=0.01)
 
 
 def test_nodes_under_one_leaf_switch_come_together() -> None:
