@@ -14,7 +14,7 @@ from fcdp.cache.placement import DeviceMemory, OnDevice, Placement
 from fcdp.cache.policy import all_kept, within
 from fcdp.cache.staleness import OptimizerHooks, StalenessCheck, mark_all
 from fcdp.comms.all_gather import CachedShard, GatherLevels, StagedAllGather
-from fcdp.comms.collectives import shaped_levels
+from fcdp.comms.levels import make_levels
 from fcdp.comms.rank_level import CommLevel
 from fcdp.comms.reduce_scatter import MicroBatches, ReduceLevels, StagedReduction
 from fcdp.grouping import ParameterGroup
@@ -153,12 +153,12 @@ class Sharding:
         topology, routes = self.topology, self.routes
         self._net = StalenessCheck(topology.device)
         streams = CopyStreams.on(topology.device)
-        kept, second = self._columns(streams, threshold, host_cache_bytes, device_memory)
+        kept, secondary = self._columns(streams, threshold, host_cache_bytes, device_memory)
         precision = self.strategy.precision
         gathers = GatherLevels(
             spread=self._levels(routes.spread, "gather")[::-1],
             gather=self._levels(routes.gather, "gather", precision.gather)[::-1],
-            second=self._levels(routes.second, "gather")[::-1],  # as it is kept
+            secondary=self._levels(routes.secondary, "gather")[::-1],  # as it is kept
         )
         reductions = ReduceLevels(
             reduce=self._levels(routes.reduce, "reduce", precision.reduce),
@@ -171,7 +171,7 @@ class Sharding:
             reduction = StagedReduction(group.name, reductions, topology.rank // routes.shards, self._micro_batches)
             if routes.shards > 1:
                 gather = StagedAllGather(
-                    group, rank, gathers, kept.get(group), second.get(group), streams, self._net, self.traffic
+                    group, rank, gathers, kept.get(group), secondary.get(group), streams, self._net, self.traffic
                 )
                 self._gathers.append(gather)
                 group.holder.set_custom_all_gather(cast(Any, gather))
@@ -185,7 +185,7 @@ class Sharding:
         self._settle()
 
     def _levels(self, axes: tuple[Axis, ...], purpose: Purpose, precision: Format = "bf16") -> list[CommLevel]:
-        return shaped_levels(self.topology, axes, purpose, self.traffic, self.strategy.ring, precision)
+        return make_levels(self.topology, axes, purpose, self.traffic, self.strategy.ring, precision)
 
     def _columns(
         self,
@@ -202,13 +202,13 @@ class Sharding:
         adaptive = self.routes.layout.cache == "adaptive"
         self._placement = Placement((device_memory or DeviceMemory.of(device)) if adaptive else None, threshold)
         kept: dict[ParameterGroup, CachedShard] = {}
-        second: dict[ParameterGroup, CachedShard] = {}
+        secondary: dict[ParameterGroup, CachedShard] = {}
         for one in chosen:
             host = self._cache.take(one.nbytes) if one.in_host else None
             residence = self._placement if one.in_host else OnDevice()
             share = CacheEntry(one.nbytes, host, streams, residence, self.traffic)
-            (second if one.is_second else kept)[one.group] = CachedShard(one.block, share, one.bits)
-        return kept, second
+            (secondary if one.is_secondary else kept)[one.group] = CachedShard(one.block, share, one.bits)
+        return kept, secondary
 
     # -- from step to step ------------------------------------------------------------------------------------------
 

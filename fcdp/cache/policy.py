@@ -14,7 +14,7 @@ class CachedGroup:
     """One group's share of P, or its second shard."""
 
     group: ParameterGroup
-    is_second: bool
+    is_secondary: bool
     block: int
     """Ranks that have a copy of the parameters among them."""
     nbytes: int
@@ -34,13 +34,13 @@ def all_kept(routes: Routes, groups: Sequence[ParameterGroup]) -> list[CachedGro
             found.append(
                 CachedGroup(group, False, block, routes.shards // block * group.cell_bytes, layout.p_in_cache, None)
             )
-    if layout.second is not None:
-        block, in_host = layout.second.shards, layout.cache != "device"
+    if layout.secondary is not None:
+        block, in_host = layout.secondary.shards, layout.cache != "device"
         for group in groups:
             if group.kept_after_forward:
                 continue  # the backward pass does not gather it
             # Groups of mixed dtype are gathered as plain bytes, which nobody can quantise.
-            bits = None if group.mixes_dtypes else BITS.get(layout.strategy.precision.second)
+            bits = None if group.mixes_dtypes else BITS.get(layout.strategy.precision.secondary)
             cell = group.cell_bytes if bits is None else quantised_nbytes(group.cell_numel, bits)
             found.append(CachedGroup(group, True, block, routes.shards // block * cell, in_host, bits))
     return found

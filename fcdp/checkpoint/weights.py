@@ -101,13 +101,13 @@ def gather_blocks(
         dtype: that they are given in; None: their own.
         layers: names of modules outside blocks whose parameters are to come together.
     """
-    run_on_all_ranks: dict[str, list[str]] = {}
+    by_layer: dict[str, list[str]] = {}
     for name, _ in model.named_parameters():
         layer = next((layer for layer in layers if name.startswith(f"{layer}.")), name)
         if name.startswith(f"{prefix}."):
             layer = f"block {name.removeprefix(f'{prefix}.').partition('.')[0]}"
-        run_on_all_ranks.setdefault(layer, []).append(name)
-    for names in run_on_all_ranks.values():
+        by_layer.setdefault(layer, []).append(name)
+    for names in by_layer.values():
         yield {name: whole(model.get_parameter(name), dtype) for name in names}
 
 

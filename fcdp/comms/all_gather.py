@@ -83,7 +83,7 @@ class GatherLevels:
 
     spread: Sequence[CommLevel]
     gather: Sequence[CommLevel]
-    second: Sequence[CommLevel]
+    secondary: Sequence[CommLevel]
 
 
 class StagedAllGather:
@@ -103,14 +103,14 @@ class StagedAllGather:
         rank: int,
         levels: GatherLevels,
         kept: CachedShard | None,
-        second: CachedShard | None,
+        secondary: CachedShard | None,
         streams: CopyStreams | None,
         net: StalenessCheck,
         traffic: Traffic,
     ):
         self.group = group
         self.kept = kept
-        self.second = second
+        self.secondary = secondary
         self._rank = rank
         self._levels = levels
         self._streams = streams
@@ -136,8 +136,8 @@ class StagedAllGather:
         """Fill ``output_tensor`` ``[ranks * c]``, of which ``input_tensor`` ``[c]`` is this rank's part."""
         cells = output_tensor.view(-1, input_tensor.numel())
         kept = self.kept if self.kept is not None and self.kept.fits(cells) else None
-        second = self.second if self.second is not None and self.second.fits(cells) else None
-        travelling, levels, filled = self._begin(cells, input_tensor, kept, second)
+        secondary = self.secondary if self.secondary is not None and self.secondary.fits(cells) else None
+        travelling, levels, filled = self._begin(cells, input_tensor, kept, secondary)
         first = self._start(levels, 0, travelling)
 
         def rest() -> None:
@@ -147,11 +147,11 @@ class StagedAllGather:
                 arriving = self._start(levels, passed, travelling)
                 if passed == filled and kept is not None:
                     kept.store(cells, self._rank, output_tensor)
-            if second is not None and filled is not None:
-                second.store(cells, self._rank, output_tensor)
-            elif second is not None and second.bits is not None:
+            if secondary is not None and filled is not None:
+                secondary.store(cells, self._rank, output_tensor)
+            elif secondary is not None and secondary.bits is not None:
                 for others in (slice(self._rank), slice(self._rank + 1, None)):
-                    cells[others] = dequantise(travelling[others], cells.size(1), second.bits)
+                    cells[others] = dequantise(travelling[others], cells.size(1), secondary.bits)
 
         if self._streams is None:
             return PendingGather(rest)
@@ -160,23 +160,23 @@ class StagedAllGather:
 
     def forget(self) -> None:
         """Let go of what is kept: from now on every gather goes all the way."""
-        self.kept = self.second = None
+        self.kept = self.secondary = None
 
     def _begin(
-        self, cells: torch.Tensor, own: torch.Tensor, kept: CachedShard | None, second: CachedShard | None
+        self, cells: torch.Tensor, own: torch.Tensor, kept: CachedShard | None, secondary: CachedShard | None
     ) -> tuple[torch.Tensor, Sequence[CommLevel], int | None]:
         """Start from what is kept, if it is good. Returns the cells to gather, the axes that are left, and how many of
         them come before this rank's share of P is complete; None: nothing is to be kept of what comes."""
-        if second is not None and not second.used_up and not self.group.dirty:
-            second.used_up = True
-            return self._load(second, cells, own), self._levels.second, None
-        if second is not None:
-            second.used_up = False
+        if secondary is not None and not secondary.used_up and not self.group.dirty:
+            secondary.used_up = True
+            return self._load(secondary, cells, own), self._levels.secondary, None
+        if secondary is not None:
+            secondary.used_up = False
         if kept is not None and not self.group.dirty:
-            return self._load(kept, cells, own), self._levels.gather, None if second is None else 0
+            return self._load(kept, cells, own), self._levels.gather, None if secondary is None else 0
         self._traffic.misses += 1
         self.group.dirty = False
-        if kept is not None or second is not None:
+        if kept is not None or secondary is not None:
             self._net.filled(self.group, own)
         return cells, [*self._levels.spread, *self._levels.gather], len(self._levels.spread)
 

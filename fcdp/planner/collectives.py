@@ -99,11 +99,11 @@ def step_collectives(layout: StrategyMeshes, workload: Workload, *, select_and_d
             found.append(Collective(purpose, operation, mesh, nbytes, times, phase, ring))
 
     add("gather P, forward", "all_gather", p, gather * psi, s, "forward")
-    if layout.second is None:
+    if layout.secondary is None:
         add("gather P, backward", "all_gather", p, gather * again, s, "backward")
     else:
-        second = _element(strategy.precision.second, compute)
-        add("gather second shards, backward", "all_gather", layout.second, second * again, s, "backward")
+        secondary = _element(strategy.precision.secondary, compute)
+        add("gather second shards, backward", "all_gather", layout.secondary, secondary * again, s, "backward")
 
     if select_and_drop:
         if g not in (p, os) or not g.holds(p):

@@ -51,15 +51,19 @@ class Estimate:
             "p": layout.p.pair,
             "g": layout.g.pair,
             "os": layout.os.pair,
-            "second": None if layout.second is None else layout.second.pair,
+            "second": None if layout.secondary is None else layout.secondary.pair,
             "cache": layout.cache,
             "exact": layout.strategy.precision.exact,
             "ring": layout.strategy.ring,
             "checkpointing": self.checkpointing,
             "device_bytes": round(self.memory.device),
             "device_bytes_of": {
-                part: round(getattr(self.memory, part))
-                for part in ("parameters", "second", "gradients", "optimizer", "activations", "working")
+                "parameters": round(self.memory.parameters),
+                "second": round(self.memory.secondary),
+                "gradients": round(self.memory.gradients),
+                "optimizer": round(self.memory.optimizer),
+                "activations": round(self.memory.activations),
+                "working": round(self.memory.working),
             },
             "host_bytes": round(self.memory.host),
             "inter_node_bytes_per_step": round(self.inter_node_bytes),
@@ -187,5 +191,5 @@ def _copies(layout: StrategyMeshes, workload: Workload, memory: Memory, cluster:
     if layout.cache == "adaptive":
         room = ADAPTIVE_THRESHOLD * cluster.device_memory_bytes - memory.device
         kept = min(max(room / memory.cached, 0.0), 1.0)
-    whole = memory.cached if layout.second is not None else P_BYTES * workload.parameters / layout.p.shards
+    whole = memory.cached if layout.secondary is not None else P_BYTES * workload.parameters / layout.p.shards
     return (1.0 - kept) * whole / cluster.host_link_bytes_per_second

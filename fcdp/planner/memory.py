@@ -26,7 +26,7 @@ class Memory:
 
     parameters: float
     """P's shards on a device."""
-    second: float
+    secondary: float
     """Second shards on a device."""
     gradients: float
     optimizer: float
@@ -41,7 +41,7 @@ class Memory:
     @property
     def states(self) -> float:
         """P, G and OS on a device: what the papers' tables give."""
-        return self.parameters + self.second + self.gradients + self.optimizer
+        return self.parameters + self.secondary + self.gradients + self.optimizer
 
     @property
     def device(self) -> float:
@@ -53,15 +53,15 @@ def memory_of(layout: StrategyMeshes, workload: Workload, *, checkpointing: bool
     """What ``layout`` takes."""
     psi, trained = workload.parameters, workload.trainable
     on_device = layout.os if layout.p_in_cache else layout.p
-    cached = second = 0.0
+    cached = secondary = 0.0
     if layout.p_in_cache:
         cached = P_BYTES * psi / layout.p.shards
-    elif layout.second is not None:
-        nbytes = BYTES_PER_ELEMENT[layout.strategy.precision.second] * psi / layout.second.shards
-        cached, second = (0.0, nbytes) if layout.cache == "device" else (nbytes, 0.0)
+    elif layout.secondary is not None:
+        nbytes = BYTES_PER_ELEMENT[layout.strategy.precision.secondary] * psi / layout.secondary.shards
+        cached, secondary = (0.0, nbytes) if layout.cache == "device" else (nbytes, 0.0)
     return Memory(
         parameters=P_BYTES * psi / on_device.shards,
-        second=second,
+        secondary=secondary,
         gradients=G_BYTES * trained / layout.g.shards,
         optimizer=OS_BYTES * trained / layout.os.shards,
         activations=workload.activation_bytes(checkpointing),

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from common.hardware.machine import memory_limit_bytes
 from common.models.flops import hardware_flops_per_token
 from common.models.meta import build_meta_model
-from fcdp.comms.collectives import shaped_levels
+from fcdp.comms.levels import make_levels
 from fcdp.comms.rank_level import CommLevel
 from fcdp.comms.reduce_scatter import scatter
 from fcdp.planner.estimate import OPTIMIZER_BYTES
@@ -169,8 +169,8 @@ class _Group:
         self._topology = topology
         self._low, self._ranks = low, high // low
         self._index = topology.rank // low % self._ranks
-        self._gather: list[CommLevel] = shaped_levels(topology, axes, "gather", traffic, ring)[::-1]
-        self._reduce: list[CommLevel] = shaped_levels(topology, axes, "reduce", traffic, ring)
+        self._gather: list[CommLevel] = make_levels(topology, axes, "gather", traffic, ring)[::-1]
+        self._reduce: list[CommLevel] = make_levels(topology, axes, "reduce", traffic, ring)
 
     def gather_seconds(self, nbytes: int) -> float:
         """Of an all-gather whose result has ``nbytes``."""

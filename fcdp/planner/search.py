@@ -60,7 +60,7 @@ def admissible(levels: Levels) -> list[Strategy]:
     def add(strategy: Strategy) -> None:
         # On these levels, names may mean the same: 8x1 is I. The first one stays.
         layout = strategy.on(levels)
-        point = (layout.p, layout.g, layout.os, layout.second, layout.cache, strategy.precision, strategy.ring)
+        point = (layout.p, layout.g, layout.os, layout.secondary, layout.cache, strategy.precision, strategy.ring)
         found.setdefault(point, strategy)
 
     for preset in PRESETS.values():
@@ -79,15 +79,15 @@ def admissible(levels: Levels) -> list[Strategy]:
         if mesh[p].nodes == 1 and 1 < mesh[p].shards < mesh[os].shards:
             add(_strategy(p, g, os, cache="host"))
         if mesh[p].nodes > 1 and levels.ranks_per_node > 1:
-            add(_strategy(p, g, os, second=True, cache="device"))
-            add(_strategy(p, g, os, second=True, cache="host"))
+            add(_strategy(p, g, os, secondary=True, cache="device"))
+            add(_strategy(p, g, os, secondary=True, cache="host"))
     return list(found.values())
 
 
-def _strategy(p: Scope, g: Scope, os: Scope, *, second: bool = False, cache: Tier | None = None) -> Strategy:
+def _strategy(p: Scope, g: Scope, os: Scope, *, secondary: bool = False, cache: Tier | None = None) -> Strategy:
     """As :func:`parse_strategy` reads its name."""
     return parse_strategy(
-        "/".join(map(str, (p, g, os))) + (f"+{cache}" if cache else "") + ("+second" if second else "")
+        "/".join(map(str, (p, g, os))) + (f"+{cache}" if cache else "") + ("+second" if secondary else "")
     )
 
 

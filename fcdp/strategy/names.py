@@ -46,7 +46,7 @@ def _presets() -> dict[str, Strategy]:
             Scope("G"),
             Scope("G"),
             Scope("G"),
-            second=Scope("I"),
+            secondary=Scope("I"),
             precision=WireFormats(gather="int8", reduce="int4"),
             ring="hierarchical",
         ),
@@ -64,8 +64,8 @@ def _presets() -> dict[str, Strategy]:
             Scope("pair"),
             Scope("I"),
             Scope("G"),
-            second=Scope("pair"),
-            precision=WireFormats(gather="int8", second="int8", reduce="int4"),
+            secondary=Scope("pair"),
+            precision=WireFormats(gather="int8", secondary="int8", reduce="int4"),
             ring="hierarchical",
         ),
     ]
@@ -104,17 +104,17 @@ def parse_strategy(text: str) -> Strategy:
     if len(parts) != 3:
         raise UserError(_unknown(text))
     p, g, os = (Scope.parse(part) for part in parts)
-    second, cache = None, None
+    secondary, cache = None, None
     for extra in extras:
         if extra == "second":
-            second = Scope("I")
+            secondary = Scope("I")
         elif extra in get_args(Tier):
             cache = cast(Tier, extra)
         else:
             known = (*get_args(Tier), "second")
             raise UserError(f"{text!r}: {extra!r} is no tier of a cache.{did_you_mean(extra, known)}")
     written = "+".join(["/".join(map(str, (p, g, os))), *extras])
-    return Strategy(written, p, g, os, second=second, cache=cache, ring="hierarchical")
+    return Strategy(written, p, g, os, secondary=secondary, cache=cache, ring="hierarchical")
 
 
 def _unknown(text: str) -> str:

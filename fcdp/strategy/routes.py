@@ -66,7 +66,7 @@ class Routes:
     """P from its shards, at every use."""
     spread: tuple[Axis, ...]
     """New values from OS's ranks to P's shards, after each step, at the first use."""
-    second: tuple[Axis, ...]
+    secondary: tuple[Axis, ...]
     """P from second shards, in the backward pass; empty: there are none."""
     reduce: tuple[Axis, ...]
     """G over its scope, by every micro-batch."""
@@ -79,7 +79,7 @@ class Routes:
     def of(cls, layout: StrategyMeshes) -> "Routes":
         """The routes that ``layout`` takes."""
         p, g, os = layout.p.shards, layout.g.shards, layout.os.shards
-        second = 1 if layout.second is None else layout.second.shards
+        secondary = 1 if layout.secondary is None else layout.secondary.shards
 
         def between(low: int, high: int) -> tuple[Axis, ...]:
             return axes_between(low, high, layout.levels, layout.strategy.ring)
@@ -93,7 +93,7 @@ class Routes:
             layout,
             gather=between(1, p),
             spread=between(p, os),
-            second=between(1, second),
+            secondary=between(1, secondary),
             reduce=reduce,
             finish=between(g, os),
             replicate=between(os, layout.levels.world_size),

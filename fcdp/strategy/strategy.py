@@ -36,7 +36,7 @@ class WireFormats:
 
     gather: Format = "bf16"
     """P, gathered over its scope."""
-    second: Format = "bf16"
+    secondary: Format = "bf16"
     """The second set of shards: as it is kept and as it is gathered."""
     reduce: Format = "bf16"
     """G, reduced over its scope by every micro-batch."""
@@ -62,7 +62,7 @@ class Strategy:
     """Of gradients while micro-batches accumulate."""
     os: Scope
     """Of optimizer states and fp32 masters."""
-    second: Scope | None = None
+    secondary: Scope | None = None
     """Of a second set of P's shards, filled by each forward, gathered by its backward."""
     cache: Tier | None = None
     """Tier of the second set, or else of P's own shards where OS's scope is wider. None: device if there is any such
@@ -72,23 +72,23 @@ class Strategy:
 
     def __post_init__(self) -> None:
         _check_order(self, self.os.coarser_than(self.p), self.os.coarser_than(self.g), self.g.coarser_than(self.p))
-        if self.second is not None:
+        if self.secondary is not None:
             if self.p.text == "N":
                 raise UserError(f"{self.name}: P is not sharded, so a second set of shards saves nothing (FCDP VI-A).")
-            if self.second.text in ("N", "G") or (self.second.numbers or (0, 1))[1] > 1:
+            if self.secondary.text in ("N", "G") or (self.secondary.numbers or (0, 1))[1] > 1:
                 raise UserError(
                     f"{self.name}: a second set of shards is there to stay inside a node (ZeRO-topo III-C), "
-                    f"but its scope is {self.second}."
+                    f"but its scope is {self.secondary}."
                 )
-        elif self.precision.second != "bf16":
+        elif self.precision.secondary != "bf16":
             raise UserError(f"{self.name}: a precision is given for second shards, but there are none.")
-        if self.cache not in (None, "none") and self.second is None and (self.p.text == "N" or self.p == self.os):
+        if self.cache not in (None, "none") and self.secondary is None and (self.p.text == "N" or self.p == self.os):
             why = "not sharded" if self.p.text == "N" else f"sharded over {self.p} as OS is"
             raise UserError(
                 f"{self.name}: P is {why}, so there is no cache to put in {self.cache} memory. A cache holds a node's "
                 "shards of P while OS is sharded more widely, or a second set of shards (FCDP IV-C, VI-A)."
             )
-        if self.cache == "none" and self.second is not None:
+        if self.cache == "none" and self.secondary is not None:
             raise UserError(f"{self.name}: a second set of shards needs a tier: device, host or adaptive.")
 
     @property
@@ -105,16 +105,16 @@ class Strategy:
         """
         p, g, os = self.p.on(levels), self.g.on(levels), self.os.on(levels)
         _check_order(self, not os.holds(p), not os.holds(g), not g.holds(p))
-        second = None if self.second is None else self.second.on(levels)
-        if p == second and self.precision.second == "bf16":
-            second = None  # on one node they are the same shards
+        secondary = None if self.secondary is None else self.secondary.on(levels)
+        if p == secondary and self.precision.secondary == "bf16":
+            secondary = None  # on one node they are the same shards
         # A node of one rank has all of P in that rank's share: on the device nothing is gained by it.
         own = p.shards < os.shards and (p.shards > 1 or self.cache in ("host", "adaptive"))
-        cached = second is not None or own
+        cached = secondary is not None or own
         cache: Tier = (self.cache or "device") if cached else "none"
         if cached and cache == "none":
             cache = "device"
-        return StrategyMeshes(self, levels, p, g, os, second, cache)
+        return StrategyMeshes(self, levels, p, g, os, secondary, cache)
 
     def without_quantisation(self) -> "Strategy":
         """The same with everything in bf16."""
@@ -130,14 +130,14 @@ class StrategyMeshes:
     p: Mesh
     g: Mesh
     os: Mesh
-    second: Mesh | None
+    secondary: Mesh | None
     cache: Tier
     """``none`` where nothing is cached on this cluster."""
 
     @property
     def p_in_cache(self) -> bool:
         """Whether P's own shards are the cache, so that a device holds no more of P than OS's ranks do."""
-        return self.second is None and self.cache in ("host", "adaptive")
+        return self.secondary is None and self.cache in ("host", "adaptive")
 
 
 def _check_order(strategy: Strategy, os_under_p: bool | None, os_under_g: bool | None, g_under_p: bool | None) -> None:

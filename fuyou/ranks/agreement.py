@@ -31,7 +31,7 @@ class Agreement:
         """What every rank has told, JSON, in the order of ranks."""
         return all_gather_object(value, self._group)
 
-    def tell_at_commit(self, value: Any) -> list[Any]:
+    def all_gather_at_commit(self, value: Any) -> list[Any]:
         """The same, for the thread of commits."""
         return all_gather_object(value, self._commits)
 

@@ -38,11 +38,11 @@ def test_a_share_has_the_cells_of_all_ranks_with_the_same_place() -> None:
 
 def test_second_shards_are_of_groups_that_the_backward_gathers_and_may_be_quantised() -> None:
     exact = _kept("zero++", Levels((2, 4)))
-    assert [(one.group, one.nbytes, one.is_second, one.bits) for one in exact] == [
+    assert [(one.group, one.nbytes, one.is_secondary, one.bits) for one in exact] == [
         (GROUPS[0], 800, True, None), (GROUPS[1], 2400, True, None),
     ]  # fmt: skip
     both = _kept("zero-topo", Levels((2, 2, 2)))
-    assert [(one.is_second, one.bits, one.in_host) for one in both] == [(False, None, False)] * 3 + [
+    assert [(one.is_secondary, one.bits, one.in_host) for one in both] == [(False, None, False)] * 3 + [
         (True, 8, False)
     ] * 2
     assert both[3].nbytes == 4 * (256 + 4), "100 elements are one block of int8 and its scale"

@@ -23,7 +23,7 @@ def dgx(nodes: int = 4) -> Cluster:
     return load_cluster("a800-hdr").resized(Levels((8, nodes)))
 
 
-@pytest.mark.parametrize(("name", "parameters", "second", "gradients", "optimizer", "host"), [
+@pytest.mark.parametrize(("name", "parameters", "secondary", "gradients", "optimizer", "host"), [
     # Per parameter on 8 x 4 ranks, from PaRO's table 2 and FCDP VI-A.
     ("ddp", 2, 0, 2, 12, 0),
     ("zero1", 2, 0, 2, 12 / 32, 0),
@@ -38,16 +38,16 @@ def dgx(nodes: int = 4) -> Cluster:
     ("G/G/G+host+second", 2 / 32, 0, 2 / 32, 12 / 32, 2),
 ])  # fmt: skip
 def test_states_are_those_of_the_papers_tables(
-    name: str, parameters: float, second: float, gradients: float, optimizer: float, host: float
+    name: str, parameters: float, secondary: float, gradients: float, optimizer: float, host: float
 ) -> None:
     memory = memory_of(parse_strategy(name).on(Levels((8, 4))), WORKLOAD, checkpointing=False)
-    found = [memory.parameters, memory.second, memory.gradients, memory.optimizer, memory.host]
-    assert found == pytest.approx([PSI * each for each in (parameters, second, gradients, optimizer, host)])
+    found = [memory.parameters, memory.secondary, memory.gradients, memory.optimizer, memory.host]
+    assert found == pytest.approx([PSI * each for each in (parameters, secondary, gradients, optimizer, host)])
 
 
 def test_zero_topos_tables_v_and_vi() -> None:
     memory = memory_of(PRESETS["zero-topo"].on(Levels((2, 4, 2))), WORKLOAD, checkpointing=False)
-    assert memory.parameters + memory.second == pytest.approx(PSI * (1 + 0.5 * (1 + 4 / 256)))
+    assert memory.parameters + memory.secondary == pytest.approx(PSI * (1 + 0.5 * (1 + 4 / 256)))
     assert memory.gradients == pytest.approx(PSI / 4)
 
 
@@ -158,10 +158,12 @@ def test_the_space_has_every_admissible_triple_once() -> None:
     found = [strategy.on(levels) for strategy in admissible(levels)]
     scopes = [(1, 1), (2, 1), (4, 1), (4, 2), (4, 4)]
     triples = {(p, g, os) for p in scopes for g in scopes for os in scopes if p <= g <= os}
-    plain = {(one.p.pair, one.g.pair, one.os.pair) for one in found if one.second is None}
+    plain = {(one.p.pair, one.g.pair, one.os.pair) for one in found if one.secondary is None}
     paro = {((4, 1), (1, 1), (4, 1)), ((4, 1), (1, 1), (4, 4)), ((4, 4), (1, 1), (4, 4)), ((4, 4), (4, 1), (4, 4))}
     assert plain == triples | paro
-    keys = [(one.p, one.g, one.os, one.second, one.cache, one.strategy.precision, one.strategy.ring) for one in found]
+    keys = [
+        (one.p, one.g, one.os, one.secondary, one.cache, one.strategy.precision, one.strategy.ring) for one in found
+    ]
     assert len(keys) == len(set(keys))
     for strategy in admissible(levels):
         assert parse_strategy(strategy.name).on(levels) == strategy.on(levels), "names mean what was costed"

@@ -14,7 +14,7 @@ from fcdp.strategy.topology import Purpose, Topology
 from fcdp.traffic import Traffic
 
 
-def shaped_levels(
+def make_levels(
     topology: Topology,
     axes: Sequence[Axis],
     purpose: Purpose,
