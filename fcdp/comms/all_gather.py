@@ -24,10 +24,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from common.point_to_point import Wait
 from common.quantisation import Bits, dequantise, quantise, quantised_nbytes
 from fcdp.cache.host_cache import CacheEntry, CopyStreams
 from fcdp.cache.staleness import StalenessCheck
-from fcdp.comms.rank_level import CommLevel, Wait, nothing
+from fcdp.comms.rank_level import CommLevel, nothing
 from fcdp.grouping import ParameterGroup
 from fcdp.traffic import Traffic
 

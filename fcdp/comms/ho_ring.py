@@ -16,7 +16,8 @@ What a rank sends is what it sends in the hierarchical ring: (N-1)/N of its M-th
 
 import torch
 
-from fcdp.comms.rank_level import CommLevel, RankLevel, Wait, nothing
+from common.point_to_point import Wait
+from fcdp.comms.rank_level import CommLevel, RankLevel, nothing
 from fcdp.comms.side_stream import SideStream
 from fcdp.strategy.routes import Axis
 

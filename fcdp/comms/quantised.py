@@ -17,8 +17,9 @@ from collections.abc import Iterator
 
 import torch
 
+from common.point_to_point import Wait
 from common.quantisation import BLOCK, Bits, dequantise, quantise, quantised_nbytes
-from fcdp.comms.rank_level import CommLevel, RankLevel, Wait, nothing
+from fcdp.comms.rank_level import CommLevel, RankLevel, nothing
 from fcdp.comms.side_stream import SideStream
 
 PIECES = 4

@@ -1,4 +1,4 @@
-"""What the engine needs to know of a cluster. ``fcdp.Topology`` is one."""
+"""What the engine needs to know of a cluster. ``fcdp.Topology`` has it."""
 
 from typing import Protocol
 
@@ -31,17 +31,17 @@ class ClusterTopology(Protocol):
 
     @property
     def gather_groups(self) -> Groups:
-        """For parameters."""
+        """Process groups for gathering parameters."""
         ...
 
     @property
     def reduce_groups(self) -> Groups:
-        """For gradients: groups of their own, so that both are under way at the same time."""
+        """Process groups for reducing gradients, which may be under way while parameters are gathered."""
         ...
 
 
 def share_of(topology: ClusterTopology | None) -> Share:
-    """What of every record is this rank's."""
+    """Return which part of every record is this rank's; the whole of it without a topology."""
     if topology is None:
         return Share()
     return Share(topology.nodes, topology.ranks_per_node, topology.node, topology.local_rank)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import fcdp
 from tests.helpers.fcdp.cases import Case, train
@@ -21,11 +22,11 @@ def _count(topology: fcdp.Topology, case: Case, **options: Any) -> dict[str, flo
         sent[level] += tensor.numel() * tensor.element_size()
         return send(tensor, dst, group, tag, group_dst)
 
-    dist.isend = counting  # type: ignore[assignment]
+    dist.isend = distributed_c10d.isend = counting  # type: ignore[assignment]  # which P2POp compares with
     try:
         _, seen = train(topology, case, "fcdp", inspect=lambda sharding: _look(sharding, case), **options)
     finally:
-        dist.isend = send  # type: ignore[assignment]
+        dist.isend = distributed_c10d.isend = send  # type: ignore[assignment]
     return {**seen, "sent_intra_node": sent["intra_node"], "sent_inter_node": sent["inter_node"]}
 
 
