@@ -1,4 +1,4 @@
-"""Bytes that ranks send, counted where they are sent. What theory says they should be: ``planner/collectives.py``."""
+"""Bytes that ranks send, counted where they are sent. ``planner/collectives.py`` says what they should be."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,7 +8,7 @@ Level = Literal["intra_node", "inter_node"]
 
 @dataclass
 class Traffic:
-    """What one rank has sent and copied so far. Counted at the call, not when done."""
+    """Bytes that one rank has sent and copied so far, counted at the call, not when it is done."""
 
     gather_inter_node: int = 0
     """Parameter bytes sent to other nodes."""
@@ -23,9 +23,9 @@ class Traffic:
     device_to_host: int = 0
     """Bytes written to the host cache."""
     hits: int = 0
-    """Gathers that began with what the rank had kept."""
+    """Gathers that began with what the rank had cached."""
     misses: int = 0
-    """Gathers that began with the rank's part alone."""
+    """Gathers that began with this rank's cell alone."""
 
     @property
     def inter_node(self) -> int:
