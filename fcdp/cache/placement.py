@@ -18,7 +18,7 @@ import torch
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """How much device memory there is and how much is in use, both in bytes."""
+    """Device memory: all of it and what is in use, in bytes."""
 
     total: int
     in_use: Callable[[], int]

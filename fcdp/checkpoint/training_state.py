@@ -1,4 +1,4 @@
-"""What a training goes on from: its trained weights and moments in commits, and what they belong to."""
+"""The state that a training resumes from: trained weights and moments, in commits that say what they belong to."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,7 +87,8 @@ class TrainingCheckpoints:
         return state
 
     def _identity(self) -> dict[str, Any]:
-        """Return what the run that goes on must have as the one that was committed; names are those in messages."""
+        """Return what must be equal in the run that was committed and in the one that resumes it, by name in
+        messages."""
         adapters = self._model.adapters
         return {
             "model type": self._model.config.model_type,

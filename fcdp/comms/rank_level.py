@@ -188,7 +188,7 @@ class RankLevel:
 
 
 def uses_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether tensors on ``device`` go through gloo in this group, which may have a backend per device type."""
+    """Return whether tensors on ``device`` go through gloo in this group, which may have a backend per device type."""
     configuration = dist.get_backend_config(group)
     for part in configuration.split(","):
         kind, _, backend = part.rpartition(":")

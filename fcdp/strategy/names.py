@@ -22,12 +22,12 @@ def _meshes(name: str, p: str, g: str, os: str) -> Strategy:
 
 
 def _paro() -> list[str]:
-    """The 14 of table 1: OS is sharded at least as finely as P and as G (3.1.3, principle 1)."""
+    """Return the 14 strategies of table 1: OS is sharded at least as finely as P and as G (3.1.3, principle 1)."""
     return [p + g + os for p, g, os in product("NIG", repeat=3) if max(map("NIG".index, (p, g))) <= "NIG".index(os)]
 
 
 PARO = tuple(_paro())
-"""``NNN`` to ``GGG``, in the order of PaRO's table 1 up to its grouping by P."""
+"""Scopes of P, G and OS, ``NNN`` to ``GGG``, in the order of PaRO's table 1 up to its grouping by P."""
 
 
 def _presets() -> dict[str, Strategy]:
@@ -40,7 +40,7 @@ def _presets() -> dict[str, Strategy]:
         _letters("III", "mics", ring="hierarchical"),
         _letters("III", "hsdp", ring="hierarchical"),
         _letters("III", "hybrid", ring="hierarchical"),
-        # ZeRO++ (ZeRO-topo III-C): int8 gathers, a second set of shards in the node, int4 all-to-all reductions.
+        # ZeRO++ (ZeRO-topo III-C): int8 gathers, a secondary partition in the node, int4 all-to-all reductions.
         Strategy(
             "zero++",
             Scope("G"),
@@ -58,7 +58,7 @@ def _presets() -> dict[str, Strategy]:
         _meshes("amsp-7b", "1x1", "1x1", "8x1"),
         _meshes("amsp-13b", "4x1", "4x1", "8x1"),
         _meshes("amsp-30b", "8x1", "8x1", "8x4"),
-        # ZeRO-topo (V): P over a pair, G over a node, OS over all; int8 second shards over the pair.
+        # ZeRO-topo (V): P over a pair, G over a node, OS over all; an int8 secondary partition over the pair.
         Strategy(
             "zero-topo",
             Scope("pair"),
@@ -73,7 +73,7 @@ def _presets() -> dict[str, Strategy]:
 
 
 PRESETS = _presets()
-"""Named strategies. Those that quantise also exist with ``-exact`` appended, where they do not."""
+"""Strategies by name. Those that quantise have a twin that does not, with ``-exact`` appended."""
 PRESETS |= {
     exact.name: exact
     for exact in (strategy.without_quantisation() for strategy in PRESETS.values())
@@ -82,12 +82,12 @@ PRESETS |= {
 
 
 def parse_strategy(text: str) -> Strategy:
-    """The strategy that a user names.
+    """Return the strategy that a user names.
 
     Args:
         text: a preset (``zero3``, ``paro-iig``), three letters (``IGG``), or three scopes (``I/G/G``, ``4x1/4x1/8x1``,
             ``pair/node/cluster``). To scopes, ``+device``, ``+host`` or ``+adaptive`` adds the tier of the cache, and
-            ``+second`` second shards in the node. ``auto`` is for :mod:`fcdp.planner` to answer.
+            ``+second`` a secondary partition in the node. ``auto`` is for :mod:`fcdp.planner` to answer.
 
     Raises:
         UserError: no such strategy, or one that breaks a rule.

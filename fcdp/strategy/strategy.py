@@ -1,13 +1,13 @@
 """A sharding strategy: over which ranks parameters, gradients and optimizer states are sharded, and how they travel.
 
-Every strategy of PaRO, AMSP, ZeRO-topo and FCDP is a point in one space (``strategy_names.py`` names them):
+Every strategy of PaRO, AMSP, ZeRO-topo and FCDP is a point in one space (``names.py`` names them):
 
 * P, G and OS each have a scope. P is gathered over its scope at every use; G is reduced over its scope by every
   micro-batch, and over the rest of the cluster once per step; new parameters are spread from OS's scope to P's once
   per step (PaRO 3.3).
 * P's shards live in device memory. With a scope between N and that of OS they are a cache of what OS's ranks hold, and
-  may live in host memory instead (FCDP). Besides, a *second* set of shards inside the node may be kept from forward
-  to backward (ZeRO++).
+  may live in host memory instead (FCDP). Besides, a *secondary partition* of P inside the node may be
+  kept from forward to backward (ZeRO++).
 
 OS here includes the fp32 master weights. What all of it costs on a cluster is worked out in ``fcdp/planner``.
 """
@@ -20,7 +20,8 @@ from common.quantisation import Bits
 from fcdp.strategy.mesh import Levels, Mesh, Scope
 
 Tier = Literal["none", "device", "host", "adaptive"]
-"""Where cached shards of P live. ``adaptive``: on the device while there is room, in host memory otherwise."""
+"""Memory in which cached shards of P live. ``adaptive``: on the device while there is room, in host memory
+otherwise."""
 
 Ring = Literal["flat", "hierarchical", "ho"]
 """Shape of gathers and reductions that cross levels. ``flat``: one ring through all ranks, as NCCL's and gloo's own.
@@ -32,14 +33,15 @@ BITS: dict[Format, Bits] = {"int8": 8, "int4": 4}
 
 @dataclass(frozen=True)
 class WireFormats:
-    """What travels. Anything but bf16 is quantised in blocks, with a scale for each (``common.quantisation``)."""
+    """Formats on the network. Anything but bf16 is quantised in blocks, with a scale for each
+    (``common.quantisation``)."""
 
     gather: Format = "bf16"
-    """P, gathered over its scope."""
+    """Format of P as it is gathered over its scope."""
     secondary: Format = "bf16"
-    """The second set of shards: as it is kept and as it is gathered."""
+    """Format in which the secondary partition of P is kept and gathered."""
     reduce: Format = "bf16"
-    """G, reduced over its scope by every micro-batch."""
+    """Format of G as it is reduced over its scope by every micro-batch."""
 
     @property
     def exact(self) -> bool:
@@ -49,7 +51,7 @@ class WireFormats:
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to shard. Construction checks what can be checked without a cluster, :meth:`on` the rest.
+    """A way to shard. Construction checks what can be checked without a cluster, :meth:`on` the rest.
 
     Raises:
         UserError: a dependency rule of the papers is broken; the message cites it.
@@ -57,17 +59,19 @@ class Strategy:
 
     name: str
     p: Scope
-    """Of parameters in compute precision."""
+    """Scope of parameters in compute precision."""
     g: Scope
-    """Of gradients while micro-batches accumulate."""
+    """Scope of gradients while micro-batches accumulate."""
     os: Scope
-    """Of optimizer states and fp32 masters."""
+    """Scope of optimizer states and fp32 master weights."""
     secondary: Scope | None = None
-    """Of a second set of P's shards, filled by each forward, gathered by its backward."""
+    """Scope of a secondary partition of P, which each forward pass fills and its backward pass gathers; None: there is
+    none."""
     cache: Tier | None = None
-    """Tier of the second set, or else of P's own shards where OS's scope is wider. None: device if there is any such
-    cache, none otherwise."""
+    """Tier of the secondary partition, or else of P's own shards where OS's scope is wider. None: device if there is
+    any such cache, none otherwise."""
     precision: WireFormats = WireFormats()
+    """Formats in which tensors are sent."""
     ring: Ring = "flat"
 
     def __post_init__(self) -> None:
@@ -93,12 +97,12 @@ class Strategy:
 
     @property
     def scopes(self) -> str:
-        """``IGG``, or ``4x1/4x1/8x1``."""
+        """Scopes of P, G and OS in short: ``IGG``, or ``4x1/4x1/8x1``."""
         parts = (self.p.text, self.g.text, self.os.text)
         return "".join(parts) if all(len(part) == 1 for part in parts) else "/".join(parts)
 
     def on(self, levels: Levels) -> "StrategyMeshes":
-        """The strategy on a cluster.
+        """Return the strategy's meshes on a cluster.
 
         Raises:
             UserError: it breaks a rule there.
@@ -117,7 +121,7 @@ class Strategy:
         return StrategyMeshes(self, levels, p, g, os, secondary, cache)
 
     def without_quantisation(self) -> "Strategy":
-        """The same with everything in bf16."""
+        """Return the strategy with everything in bf16."""
         return self if self.precision.exact else replace(self, name=f"{self.name}-exact", precision=WireFormats())
 
 
@@ -132,7 +136,7 @@ class StrategyMeshes:
     os: Mesh
     secondary: Mesh | None
     cache: Tier
-    """``none`` where nothing is cached on this cluster."""
+    """Tier of the cache; ``none`` where nothing is cached on this cluster."""
 
     @property
     def p_in_cache(self) -> bool:
@@ -141,7 +145,7 @@ class StrategyMeshes:
 
 
 def _check_order(strategy: Strategy, os_under_p: bool | None, os_under_g: bool | None, g_under_p: bool | None) -> None:
-    """The dependency rules; None is a comparison that only a cluster can decide.
+    """Refuse what the papers' dependency rules forbid; None is a comparison that only a cluster can decide.
 
     PaRO and AMSP agree that OS is sharded at least as finely as P and G. On G against P they differ: AMSP (IV-B) and
     ZeRO-topo (V) want G as fine as P, PaRO recommends INI and others for adapters (table 1).
