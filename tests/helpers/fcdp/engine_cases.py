@@ -166,6 +166,7 @@ def set_back(folder: Path, rank: int) -> None:
 
 
 def train_routed(topology: fcdp.Topology | None, run: Run) -> Outcome:
-    """The same of a model some of whose experts no token is sent to."""
+    """Train a model some of whose experts no token is sent to."""
+    from tests.helpers import routed  # noqa: F401 - so that this process knows the family
 
     return train(topology, replace(run, packed=False))
