@@ -63,7 +63,7 @@ def fully_shard(
 
     Args:
         model: parameters on any device, the meta device included; it is moved to ``topology.device`` shard by shard.
-            Which parameters require gradients should be settled: it decides what travels together.
+            Which parameters require gradients should be final: it decides which are gathered together.
         topology: the ranks, and which of them share a node.
         strategy: a strategy, or what :func:`fcdp.strategy.names.parse_strategy` understands: a preset's name, or
             P/G/OS.
@@ -87,7 +87,7 @@ def fully_shard(
     layout = _layout(strategy, topology)
     routes = Routes.of(layout)
     units = find_units(model, blocks)
-    # Frozen and trainable parameters travel apart where something is kept of them from step to step.
+    # Frozen and trainable parameters are gathered apart where something of them is cached from step to step.
     apart = layout.p.shards < layout.os.shards
     groups = split_units(units, adapter_groups) if apart else whole_units(units)
     policy = _explicit(mp_policy or MixedPrecisionPolicy(), model)
@@ -95,7 +95,7 @@ def fully_shard(
     for group in groups:
         unit = units[group.unit]
         _measure(group, routes.shards, policy)
-        group.kept_after_forward = routes.keeps_whole or (unit.keep_after_forward and group.modules == [unit.module])
+        group.kept_after_forward = routes.keeps_gathered or (unit.keep_after_forward and group.modules == [unit.module])
         target = group.modules if len(group.modules) > 1 else group.modules[0]
         keep = group.kept_after_forward
         fsdp2_fully_shard(cast(Any, target), mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)

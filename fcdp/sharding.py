@@ -129,7 +129,7 @@ class Sharding:
             parameters=elements,
             trainable=trained,
             blocks=len(self.groups),
-            kept=kept,
+            kept_gathered=kept,
             compute_bytes=gathered / elements,
             gradient_bytes=reduced / max(trained, 1),
             micro_batches=micro_batches,
@@ -144,7 +144,7 @@ class Sharding:
     def on_device(self) -> list[str]:
         """Return the names of the groups whose cached shard of P is on the device now."""
         return [
-            gather.group.name for gather in self._gathers if gather.kept is not None and gather.kept.entry.on_device
+            gather.group.name for gather in self._gathers if gather.cached is not None and gather.cached.entry.on_device
         ]
 
     # -- putting it together ----------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ class Sharding:
         topology, routes = self.topology, self.routes
         self._staleness = StalenessCheck(topology.device)
         streams = CopyStreams.on(topology.device)
-        kept, secondary = self._make_cached_shards(streams, threshold, host_cache_bytes, device_memory)
+        cached, secondary = self._make_cached_shards(streams, threshold, host_cache_bytes, device_memory)
         precision = self.strategy.precision
         gathers = GatherLevels(
             spread=self._levels(routes.spread, "gather")[::-1],
@@ -167,12 +167,19 @@ class Sharding:
             replicate=self._levels(routes.replicate, "reduce"),
             gather_back=self._levels(routes.replicate, "gather")[::-1],
         )
-        rank = topology.rank % routes.shards
+        rank, staleness = topology.rank % routes.shards, self._staleness
         for group in self.groups:
             reduction = StagedReduction(group.name, reductions, topology.rank // routes.shards, self._micro_batches)
             if routes.shards > 1:
                 gather = StagedAllGather(
-                    group, rank, gathers, kept.get(group), secondary.get(group), streams, self._staleness, self.traffic
+                    group,
+                    rank,
+                    gathers,
+                    cached.get(group),
+                    secondary.get(group),
+                    streams,
+                    self._staleness,
+                    self.traffic,
                 )
                 self._gathers.append(gather)
                 group.holder.set_custom_all_gather(cast(Any, gather))
@@ -202,21 +209,21 @@ class Sharding:
         self.host_cache_bytes = self._cache.nbytes
         adaptive = self.routes.layout.cache == "adaptive"
         self._placement = Placement((device_memory or DeviceMemory.of(device)) if adaptive else None, threshold)
-        kept: dict[ParameterGroup, CachedShard] = {}
+        cached: dict[ParameterGroup, CachedShard] = {}
         secondary: dict[ParameterGroup, CachedShard] = {}
         for one in chosen:
             host = self._cache.allocate(one.nbytes) if one.in_host else None
             placement = self._placement if one.in_host else AlwaysOnDevice()
             entry = CacheEntry(one.nbytes, host, streams, placement, self.traffic)
-            (secondary if one.is_secondary else kept)[one.group] = CachedShard(one.block, entry, one.bits)
-        return kept, secondary
+            (secondary if one.is_secondary else cached)[one.group] = CachedShard(one.block, entry, one.bits)
+        return cached, secondary
 
     # -- from step to step ------------------------------------------------------------------------------------------
 
     def _set_reshard_after_backward(self) -> None:
         """Tell FSDP2 to reshard trainable parameters that P does not shard after the last micro-batch alone, before
         which they do not change."""
-        if self.routes.keeps_whole:
+        if self.routes.keeps_gathered:
             for group in self.groups:
                 reshard = self._micro_batches.is_last and group.trainable
                 group.holder.set_reshard_after_backward(reshard, recurse=False)

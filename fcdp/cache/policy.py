@@ -29,7 +29,7 @@ def all_cached(routes: Routes, groups: Sequence[ParameterGroup]) -> list[CachedG
     """Return everything that a strategy caches if there is room for it."""
     layout = routes.layout
     found = []
-    if routes.keeps_shares:
+    if routes.caches_shards:
         block = layout.p.shards
         for group in groups:
             found.append(

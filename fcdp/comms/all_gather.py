@@ -98,7 +98,7 @@ class StagedAllGather:
     Args:
         group: its ``dirty`` mark decides whether what is cached may be used.
         rank: this rank's place in the block of ranks over which FSDP2 shards.
-        kept: this rank's cached shard of P; None: it has none, or no room for it.
+        cached: this rank's cached shard of P; None: it has none, or no room for it.
         secondary: this rank's shard in the secondary partition; None: there is none.
         streams: copy streams; None on the CPU.
         staleness: checks what is cached at each hit.
@@ -110,14 +110,14 @@ class StagedAllGather:
         group: ParameterGroup,
         rank: int,
         levels: GatherLevels,
-        kept: CachedShard | None,
+        cached: CachedShard | None,
         secondary: CachedShard | None,
         streams: CopyStreams | None,
         staleness: StalenessCheck,
         traffic: Traffic,
     ):
         self.group = group
-        self.kept = kept
+        self.cached = cached
         self.secondary = secondary
         self._rank = rank
         self._levels = levels
@@ -143,35 +143,35 @@ class StagedAllGather:
     ) -> dist.Work | None:
         """Fill ``output_tensor`` ``[ranks * c]``, whose part ``input_tensor`` ``[c]`` this rank has."""
         cells = output_tensor.view(-1, input_tensor.numel())
-        kept = self.kept if self.kept is not None and self.kept.fits(cells) else None
+        cached = self.cached if self.cached is not None and self.cached.fits(cells) else None
         secondary = self.secondary if self.secondary is not None and self.secondary.fits(cells) else None
-        in_transit, levels, filled = self._begin(cells, input_tensor, kept, secondary)
-        first = self._start(levels, 0, in_transit)
+        travelling, levels, cached_after = self._begin(cells, input_tensor, cached, secondary)
+        first = self._start(levels, 0, travelling)
 
-        def rest() -> None:
-            arriving = first
-            for passed in range(1, len(levels) + 1):
-                arriving()
-                arriving = self._start(levels, passed, in_transit)
-                if passed == filled and kept is not None:
-                    kept.store(cells, self._rank, output_tensor)
-            if secondary is not None and filled is not None:
+        def finish() -> None:
+            wait = first
+            for done in range(1, len(levels) + 1):
+                wait()
+                wait = self._start(levels, done, travelling)
+                if done == cached_after and cached is not None:
+                    cached.store(cells, self._rank, output_tensor)
+            if secondary is not None and cached_after is not None:
                 secondary.store(cells, self._rank, output_tensor)
             elif secondary is not None and secondary.bits is not None:
                 for others in (slice(self._rank), slice(self._rank + 1, None)):
-                    cells[others] = dequantise(in_transit[others], cells.size(1), secondary.bits)
+                    cells[others] = dequantise(travelling[others], cells.size(1), secondary.bits)
 
         if self._streams is None:
-            return PendingGather(rest)
-        rest()
+            return PendingGather(finish)
+        finish()
         return None
 
     def forget(self) -> None:
         """Drop what is cached: from now on every gather goes all the way."""
-        self.kept = self.secondary = None
+        self.cached = self.secondary = None
 
     def _begin(
-        self, cells: torch.Tensor, own: torch.Tensor, kept: CachedShard | None, secondary: CachedShard | None
+        self, cells: torch.Tensor, own: torch.Tensor, cached: CachedShard | None, secondary: CachedShard | None
     ) -> tuple[torch.Tensor, Sequence[CommLevel], int | None]:
         """Start from what is cached, if it is up to date.
 
@@ -184,11 +184,11 @@ class StagedAllGather:
             return self._load(secondary, cells, own), self._levels.secondary, None
         if secondary is not None:
             secondary.consumed = False
-        if kept is not None and not self.group.dirty:
-            return self._load(kept, cells, own), self._levels.gather, None if secondary is None else 0
+        if cached is not None and not self.group.dirty:
+            return self._load(cached, cells, own), self._levels.gather, None if secondary is None else 0
         self._traffic.misses += 1
         self.group.dirty = False
-        if kept is not None or secondary is not None:
+        if cached is not None or secondary is not None:
             self._staleness.filled(self.group, own)
         return cells, [*self._levels.spread, *self._levels.gather], len(self._levels.spread)
 

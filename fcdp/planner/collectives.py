@@ -89,7 +89,7 @@ def step_collectives(layout: StrategyMeshes, workload: Workload, *, select_and_d
     compute, gradient = workload.compute_bytes, workload.gradient_bytes
     gather = _element(strategy.precision.gather, compute)
     reduce = _element(strategy.precision.reduce, gradient)
-    again = psi - workload.kept  # what is gathered in the backward pass, too
+    again = psi - workload.kept_gathered  # what is gathered in the backward pass, too
     ring = strategy.ring
     found: list[Collective] = []
 

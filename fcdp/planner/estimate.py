@@ -181,7 +181,7 @@ def _packing(layout: StrategyMeshes, workload: Workload, phase: Phase) -> float:
     """Return the bytes that FSDP2 reads and writes in one pass to copy gathered parameters out of one buffer per unit,
     and gradients that are reduced into one."""
     is_gathered = layout.p.shards > 1 or layout.p_in_cache
-    gathered = workload.parameters - (workload.kept if phase == "backward" else 0.0) if is_gathered else 0.0
+    gathered = workload.parameters - (workload.kept_gathered if phase == "backward" else 0.0) if is_gathered else 0.0
     reduced = workload.trainable if phase == "backward" else 0.0
     return 2 * (workload.compute_bytes * gathered + workload.gradient_bytes * reduced)
 

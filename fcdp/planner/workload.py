@@ -35,7 +35,7 @@ class Workload:
     seq_len: int = 1
     micro_batch: int = 1
     """Sequences that a rank computes at once."""
-    kept: float = 0.0
+    kept_gathered: float = 0.0
     """Parameters that stay gathered from forward to backward because the backward begins with them: head and final
     norm."""
     compute_bytes: float = 2.0
@@ -77,8 +77,8 @@ class Workload:
         """Return the bytes that one micro-batch saves, with attention that does not keep its scores (flash
         attention)."""
         block = self.tokens * self.block_activation_bytes
-        kept = self.blocks * self.tokens * self.hidden_bytes + block if checkpointing else self.blocks * block
-        return kept + self.tokens * self.logits_bytes
+        saved = self.blocks * self.tokens * self.hidden_bytes + block if checkpointing else self.blocks * block
+        return saved + self.tokens * self.logits_bytes
 
     @classmethod
     def of_model(
@@ -115,14 +115,14 @@ class Workload:
             weight_flops_per_token=2.0 * active * trainable_ratio + attention,
             seq_len=seq_len,
             micro_batch=micro_batch,
-            kept=_kept(model),
+            kept_gathered=_kept_gathered(model),
             compute_bytes=float(dtype_bytes),
             gradient_bytes=float(dtype_bytes),
             micro_batches=micro_batches,
         )
 
 
-def _kept(model: nn.Module) -> float:
+def _kept_gathered(model: nn.Module) -> float:
     """Return the number of parameters in units that :func:`fcdp.fully_shard` does not reshard after the forward
     pass."""
     units = find_units(model, None)

@@ -109,11 +109,11 @@ class Routes:
         return self.layout.levels.world_size // self.shards
 
     @property
-    def keeps_whole(self) -> bool:
+    def keeps_gathered(self) -> bool:
         """Whether P is not sharded, so that gathered parameters stay until they change."""
         return self.layout.p.shards == 1 and not self.layout.p_in_cache
 
     @property
-    def keeps_shares(self) -> bool:
+    def caches_shards(self) -> bool:
         """Whether ranks keep P's shards besides their shards of OS: P is sharded, and less finely than OS."""
-        return self.layout.p.shards < self.shards and not self.keeps_whole
+        return self.layout.p.shards < self.shards and not self.keeps_gathered

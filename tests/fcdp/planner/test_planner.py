@@ -71,12 +71,12 @@ def test_activations_of_llama_7b() -> None:
 
 def test_what_the_backward_begins_with_is_not_gathered_again() -> None:
     """Head and last norm; GPT-2's head is its embedding, which therefore stays, beside that of the positions."""
-    assert Workload.of_model(load_config("llama-7b")[0], seq_len=8).kept == 32000 * 4096 + 4096
-    assert Workload.of_model(load_config("gpt2-125m")[0], seq_len=8).kept == (50257 + 1024 + 2) * 768
+    assert Workload.of_model(load_config("llama-7b")[0], seq_len=8).kept_gathered == 32000 * 4096 + 4096
+    assert Workload.of_model(load_config("gpt2-125m")[0], seq_len=8).kept_gathered == (50257 + 1024 + 2) * 768
     workload = Workload.of_model(load_config("llama-7b")[0], seq_len=8)
     layout, psi = PRESETS["zero3"].on(Levels((8, 4))), workload.parameters
     gathers = [c for c in step_collectives(layout, workload) if c.operation == "all_gather"]
-    assert sum(c.nbytes * c.times for c in gathers) == 2 * psi + 2 * (psi - workload.kept)
+    assert sum(c.nbytes * c.times for c in gathers) == 2 * psi + 2 * (psi - workload.kept_gathered)
 
 
 def test_in_fp32_everything_that_blocks_compute_in_takes_twice_the_bytes() -> None:
