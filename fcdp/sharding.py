@@ -167,7 +167,7 @@ class Sharding:
             replicate=self._levels(routes.replicate, "reduce"),
             gather_back=self._levels(routes.replicate, "gather")[::-1],
         )
-        rank, staleness = topology.rank % routes.shards, self._staleness
+        rank = topology.rank % routes.shards
         for group in self.groups:
             reduction = StagedReduction(group.name, reductions, topology.rank // routes.shards, self._micro_batches)
             if routes.shards > 1:
