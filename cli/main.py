@@ -15,12 +15,12 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from cli.launch.interrupts import Interrupts, Stopped
+from cli.job.from_options import settings_of
 from cli.options.command import build_command
 from cli.options.config_file import effective_config
 from cli.options.grouped import WRITTEN, expand_pattern
 from cli.options.modes import CHECK, DEMO, PLAN_CLUSTER, PROFILE, VERIFY, mode_of
-from cli.options.settings import Settings
+from cli.train.interrupts import Interrupts, Stopped
 from common.errors import FinetuneError, UserError
 
 DEFAULT_PROFILE_MODEL = "gpt3-1.3b"
@@ -88,7 +88,7 @@ def _run(interrupts: Interrupts, arguments: tuple[str, ...], **options: Any) -> 
         raise UserError("Give the model to fine-tune with --model DIR or --model PRESET, or try --demo.")
     settings = settings_of(arguments, options)
     if settings.nodes is not None:
-        from cli.launch.nodes import launch
+        from cli.launch.launcher import launch
 
         launch(settings, trains=not options["profile"])
     elif mode is PROFILE:
@@ -100,21 +100,6 @@ def _run(interrupts: Interrupts, arguments: tuple[str, ...], **options: Any) -> 
 
         finetune(settings, interrupts)
     return 0
-
-
-def settings_of(arguments: tuple[str, ...], options: dict[str, Any]) -> Settings:
-    """What the parsed ``options`` of a command line ask for.
-
-    Raises:
-        UserError: they do not go together.
-    """
-    given = {field.name: options[field.name] for field in fields(Settings) if field.name in options}
-    for name in ("ssd", "leave_ssd", "data", "eval_data"):
-        given[name] = tuple(
-            path for word in options[name] for path in expand_pattern(f"--{name.replace('_', '-')}", word)
-        )
-    given["lora_targets"] = tuple(options["lora_targets"])
-    return Settings(**given, arguments=arguments)
 
 
 def _plan(arguments: tuple[str, ...], options: dict[str, Any]) -> int:

@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 
 from cli.inspect.findings import DriveFound, Finding, GpuFound, MachineFound, find_trouble
-from cli.inspect.versions import versions
+from cli.job.machine import directories_at_hand, training_of
 from cli.options.adapters import peft_config_of
 from cli.options.computing_dtype import with_dtype
 from cli.options.settings import Settings
-from cli.plan.machine import directories_at_hand, training_of
+from cli.report.versions import versions
 from common.hardware.drives import drive_of
 from common.hardware.machine import cpu_count, huge_pages_enabled, list_gpus, memory_available_bytes, memory_limit_bytes
 from common.models.presets import load_config

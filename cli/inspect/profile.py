@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable
 
+from cli.job.machine import device_at_hand, directories_at_hand, training_of
+from cli.job.quiet import quiet_transformers
 from cli.options.computing_dtype import with_dtype
 from cli.options.settings import Settings
-from cli.plan.machine import device_at_hand, directories_at_hand, training_of
-from cli.report.summary import RESOURCES
-from cli.train.one_machine import quiet_transformers
+from cli.report.results import RESOURCES
 from common.hardware.machine import describe_machine
 from common.units import format_bytes, format_count
 from fuyou.calibration import measured_profile

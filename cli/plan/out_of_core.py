@@ -7,13 +7,13 @@ import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from cli.job.machine import device_at_hand, directories_at_hand, training_of
+from cli.job.quiet import quiet_transformers
 from cli.options.computing_dtype import ELSEWHERE, with_dtype
 from cli.options.naming import naming
 from cli.options.settings import Settings
 from cli.plan.compare_engines import InMemory, in_memory
-from cli.plan.machine import device_at_hand, directories_at_hand, training_of
-from cli.report.summary import RESOURCES
-from cli.train.one_machine import quiet_transformers
+from cli.report.results import RESOURCES
 from common.errors import UserError
 from common.hardware.machine import memory_available_bytes
 from common.hardware.presets import drive_names, drive_preset, gpu_names, gpu_preset

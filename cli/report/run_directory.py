@@ -14,11 +14,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from cli.inspect.versions import versions
+from cli.job.job import Job
 from cli.options.config_file import effective_config, written_by
 from cli.options.grouped import WRITTEN
 from cli.options.settings import DESCRIPTION, RUN
-from cli.train.prepare import Job
+from cli.report.versions import versions
 from common.hardware.machine import describe_machine
 from common.store.errors import described
 

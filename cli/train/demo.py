@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cli.launch.interrupts import Interrupts
+from cli.job.quiet import quiet_transformers
 from cli.options.schedule import Warmup
 from cli.options.settings import Settings
-from cli.train.one_machine import Result, finetune, quiet_transformers
+from cli.train.interrupts import Interrupts
+from cli.train.loop import RunResult
+from cli.train.one_machine import finetune
 from common.units import format_bytes, format_count, format_seconds
 
 PROMPT = "The module provides"
@@ -113,7 +115,7 @@ def write_data(file: Path) -> None:
             out.write(json.dumps({"text": " ".join(text.split())}) + "\n")
 
 
-def _summary(result: Result, size: DemoSize) -> str:
+def _summary(result: RunResult, size: DemoSize) -> str:
     """What a run out of core is about: its states are larger than the memory it took."""
     report = result.report
     states = 12 * report.parameters

@@ -36,7 +36,7 @@ from tests.cli.test_train import history
 ROOT = Path(__file__).parents[2]
 BEGIN = ("-m", "cli.main")
 _ENDS_WITHIN = (
-    "import sys, cli.launch.interrupts as one; one.STOP_SECONDS = {}; from cli.main import main; sys.exit(main())"
+    "import sys, cli.train.interrupts as one; one.STOP_SECONDS = {}; from cli.main import main; sys.exit(main())"
 )
 PATIENT = ("-c", _ENDS_WITHIN.format(200))
 """The command, which gives a step that is under way time to end on the slowest machine."""

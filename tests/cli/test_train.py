@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cli.launch.interrupts import Interrupts
 from cli.train.demo import DemoSize, run_demo
+from cli.train.interrupts import Interrupts
 from tests.cli.conftest import Finetune, sending
 from tests.cli.test_report import FIELDS
 

@@ -1,7 +1,7 @@
 """``finetune --nodes``: this node's launcher. It starts ranks through torchrun's elastic agent, and has the last word.
 
 A rank that ends in an orderly way, with success, an error worth a message or Ctrl-C, exits with status 0 and tells its
-outcome (:mod:`cli.launch.outcomes`): the agent need not start it again. A rank that is killed, or loses contact with
+outcome (:mod:`cli.train.outcomes`): the agent need not start it again. A rank that is killed, or loses contact with
 others, exits with another status; then all ranks of all nodes are started again from the last commit, as often as
 ``--max-restarts`` says.
 """
@@ -21,21 +21,18 @@ from typing import Any
 
 import psutil
 
-from cli.launch import interrupts
-from cli.launch.interrupts import STATUS, Stopped
-from cli.launch.outcomes import Outcome, RankOutcomes
 from cli.launch.rendezvous import Rendezvous, find_meeting, wait_for_host
 from cli.options.settings import COMMITS, Settings
+from cli.train import interrupts
+from cli.train.interrupts import STATUS, Stopped
+from cli.train.outcomes import Outcome, RankOutcomes
+from cli.train.rank_process import LAUNCH, STOP
 from common.errors import FinetuneError, UserError
 from common.hardware.machine import cpu_count, list_gpus
 from common.units import format_seconds
 
-LAUNCH = "FINETUNE_LAUNCH"
-"""Environment variable: tells launches apart. Ranks that are started again find it in the commits of their run."""
-STOP = "FINETUNE_STOP"
-"""Environment variable: set once the user has stopped the run, for ranks that are started after that."""
-
 INTERRUPTED = 130
+"""Status of a rank that the user has stopped."""
 
 
 class LaunchError(FinetuneError):
@@ -111,8 +108,8 @@ def _quieten_torch() -> None:
 
 def _check(settings: Settings) -> None:
     """Find what is wrong before anybody waits for other nodes."""
-    from cli.plan.choose_strategy import check_strategy
-    from cli.train.prepare import check
+    from cli.job.prepare import check
+    from cli.job.strategy import check_strategy
 
     check_strategy(settings, ranks_per_node(settings))
     found = check(settings)
@@ -130,7 +127,7 @@ def _check(settings: Settings) -> None:
 def has_commit(settings: Settings) -> bool:
     """Whether there is something to continue."""
     if settings.ssd:
-        from cli.train.prepare import check
+        from cli.job.prepare import check
         from common.store.manifest import MANIFEST_FILE
         from fuyou.checkpoint.run_files import rank_folder
 
