@@ -4,7 +4,6 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from cli.job.machine import training_of
 from cli.options.adapters import peft_config_of, towers_of
 from cli.report.results import EvaluationResult, IoCounts, MemoryUse, RunTotals, StepResult
 from cli.train.evaluation import evaluate
+from cli.train.loop import Trainer
 from common.data import Batches
 from common.data.images.batches import ImageBatches
 from common.errors import UserError
@@ -31,7 +31,7 @@ _LOOK_EVERY_S = 2.0
 """Seconds between two readings of figures that are slow to read."""
 
 
-class EngineTrainer:
+class EngineTrainer(Trainer):
     """An engine trainer trains on one machine, out of core.
 
     Args:
@@ -41,7 +41,11 @@ class EngineTrainer:
     """
 
     def __init__(self, job: Job, engine: Engine, is_rank0: bool = True) -> None:
-        self._job, self._engine, self._writes_trace = job, engine, is_rank0 and job.settings.trace is not None
+        self.model = self._engine = engine
+        self.is_resumed = job.settings.resume
+        self.plan = asdict(engine.memory_plan)
+        self.location = ("store", ", ".join(str(path / job.run_name) for path in job.ssd))
+        self._job, self._writes_trace = job, is_rank0 and job.settings.trace is not None
         if job.settings.trace is not None:
             engine.keep_trace()
         self._first_step_count = engine.step_count
@@ -49,34 +53,6 @@ class EngineTrainer:
         self._evaluation_io = IoCounts()
         self._host_bytes = _SlowFigure(engine.host_memory_in_use)
         self._store_bytes = _SlowFigure(lambda: _disk_usage(job))
-
-    @property
-    def step_count(self) -> int:
-        """Steps that the run has behind it."""
-        return self._engine.step_count
-
-    @property
-    def is_resumed(self) -> bool:
-        """Whether people are told that the run goes on."""
-        return self._job.settings.resume
-
-    @property
-    def plan(self) -> dict[str, Any]:
-        """Memory plan of the engine."""
-        return asdict(self._engine.memory_plan)
-
-    @property
-    def location(self) -> tuple[str, str]:
-        """Where the store lies."""
-        return "store", ", ".join(str(path / self._job.run_name) for path in self._job.ssd)
-
-    def model_flops_per_token(self, seq_len: int) -> float:
-        """Return FLOPs per token, recomputation not counted."""
-        return self._engine.model_flops_per_token(seq_len)
-
-    def hardware_flops_per_token(self, seq_len: int) -> float:
-        """Return FLOPs per token, recomputation counted."""
-        return self._engine.hardware_flops_per_token(seq_len)
 
     def train_step(self, batch: dict[str, torch.Tensor], lr: float) -> StepResult:
         """Take a step; its updates and its commit may go on while the next one runs."""
@@ -100,41 +76,27 @@ class EngineTrainer:
         )
 
     def wait_for_writes(self) -> None:
-        """Wait for what steps still write."""
         self._engine.flush()
 
     def evaluate(self, batches: Batches) -> EvaluationResult:
         """Return the loss on held-out data; its traffic is not the steps'."""
-        before = self._counts()
+        before = self.io_counts()
         result = evaluate(batches, self._job.settings.batch_size, lambda batch: self._engine.eval_loss(**batch))
-        self._evaluation_io += self._counts() - before
+        self._evaluation_io += self.io_counts() - before
         return result
 
-    def stop_requested(self) -> bool:
-        """Return False: a signal raises KeyboardInterrupt."""
-        return False
-
     def commit(self) -> None:
-        """Make sure that the last step is on the drives."""
         self._engine.flush()
         self._io_end = self._engine.io_bytes()
 
     def finish(self) -> None:
         """Commit the last step of all, and write the trace if one is wanted and there was a step."""
         self.commit()
-        if self._writes_trace and self.step_count > self._first_step_count:
+        if self._writes_trace and self._engine.step_count > self._first_step_count:
             assert self._job.settings.trace is not None
             self._engine.write_trace(self._job.settings.trace.expanduser())
 
-    def save_pretrained(self, directory: Path, *, merge: bool = False, allow_nonfinite: bool = False) -> None:
-        """Export what was trained."""
-        self._engine.save_pretrained(directory, merge=merge, allow_nonfinite=allow_nonfinite)
-
     def io_counts(self) -> IoCounts:
-        """Return the bytes that training has moved from and to the SSDs."""
-        return self._counts()
-
-    def _counts(self) -> IoCounts:
         return IoCounts(*self._engine.io_bytes(), *self._engine.planned_io_bytes())
 
     def memory(self) -> MemoryUse:
@@ -142,7 +104,6 @@ class EngineTrainer:
         return MemoryUse(self._engine.device_peak_bytes, self._host_bytes(), self._store_bytes())
 
     def totals(self) -> RunTotals:
-        """Return what the run took as a whole."""
         engine = self._engine
         (read, written), (read_before, written_before) = self._io_end, self._io_start
         return RunTotals(

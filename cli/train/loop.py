@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,24 +21,10 @@ from common.errors import UserError
 from common.models.adapters.adapters import MERGED
 
 
-class Trainer(Protocol):
-    """What the loop drives. On several ranks, each has one and all call everything alike."""
+class TrainedModel(Protocol):
+    """An engine or a trainer of the libraries, as far as all of them are alike."""
 
-    @property
-    def step_count(self) -> int:
-        """Steps that the run has behind it."""
-
-    @property
-    def is_resumed(self) -> bool:
-        """Whether people are told that the run goes on."""
-
-    @property
-    def plan(self) -> Mapping[str, Any]:
-        """What was planned for the run, as JSON."""
-
-    @property
-    def location(self) -> tuple[str, str]:
-        """What the run can be continued from, in one word, and where that lies."""
+    step_count: int
 
     def model_flops_per_token(self, seq_len: int) -> float:
         """Return FLOPs per token, recomputation not counted."""
@@ -45,51 +32,67 @@ class Trainer(Protocol):
     def hardware_flops_per_token(self, seq_len: int) -> float:
         """Return FLOPs per token, recomputation counted."""
 
-    def train_step(self, batch: dict[str, torch.Tensor], lr: float) -> StepResult:
-        """Take a step with the batch of all ranks."""
-
-    def wait_for_writes(self) -> None:
-        """Wait for what steps still write, so that no evaluation has to."""
-
-    def evaluate(self, batches: Batches) -> EvaluationResult:
-        """Return the loss on held-out data."""
-
-    def stop_requested(self) -> bool:
-        """Return whether any rank was asked to stop after this step; the same on all ranks."""
-
-    def commit(self) -> None:
-        """Make sure that the last step is on the drives."""
-
-    def finish(self) -> None:
-        """Commit the last step of all, and write the trace if one is wanted."""
-
     def save_pretrained(self, directory: Path, *, merge: bool = False, allow_nonfinite: bool = False) -> None:
         """Export what was trained."""
 
-    def io_counts(self) -> IoCounts | None:
-        """Return the bytes that this node has moved from and to its SSDs; None: states are in memory."""
 
+class Trainer(Protocol):
+    """What the loop drives. On several ranks, each has one and all call everything alike."""
+
+    model: TrainedModel
+    is_resumed: bool
+    """Whether people are told that the run goes on."""
+    plan: Mapping[str, Any]
+    """Plan of the run, as JSON."""
+    location: tuple[str, str]
+    """What the run can be continued from, in one word, and where that lies."""
+
+    @abstractmethod
+    def train_step(self, batch: dict[str, torch.Tensor], lr: float) -> StepResult:
+        """Take a step with the batch of all ranks, and commit it if that is due."""
+
+    @abstractmethod
+    def evaluate(self, batches: Batches) -> EvaluationResult:
+        """Return the loss on held-out data."""
+
+    @abstractmethod
+    def commit(self) -> None:
+        """Make sure that the last step is on the drives."""
+
+    @abstractmethod
     def memory(self) -> MemoryUse:
         """Return the memory in use."""
 
+    @abstractmethod
     def totals(self) -> RunTotals:
         """Return what the run took as a whole, for the report of rank 0."""
+
+    def wait_for_writes(self) -> None:
+        """Wait for what steps still write, so that no evaluation has to."""
+        return
+
+    def io_counts(self) -> IoCounts | None:
+        """Return the bytes that this node has moved from and to its SSDs; None: states are in memory."""
+        return None
+
+    def stop_requested(self) -> bool:
+        """Return whether any rank was asked to stop after this step; the same on all ranks."""
+        return False
+
+    def finish(self) -> None:
+        """Commit the last step of all, and write what is to be seen of it."""
+        self.commit()
 
 
 class Process(Protocol):
     """The process that trains: alone, or as one of several ranks."""
 
-    @property
-    def is_rank0(self) -> bool:
-        """Whether this process reports for all."""
-
-    @property
-    def world_size(self) -> int:
-        """Ranks that train together."""
-
-    @property
-    def restarts(self) -> int:
-        """How often the launcher has started the ranks again."""
+    is_rank0: bool
+    """Whether this process reports for all."""
+    world_size: int
+    """Ranks that train together."""
+    restarts: int
+    """How often the launcher has started the ranks again."""
 
     def enter(self, where: str) -> None:
         """Note how far the run has come, for messages.
@@ -117,7 +120,7 @@ def train(job: Job, trainer: Trainer, process: Process) -> Measurements:
         UserError, FinetuneError: a batch or a step failed.
     """
     if process.is_rank0 and trainer.is_resumed:
-        _print_resumed(job, trainer.step_count, process.restarts)
+        _print_resumed(job, trainer.model.step_count, process.restarts)
     measured = _take_steps(job, trainer, process)
     process.enter("after the last step")
     trainer.finish()
@@ -144,9 +147,12 @@ def conclude(job: Job, trainer: Trainer, process: Process, measured: Measurement
 
 
 def _take_steps(job: Job, trainer: Trainer, process: Process) -> Measurements:
-    done = trainer.step_count
-    flops = trainer.model_flops_per_token(job.seq_len), trainer.hardware_flops_per_token(job.seq_len)
-    measured = Measurements(job.settings.batch_size * job.seq_len, *flops)
+    done = trainer.model.step_count
+    measured = Measurements(
+        tokens_per_step=job.settings.batch_size * job.seq_len,
+        model_flops=trainer.model.model_flops_per_token(job.seq_len),
+        hardware_flops=trainer.model.hardware_flops_per_token(job.seq_len),
+    )
     with contextlib.ExitStack() as stack:
         logger = stack.enter_context(MetricsLogger(job, done, trainer.plan)) if process.is_rank0 else None
         if not done and _evaluation_is_due(job, 0):
@@ -211,10 +217,10 @@ def _evaluation_is_due(job: Job, step: int) -> bool:
 def _evaluate(job: Job, trainer: Trainer, process: Process, logger: MetricsLogger | None) -> None:
     """Take the loss on the held-out data, which there must be, on all ranks."""
     assert job.held_out is not None
-    process.enter(f"evaluating after step {trainer.step_count}")
+    process.enter(f"evaluating after step {trainer.model.step_count}")
     result = trainer.evaluate(job.held_out)
     if logger is not None:
-        logger.evaluation(trainer.step_count, result)
+        logger.evaluation(trainer.model.step_count, result)
 
 
 def _check_ids(job: Job, batch: dict[str, Any]) -> None:
@@ -238,7 +244,7 @@ def _export(job: Job, trainer: Trainer, is_rank0: bool) -> None:
         return
     if is_rank0:
         print(f"writing the {'adapters' if settings.trains_adapters else 'checkpoint'} to {job.output}", flush=True)
-    trainer.save_pretrained(job.output, merge=settings.merge, allow_nonfinite=settings.allow_nonfinite)
+    trainer.model.save_pretrained(job.output, merge=settings.merge, allow_nonfinite=settings.allow_nonfinite)
 
 
 def _print_resumed(job: Job, step_count: int, restarts: int) -> None:

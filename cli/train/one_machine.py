@@ -18,7 +18,7 @@ from common.store import DirectoryLock
 from fuyou import Engine, NonFiniteLoss
 
 
-@dataclass(frozen=True)
+@dataclass
 class SingleProcess:
     """A process that trains alone, and that signals interrupt."""
 

@@ -34,6 +34,8 @@ class RankProcess:
 
     def __init__(self) -> None:
         self.rank = int(os.environ["RANK"])
+        self.is_rank0 = self.rank == 0
+        """Whether this rank reports for all."""
         self.world_size = int(os.environ["WORLD_SIZE"])
         self._outcome = OwnOutcome()
         self.restarts = self._outcome.restarts
@@ -46,11 +48,6 @@ class RankProcess:
         self._patience = self._heard = 0.0
         self._lock = threading.Lock()
         self._launcher = os.getppid()
-
-    @property
-    def is_rank0(self) -> bool:
-        """Whether this rank reports for all."""
-        return self.rank == 0
 
     def enter(self, where: str) -> None:
         """Note how far the run has come, for messages."""
@@ -131,7 +128,7 @@ class RankProcess:
                     self._print(f"lost contact with rank 0 {self._where} ({one_line(error)})")
                     _leave(1)
                 self._heard = time.monotonic()
-                if self.rank == 0:
+                if self.is_rank0:
                     self._check_beats(beats)
 
     def _check_beats(self, beats: dict[int, tuple[int, float]]) -> None:
@@ -148,7 +145,7 @@ class RankProcess:
         """Keep rank 0, which holds the store, until all ranks have read the news or had the time to."""
         count = self._news.add("acknowledged", 1)
         deadline = time.monotonic() + _GRACE_S
-        while self.rank == 0 and count < self.world_size and time.monotonic() < deadline:
+        while self.is_rank0 and count < self.world_size and time.monotonic() < deadline:
             time.sleep(0.05)
             count = self._news.add("acknowledged", 0)
 

@@ -2,8 +2,6 @@
 
 import math
 from collections.abc import Collection
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -12,8 +10,8 @@ from cli.job.strategy import DEFAULT, choose_strategy
 from cli.options.adapters import peft_config_of, towers_of, trainable_parameters
 from cli.options.settings import COMMITS, Settings
 from cli.report.results import EvaluationResult, MemoryUse, RunTotals, StepResult
+from cli.train import loop
 from cli.train.evaluation import evaluate
-from cli.train.loop import conclude, train
 from cli.train.rank_process import RankProcess
 from cli.train.same_run import check_same_run
 from common.data import Batches
@@ -48,7 +46,7 @@ def train_in_memory(job: Job, topology: Topology, rank: RankProcess, launches: C
     trainer = _open_trainer(job, topology, launches)
     in_memory = InMemoryTrainer(job, trainer, rank)
     try:
-        conclude(job, in_memory, rank, train(job, in_memory, rank))
+        loop.conclude(job, in_memory, rank, loop.train(job, in_memory, rank))
     except FinetuneError as error:
         if trainer.newest_commit() is not None:
             error.add_note(job.settings.how_to_continue)
@@ -56,7 +54,7 @@ def train_in_memory(job: Job, topology: Topology, rank: RankProcess, launches: C
     return trainer
 
 
-class InMemoryTrainer:
+class InMemoryTrainer(loop.Trainer):
     """An in-memory trainer trains as one of several ranks, and commits to a directory that all share.
 
     Args:
@@ -66,39 +64,15 @@ class InMemoryTrainer:
     """
 
     def __init__(self, job: Job, trainer: Trainer, rank: RankProcess) -> None:
-        self._job, self._trainer, self._rank = job, trainer, rank
+        self.model = self._trainer = trainer
+        self.is_resumed = job.settings.resume or bool(rank.restarts)
+        self._planned_sent_bytes = trainer.planned_sent_bytes(job.settings.batch_size)
+        self.plan = {"strategy": trainer.strategy, "sent_bytes_per_step": self._planned_sent_bytes}
+        self.location = ("commits", str(job.output / COMMITS))
+        self._job, self._rank = job, rank
         self._stop_requested = False
 
-    @property
-    def step_count(self) -> int:
-        """Steps that the run has behind it."""
-        return self._trainer.step_count
-
-    @property
-    def is_resumed(self) -> bool:
-        """Whether people are told that the run goes on."""
-        return self._job.settings.resume or bool(self._rank.restarts)
-
-    @property
-    def plan(self) -> dict[str, Any]:
-        """Strategy, and what it is expected to send."""
-        return {"strategy": self._trainer.strategy, "sent_bytes_per_step": self._planned_sent_bytes()}
-
-    @property
-    def location(self) -> tuple[str, str]:
-        """Where the commits lie."""
-        return "commits", str(self._job.output / COMMITS)
-
-    def model_flops_per_token(self, seq_len: int) -> float:
-        """Return FLOPs per token, recomputation not counted."""
-        return self._trainer.model_flops_per_token(seq_len)
-
-    def hardware_flops_per_token(self, seq_len: int) -> float:
-        """Return FLOPs per token, recomputation counted."""
-        return self._trainer.hardware_flops_per_token(seq_len)
-
     def train_step(self, batch: dict[str, torch.Tensor], lr: float) -> StepResult:
-        """Take a step, and commit it if that is due."""
         done = self._trainer.train_step(batch, lr, self._rank.stopping)
         self._stop_requested = done.stop
         if done.step % self._job.settings.commit_interval == 0:
@@ -111,49 +85,27 @@ class InMemoryTrainer:
             sent_bytes=done.sent_bytes,
         )
 
-    def wait_for_writes(self) -> None:
-        """Return at once: a step leaves nothing to write."""
-
     def evaluate(self, batches: Batches) -> EvaluationResult:
-        """Return the loss on held-out data."""
         return evaluate(batches, self._job.settings.batch_size, self._trainer.eval_loss)
 
     def stop_requested(self) -> bool:
-        """Return whether any rank was asked to stop, as the ranks have agreed in the last step."""
         return self._stop_requested
 
     def commit(self) -> None:
-        """Make sure that the last step is on the drives."""
         self._trainer.commit()
-
-    def finish(self) -> None:
-        """Commit the last step of all."""
-        self._trainer.commit()
-
-    def save_pretrained(self, directory: Path, *, merge: bool = False, allow_nonfinite: bool = False) -> None:
-        """Export what was trained."""
-        self._trainer.save_pretrained(directory, merge=merge, allow_nonfinite=allow_nonfinite)
-
-    def io_counts(self) -> None:
-        """Return nothing: states are in memory."""
 
     def memory(self) -> MemoryUse:
-        """Return memory in use, at its peak so far."""
         return MemoryUse(self._trainer.device_peak_bytes, self._trainer.host_peak_bytes)
 
     def totals(self) -> RunTotals:
-        """Return what the run took as a whole."""
         trainer = self._trainer
         return RunTotals(
             parameters=trainer.parameters,
             trainable_parameters=trainer.trainable_parameters,
             memory=self.memory(),
             host_baseline_bytes=trainer.host_baseline_bytes,
-            planned_sent_bytes_per_step=self._planned_sent_bytes(),
+            planned_sent_bytes_per_step=self._planned_sent_bytes,
         )
-
-    def _planned_sent_bytes(self) -> float:
-        return self._trainer.planned_sent_bytes(self._job.settings.batch_size)
 
 
 def _open_trainer(job: Job, topology: Topology, launches: Collection[str]) -> Trainer:

@@ -68,26 +68,16 @@ class RankEngineTrainer(EngineTrainer):
 
     def __init__(self, job: Job, engine: Engine, topology: Topology, rank: RankProcess) -> None:
         super().__init__(job, engine, rank.is_rank0)
+        self.is_resumed = engine.step_count > 0
+        kind, place = self.location
+        self.location = (kind, f"{place} on every node")
         self._topology, self._rank = topology, rank
 
-    @property
-    def is_resumed(self) -> bool:
-        """Whether people are told that the run goes on."""
-        return self.step_count > 0
-
-    @property
-    def location(self) -> tuple[str, str]:
-        """Where the stores lie."""
-        name, place = super().location
-        return name, f"{place} on every node"
-
     def train_step(self, batch: dict[str, torch.Tensor], lr: float) -> StepResult:
-        """Take a step with this rank's part of the batch."""
         report = self._step(self._part(batch), lr)
         return self._step_result(report, report.planned_sent_bytes * self._topology.ranks_per_node)
 
     def evaluate(self, batches: Batches) -> EvaluationResult:
-        """Return the loss on held-out data."""
         rows = self._job.settings.batch_size
         return evaluate(batches, rows, lambda batch: self._engine.eval_loss(**self._part(batch)))
 
@@ -98,7 +88,6 @@ class RankEngineTrainer(EngineTrainer):
         return {name: value[first:last] for name, value in batch.items()}
 
     def stop_requested(self) -> bool:
-        """Return whether any rank was asked to stop. Collective."""
         stopping = torch.tensor([float(self._rank.stopping)])
         dist.all_reduce(stopping)
         return bool(stopping > 0)
