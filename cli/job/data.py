@@ -78,9 +78,15 @@ class DataSource:
     def _open(self, files: tuple[str, ...], shuffle: bool = True) -> PackedBatches | ImageBatches:
         settings, folder = self.settings, self.output / "data"
         config = DataConfig(
-            files, self.seq_len, settings.batch_size, settings.seed, shuffle=shuffle, truncate=settings.truncate,
-            packed=self.family.isolation is not None, labels_ahead=not self.family.shifts_labels,
-        )  # fmt: skip
+            files,
+            self.seq_len,
+            settings.batch_size,
+            settings.seed,
+            shuffle=shuffle,
+            truncate=settings.truncate,
+            packed=self.family.isolation is not None,
+            labels_ahead=not self.family.shifts_labels,
+        )
         if any_images(config.files, folder):
             assert self.checkpoint is not None and self.tokenizer is not None
             if self.task_type is not TaskType.IMAGE_TEXT_TO_TEXT:

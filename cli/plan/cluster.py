@@ -17,18 +17,18 @@ from fcdp.strategy.names import AUTO, parse_strategy
 
 @dataclass(frozen=True)
 class ClusterSettings:
-    """What ``finetune --plan --nodes`` was asked."""
+    """Options of ``finetune --plan --nodes``."""
 
     model: str
     """Checkpoint directory or preset name."""
     cluster: str | None
     """Name of a preset, or the file of a profile."""
     nodes: int | None = None
-    """None: as many as the preset has."""
+    """Nodes; None: as many as the preset has."""
     gpus_per_node: int | None = None
-    """None: as many as the preset has."""
+    """Devices of each node; None: as many as the preset has."""
     levels: str | None = None
-    """``2,4,16``: instead of ``nodes`` and ``gpus_per_node``."""
+    """Ranks by level, such as ``2,4,16``, instead of ``nodes`` and ``gpus_per_node``."""
     batch_size: int | None = None
     """Sequences per step of all ranks together; None: one micro-batch for each rank."""
     micro_batch: int | None = None
@@ -45,7 +45,7 @@ class ClusterSettings:
 
 
 def plan_cluster(settings: ClusterSettings) -> int:
-    """Print the plan. Returns the exit status.
+    """Print the plan, and return the exit status.
 
     Raises:
         UserError: what was asked for makes no cluster, batch or strategy.
@@ -86,7 +86,7 @@ def _workload(settings: ClusterSettings, cluster: Cluster) -> Workload:
 
 
 def _node_order(found: StrategyPlan, cluster: Cluster) -> list[int] | None:
-    """How to number nodes for the choice, where the cluster says which leaf switches they hang on."""
+    """Return how to number nodes for the chosen strategy, where the cluster tells their leaf switches."""
     if found.choice is None or cluster.leaf_of_node is None:
         return None
     return node_order(cluster.leaf_of_node, group_of(found.choice.layout))
@@ -96,7 +96,7 @@ _HEADINGS = ("strategy", "P", "G", "OS", "cache", "device", "host", "gather", "r
 
 
 def render(found: StrategyPlan, workload: Workload, cluster: Cluster) -> str:
-    """The plan as a table, the fastest first, and what the choice consists of."""
+    """Return the plan as a table, the fastest strategy first, with details of the chosen one."""
     levels, choice = cluster.levels, found.choice
     fitting = [estimate for estimate in found.estimates if estimate.fits]
     lines = [

@@ -45,7 +45,7 @@ class RankProcess:
         self._where = "before the first step"
         self._news: Any = None
         self._closing = False
-        self._patience = self._heard = 0.0
+        self._patience = self._last_answer_time = 0.0
         self._lock = threading.Lock()
         self._launcher = os.getppid()
 
@@ -68,7 +68,7 @@ class RankProcess:
             news: a store client that nobody else uses.
             patience: seconds of silence after which a rank counts as lost.
         """
-        self._news, self._patience, self._heard = news, patience, time.monotonic()
+        self._news, self._patience, self._last_answer_time = news, patience, time.monotonic()
         threading.Thread(target=self._listen, name="listen", daemon=True).start()
 
     def disconnect(self) -> None:
@@ -103,7 +103,7 @@ class RankProcess:
             if os.getppid() != self._launcher:
                 self._print(f"ended {self._where}: its launcher is gone")
                 _leave(1)
-            silence = time.monotonic() - self._heard
+            silence = time.monotonic() - self._last_answer_time
             if self._news is not None and not self._closing and silence > self._patience:
                 self._print(f"lost contact with rank 0 {self._where}: no answer for {silence:.0f} s")
                 _leave(1)
@@ -127,7 +127,7 @@ class RankProcess:
                     time.sleep(2 * _GRACE_S)  # the main thread may know more
                     self._print(f"lost contact with rank 0 {self._where} ({one_line(error)})")
                     _leave(1)
-                self._heard = time.monotonic()
+                self._last_answer_time = time.monotonic()
                 if self.is_rank0:
                     self._check_beats(beats)
 
