@@ -21,7 +21,8 @@ from typing import Any, NoReturn
 from cli.launch.interrupts import Stopped
 from cli.launch.nodes import INTERRUPTED, STOP
 from cli.launch.outcomes import Outcome, OwnOutcome
-from cli.options.command import build_command
+from cli.options.command import parse_command_line
+from cli.options.settings import Settings
 from common.errors import FinetuneError
 
 _LOOK_EVERY_S = 0.3
@@ -166,16 +167,12 @@ def main(arguments: list[str]) -> NoReturn:
     rank = Rank()
     rank.watch()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    parsed: dict[str, Any] = {}
     debug = "--debug" in arguments
     try:
         if rank.stopping:
             raise KeyboardInterrupt
-        build_command(lambda **options: parsed.update(options) or 0).main(arguments, standalone_mode=False)
-        from cli.main import settings_of
-
-        settings = settings_of(tuple(arguments), parsed)
-        if parsed["profile"]:
+        settings = Settings.of_options(parse_command_line(arguments).params, tuple(arguments))
+        if settings.profile:
             from cli.inspect.profile_ranks import profile
 
             profile(settings, rank)

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from cli.options.grouped import WRITTEN, GroupedCommand, GroupedOption
+from cli.options.option import WRITTEN, GroupedOption
 from common.errors import UserError, did_you_mean
 
 NOT_IN_FILES = ("config", "write_config", "version", "help", "completion")
@@ -39,10 +39,13 @@ def load_config_file(ctx: click.Context, param: click.Parameter, file: Path | No
         raise UserError(f"--config {file}: it cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"--config {file}: this is not TOML: {error}") from error
-    assert isinstance(ctx.command, GroupedCommand)
-    options = [option for option in ctx.command.options if option.name not in NOT_IN_FILES]
-    ctx.default_map = dict(_read(f"--config {file}", content, options))
+    ctx.default_map = dict(_read(f"--config {file}", content, _options_in_files(ctx)))
     return file
+
+
+def _options_in_files(ctx: click.Context) -> list[GroupedOption]:
+    options = [option for option in ctx.command.params if isinstance(option, GroupedOption)]
+    return [option for option in options if option.name not in NOT_IN_FILES]
 
 
 def _read(where: str, content: Mapping[str, Any], options: list[GroupedOption]) -> Iterable[tuple[str, Any]]:
@@ -90,41 +93,17 @@ def effective_config(ctx: click.Context, *, absolute: bool = False, leave_out: I
     """All options of a parsed command line as TOML, grouped and commented; those without a value are commented out.
 
     Args:
-        ctx: of a :class:`~cli.options.grouped.GroupedCommand`.
+        ctx: of a command whose options are of :class:`~cli.options.option.GroupedOption`.
         absolute: whether paths are made independent of the working directory.
         leave_out: names of options that are shown without a value.
     """
-    assert isinstance(ctx.command, GroupedCommand)
     groups: dict[str, list[str]] = {}
-    for option in ctx.command.options:
-        if option.name is None or option.name in NOT_IN_FILES:
-            continue
+    for option in _options_in_files(ctx):
         value = ctx.meta.get(WRITTEN, {}).get(option.name, option.plain_default)
         if option.name in leave_out:
             value = option.plain_default
         groups.setdefault(option.group, []).append(_entry(option, value, absolute))
     return "\n".join(f"[{heading.lower()}]\n" + "\n".join(entries) for heading, entries in groups.items())
-
-
-def written_by(arguments: Iterable[str]) -> click.Context:
-    """The context of a command line that was parsed before, without running anything.
-
-    Args:
-        arguments: of ``finetune``.
-    """
-    from cli.options.command import build_command
-
-    return build_command(lambda **options: 0).make_context("finetune", list(arguments))
-
-
-def plain_options(arguments: Iterable[str]) -> dict[str, str | int | float | bool]:
-    """Every option of a command line that has a value, as trackers take them."""
-    plain: dict[str, str | int | float | bool] = {}
-    for name, value in written_by(arguments).params.items():
-        if value is not None and value != ():
-            text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            plain[name] = value if isinstance(value, int | float) else text
-    return plain
 
 
 def _entry(option: GroupedOption, value: Any, absolute: bool) -> str:
@@ -154,4 +133,4 @@ def _toml(option: GroupedOption, value: Any, absolute: bool) -> str:
 
 def _names_a_path(option: GroupedOption, text: str) -> bool:
     """Whether this word of an option for names and paths alike is a path."""
-    return (option.words or option.name in ("model", "cluster")) and Path(text).expanduser().exists()
+    return (option.words or option.declaration.may_be_path) and Path(text).expanduser().exists()

@@ -35,6 +35,9 @@ class Warmup:
             raise UserError(f"{text!r} is neither a number of steps (100) nor a fraction of them (0.03 or 3%).")
         return warmup
 
+    def __str__(self) -> str:
+        return f"{self.value:g}" if self.is_fraction else str(int(self.value))
+
     def steps(self, total: int) -> int:
         """Steps that it takes in a run of ``total`` steps; fractions are rounded up.
 

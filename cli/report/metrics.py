@@ -7,7 +7,7 @@ device, and memory is in GiB. What it has no name for follows its pattern: ``ssd
 
 from collections.abc import Mapping
 
-from cli.options.config_file import plain_options
+from cli.options.command import plain_options
 from cli.report.evaluation_result import EvaluationResult
 from cli.report.history import HISTORY_FILE, History
 from cli.report.progress import ClusterLine, StepLine

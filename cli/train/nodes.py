@@ -51,9 +51,9 @@ from fuyou.layout.record import DTYPES
 _STUCK = timedelta(minutes=30)
 """How long a collective may wait for a rank that is alive: one may read its weights from slower drives than others."""
 _MAY_DIFFER = {
-    "debug", "report", "trace", "arguments", "resume", "overwrite", "gpus_per_node", "rdzv_endpoint", "node_timeout",
-    "log_to", "leave_ssd",
-}  # fmt: skip
+    *("arguments", "config", "debug", "gpus_per_node", "leave_ssd", "log_to", "node_timeout", "overwrite"),
+    *("rdzv_endpoint", "report", "resume", "trace"),
+}
 """Settings that nodes need not agree about, or that others check with better words."""
 
 
@@ -205,19 +205,12 @@ def _check_shared(job: Job, rank: int) -> None:
 def _open_trainer(job: Job, topology: Topology, launches: set[str]) -> Trainer:
     settings = job.settings
     directory = job.output / COMMITS
+    taken = {field.name for field in dataclasses.fields(TrainerConfig)} - {"strategy", "device_cache_threshold"}
     config = TrainerConfig(
+        **settings.named(taken),
         strategy=_strategy(job, topology),
-        dtype=settings.dtype,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        max_grad_norm=settings.max_grad_norm or None,
-        micro_batch=settings.micro_batch,
-        seed=settings.seed,
         host_cache_bytes=None if settings.host_cache is None else settings.host_cache // topology.ranks_per_node,
-        on_nonfinite=settings.on_nonfinite,
         towers=towers_of(settings),
-        router_loss=settings.router_loss,
         device_cache_threshold=0.9 if settings.device_cache_threshold is None else settings.device_cache_threshold,
     )
     trainer = Trainer(job.checkpoint or settings.model, topology, config, directory, peft_config_of(settings))

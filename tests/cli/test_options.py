@@ -9,8 +9,8 @@ import click
 import pytest
 
 from cli.main import main
-from cli.options.command import build_command
-from cli.options.grouped import expand_pattern, repeat_option
+from cli.options.command import build_command, repeat_option
+from cli.options.settings import expand_pattern
 from common.errors import UserError
 
 ROOT = Path(__file__).parents[2]
