@@ -49,17 +49,17 @@ class DataSettings:
     """Sequences per step."""
     truncate: bool = option(True, flags="--truncate/--drop-long")
     """Leave out conversations, and prompts with completions, that are longer than --seq-len. By default (--truncate)
-    they are cut behind the last answer that fits, so that what is trained on keeps all that comes before it. Counted
-    and said either way; plain texts go on in the next row."""
+    they are cut behind the last answer that fits, so that what is trained on keeps all that comes before it. Either way
+    they are counted; plain texts go on in the next row."""
     eval_data: tuple[str, ...] = option((), "FILE...", patterns=True)
     """Held-out data: loss and perplexity on all of them before the first and after the last step."""
     eval_every: int | None = option(None, "N", POSITIVE)
-    """Evaluate every N steps, too."""
+    """Steps between further evaluations."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySettings:
-    """Where parameters and states lie and what computes."""
+    """Where parameters and states are stored, and what computes."""
 
     ssd: tuple[str, ...] = option((), "DIR...", patterns=True, modes=Mode.PLACE)
     """Directories for parameters and optimizer states, one per drive. Default: inside --output."""
@@ -79,15 +79,16 @@ class MemorySettings:
     dtype: str = option("auto", type=("auto", "bf16", "fp32"), modes=Mode.MODEL | Mode.PROFILE_NODES)
     """What blocks compute in; auto: what the device multiplies faster. Master weights are fp32 either way."""
     optimizer_dtype: str = option("fp32", type=("fp32", "bf16"), modes=Mode.MODEL, only=Only.OUT_OF_CORE)
-    """Of Adam's two moments; bf16 is rounded stochastically."""
+    """Dtype of Adam's two moments; bf16 is rounded stochastically."""
     train_vision: str | None = option(None, type=("projector", "all"), modes=Mode.MODEL)
-    """Of a vision-language model: train the projector, or all that turns images into tokens. Default: frozen."""
+    """What to train of a vision-language model beside its language model: the projector, or all that turns images into
+    tokens. Default: neither."""
     io: str = option("auto", type=("auto", "kvikio", "posix"), only=Only.OUT_OF_CORE)
     """How SSDs are read and written."""
     single_slot: bool = option(False, modes=Mode.MODEL, only=Only.OUT_OF_CORE)
-    """Half the space on SSD, but a crash loses the run."""
+    """Take half the space on SSD; a crash loses the run."""
     unproven: bool = option(False, only=Only.OUT_OF_CORE)
-    """Do not show first, on a small model, that streaming this family is exact."""
+    """Skip the proof, on a small model, that streaming this family is exact."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +126,7 @@ class TrainingSettings:
     """The steps and the optimizer."""
 
     steps: int | None = option(None, "N", POSITIVE, excludes="epochs")
-    """Default: one epoch with --data, 10 steps without."""
+    """Steps to train. Default: one epoch with --data, 10 steps without."""
     epochs: float | None = option(None, "N", ABOVE_ZERO, excludes="steps")
     """Passes over the data."""
     lr: float = option(1e-5, "X", NOT_NEGATIVE)
@@ -135,7 +136,7 @@ class TrainingSettings:
     schedule: str = option("cosine", type=SCHEDULES)
     """How the learning rate falls afterwards."""
     weight_decay: float = option(0.01, "X", NOT_NEGATIVE)
-    """Not for biases and norms."""
+    """Decoupled weight decay; biases and norms do not decay."""
     beta1: float = option(0.9, "X", BELOW_ONE)
     """Decay of Adam's mean."""
     beta2: float = option(0.999, "X", BELOW_ONE)
@@ -152,9 +153,10 @@ class TrainingSettings:
     output_router_logits on."""
     # Names of fuyou.optimizer.clipping.ClipBy, which takes long to import.
     clip_by: str = option("auto", type=("auto", "deferral", "speculation"), modes=Mode.STEP, only=Only.OUT_OF_CORE)
-    """Update when the norm is known, in the next step, or before and again if need be. Same numbers."""
+    """With --max-grad-norm: update in the next step, when the norm is known (deferral), or at once, and again in steps
+    that are clipped (speculation). The numbers are the same."""
     seed: int = option(0, "N", COUNT, modes=Mode.MODEL)
-    """Of the data's order, and of random weights and tokens."""
+    """Seed of the data's order, and of random weights and tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +187,7 @@ class OutputSettings:
     """What a run writes, and what it does with what an earlier one has written."""
 
     output: Path | None = option(None, "DIR", modes=Mode.PLACE | Mode.DEMO | Mode.PROFILE_NODES)
-    """Default: finetune-output/<model>."""
+    """Directory of the checkpoint and of what else the run writes. Default: finetune-output/<model>."""
     save: bool = option(True)
     """Write no checkpoint at the end."""
     allow_nonfinite: bool = option(False)
@@ -199,9 +201,9 @@ class OutputSettings:
     sample: str | None = option(None, "PROMPT", only=Only.ONE_MACHINE)
     """At the end, print how the tuned model goes on from there."""
     sample_tokens: int = option(32, "N", POSITIVE, only=Only.SAMPLE)
-    """How far at most."""
+    """Longest --sample, in tokens."""
     temperature: float = option(0.0, "X", NOT_NEGATIVE, only=Only.SAMPLE)
-    """Of the --sample: 0 takes the likeliest word each time, 0.8 varies."""
+    """Temperature of the --sample: 0 takes the likeliest word each time, 0.8 varies."""
     report: Path | None = option(None, "FILE", modes=Mode.TRAIN | Mode.DEMO)
     """Write the summary there, as JSON."""
     log_to: tuple[str, ...] = option((), "NAME...", ("tensorboard", "wandb", "trackio", "mlflow", "jsonl"))
@@ -217,7 +219,7 @@ class PlanningSettings:
     drive: str | None = option(None, "NAME", presets="drives", modes=Mode.PLAN_BY_NAME | Mode.PLAN_RANKS)
     """Plan for drives of this kind, and for the kind of GPU that --gpu names."""
     ssds: int | None = option(None, "N", POSITIVE, modes=Mode.PLAN_HERE | Mode.PLAN_BY_NAME | Mode.PLAN_RANKS)
-    """Plan for so many of them.  [default: 1]"""
+    """Number of drives to plan for.  [default: 1]"""
     network: str | None = option(None, "RATE", modes=Mode.PLAN_RANKS)
     """Plan for several nodes with SSDs: what each sends, 25Gbit/s."""
     scheme: str = option("ours", type=("ours", "fuyou"), modes=Mode.PLAN_HERE | Mode.PLAN_BY_NAME)
@@ -241,7 +243,7 @@ class PlanningSettings:
     json: bool = option(False, modes=Mode.PLAN)
     """Print the plan as JSON."""
     verify: tuple[str, ...] = option((), "DIR...", patterns=True, modes=Mode.VERIFY)
-    """Train nothing: is what runs have in DIR (as --ssd, or --output) what was written?"""
+    """Train nothing: check that what runs have in DIR (as --ssd, or --output) is what was written."""
     profile: bool = option(False, modes=Mode.PROFILE | Mode.PROFILE_NODES)
     """Measure this machine with the model (default: gpt3-1.3b) instead of training: a dozen seconds, a table. With
     --nodes, measure the cluster, and write a file for --cluster."""
