@@ -57,7 +57,7 @@ CALLBACKS: dict[str, Callable[..., Any]] = {
     "completion": _show_completion,
     "version": _show_version,
 }
-"""What options do at once, while the command line is read."""
+"""Callbacks of options that act at once, while the command line is read."""
 
 
 class GroupedCommand(click.Command):

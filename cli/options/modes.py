@@ -1,4 +1,4 @@
-"""What ``finetune`` can be asked to do: options that this does not read are refused, not ignored."""
+"""Modes of ``finetune``: which one a command line asks for. Options that it does not read are refused, not ignored."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -28,7 +28,7 @@ REFUSALS = {
     Mode.PLAN_CLUSTER: "{names} changes nothing in a plan for a cluster (bf16, with the hardware that --cluster "
     "describes): leave it out.",
 }
-"""What to say about options that a mode does not read."""
+"""Message about options that a mode does not read."""
 ADVICE: dict[Mode, dict[str, str]] = {
     Mode.PLAN_HERE: _NAMES_NETWORK | _CLUSTERS_ONLY,
     Mode.PLAN_BY_NAME: _NAMES_NETWORK | _CLUSTERS_ONLY,
@@ -38,7 +38,7 @@ ADVICE: dict[Mode, dict[str, str]] = {
         **dict.fromkeys(("lora_rank", "peft_config", "frozen_dtype"), _NO_ADAPTERS),
     },
 }
-"""What to say about some of them in particular, by name."""
+"""Messages about some of them in particular, by name."""
 
 
 def mode_of(options: Mapping[str, Any]) -> Mode:

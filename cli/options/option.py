@@ -32,7 +32,7 @@ _KEY = "option"
 
 
 class Mode(Flag):
-    """The things that ``finetune`` does. An option names all those that read it; others refuse it."""
+    """A mode is one of the things that ``finetune`` does. An option names the modes that read it; others refuse it."""
 
     TRAIN = auto()
     DEMO = auto()
@@ -47,44 +47,45 @@ class Mode(Flag):
 
     PLAN = PLAN_HERE | PLAN_BY_NAME | PLAN_RANKS | PLAN_CLUSTER
     STEP = TRAIN | PROFILE | PLAN_HERE | PLAN_BY_NAME | PLAN_RANKS
-    """Whatever depends on a step of the engine."""
+    """Modes that depend on a step of the engine."""
     MODEL = STEP | CHECK
     BATCH = STEP | PROFILE_NODES | PLAN_CLUSTER
     PLACE = TRAIN | CHECK | PROFILE | PLAN_HERE
-    """Whatever looks at the drives of this machine."""
+    """Modes that look at the drives of this machine."""
     NODES = TRAIN | PROFILE_NODES
     ALL = PLAN | MODEL | NODES | DEMO | VERIFY
 
 
 class Only(Flag):
-    """Runs that have a use for an option; given for another, it is refused (:mod:`cli.options.settings`)."""
+    """Runs that an option is for; given for any other, it is refused (:class:`cli.options.settings.Settings`)."""
 
     ANY = 0
     NODES = auto()
-    """With ``--nodes``."""
+    """Runs with ``--nodes``."""
     ONE_MACHINE = auto()
-    """Without it."""
+    """Runs without ``--nodes``."""
     IN_MEMORY = auto()
-    """With ``--nodes`` and without ``--ssd``."""
+    """Runs with ``--nodes`` and without ``--ssd``."""
     OUT_OF_CORE = auto()
-    """All others."""
+    """All runs but those in memory."""
     CHOSEN_STRATEGY = auto()
-    """With ``--strategy auto``."""
+    """Runs with ``--strategy auto``."""
     LORA = auto()
     SAMPLE = auto()
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a field of the settings says about its option, beside name, type, default and docstring (the help)."""
+    """A declaration is what a field says about its option, beside name, type, default and docstring (the help)."""
 
     metavar: str | None = None
     """Placeholder for the value in the help."""
     type: click.ParamType | None = None
     """Type of the value, or of each of several words; None: as the field's annotation says."""
     modes: Mode = Mode.TRAIN
-    """What reads it; nothing, if it acts while the command line is read."""
+    """Modes that read it; none, if it acts while the command line is read."""
     only: Only = Only.ANY
+    """Runs that it is for; with several, all must hold."""
     flags: str | None = None
     """Both forms of a flag, where they are not ``--name/--no-name``."""
     presets: str | None = None

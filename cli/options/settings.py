@@ -28,7 +28,7 @@ COMMITS = "commits"
 """Folder inside the output directory where a run of several ranks has its commits."""
 
 RUN, DESCRIPTION = "run", "run.json"
-"""Folder inside the output directory that says what the run is, and the file in it that says where."""
+"""Folder inside the output directory that describes the run, and the file in it that names the run's store."""
 
 STORE_PREFIX = "fuyou-"
 """Beginning of the names of runs' folders on the SSDs."""
@@ -144,12 +144,12 @@ class Settings(
 
     @property
     def commit_interval(self) -> int:
-        """Steps between two commits. In memory each writes 12 bytes per parameter beside the training."""
+        """Number of steps from one commit to the next. In memory, each writes 12 bytes per parameter."""
         return self.commit_every or (1 if self.nodes is None or self.ssd else 100)
 
     @property
     def output_directory(self) -> Path:
-        """Absolute."""
+        """Absolute path of the output directory."""
         if self.output is not None:
             return self.output.expanduser().absolute()
         return (Path("finetune-output") / Path(self.model).expanduser().absolute().name).absolute()
