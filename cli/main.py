@@ -14,17 +14,24 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from cli.launch.interrupts import Interrupts, Stopped
 from cli.options.command import GroupedCommand, build_command
 from cli.options.config_file import effective_config
 from cli.options.modes import mode_of, refuse_unread
 from cli.options.option import WRITTEN, GroupedOption, Mode
 from cli.options.settings import Settings
+from cli.train.interrupts import Interrupts, Stopped
 from common.errors import FinetuneError, UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``finetune`` with ``argv`` (default: the process's own). Returns the exit status."""
+    """Run ``finetune``.
+
+    Args:
+        argv: the command line; None: the process's own.
+
+    Returns:
+        The exit status.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     # Nothing is ever downloaded: checkpoints, tokenizers and data are local.
@@ -88,7 +95,7 @@ def _run(interrupts: Interrupts, arguments: tuple[str, ...], **options: Any) -> 
 
         return run_plan(settings)
     elif settings.nodes is not None:
-        from cli.launch.nodes import launch
+        from cli.launch.launcher import launch
 
         launch(settings, trains=mode is Mode.TRAIN)
     elif mode is Mode.PROFILE:
@@ -132,13 +139,13 @@ def _given_options(context: click.Context) -> list[GroupedOption]:
 
 
 def _say(message: str) -> None:
-    """Print to a terminal that may be gone."""
+    """Print a message for people; their terminal may be gone."""
     with contextlib.suppress(OSError):
         print(message, file=sys.stderr, flush=True)
 
 
 def _fail(message: str, status: int, debug: bool = False) -> int:
-    """Print one message; with ``debug``, the traceback of the exception being handled before it."""
+    """Print one message, after the traceback with ``debug``, and return the exit status."""
     if debug:
         traceback.print_exc()
     _say(f"finetune: error: {message}")
@@ -146,7 +153,7 @@ def _fail(message: str, status: int, debug: bool = False) -> int:
 
 
 def _one_line(error: BaseException) -> str:
-    """An exception's text with line breaks taken out, without its last full stop."""
+    """Return an exception's text on one line, without its last full stop."""
     return " ".join(str(error).split()).removesuffix(".") or "no message"
 
 

@@ -1,4 +1,4 @@
-"""``finetune --plan``: what a run would take and how fast it would be, before there is a run."""
+"""``finetune --plan`` out of core: what a run would take, and how fast it would be."""
 
 import json
 import math
@@ -7,13 +7,13 @@ import textwrap
 from dataclasses import replace
 from pathlib import Path
 
+from cli.job.machine import device_at_hand, directories_at_hand, training_of
+from cli.job.quiet import quiet_transformers
 from cli.options.computing_dtype import ELSEWHERE, with_dtype
 from cli.options.naming import naming
 from cli.options.settings import Settings
 from cli.plan.compare_engines import InMemory, in_memory
-from cli.plan.machine import device_at_hand, directories_at_hand, training_of
-from cli.report.summary import RESOURCES
-from cli.train.one_machine import quiet_transformers
+from cli.report.results import RESOURCES
 from common.errors import UserError
 from common.hardware.machine import memory_available_bytes
 from common.hardware.presets import drive_names, drive_preset, gpu_names, gpu_preset
@@ -51,7 +51,7 @@ WIDTH = 100
 _BAR = 24
 _LABEL = 10
 DOES_NOT_FIT = 1
-"""Exit status of a plan that does not fit: it is an answer, and not the one that was hoped for."""
+"""Exit status of a plan that does not fit."""
 
 
 def run_plan(settings: Settings) -> int:
@@ -100,7 +100,7 @@ def _plan(wanted: Training, machine: Machine, scheme: str) -> RunPlan:
 
 
 def _largest(settings: Settings, machine: Machine) -> Training | None:
-    """The largest preset that fits."""
+    """Return the training of the largest preset that fits; None: none fits."""
 
     def fits(candidate: Training) -> bool:
         if settings.scheme == "fuyou":
@@ -114,7 +114,7 @@ def _largest(settings: Settings, machine: Machine) -> Training | None:
 
 
 def _machine(settings: Settings) -> Machine:
-    """From presets if ``--drive`` is given, else the one at hand, profiled."""
+    """Return the machine that presets describe if ``--drive`` is given, else the one at hand, profiled."""
     if settings.drive is not None:
         if settings.gpu in ("auto", "cpu") or is_emulated(settings.gpu):
             raise UserError(
@@ -148,7 +148,11 @@ def _machine_at_hand(settings: Settings) -> Machine:
 
 
 def _open(name: str) -> Device:
-    """The device at hand; a GPU that is not there, but has a preset, lacks its drives only."""
+    """Open the device at hand.
+
+    Raises:
+        UserError: it is not there; for a GPU with a preset, says that only its drives need to be named.
+    """
     try:
         return device_at_hand(name)
     except UserError as error:
@@ -163,7 +167,7 @@ def _open(name: str) -> Device:
 
 
 def _network(text: str | None, nodes: int) -> float:
-    """Bytes per second of ``25Gbit/s`` or ``3GB/s``.
+    """Return the bytes per second of ``25Gbit/s`` or ``3GB/s``.
 
     Raises:
         UserError: it is neither, or not given for several nodes.
@@ -193,7 +197,7 @@ def _write_trace(result: RunPlan, path: Path) -> None:
 
 
 def describe(result: RunPlan) -> list[str]:
-    """The plan as lines of at most :data:`WIDTH` columns."""
+    """Return the plan as lines of at most :data:`WIDTH` columns."""
     job, machine, share = result.training, result.machine, result.training.shape.share
     several = f"{machine.drive_count} x " if machine.drive_count > 1 else ""
     scheme = ", as the paper's Fuyou would run it" if result.scheme == "fuyou" else ""
@@ -315,7 +319,7 @@ def _limits(result: RunPlan) -> list[str]:
 
 
 def _clipping(result: RunPlan) -> str:
-    """How gradients are clipped, and what that costs."""
+    """Return how gradients are clipped, and what that costs."""
     job, cost = result.training, clipping_cost(result)
     what = "clipping" if job.clipped_share else "leaving out what is not finite"
     if result.clip_by is ClipBy.SPECULATION:
@@ -330,7 +334,7 @@ def _clipping(result: RunPlan) -> str:
 
 
 def _commits(result: RunPlan) -> list[str]:
-    """What rarer commits would save, where it is more than a little."""
+    """Return what rarer commits would save, where it is more than a little."""
     rarer = rarer_commits(result)
     if rarer is None or rarer.written_bytes_per_day * rarer.step_seconds > 0.95 * result.written_bytes * 86400:
         return []
@@ -345,9 +349,12 @@ def _commits(result: RunPlan) -> list[str]:
 
 def _row(label: str, text: str, width: int = _LABEL) -> list[str]:
     return textwrap.wrap(
-        text, WIDTH, initial_indent=f"{label:{width}}", subsequent_indent=" " * width, drop_whitespace=True,
+        text,
+        WIDTH,
+        initial_indent=f"{label:{width}}",
+        subsequent_indent=" " * width,
         break_on_hyphens=False,
-    )  # fmt: skip
+    )
 
 
 def _many(count: int, what: str, plural: str = "s") -> str:

@@ -1,5 +1,6 @@
 """The command line as people, and shells, write it."""
 
+import inspect
 import subprocess
 import sys
 from dataclasses import dataclass, fields
@@ -192,3 +193,9 @@ def test_options_under_the_names_of_the_engine() -> None:
     names = ("lr", "betas", "max_grad_norm", "commit_every", "prove", "topology")
     taken = {"lr": 1.0, "betas": (0.8, 0.999), "max_grad_norm": None, "commit_every": 3, "prove": False}
     assert settings.named(names) == taken
+    import fuyou  # which takes seconds to import
+
+    given = settings.named(inspect.signature(fuyou.Engine).parameters)
+    assert given["commit_every"] == 3
+    assert given.keys() >= {"lr", "betas", "eps", "weight_decay", "max_grad_norm", "clip_by", "dtype", "seed", "prove"}
+    assert given.keys() >= {"micro_batch", "host_memory", "device_memory", "host_cache", "io", "frozen_dtype"}
