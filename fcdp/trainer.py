@@ -396,9 +396,9 @@ class Trainer:
             return None
         router = RouterPass(self._router_loss, [part["counts"].flatten().float()])
         router.add(0, output.router_logits or ())
-        sums = torch.tensor(router.told(), dtype=torch.float64, device=self._device)
+        sums = torch.tensor(router.local_sums(), dtype=torch.float64, device=self._device)
         dist.all_reduce(sums)
-        router.settle([sums.tolist()])
+        router.combine([sums.tolist()])
         return router
 
     @contextlib.contextmanager

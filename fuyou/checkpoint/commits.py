@@ -54,9 +54,9 @@ class Commits:
         self.clipped_steps += 1
         self._updates[step] = replace(self._updates[step], gradient_scale=factor)
 
-    def leave_out(self, step: int) -> None:
+    def skip_step(self, step: int) -> None:
         """The updates of ``step``, all of them still to come, change nothing."""
-        self._updates[step] = replace(self._updates[step], left_out=True)
+        self._updates[step] = replace(self._updates[step], skip=True)
 
     def clip_statistics(self, steps: int) -> ClipStatistics:
         """How often clipping has struck in the run's first ``steps``, which have all ended."""

@@ -6,7 +6,7 @@ import torch
 
 from common.errors import UserError
 from common.models.checkpoint.export import CheckpointWriter, copy_tokenizer_files
-from fuyou.checkpoint.store_access import StoreReader
+from fuyou.checkpoint.reader import StoreReader
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Record
 from fuyou.model.open_model import OpenModel

@@ -28,14 +28,14 @@ from common.store import Layout
 from common.store.directories import usable
 from common.units import format_bytes, parse_bytes
 from fuyou.checkpoint.cluster_commits import ClusterCommits
-from fuyou.checkpoint.cluster_reader import ClusterReader
 from fuyou.checkpoint.commits import Commits, sealed_records
 from fuyou.checkpoint.export import Exporter
-from fuyou.checkpoint.reshard import regroup
+from fuyou.checkpoint.fill import fill_store
+from fuyou.checkpoint.reader import ClusterReader, StoreReader
+from fuyou.checkpoint.reshard.run import reshard_run
 from fuyou.checkpoint.restripe import Drives
 from fuyou.checkpoint.run_files import RunFiles, create_run, resume_run
 from fuyou.checkpoint.state import TrainingState, random_states, restore_random_states
-from fuyou.checkpoint.store_access import StoreReader, fill_store
 from fuyou.config import EngineConfig
 from fuyou.engine.computing_dtype import AUTO, DEFAULT, dtype_of_all, stored_dtype
 from fuyou.engine.runtime import Runtime
@@ -398,7 +398,7 @@ class Engine:
         # Everything goes through host memory, so there is nothing for "auto" to measure.
         io: dict[str, Any] = {"io": "posix" if options.io == "auto" else options.io, "pace": runtime.pace}
         if resume:
-            regroup(drives, self._model.shape, wanted, self._agreement)
+            reshard_run(drives, self._model.shape, wanted, self._agreement)
             self._files = resume_run(drives, wanted, self._agreement, **io)
             restore_random_states(self._files.state.random, self._device.torch_device)
         else:
@@ -527,7 +527,7 @@ class Engine:
         skipped = self._should_skip_step(step, current.loss, norm)
         clipped = not skipped and norm > limit
         if skipped:
-            self._commits.leave_out(step)
+            self._commits.skip_step(step)
         elif clipped:
             # As torch.nn.utils.clip_grad_norm_ does it.
             self._commits.scale_gradients(step, limit / (norm + 1e-6))
@@ -605,13 +605,13 @@ class Engine:
     def _whole_loss(self, computation: StepComputation | TimedComputation) -> float:
         """The sum of what all ranks have found, added in fp32 in their order, and the router loss of all together."""
         router = computation.router
-        own = (computation.loss, [] if router is None else router.told())
+        own = (computation.loss, [] if router is None else router.local_sums())
         told = [own] if self._agreement is None else self._agreement.all_gather_object(own)
         total, *others = (torch.tensor(loss, dtype=torch.float32) for loss, _ in told)
         for other in others:
             total += other
         if router is not None:
-            router.settle([sums for _, sums in told])
+            router.combine([sums for _, sums in told])
             total += router.share
         return float(total)
 

@@ -10,7 +10,7 @@ quarter loses it all).
 from collections.abc import Callable
 
 from fuyou.layout.model_layout import ModelLayout
-from fuyou.layout.resident import spread
+from fuyou.layout.resident import evenly_spaced
 
 
 def interleaved(shape: ModelLayout, fraction: float) -> frozenset[int]:
@@ -20,7 +20,7 @@ def interleaved(shape: ModelLayout, fraction: float) -> frozenset[int]:
     """
     if fraction >= 1:
         return frozenset(shape.trainable)
-    return frozenset(spread(shape.trainable_blocks, round(fraction * len(shape.trainable_blocks))))
+    return frozenset(evenly_spaced(shape.trainable_blocks, round(fraction * len(shape.trainable_blocks))))
 
 
 def best_fraction(seconds: Callable[[float], float], layers: int) -> float:

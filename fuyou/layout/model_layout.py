@@ -19,18 +19,18 @@ class BufferCounts:
     """How many buffers of each kind there are; each kind of record has buffers of its own."""
 
     device_blocks: int = 2
-    device_outer: int = 1
+    device_non_block: int = 1
     device_adapters: int = 0
     device_towers: int = 0
     device_block_gradients: int = 2
-    device_outer_gradients: int = 1
+    device_non_block_gradients: int = 1
     device_adapter_gradients: int = 0
     host_blocks: int = 3
-    host_outer: int = 1
+    host_non_block: int = 1
     host_adapters: int = 0
     host_towers: int = 0
     host_block_gradients: int = 2
-    host_outer_gradients: int = 1
+    host_non_block_gradients: int = 1
     host_adapter_gradients: int = 0
     device_activations: int = 4
     host_activations: int = 0
@@ -42,28 +42,28 @@ class BufferCounts:
     def device(self, kind: Kind) -> int:
         """Buffers on the device for parameters of records of this kind."""
         return {
-            Kind.BLOCK: self.device_blocks, Kind.OUTER: self.device_outer, Kind.ADAPTER: self.device_adapters,
+            Kind.BLOCK: self.device_blocks, Kind.NON_BLOCK: self.device_non_block, Kind.ADAPTER: self.device_adapters,
             Kind.TOWER: self.device_towers,
         }[kind]  # fmt: skip
 
     def host(self, kind: Kind) -> int:
         """The same on the host."""
         return {
-            Kind.BLOCK: self.host_blocks, Kind.OUTER: self.host_outer, Kind.ADAPTER: self.host_adapters,
+            Kind.BLOCK: self.host_blocks, Kind.NON_BLOCK: self.host_non_block, Kind.ADAPTER: self.host_adapters,
             Kind.TOWER: self.host_towers,
         }[kind]  # fmt: skip
 
     def device_gradients(self, kind: Kind) -> int:
         """Buffers on the device for gradients of records of this kind."""
         return {
-            Kind.BLOCK: self.device_block_gradients, Kind.OUTER: self.device_outer_gradients,
+            Kind.BLOCK: self.device_block_gradients, Kind.NON_BLOCK: self.device_non_block_gradients,
             Kind.ADAPTER: self.device_adapter_gradients, Kind.TOWER: 0,
         }[kind]  # fmt: skip
 
     def host_gradients(self, kind: Kind) -> int:
         """The same on the host."""
         return {
-            Kind.BLOCK: self.host_block_gradients, Kind.OUTER: self.host_outer_gradients,
+            Kind.BLOCK: self.host_block_gradients, Kind.NON_BLOCK: self.host_non_block_gradients,
             Kind.ADAPTER: self.host_adapter_gradients, Kind.TOWER: 0,
         }[kind]  # fmt: skip
 
@@ -119,9 +119,9 @@ class ModelLayout:
     """The same outside the blocks."""
     tower: int = -1
     """Index of the record of what is frozen of the towers, which the embedding uses; -1 if there is none."""
-    block_adapting: AdapterMemory = NO_ADAPTERS
+    block_adapter_memory: AdapterMemory = NO_ADAPTERS
     """What adapters take while the block computes that needs most for them."""
-    outer_adapting: AdapterMemory = NO_ADAPTERS
+    non_block_adapter_memory: AdapterMemory = NO_ADAPTERS
     """The same outside the blocks; tokens are those that go through the head at once."""
     hidden_size: int = 0
     """Elements of the hidden states between blocks, per token; 0: as many as the configuration says."""

@@ -1,7 +1,7 @@
 """Records: what moves between the tiers. One record is one block's parameters (or the embeddings', or the head's).
 
 In memory a record is one flat buffer of parameters; on SSD it is that buffer and, beside it, its optimizer states in
-chunks of ``[lo | mean | variance]``, so that one chunk is one contiguous range to read, update and write back.
+chunks of ``[low | mean | variance]``, so that one chunk is one contiguous range to read, update and write back.
 
 A record is trained as a whole or frozen as a whole. Where a module has both, it has two records: the frozen one is
 written when the store is made and only read from then on; the other, an *adapter* whatever it is made of, holds what is
@@ -63,7 +63,7 @@ class Precision:
 
     @property
     def split(self) -> bool:
-        """Whether masters are kept as ``hi`` and ``lo`` halves."""
+        """Whether masters are kept as bf16 weights and the low 16 bits."""
         return self.dtype == torch.bfloat16
 
     @property
@@ -78,7 +78,7 @@ class Precision:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes per parameter of what only the optimizer needs: ``lo`` (if split), mean, variance."""
+        """Bytes per parameter of what only the optimizer needs: ``low`` (if split), mean, variance."""
         return (2 if self.split else 0) + 2 * self.optimizer_dtype.itemsize
 
 
@@ -87,7 +87,7 @@ class Kind(Enum):
 
     BLOCK = "block"
     """Of the stack: all of a block's parameters, or those of them that are frozen."""
-    OUTER = "outer"
+    NON_BLOCK = "outer"
     """Outside the stack, likewise: may be many times larger than a block."""
     ADAPTER = "adapter"
     """What is trained of modules whose other parameters are frozen."""

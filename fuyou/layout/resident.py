@@ -12,7 +12,7 @@ from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Kind
 
 
-def spread(blocks: Sequence[int], count: int) -> list[int]:
+def evenly_spaced(blocks: Sequence[int], count: int) -> list[int]:
     """``count`` of ``blocks``, evenly spread, counted from the end of the stack."""
     layers = len(blocks)
     return [blocks[-(-(number + 1) * layers // count) - 1] for number in range(count)]
@@ -21,7 +21,7 @@ def spread(blocks: Sequence[int], count: int) -> list[int]:
 def resident_records(shape: ModelLayout, room: int) -> list[int]:
     """Indices of the records, adapters aside, whose optimizer states fit in ``room`` bytes together."""
     chosen = []
-    for record in shape.of_kind(Kind.OUTER):
+    for record in shape.of_kind(Kind.NON_BLOCK):
         if record.trainable and record.state_nbytes <= room:
             chosen.append(record.index)
             room -= record.state_nbytes
@@ -29,4 +29,4 @@ def resident_records(shape: ModelLayout, room: int) -> list[int]:
     if not blocks:
         return chosen
     count = min(len(blocks), room // max(record.state_nbytes for record in blocks))
-    return sorted(chosen + spread([record.index for record in blocks], count))
+    return sorted(chosen + evenly_spaced([record.index for record in blocks], count))

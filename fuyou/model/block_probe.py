@@ -87,11 +87,11 @@ def _on_device(block: nn.Module, hidden: torch.Tensor, args: tuple[Any, ...], kw
         for module in block.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    module._parameters[name] = hollow(parameter, hidden.device)
+                    module._parameters[name] = empty_parameter(parameter, hidden.device)
         return block(torch.zeros_like(hidden), *args, **kwargs)
 
 
-def hollow(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+def empty_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     """Return zeros in the place of ``parameter`` that take no memory."""
     zero = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
     return nn.Parameter(zero, requires_grad=parameter.requires_grad)

@@ -136,8 +136,8 @@ def model_records(
     adapted = [name for name, module in stack.model.named_modules() if isinstance(module, BaseTunerLayer)]
     outside = (stack.model.get_submodule(name) for name in adapted if not name.startswith(prefix))
     return replace(
-        made, block_adapting=AdapterMemory.most(adapter_memory(block) for block in stack.blocks),
-        outer_adapting=AdapterMemory.most(adapter_memory(module) for module in outside),
+        made, block_adapter_memory=AdapterMemory.most(adapter_memory(block) for block in stack.blocks),
+        non_block_adapter_memory=AdapterMemory.most(adapter_memory(module) for module in outside),
         hidden_size=stack.hidden_size, carried_bytes=stack.carried_bytes if stack.links else no_bytes,
         image_memory=image_memory(stack.model),
         attention=AttentionMemory.of(stack.model.config, precision.dtype.itemsize),
@@ -152,12 +152,12 @@ def _step_shape(
     if both.frozen or both.trained or not _any(before) or not _any(after):
         # In the model's order, as far as that goes: what is tied is the embedding, which comes first.
         whole = both.joined(before).joined(after).settled()
-        embedding = head = records.main("outer", Kind.OUTER, whole)
+        embedding = head = records.main("outer", Kind.NON_BLOCK, whole)
         if not whole.frozen:
             first = last = _Group()  # trained as a whole: no adapters
     else:
         whole, before, after = _Group(), before.settled(), after.settled()
-        embedding, head = records.main("embedding", Kind.OUTER, before), records.main("head", Kind.OUTER, after)
+        embedding, head = records.main("embedding", Kind.NON_BLOCK, before), records.main("head", Kind.NON_BLOCK, after)
         first, last = (group if group.frozen else _Group() for group in (before, after))
     layers = tuple(records.main(f"block {layer}", Kind.BLOCK, group) for layer, group in enumerate(blocks))
     if whole.frozen and both.trained:

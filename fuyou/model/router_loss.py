@@ -102,7 +102,7 @@ class RouterPass:
             self._sums = sums if self._sums is None else self._sums + sums
             self._tokens = tokens if self._tokens is None else self._tokens + tokens
 
-    def told(self) -> list[float]:
+    def local_sums(self) -> list[float]:
         """Return this rank's sums, all blocks' and micro-batches' together: ``2 E + 1`` numbers."""
         if self._sums is None or self._tokens is None:
             raise FinetuneError(
@@ -111,11 +111,11 @@ class RouterPass:
             )
         return [*self._sums.flatten().tolist(), float(self._tokens)]
 
-    def settle(self, everyone: Sequence[Sequence[float]]) -> None:
+    def combine(self, everyone: Sequence[Sequence[float]]) -> None:
         """Form the loss from what all ranks have told."""
         total = torch.tensor(everyone[0], dtype=torch.float32)
-        for told in everyone[1:]:
-            total += torch.tensor(told, dtype=torch.float32)
+        for local_sums in everyone[1:]:
+            total += torch.tensor(local_sums, dtype=torch.float32)
         device, experts = self._masks[0].device, self._loss.experts
         counts, probabilities = total[: 2 * experts].to(device).view(2, experts).unbind()
         probabilities.requires_grad_()

@@ -30,7 +30,7 @@ from common.models.attention.isolation import Separator, takes_positions
 from common.models.structure import find_blocks
 from common.models.vision.towers import tower_parameters
 from fuyou.model.block_calls import BlockCalls, BlockLinks, Recorder, paths
-from fuyou.model.block_probe import TENSOR, BlockProbe, hollow, unchanged
+from fuyou.model.block_probe import TENSOR, BlockProbe, empty_parameter, unchanged
 from fuyou.model.family import Family, family_of
 from fuyou.model.look_back import LookBack, UsedTensors
 
@@ -197,7 +197,7 @@ class StreamedModel:
             return 0
         if seq_len not in self._carried_bytes:
             with self._probed() as probe:
-                _, calls = self.embed_hollow(torch.zeros(1, seq_len, dtype=torch.long, device=self.device))
+                _, calls = self.embed_without_weights(torch.zeros(1, seq_len, dtype=torch.long, device=self.device))
             kept = {id(value): value for value in calls.carried()}
             made = [probe.values[key] for key in self.links.consumed if key in probe.values] + probe.left
             kept.update({id(value): value for value in made})
@@ -262,12 +262,12 @@ class StreamedModel:
         return self._embed(batch, self.links)
 
     @torch.no_grad()
-    def embed_hollow(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, BlockCalls]:
+    def embed_without_weights(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, BlockCalls]:
         """The same without parameters: everything has the right shape, and nothing a meaning."""
         with self._skipped(self.before), self._hollow_outside():
             return self._embed({"input_ids": input_ids}, self.links)
 
-    def embed_alone(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, BlockCalls]:
+    def embed_with_zero_links(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, BlockCalls]:
         """The same as :meth:`embed`, for blocks that are run by themselves: what others hand them is zero."""
         if not self.links:
             return self.embed(batch)
@@ -314,7 +314,7 @@ class StreamedModel:
     def dry_run(self, batch: Mapping[str, torch.Tensor]) -> Any:
         """Return what the model returns for ``batch`` where its blocks do nothing and its weights are not there: it
         does what it always does, and what comes out means nothing."""
-        hidden, _ = self.embed_hollow(batch["input_ids"])
+        hidden, _ = self.embed_without_weights(batch["input_ids"])
         outside = set(self._runners.values())
         with self._skipped(outside), self._hollow_outside(), self._handed_out(torch.zeros_like(hidden)):
             return self.model(**batch, use_cache=False)
@@ -399,7 +399,7 @@ class StreamedModel:
         for owner, name in places:
             parameter = owner._parameters[name]
             if parameter is not None:
-                made[owner, name] = hollow(parameter, self.device)
+                made[owner, name] = empty_parameter(parameter, self.device)
         return made
 
     @contextmanager

@@ -76,7 +76,7 @@ class Update:
     """Seed of the stochastic rounding of bf16 moments."""
     skipped: int = 0
     """Steps before it that were left out: bias correction does not count them."""
-    left_out: bool = False
+    skip: bool = False
     """Everything stays as it is: the gradient is not finite."""
 
 
@@ -109,7 +109,7 @@ class ChunkAdam:
     def update(
         self,
         parameter: torch.Tensor,
-        lo: torch.Tensor | None,
+        low: torch.Tensor | None,
         mean: torch.Tensor,
         variance: torch.Tensor,
         gradient: torch.Tensor,
@@ -122,8 +122,8 @@ class ChunkAdam:
         """One AdamW step over ``n`` parameters, all arguments flat ``[n]``; all but the gradient are updated in place.
 
         Args:
-            parameter: ``hi`` in bf16, or the fp32 master itself if ``lo`` is None.
-            lo: int16 low halves of the masters.
+            parameter: ``high`` in bf16, or the fp32 master itself if ``low`` is None.
+            low: int16 low halves of the masters.
             mean, variance: first and second moment, fp32 or bf16.
             gradient: bf16 or fp32.
             update: step number, hyper-parameters, gradient scale.
@@ -131,7 +131,7 @@ class ChunkAdam:
             stream: tells this range from others of the same step, so that their stochastic rounding differs.
             runs: what of it is updated, each a multiple of 128 elements; None: all.
         """
-        if update.left_out:
+        if update.skip:
             return
         sources = None
         if mean.dtype == torch.bfloat16:
@@ -142,14 +142,14 @@ class ChunkAdam:
             for start in range(run.start, run.stop, self._elements):
                 part = slice(start, min(start + self._elements, run.stop))
                 self._pass(
-                    parameter[part], None if lo is None else lo[part], mean[part], variance[part], gradient[part],
+                    parameter[part], None if low is None else low[part], mean[part], variance[part], gradient[part],
                     update, decay, sources,
                 )  # fmt: skip
 
     def _pass(
         self,
         parameter: torch.Tensor,
-        lo: torch.Tensor | None,
+        low: torch.Tensor | None,
         mean: torch.Tensor,
         variance: torch.Tensor,
         gradient: torch.Tensor,
@@ -160,9 +160,9 @@ class ChunkAdam:
         count = parameter.numel()
         scratch = self._scratch[:count]
         master = parameter
-        if lo is not None:
+        if low is not None:
             master = self._master[:count]
-            join(parameter, lo, master, scratch)
+            join(parameter, low, master, scratch)
         if gradient.dtype != torch.float32 or update.gradient_scale != 1.0:
             wide = scratch.view(torch.float32)
             wide.copy_(gradient)
@@ -181,8 +181,8 @@ class ChunkAdam:
         if sources is not None:
             stochastic_round(first, mean, scratch, sources[0])
             stochastic_round(second, variance, scratch, sources[1])
-        if lo is not None:
-            split_in_place(master, parameter, lo)
+        if low is not None:
+            split_in_place(master, parameter, low)
 
     def _wide_moments(self, mean: torch.Tensor, variance: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """fp32 copies of bf16 moments."""

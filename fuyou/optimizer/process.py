@@ -97,13 +97,13 @@ class Resident:
 
 
 class StateChunks:
-    """Views of one chunk's states: ``[lo | mean | variance]``."""
+    """Views of one chunk's states: ``[low | mean | variance]``."""
 
     def __init__(self, place: Place, precision: Precision):
         buffer, offset, count = place.buffer, place.offset, place.chunk.stop - place.chunk.start
-        self.lo: torch.Tensor | None = None
+        self.low: torch.Tensor | None = None
         if precision.split:
-            self.lo = buffer.tensor(torch.int16, offset, count)
+            self.low = buffer.tensor(torch.int16, offset, count)
             offset += 2 * count
         width = precision.optimizer_dtype.itemsize
         self.mean = buffer.tensor(precision.optimizer_dtype, offset, count)
@@ -188,7 +188,7 @@ class OptimizerProcess:
                 sums = Sums(extent, self._store.directories, what, message.expected)
             for chunk in self._chunks(message.record):
                 place = self._resident_place(message.record, chunk) if resident else Place(chunk, self._free.get())
-                if not message.there:
+                if not message.in_memory:
                     self._start_reading(place, extent, self._records[message.record].precision.state_bytes, sums)
                 self._read.put(place)
 
@@ -218,21 +218,21 @@ class OptimizerProcess:
         write = self._begin_write(message.record, message.target)
         # Of stochastic rounding: no two ranks draw the same, for no rank has more chunks than pages.
         stream = record.share.owned_start(record.numel) // PAGE_ELEMENTS
-        owned, left_out = self._owned(message.record), message.update.left_out
-        absent = () if left_out else owned.absent(gradients)
+        owned, skip = self._owned(message.record), message.update.skip
+        absent = () if skip else owned.absent(gradients)
         uneven = bool(absent or message.missed)
-        began, computing = 0.0, []
+        start_time, computing = 0.0, []
         for number in range(write.pending):
             place = self._read.get()
             if place.reading is not None:
                 place.reading.result()
                 write.intervals.append((place.times[0], place.times[-1]))
-            began = began or time.monotonic()
+            start_time = start_time or time.monotonic()
             chunk, states = place.chunk, StateChunks(place, record.precision)
             part = slice(chunk.start, chunk.stop)
             started = time.monotonic()
             self._adam.update(
-                values[part], states.lo, states.mean, states.variance, gradients[part], message.update,
+                values[part], states.low, states.mean, states.variance, gradients[part], message.update,
                 decay=chunk.decay, stream=message.record << 32 | stream + number,
                 runs=owned.runs(chunk, absent, message.missed) if uneven else None,
             )  # fmt: skip
@@ -241,7 +241,7 @@ class OptimizerProcess:
                 self._write_chunk(write, place, parameters)
         if message.target < 0:
             write.done.set()
-        self._send(Updated(message.record, began, time.monotonic(), computing, absent))
+        self._send(Updated(message.record, start_time, time.monotonic(), computing, absent))
 
     def _create(self, message: CreateRecord) -> None:
         record = self._records[message.record]
@@ -249,13 +249,13 @@ class OptimizerProcess:
         low: torch.Tensor | None = None
         if record.precision.split:
             region = self._setup.shared.gradients[record.kind]
-            low = self._shared.tensor(torch.int16, region.start(message.low_halves), record.owned)
+            low = self._shared.tensor(torch.int16, region.start(message.low_bits), record.owned)
         write = self._new_write(message.record, message.target)
         for chunk in self._chunks(message.record):
             place = Place(chunk, self._free.get())
             states = StateChunks(place, record.precision)
-            if states.lo is not None and low is not None:
-                states.lo.copy_(low[chunk.start : chunk.stop])
+            if states.low is not None and low is not None:
+                states.low.copy_(low[chunk.start : chunk.stop])
             states.mean.zero_()
             states.variance.zero_()
             self._write_chunk(write, place, parameters)
@@ -291,7 +291,7 @@ class OptimizerProcess:
         precision = self._records[write.record].precision
         width, count = precision.parameter_bytes, chunk.stop - chunk.start
         state_bytes = count * precision.state_bytes
-        began = time.monotonic()
+        start_time = time.monotonic()
         first, stop = chunk.start * width, chunk.stop * width
         futures = [
             self._store.write(
@@ -312,7 +312,7 @@ class OptimizerProcess:
                 waiting[0] -= 1
                 if waiting[0]:
                     return
-                write.intervals.append((began, time.monotonic()))
+                write.intervals.append((start_time, time.monotonic()))
                 write.pending -= 1
                 complete = not write.pending
             if not place.resident:

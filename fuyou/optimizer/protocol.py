@@ -67,7 +67,7 @@ class CreateRecord:
 
     record: int
     parameters: int
-    low_halves: int
+    low_bits: int
     target: int
 
 
@@ -79,7 +79,7 @@ class ReadStates:
     source: int
     expected: tuple[int, ...] | None = None
     """What their checksums must be, where they are to be checked."""
-    there: bool = False
+    in_memory: bool = False
     """Whether they are in memory (resident records only): then nothing is read."""
 
 
@@ -121,8 +121,8 @@ class Updated:
     """The parameters in the host buffer are new; the gradient buffer is free."""
 
     record: int
-    began: float
-    ended: float
+    start_time: float
+    end_time: float
     adam_intervals: list[tuple[float, float]]
     """When it was computing, not waiting for states, on :func:`time.monotonic`'s clock."""
     absent: tuple[int, ...] = ()

@@ -47,7 +47,7 @@ class TaskRates:
     adam_parameters_per_second: float
     commit_seconds: float = 0.005
     """``fdatasync`` and manifest."""
-    outer_seconds: tuple[tuple[Phase, float], ...] = ()
+    non_block_seconds: tuple[tuple[Phase, float], ...] = ()
     """Per token, of phases outside the blocks, where they were measured; others take their FLOPs' time."""
     finish_seconds: float = 0.0
     """At the end of each block's backward visit: its gradient's part of the norm."""
@@ -67,7 +67,7 @@ class TaskRates:
     def compute_seconds(self, task: Task) -> float:
         """How long a compute task takes."""
         assert task.visit is not None
-        for phase, seconds in self.outer_seconds:
+        for phase, seconds in self.non_block_seconds:
             if phase is task.visit.phase:
                 return seconds * task.tokens
         if task.visit.phase is not Phase.BLOCK_BACKWARD:

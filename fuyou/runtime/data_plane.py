@@ -115,7 +115,7 @@ class DataPlane:
         #: fp32 sums of gradients that several micro-batches (or visits) contribute to.
         self.wide = {
             kind: DeviceBuffers(device, shape.trained_elements(kind) * 4, 1)
-            for kind, wanted in ((Kind.BLOCK, plan.wide_blocks), (Kind.OUTER, plan.wide_outer))
+            for kind, wanted in ((Kind.BLOCK, plan.wide_blocks), (Kind.NON_BLOCK, plan.wide_non_block))
             if wanted
         }
         # Where there is but one gradient buffer, the sum is rounded in place: the next one waits for its download.
@@ -345,7 +345,7 @@ class DataPlane:
 
     def _state_read(self, task: Task) -> None:
         expected = self._sums.expected(task.record, "states", task.source, task.step)
-        self._link.send(ReadStates(task.record, task.source, expected, there=not task.nbytes))
+        self._link.send(ReadStates(task.record, task.source, expected, in_memory=not task.nbytes))
 
     def _update(self, task: Task) -> object:
         with self._lock:
@@ -397,7 +397,7 @@ class DataPlane:
             with self._lock:
                 task = self._updating.pop(message.record)
                 self._adam_intervals += [RecordInterval(message.record, *one) for one in message.adam_intervals]
-            self.executor.finish(task, message.began)
+            self.executor.finish(task, message.start_time)
         elif isinstance(message, Written):
             self._sums.written(message.record, message.slot, message.parameters, message.states)
             self.optimizer_read_bytes, self.optimizer_written_bytes = message.read_bytes, message.written_bytes

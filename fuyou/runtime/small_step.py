@@ -66,7 +66,8 @@ class SmallStep:
         counts = BufferCounts(**enough)
         plan = MemoryPlan(
             counts, Batch(rows, length, micro_rows), ring_chunks=2, chunk_elements=1, activation_bytes=0, kept_bytes=0,
-            head_columns=length, wide_blocks=False, wide_outer=False, workspace_bytes=0, device_bytes=0, host_bytes=0,
+            head_columns=length, wide_blocks=False, wide_non_block=False, workspace_bytes=0, device_bytes=0,
+            host_bytes=0,
         )  # fmt: skip
         tasks = Scheduler(self._shape, counts).training_step(1, BatchShape(micro_batches, 0, rows * length))
         plane = self._plane()
@@ -77,7 +78,7 @@ class SmallStep:
         )  # fmt: skip
         loss = float(step.forward())
         if step.router is not None:
-            step.router.settle([step.router.told()])
+            step.router.combine([step.router.local_sums()])
             loss += float(step.router.share)
         step.backward()
         return loss

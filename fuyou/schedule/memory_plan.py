@@ -94,7 +94,7 @@ class MemoryPlan:
     """Tokens of each row that go through the head at once."""
     wide_blocks: bool
     """Whether blocks' gradients are summed in fp32 (several micro-batches) before they are rounded to bf16."""
-    wide_outer: bool
+    wide_non_block: bool
     """The same for outer records, to which chunks of the head and tied embeddings contribute separately."""
     workspace_bytes: int
     """Estimate of what computing takes beside all buffers."""
@@ -106,7 +106,7 @@ class MemoryPlan:
     def spills_gradients(self, shape: ModelLayout, held: Collection[int]) -> bool:
         """Whether there is no room on the host for the gradients of all records in ``held``, which stay until the step
         has ended, while others pass through."""
-        passing = {Kind.BLOCK: 2, Kind.OUTER: 1, Kind.ADAPTER: 0}
+        passing = {Kind.BLOCK: 2, Kind.NON_BLOCK: 1, Kind.ADAPTER: 0}
         kinds = Counter(shape.records[index].kind for index in held)
         trained = Counter(shape.records[index].kind for index in shape.trainable)
         return any(min(kinds[kind] + passing[kind], trained[kind]) > self.counts.host_gradients(kind) for kind in kinds)
@@ -255,8 +255,8 @@ class MemoryPlanner:
         """``plan`` with what is left of the host's memory as a cache: parameters, which save twice their size in
         every step; and when all of them are there, states, which save it once (twice if not every step is committed).
         """
-        layers, outer, counts = len(self.shape.blocks), len(self.shape.of_kind(Kind.OUTER)), plan.counts
-        block_bytes, outer_bytes = (self.shape.parameter_nbytes(kind) for kind in (Kind.BLOCK, Kind.OUTER))
+        layers, outer, counts = len(self.shape.blocks), len(self.shape.of_kind(Kind.NON_BLOCK)), plan.counts
+        block_bytes, non_block_bytes = (self.shape.parameter_nbytes(kind) for kind in (Kind.BLOCK, Kind.NON_BLOCK))
         free = self.host_limit - plan.host_bytes
         room = free if self.host_cache is None else min(free, self.host_cache)
         more = max(0, min(room // block_bytes, layers - counts.host_blocks))
@@ -265,11 +265,11 @@ class MemoryPlanner:
         if self.speculative:
             gradients, free = self._kept_gradients(counts, free)
             counts, room = replace(counts, **gradients), min(room, free)
-        missing = max(0, outer - counts.host_outer)
+        missing = max(0, outer - counts.host_non_block)
         resident: tuple[int, ...] = ()
-        if counts.host_blocks >= layers and missing * outer_bytes <= room:
-            counts = replace(counts, host_outer=counts.host_outer + missing)
-            room -= missing * outer_bytes
+        if counts.host_blocks >= layers and missing * non_block_bytes <= room:
+            counts = replace(counts, host_non_block=counts.host_non_block + missing)
+            room -= missing * non_block_bytes
             resident = tuple(resident_records(self.shape, room))
         plan = self._count(plan.batch, counts, ring, plan.head_columns)
         states = sum(self.shape.records[index].state_nbytes for index in resident)
@@ -279,7 +279,7 @@ class MemoryPlanner:
 
     def _kept_gradients(self, counts: BufferCounts, room: int) -> tuple[dict[str, int], int]:
         """Host buffers for all gradients of a step, as far as they fit in ``room``; and the room that is left."""
-        names = {Kind.OUTER: "host_outer_gradients", Kind.BLOCK: "host_block_gradients"}
+        names = {Kind.NON_BLOCK: "host_non_block_gradients", Kind.BLOCK: "host_block_gradients"}
         found = {}
         for kind, name in names.items():
             nbytes, there = self.shape.gradient_nbytes(kind), counts.host_gradients(kind)
@@ -295,7 +295,7 @@ class MemoryPlanner:
             name: 0
             for kind, names in (
                 (Kind.BLOCK, ("device_block_gradients", "host_block_gradients")),
-                (Kind.OUTER, ("device_outer_gradients", "host_outer_gradients")),
+                (Kind.NON_BLOCK, ("device_non_block_gradients", "host_non_block_gradients")),
             )
             if not self.shape.trained_elements(kind)
             for name in names
@@ -355,7 +355,7 @@ class MemoryPlanner:
         streams = max(1, self.shape.hidden_size // self.config.get_text_config().hidden_size)
         per_token = streams * activation_elements_per_token(self.config) * self.shape.precision.parameter_bytes
         per_token += ROUTER_BYTES * self.shape.router_experts
-        adapting = self.shape.block_adapting
+        adapting = self.shape.block_adapter_memory
         squares = batch.micro_rows * self.shape.attention.workspace_bytes(batch.seq_len)
         return int(batch.micro_tokens * (per_token + adapting.per_token)) + adapting.fixed + squares
 
@@ -373,22 +373,22 @@ class MemoryPlanner:
         )
         # An outer gradient is made, transposed or summed on the way, and added to the flat buffer: measured on a CPU,
         # three times its size at once.
-        head = logits + 3 * shape.trained_parameter(Kind.OUTER) * width
-        head += tokens * shape.outer_adapting.per_token + shape.outer_adapting.fixed
+        head = logits + 3 * shape.trained_parameter(Kind.NON_BLOCK) * width
+        head += tokens * shape.non_block_adapter_memory.per_token + shape.non_block_adapter_memory.fixed
         workspace = self._block_workspace(batch) + max(2 * shape.trained_parameter(Kind.BLOCK) * width, head)
         images = shape.image_memory if shape.images else NO_IMAGES
         workspace = max(workspace, batch.micro_tokens * images.working * width)  # blocks do not run meanwhile
 
-        trained = {kind: shape.trained_elements(kind) for kind in (Kind.BLOCK, Kind.OUTER)}
+        trained = {kind: shape.trained_elements(kind) for kind in (Kind.BLOCK, Kind.NON_BLOCK)}
         wide_blocks = precision.split and several and bool(trained[Kind.BLOCK])
         # Two contributions (head and tied embedding) need no more: their sum is rounded once either way.
-        wide_outer = precision.split and (several or columns < batch.seq_len) and bool(trained[Kind.OUTER])
+        wide_non_block = precision.split and (several or columns < batch.seq_len) and bool(trained[Kind.NON_BLOCK])
         chunk = self.chunk_elements
         ring_chunks = max(2, math.ceil(ring_blocks * self.block_chunks))
         device = (
             sum(counts.device(kind) * shape.device_nbytes(kind) for kind in Kind)
             + trained[Kind.BLOCK] * _gradient_bytes(counts.device_block_gradients, width, wide_blocks)
-            + trained[Kind.OUTER] * _gradient_bytes(counts.device_outer_gradients, width, wide_outer)
+            + trained[Kind.NON_BLOCK] * _gradient_bytes(counts.device_non_block_gradients, width, wide_non_block)
             + shape.decoded_nbytes
             + (DECODING_BYTES if shape.decoded_nbytes else 0)
             + counts.device_adapter_gradients * shape.device_gradient_nbytes(Kind.ADAPTER)
@@ -416,8 +416,8 @@ class MemoryPlanner:
             + (device if self.cpu else 0)
         )
         return MemoryPlan(
-            counts, batch, ring_chunks, chunk, activation, kept, columns, wide_blocks, wide_outer, workspace, device,
-            host,
+            counts, batch, ring_chunks, chunk, activation, kept, columns, wide_blocks, wide_non_block, workspace,
+            device, host,
         )  # fmt: skip
 
     def _too_small(self, batches: list[Batch]) -> UserError:
@@ -445,7 +445,7 @@ class MemoryPlanner:
                 f"--host-memory of at least {_mebibytes(least.host_bytes)} (it is {format_bytes(self.host_limit)})"
             )
         smaller = "" if batch.micro_rows == 1 or len(batches) > 1 else " A smaller --micro-batch needs less."
-        block, outer = (max(r.numel for r in self.shape.of_kind(kind)) for kind in (Kind.BLOCK, Kind.OUTER))
+        block, outer = (max(r.numel for r in self.shape.of_kind(kind)) for kind in (Kind.BLOCK, Kind.NON_BLOCK))
         towers = sum(record.numel for record in self.shape.of_kind(Kind.TOWER))
         beside = f", {towers:,} of them in towers that stay on the device" if towers else ""
         return UserError(

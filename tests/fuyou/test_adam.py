@@ -330,7 +330,7 @@ def test_the_stream_of_random_numbers_is_the_same_in_every_process() -> None:
     ours = moments_after(Update(3, CONFIG, seed=5), stream=9)
     digest = hashlib.sha256(ours.mean.view(torch.int16).numpy().tobytes()).hexdigest()
     program = (
-        "import hashlib, torch; torch.set_num_threads(2); from fuyou import adam; adam.PASS_ELEMENTS = 1024\n"
+        "import hashlib, torch; torch.set_num_threads(2); from fuyou.optimizer import adam; adam.PASS_ELEMENTS = 1024\n"
         "from tests.fuyou.test_adam import CONFIG, Update, moments_after\n"
         "ours = moments_after(Update(3, CONFIG, seed=5), stream=9)\n"
         "print(hashlib.sha256(ours.mean.view(torch.int16).numpy().tobytes()).hexdigest())"

@@ -103,9 +103,9 @@ def test_dictionaries_go_through_json(record: Record) -> None:
 
 
 def test_a_record_with_only_one_part() -> None:
-    decayed = Record.build(0, "a", Kind.OUTER, PRECISIONS[0], [(("w",), (3, 5), True)])
+    decayed = Record.build(0, "a", Kind.NON_BLOCK, PRECISIONS[0], [(("w",), (3, 5), True)])
     assert (decayed.decayed, decayed.numel) == (PAGE_ELEMENTS, PAGE_ELEMENTS)
-    plain = Record.build(0, "b", Kind.OUTER, PRECISIONS[0], [(("w",), (3,), False)])
+    plain = Record.build(0, "b", Kind.NON_BLOCK, PRECISIONS[0], [(("w",), (3,), False)])
     assert (plain.decayed, plain.numel) == (0, PAGE_ELEMENTS)
     assert [chunk.decay for chunk in plain.chunks(PAGE_ELEMENTS)] == [False]
 

@@ -227,7 +227,7 @@ def test_records_hold_every_parameter_once(family: str, tied: bool) -> None:
             parameter = stack.model.get_parameter(slot.name)
             assert slot.shape == tuple(parameter.shape)
             assert slot.decay == (parameter.dim() > 1 and "bias" not in slot.name)
-            assert (record.kind is Kind.OUTER) != slot.name.startswith(f"{stack.block_prefix}.")
+            assert (record.kind is Kind.NON_BLOCK) != slot.name.startswith(f"{stack.block_prefix}.")
     assert [record.index for record in shape.records] == list(range(len(shape.records)))
     assert [shape.records[index].name for index in shape.blocks] == ["block 0", "block 1", "block 2"]
     if tied:

@@ -168,7 +168,7 @@ class OptimizerBench:
 
     def _update(self, record: int) -> None:
         self._step += 1
-        self._link.send(ReadStates(record, 0, there=record in self._there))
+        self._link.send(ReadStates(record, 0, in_memory=record in self._there))
         self._there.add(record)
         self._link.send(UpdateRecord(record, 0, 0, -1, Update(self._step, AdamConfig())))
 

@@ -1,18 +1,14 @@
 """Whole parameters into the store and out of it, in the memory of one record or one parameter."""
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from common.models.checkpoint.sources import WeightSource
-from common.store import Store
 from fuyou.layout.frozen_weights import FrozenDtype
-from fuyou.layout.model_layout import ModelLayout
-from fuyou.layout.record import ParameterSlot, Record, RecordExtents
+from fuyou.layout.record import Record
 from fuyou.optimizer.adam import PASS_ELEMENTS
-from fuyou.optimizer.split_weights import join, split
+from fuyou.optimizer.split_weights import split
 from fuyou.runtime.data_plane import DataPlane
 
 
@@ -20,7 +16,7 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
     """Write this rank's part of every record's first state: weights from ``source``; what is trained to slot
     ``target``, with zero moments.
 
-    Host parameter buffer 0 takes a record's ``hi`` halves and gradient buffer 0 its ``lo`` halves, so this needs no
+    Host parameter buffer 0 takes a record's ``high`` halves and gradient buffer 0 its ``low`` halves, so this needs no
     memory beyond the plan but one parameter.
     """
     for record in plane.shape.records:
@@ -46,10 +42,13 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
             for first in range(0, flat.numel(), PASS_ELEMENTS):
                 part = flat[first : first + PASS_ELEMENTS]
                 if low is not None:
-                    hi, lo = torch.empty_like(part, dtype=values.dtype), torch.empty_like(part, dtype=low.dtype)
-                    split(part.to(torch.float32, copy=True), hi, lo)
-                    owned.copy(low, lo, start + first)
-                    part = hi
+                    high_part, low_part = (
+                        torch.empty_like(part, dtype=values.dtype),
+                        torch.empty_like(part, dtype=low.dtype),
+                    )
+                    split(part.to(torch.float32, copy=True), high_part, low_part)
+                    owned.copy(low, low_part, start + first)
+                    part = high_part
                 stored.copy(values, part, start + first)  # rounded to nearest, as transformers does, if not split
             del tensor, flat
         if encodes:
@@ -117,80 +116,3 @@ class Window:
         begin, end = max(first, self.start), min(first + values.numel(), self.start + self.count)
         if begin < end:
             target[begin - self.start : end - self.start] = values[begin - first : end - first]
-
-
-class StoreReader:
-    """Reads parameters of a store at rest, in the state of one slot.
-
-    Args:
-        store: open.
-        shape: the model's records.
-        extents: their places.
-        chunk_elements: how states are cut into chunks.
-        slot: that holds the newest state of what is trained.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        shape: ModelLayout,
-        extents: Sequence[RecordExtents],
-        chunk_elements: int,
-        slot: int,
-    ):
-        self._store, self._shape, self._extents = store, shape, extents
-        self._chunk_elements, self._newest = chunk_elements, slot
-
-    def compute_weights(self, record: Record) -> dict[str, torch.Tensor]:
-        """All of a record's parameters by first name, in the record's dtype, as views of one buffer."""
-        return record.views(self._parameters(record))
-
-    def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter's name and fp32 master (or frozen value, in the dtype it is kept in), one at a time."""
-        for record in self._shape.records:
-            if record.decoded_nbytes:
-                yield from self.compute_weights(record).items()
-                continue
-            for slot in record.parameters:
-                yield slot.name, self._master(record, slot)
-
-    def _parameters(self, record: Record) -> torch.Tensor:
-        """In the record's dtype, ``[numel]``."""
-        kept = self._kept(record)
-        if not record.decoded_nbytes:
-            return kept.view(record.precision.dtype)
-        values = torch.empty(record.numel, dtype=record.precision.dtype)
-        record.decode(kept, values)
-        return values
-
-    def _kept(self, record: Record) -> torch.Tensor:
-        """All of a record's parameters as they are kept, ``uint8``."""
-        kept = torch.empty(record.device_nbytes, dtype=torch.uint8)
-        own = kept[record.first_byte : record.first_byte + record.parameter_nbytes]
-        self._store.read_now(self._extents[record.index].parameters[self._slot(record)], own.numpy())
-        return kept
-
-    def _slot(self, record: Record) -> int:
-        return self._newest if record.trainable else 0
-
-    def _master(self, record: Record, slot: ParameterSlot) -> torch.Tensor:
-        places = self._extents[record.index]
-        file = self._slot(record)
-        width = record.precision.parameter_bytes
-        values = torch.empty(slot.numel, dtype=record.precision.dtype)
-        raw = values.view(torch.uint8).numpy()
-        self._store.read_now(places.parameters[file], raw, slot.offset * width, raw.nbytes)
-        if not record.trainable or not record.precision.split:
-            return values.view(slot.shape)
-        low = np.empty(slot.numel, dtype=np.int16)
-        state_bytes = record.precision.state_bytes
-        stop = slot.offset + slot.numel
-        for chunk in record.chunks(self._chunk_elements):
-            first, last = max(chunk.start, slot.offset), min(chunk.stop, stop)
-            if first < last:  # lo comes first in its chunk
-                part = low[first - slot.offset : last - slot.offset].view(np.uint8)
-                at = chunk.start * state_bytes + 2 * (first - chunk.start)
-                self._store.read_now(places.states[file], part, at, part.nbytes)
-        master = torch.empty(slot.numel, dtype=torch.float32)
-        join(values, torch.from_numpy(low), master)
-        return master.view(slot.shape)

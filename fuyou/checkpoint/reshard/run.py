@@ -22,8 +22,8 @@ from common.store.sealed import sync_directory
 from common.store.verify import verify
 from fuyou.checkpoint.cluster_commits import common_step
 from fuyou.checkpoint.commits import CLUSTER, check_records, check_state
-from fuyou.checkpoint.local_shards import FoundShard, LocalShard, RunSet, Seen, choose, look, sets_of
-from fuyou.checkpoint.redistribute import Portion, Source, redistribute
+from fuyou.checkpoint.reshard.local_shards import FoundShard, LocalShard, RunSet, Seen, choose, look, sets_of
+from fuyou.checkpoint.reshard.transfer import Portion, Source, redistribute
 from fuyou.checkpoint.restripe import Drives
 from fuyou.checkpoint.state import TrainingState
 from fuyou.layout.model_layout import ModelLayout
@@ -32,7 +32,7 @@ from fuyou.layout.share import Share
 from fuyou.ranks.agreement import Agreement, host, rank_name
 
 
-def regroup(drives: Drives, shape: ModelLayout, wanted: TrainingState, agreement: Agreement | None) -> None:
+def reshard_run(drives: Drives, shape: ModelLayout, wanted: TrainingState, agreement: Agreement | None) -> None:
     """See to it that each rank's store is that of this rank among so many, on ``drives.folders``. Collective.
 
     Does nothing where the run was made by as many ranks, each on its drives, or where there is none. Then, as ever,

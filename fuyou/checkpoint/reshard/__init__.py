@@ -1,0 +1,1 @@
+"""Resharding: a run continues with another number of ranks or nodes."""
