@@ -1,4 +1,4 @@
-"""Whole parameters into the store and out of it, in the memory of one record or one parameter."""
+"""Filling a new store with the first values of all records, in the memory of one parameter."""
 
 from dataclasses import dataclass
 
@@ -16,8 +16,8 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
     """Write this rank's part of every record's first state: weights from ``source``; what is trained to slot
     ``target``, with zero moments.
 
-    Host parameter buffer 0 takes a record's ``high`` halves and gradient buffer 0 its ``low`` halves, so this needs no
-    memory beyond the plan but one parameter.
+    Host parameter buffer 0 takes a record's weights and, where master weights are split, gradient buffer 0 their low 16
+    bits. So this needs no memory beyond the plan except for one parameter.
     """
     for record in plane.shape.records:
         if record.frozen is FrozenDtype.CHECKPOINT:
@@ -57,15 +57,17 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
             _keep_own(record, encoded, payload)
         plane.create(record, target)
         if low is not None:
-            # An emulated device never writes a gradient. Halves read as one are full of denormal numbers, which make
-            # Adam five times slower than it is.
+            # An emulated device never writes a gradient. Low bits read as one are full of denormal numbers, which
+            # make Adam five times slower than it is.
             low.zero_()
         plane.heap.tidy()
 
 
 def _fill_compressed(plane: DataPlane, source: WeightSource, record: Record, target: int) -> None:
-    """Write this rank's part of a record that is kept in the checkpoint's own bytes. Memory: as :func:`fill_store`, and
-    one tensor of the files instead of one parameter where that is compressed."""
+    """Write this rank's part of a record that is kept in the checkpoint's own bytes.
+
+    Memory: as :func:`fill_store`, with one tensor of the files instead of one parameter where that is compressed.
+    """
     payload = torch.from_numpy(plane.host_parameters(record.kind, 0, record.parameter_nbytes))
     encoded = payload.zero_() if record.share.ranks_per_node == 1 else _room_for_encoded(plane, record)
     plain = source.read([slot.name for slot in record.parameters if slot.compressed is None])
@@ -81,20 +83,20 @@ def _fill_compressed(plane: DataPlane, source: WeightSource, record: Record, tar
 
 
 def _keep_own(record: Record, encoded: torch.Tensor, payload: torch.Tensor) -> None:
-    """Copy what this rank keeps of an encoded record, unless it is alone and has it in place."""
+    """Copy this rank's part of an encoded record to ``payload``, unless it is there already (a single rank)."""
     if encoded is not payload:
         payload.copy_(encoded[record.first_byte : record.first_byte + record.parameter_nbytes])
 
 
 def _room_for(plane: DataPlane, record: Record) -> torch.Tensor:
-    """Zeros in host memory for a whole record that is to be encoded: where it will be decoded, if that is there."""
+    """Return zeros in host memory for a whole record that is to be encoded: where it will be decoded, if possible."""
     if plane.device.shares_host_memory:
         return plane.decoded.values(0, record.numel, record.precision.dtype).zero_()
     return torch.zeros(record.numel, dtype=record.precision.dtype)
 
 
 def _room_for_encoded(plane: DataPlane, record: Record) -> torch.Tensor:
-    """Zeros in host memory for all of an encoded record: where it comes to the device, if that is there."""
+    """Return zeros in host memory for a whole encoded record: in the device's buffer for it, if possible."""
     if plane.device.shares_host_memory:
         return plane.parameters[record.kind].bytes(0, record.device_nbytes).zero_()
     return torch.zeros(record.device_nbytes, dtype=torch.uint8)
@@ -102,17 +104,17 @@ def _room_for_encoded(plane: DataPlane, record: Record) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Window:
-    """The elements ``[start, start + count)`` of a record."""
+    """A range of elements of a record: ``[start, start + count)``."""
 
     start: int
     count: int
 
     def meets(self, first: int, count: int) -> bool:
-        """Whether any of the ``count`` elements from ``first`` on is among them."""
+        """Return whether the range contains any of the ``count`` elements from ``first`` on."""
         return first < self.start + self.count and self.start < first + count
 
     def copy(self, target: torch.Tensor, values: torch.Tensor, first: int) -> None:
-        """Copy to ``target`` ``[count]`` what is among them of ``values``, which begin at the record's ``first``."""
+        """Copy the elements in range of ``values``, which begin at ``first``, to ``target`` ``[count]``."""
         begin, end = max(first, self.start), min(first + values.numel(), self.start + self.count)
         if begin < end:
             target[begin - self.start : end - self.start] = values[begin - first : end - first]

@@ -14,14 +14,14 @@ from fuyou.ranks.topology import ClusterTopology
 
 
 class StoreReader:
-    """Reads parameters of a store at rest, in the state of one slot.
+    """Reads parameters from a store that nobody writes to, in the state of one slot.
 
     Args:
-        store: open.
+        store: the store, open.
         shape: the model's records.
         extents: their places.
         chunk_elements: how states are cut into chunks.
-        slot: that holds the newest state of what is trained.
+        slot: slot that holds the newest state of what is trained.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class StoreReader:
         self._chunk_elements, self._newest = chunk_elements, slot
 
     def compute_weights(self, record: Record) -> dict[str, torch.Tensor]:
-        """All of a record's parameters by first name, in the record's dtype, as views of one buffer."""
+        """Return a record's parameters by first name, in the record's dtype, as views of one buffer."""
         return record.views(self._parameters(record))
 
     def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter's name and fp32 master (or frozen value, in the dtype it is kept in), one at a time."""
+        """Yield every parameter's name and fp32 master weight (if frozen, its value as it is stored), one at a time."""
         for record in self._shape.records:
             if record.decoded_nbytes:
                 yield from self.compute_weights(record).items()
@@ -49,16 +49,16 @@ class StoreReader:
                 yield slot.name, self._master(record, slot)
 
     def _parameters(self, record: Record) -> torch.Tensor:
-        """In the record's dtype, ``[numel]``."""
-        kept = self._kept(record)
+        """Return all values of a record in its dtype, ``[numel]``."""
+        kept = self._stored_bytes(record)
         if not record.decoded_nbytes:
             return kept.view(record.precision.dtype)
         values = torch.empty(record.numel, dtype=record.precision.dtype)
         record.decode(kept, values)
         return values
 
-    def _kept(self, record: Record) -> torch.Tensor:
-        """All of a record's parameters as they are kept, ``uint8``."""
+    def _stored_bytes(self, record: Record) -> torch.Tensor:
+        """Return all of a record's parameters as they are stored, ``uint8``."""
         kept = torch.empty(record.device_nbytes, dtype=torch.uint8)
         own = kept[record.first_byte : record.first_byte + record.parameter_nbytes]
         self._store.read_now(self._extents[record.index].parameters[self._slot(record)], own.numpy())
@@ -91,7 +91,7 @@ class StoreReader:
 
 
 class ClusterReader(StoreReader):
-    """A :class:`fuyou.checkpoint.store_access.StoreReader` for several ranks, which all read the same at once.
+    """A :class:`StoreReader` for several ranks, which all read the same at once: each its part, the rest from others.
 
     Memory: one record; its masters as well, where those are asked for.
     """
@@ -101,18 +101,17 @@ class ClusterReader(StoreReader):
         self._topology = topology
 
     def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """As there, each record's when it is asked for: ask on every rank."""
+        """Yield every parameter's name and fp32 master weight. Collective: every rank must ask for all of them."""
         for record in self._shape.records:
             yield from record.views(self._record_masters(record)).items()
 
-    def _kept(self, record: Record) -> torch.Tensor:
-        """As there. Nodes do not need each other for this."""
-        kept = super()._kept(record)
+    def _stored_bytes(self, record: Record) -> torch.Tensor:
+        kept = super()._stored_bytes(record)  # the ranks of a node have all of it together
         self._gather_inside(kept)
         return kept
 
     def _record_masters(self, record: Record) -> torch.Tensor:
-        """fp32 ``[numel]``; what is frozen as it is."""
+        """Return a record's master weights, fp32 ``[numel]``; if it is frozen, its values as they are."""
         share, width = record.share, record.precision.state_bytes
         values = self._parameters(record)
         if not record.trainable or not record.precision.split:
@@ -134,7 +133,7 @@ class ClusterReader(StoreReader):
         return master
 
     def _gather_inside(self, data: torch.Tensor) -> None:
-        """Fill in what the other ranks of this node have of ``data``, ``uint8 [n]``."""
+        """Fill in the parts of ``data``, ``uint8 [n]``, that the other ranks of this node have."""
         inside = self._topology.gather_groups.inside
         if inside is not None:
             gather(data.view(inside.size(), -1), inside)

@@ -1,1 +1,1 @@
-"""Resharding: a run continues with another number of ranks or nodes."""
+"""Resharding: a run that was made by some ranks goes on with more or fewer of them."""

@@ -1,9 +1,9 @@
-"""Every record's parameters and optimizer states, from the stores of some ranks into the stores of others.
+"""Moving every record's parameters and optimizer states from the stores of some ranks into the stores of others.
 
-Stores of other ranks hold the same elements of a record: cut elsewhere, padded to another length, in chunks of another
-size. So a record is moved one kind of value at a time (parameters, low halves, each moment), in pieces of so many of
-its elements: whoever can read a part of a piece sends it to whoever is to store it. All ranks make the same list of
-such moves, so nobody has to ask.
+Stores of different ranks hold the same elements of a record: cut elsewhere, padded to another length, in chunks of
+another size. So a record is moved one kind of value at a time (parameters, low 16 bits of the master weights, each
+moment), in pieces of :data:`PIECE_ELEMENTS` elements: whoever can read a part of a piece sends it to whoever is to
+store it. All ranks make the same list of such transfers, so nobody has to ask.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,46 +27,46 @@ PIECE_ELEMENTS = 4 << 20
 
 
 @dataclass(frozen=True)
-class Values:
-    """One kind of value of a record."""
+class ValueKind:
+    """One kind of value that is stored of a record: its parameters, or one component of the optimizer states."""
 
     part: Part
     width: int
-    """Bytes of each."""
-    before: int = 0
-    """Bytes per element of what comes before it in each chunk of states."""
+    """Bytes of one value."""
+    offset: int = 0
+    """Bytes per element that precede it in each chunk of states."""
 
 
-def values_of(record: Record) -> list[Values]:
-    """All that is kept of a record."""
-    found = [Values("parameters", record.unit_bytes)]
+def value_kinds(record: Record) -> list[ValueKind]:
+    """Return every kind of value that is stored of a record."""
+    kinds = [ValueKind("parameters", record.unit_bytes)]
     if record.trainable:
         low, moment = 2 if record.precision.split else 0, record.precision.optimizer_dtype.itemsize
-        found += [Values("states", 2)] if low else []
-        found += [Values("states", moment, low), Values("states", moment, low + moment)]
-    return found
+        kinds += [ValueKind("states", 2)] if low else []
+        kinds += [ValueKind("states", moment, low), ValueKind("states", moment, low + moment)]
+    return kinds
 
 
-class Portion:
+class ShardLayout:
     """Where everything lies in the store of one rank.
 
     Args:
-        shape: of the whole model, shared with nobody.
+        model: layout of the whole model, shared with nobody.
         share: the rank's.
-        directories: of its store.
-        slots: how many it has.
-        slot: that counts.
+        directories: number of the store's directories.
+        slots: number of its slots.
+        slot: the one that counts.
     """
 
-    def __init__(self, shape: ModelLayout, share: Share, directories: int, slots: int, slot: int):
-        shared = shape.shared(share)
+    def __init__(self, model: ModelLayout, share: Share, directories: int, slots: int, slot: int):
+        shared = model.shared(share)
         self.share, self.records, self.slot = share, shared.records, slot
         self.layout = Layout(directories)
         self._extents = allocate_extents(self.layout, self.records, slots)
         self._chunk_elements = chunk_elements(shared)
 
-    def window(self, index: int, part: Part) -> tuple[int, int]:
-        """First element, and end, of what the rank keeps of a record."""
+    def stored_range(self, index: int, part: Part) -> tuple[int, int]:
+        """Return the first element, and the end, of what the rank stores of a record."""
         record = self.records[index]
         if part == "parameters":
             start = self.share.stored_start(record.units)
@@ -75,38 +75,42 @@ class Portion:
         return start, start + record.owned
 
     def extent(self, index: int, part: Part) -> Extent:
-        """Of the slot that counts."""
-        places = getattr(self._extents[index], part)
-        return places[self.slot if self.records[index].trainable else 0]
+        """Return the extent of a record's part in the slot that counts."""
+        extents = getattr(self._extents[index], part)
+        return extents[self.slot if self.records[index].trainable else 0]
 
-    def runs(self, index: int, values: Values, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Where elements ``[start, stop)``, all within the window, lie: offset in the extent, first byte among those of
-        the elements asked for, and bytes."""
-        first, _ = self.window(index, values.part)
-        if values.part == "parameters":
-            yield (start - first) * values.width, 0, (stop - start) * values.width
+    def byte_runs(self, index: int, kind: ValueKind, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Return where elements ``[start, stop)``, all of them stored here, lie in the extent.
+
+        Returns:
+            For each contiguous run: its offset in the extent, its first byte counted from that of element ``start``,
+            and its length in bytes.
+        """
+        first, _ = self.stored_range(index, kind.part)
+        if kind.part == "parameters":
+            yield (start - first) * kind.width, 0, (stop - start) * kind.width
             return
         record = self.records[index]
         for chunk in record.chunks(self._chunk_elements):
             begin, end = max(start, first + chunk.start), min(stop, first + chunk.stop)
             if begin < end:
-                at = chunk.start * record.precision.state_bytes + values.before * (chunk.stop - chunk.start)
-                at += (begin - first - chunk.start) * values.width
-                yield at, (begin - start) * values.width, (end - begin) * values.width
+                at = chunk.start * record.precision.state_bytes + kind.offset * (chunk.stop - chunk.start)
+                at += (begin - first - chunk.start) * kind.width
+                yield at, (begin - start) * kind.width, (end - begin) * kind.width
 
 
 @dataclass(frozen=True)
-class Source:
-    """A store that is read from."""
+class SourceShard:
+    """An old rank's store, which one of the ranks running now reads from."""
 
-    portion: Portion
-    holder: int
-    """The rank that reads it."""
+    layout: ShardLayout
+    reader: int
+    """Rank that reads it."""
 
 
 @dataclass(frozen=True)
-class Move:
-    """Elements ``[start, stop)`` of a record go from a source to a rank."""
+class Transfer:
+    """Elements ``[start, stop)`` of a record that go from a source (by its number) to a rank."""
 
     source: int
     target: int
@@ -114,100 +118,115 @@ class Move:
     stop: int
 
 
-def redistribute(
-    sources: Sequence[Source],
-    stores: dict[int, Store],
-    targets: Sequence[Portion],
-    store: Store,
-    agreement: Agreement | None,
-) -> list[Sealed]:
-    """Fill this rank's new ``store``. Collective. Returns the checksums of what it holds then, which is not yet synced.
+@dataclass(frozen=True)
+class _Piece:
+    """Elements ``[start, stop)`` of one kind of value of a record."""
+
+    record: int
+    kind: ValueKind
+    start: int
+    stop: int
+
+
+class RecordTransfer:
+    """Moves all records from the stores of the old ranks into those of the new ones. Every rank makes one.
 
     Args:
-        sources: all stores of the old ranks, in their order, each read by one of the ranks that are here now.
-        stores: those of them that this rank reads.
-        targets: of the new ranks, in their order.
+        sources: all stores of the old ranks, in their order.
+        stores: those of them that this rank reads, open, by their number.
+        targets: layouts of all new stores, in the order of ranks.
         agreement: with the other ranks, if there are any.
     """
-    rank = agreement.share.rank if agreement is not None else 0
-    sealed = []
-    for record in targets[rank].records:
-        sums = {
-            part: Sums(targets[rank].extent(record.index, part), store.directories, sealed_name(record, part))
-            for part in (PARTS if record.trainable else PARTS[:1])
-        }
-        longest = max(target.records[record.index].units for target in targets)
-        for values in values_of(record):
-            for start in range(0, longest, PIECE_ELEMENTS):
-                stop = min(start + PIECE_ELEMENTS, longest)
-                data = _piece(sources, stores, targets, agreement, (record.index, values, start, stop))
-                if data is None:
-                    continue
-                begin = max(start, targets[rank].window(record.index, values.part)[0])
-                end = begin + data.nbytes // values.width
-                for at, first, nbytes in targets[rank].runs(record.index, values, begin, end):
-                    place = targets[rank].extent(record.index, values.part)
-                    store.write(place, data[first : first + nbytes].numpy(), at, nbytes, sums[values.part]).result()
-        for part, seen in sums.items():
-            sealed.append(
-                Sealed(sealed_name(record, part), targets[rank].extent(record.index, part), seen.values)
-            )  # fmt: skip
-    return sealed
 
+    def __init__(
+        self,
+        sources: Sequence[SourceShard],
+        stores: dict[int, Store],
+        targets: Sequence[ShardLayout],
+        agreement: Agreement | None,
+    ):
+        self._sources, self._stores, self._targets, self._agreement = sources, stores, targets, agreement
+        self._rank = agreement.share.rank if agreement is not None else 0
 
-def _piece(
-    sources: Sequence[Source],
-    stores: dict[int, Store],
-    targets: Sequence[Portion],
-    agreement: Agreement | None,
-    piece: tuple[int, Values, int, int],
-) -> torch.Tensor | None:
-    """What this rank is to store of a piece, ``uint8``, brought here from wherever it is; None: nothing."""
-    index, values, start, stop = piece
-    rank = agreement.share.rank if agreement is not None else 0
-    begin, end = _overlap(targets[rank].window(index, values.part), (start, stop))
-    mine = torch.from_numpy(aligned_bytes((end - begin) * values.width)) if begin < end else None
-    sends: list[tuple[int, torch.Tensor]] = []
-    receives: list[tuple[int, torch.Tensor]] = []
-    for move in moves(sources, targets, index, values, start, stop):
-        holder, here = sources[move.source].holder, None
-        if move.target == rank:
-            assert mine is not None
-            here = mine[(move.start - begin) * values.width : (move.stop - begin) * values.width]
-        if holder == rank:
-            data = torch.empty((move.stop - move.start) * values.width, dtype=torch.uint8) if here is None else here
-            portion = sources[move.source].portion
-            for at, first, nbytes in portion.runs(index, values, move.start, move.stop):
-                place = portion.extent(index, values.part)
-                stores[move.source].read_now(place, data[first : first + nbytes].numpy(), at, nbytes)
-            if here is None:
-                sends.append((move.target, data))
-        elif here is not None:
-            receives.append((holder, here))
-    if agreement is not None:
-        agreement.exchange(sends, receives)
-    return mine
+    def fill(self, store: Store) -> list[Sealed]:
+        """Fill this rank's new ``store``, and return the checksums of what it holds then. Collective.
 
+        Nothing is synced yet.
+        """
+        target = self._targets[self._rank]
+        sealed = []
+        for record in target.records:
+            sums = {
+                part: Sums(target.extent(record.index, part), store.directories, sealed_name(record, part))
+                for part in (PARTS if record.trainable else PARTS[:1])
+            }
+            longest = max(one.records[record.index].units for one in self._targets)
+            for kind in value_kinds(record):
+                for start in range(0, longest, PIECE_ELEMENTS):
+                    piece = _Piece(record.index, kind, start, min(start + PIECE_ELEMENTS, longest))
+                    self._write(store, piece, self._gather(piece), sums[kind.part])
+            for part, written in sums.items():
+                sealed.append(Sealed(sealed_name(record, part), target.extent(record.index, part), written.values))
+        return sealed
 
-def moves(
-    sources: Sequence[Source], targets: Sequence[Portion], index: int, values: Values, start: int, stop: int
-) -> Iterator[Move]:
-    """How elements ``[start, stop)`` of a record come to all ranks. Of what several sources have, a rank takes its own,
-    or one of the others' in turn. Padding comes from nowhere: it is zero."""
-    used = targets[0].records[index].used_units
-    for rank, target in enumerate(targets):
-        begin, end = _overlap(target.window(index, values.part), (start, min(stop, used)))
-        while begin < end:
-            able = [
-                number
-                for number, source in enumerate(sources)
-                if source.portion.window(index, values.part)[0] <= begin < source.portion.window(index, values.part)[1]
-            ]
-            own = [number for number in able if sources[number].holder == rank]
-            chosen = own[0] if own else able[rank % len(able)]
-            until = min(end, sources[chosen].portion.window(index, values.part)[1])
-            yield Move(chosen, rank, begin, until)
-            begin = until
+    def _write(self, store: Store, piece: _Piece, data: torch.Tensor | None, sums: Sums) -> None:
+        if data is None:
+            return
+        target, kind = self._targets[self._rank], piece.kind
+        begin = max(piece.start, target.stored_range(piece.record, kind.part)[0])
+        extent = target.extent(piece.record, kind.part)
+        for at, first, nbytes in target.byte_runs(piece.record, kind, begin, begin + data.nbytes // kind.width):
+            store.write(extent, data[first : first + nbytes].numpy(), at, nbytes, sums).result()
+
+    def _gather(self, piece: _Piece) -> torch.Tensor | None:
+        """Return what this rank is to store of a piece, ``uint8``, from wherever it is; None if that is nothing."""
+        kind, width = piece.kind, piece.kind.width
+        stored = self._targets[self._rank].stored_range(piece.record, kind.part)
+        begin, end = _overlap(stored, (piece.start, piece.stop))
+        mine = torch.from_numpy(aligned_bytes((end - begin) * width)) if begin < end else None
+        sends: list[tuple[int, torch.Tensor]] = []
+        receives: list[tuple[int, torch.Tensor]] = []
+        for transfer in self._plan(piece):
+            source, received = self._sources[transfer.source], None
+            if transfer.target == self._rank:
+                assert mine is not None
+                received = mine[(transfer.start - begin) * width : (transfer.stop - begin) * width]
+            if source.reader == self._rank:
+                nbytes = (transfer.stop - transfer.start) * width
+                data = torch.empty(nbytes, dtype=torch.uint8) if received is None else received
+                self._read(transfer, piece, data)
+                if received is None:
+                    sends.append((transfer.target, data))
+            elif received is not None:
+                receives.append((source.reader, received))
+        if self._agreement is not None:
+            self._agreement.exchange(sends, receives)
+        return mine
+
+    def _read(self, transfer: Transfer, piece: _Piece, data: torch.Tensor) -> None:
+        layout = self._sources[transfer.source].layout
+        extent = layout.extent(piece.record, piece.kind.part)
+        for at, first, nbytes in layout.byte_runs(piece.record, piece.kind, transfer.start, transfer.stop):
+            self._stores[transfer.source].read_now(extent, data[first : first + nbytes].numpy(), at, nbytes)
+
+    def _plan(self, piece: _Piece) -> Iterator[Transfer]:
+        """Return how a piece comes to all ranks.
+
+        Of what several sources have, a rank takes its own, or one of the others' in turn. Padding comes from nowhere:
+        it is zero.
+        """
+        index, part = piece.record, piece.kind.part
+        used = self._targets[0].records[index].used_units
+        for rank, target in enumerate(self._targets):
+            begin, end = _overlap(target.stored_range(index, part), (piece.start, min(piece.stop, used)))
+            while begin < end:
+                ranges = [source.layout.stored_range(index, part) for source in self._sources]
+                able = [number for number, (first, last) in enumerate(ranges) if first <= begin < last]
+                own = [number for number in able if self._sources[number].reader == rank]
+                chosen = own[0] if own else able[rank % len(able)]
+                until = min(end, ranges[chosen][1])
+                yield Transfer(chosen, rank, begin, until)
+                begin = until
 
 
 def _overlap(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
