@@ -26,7 +26,7 @@ from common.hardware.machine import cpu_count
 from common.models.meta import build_meta_model
 from common.units import parse_bytes
 from fuyou import Engine
-from fuyou.layout.deferred import best_fraction, interleaved
+from fuyou.layout.deferred import interleaved
 from fuyou.layout.record import Precision
 from fuyou.model.model_records import model_records
 from fuyou.model.streamed_model import StreamedModel
@@ -109,7 +109,10 @@ def measure(
         plan = planner.plan(batch, SEQ_LEN, micro)
         return simulate(shape, plan, rates, deferred, recomputation=recomputation)[0].step_seconds()
 
-    fraction = best_fraction(simulated, len(shape.blocks))
+    # Of fractions that are equally good, the smallest costs the least memory.
+    layers = len(shape.blocks)
+    fractions = [count / layers for count in range(layers // 2 + 1)]
+    fraction = min(fractions, key=lambda fraction: (round(simulated(fraction), 6), fraction))
     device = f"emulated:tflops={tflops},memory={MEMORY},link={LINK:.0f}/s,ssd_read={read:.0f}/s,ssd_write={write:.0f}/s"
     ids = torch.randint(0, CONFIG.vocab_size, (batch, SEQ_LEN))
     with Engine(
