@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_map
 from common.errors import UserError
 from fuyou.layout.model_layout import Recomputation
 from fuyou.layout.resident import evenly_spaced
-from fuyou.model.block_probe import on_meta
 from fuyou.model.streamed_model import StreamedModel
+from fuyou.model.weightless import on_meta
 from fuyou.recompute.block_trace import AttentionOf, BlockTrace, Operator, Tracer
 
 #: FLOPs that a device does while it moves one byte of its memory, for operators that are bound by that: about 160 on an

@@ -186,7 +186,7 @@ def test_the_model_is_as_it_was_afterwards(family: str) -> None:
         run(stack, parameters, unpacked(1))
     assert {name: (id(value), value.is_meta) for name, value in weights(stack.model).items()} == before
     assert [module for module in stack.model.modules() if "forward" in vars(module)] == forwards == []
-    assert list(stack._list) == stack.blocks
+    assert list(stack.model.get_submodule(stack.block_prefix)) == stack.blocks
 
 
 def weights_of(stack: StreamedModel) -> list[tuple[str, torch.Tensor]]:
