@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cli.main import main
 from common.data.demo_text import train_demo_tokenizer
-from tests import forked
+from tests.helpers import forked
 
 VOCAB = 384
 

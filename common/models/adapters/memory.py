@@ -1,7 +1,7 @@
 """What adapters take while a module computes with them, beside what the module takes without them.
 
 Factors are what PyTorch's allocator was seen to hand out for one adapted linear layer, from above: bf16 and fp32, with
-dropout and without, wide and narrow (tests/common/models/test_adapter_memory.py measures again).
+dropout and without, wide and narrow (tests/common/models/adapters/test_memory.py measures again).
 """
 
 import math
