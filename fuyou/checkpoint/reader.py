@@ -7,7 +7,8 @@ import torch
 
 from common.store import Store
 from fuyou.layout.model_layout import ModelLayout
-from fuyou.layout.record import ParameterSlot, Record, RecordExtents
+from fuyou.layout.record import Record, RecordExtents
+from fuyou.layout.record_parts import ParameterSlot
 from fuyou.optimizer.split_weights import join
 from fuyou.ranks.collectives import gather
 from fuyou.ranks.topology import ClusterTopology

@@ -10,7 +10,6 @@ one, which is written when the store is made and only read from then on, and an 
 in fp32, whether or not these are adapters.
 """
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -24,11 +23,9 @@ from common.memory.buffers import PAGE, round_up
 from common.models.checkpoint.compressed import CompressedParameter
 from common.store import Extent, Layout
 from fuyou.layout.frozen_weights import FrozenDtype
+from fuyou.layout.record_parts import ALIGN_ELEMENTS, Chunk, ParameterSlot
 from fuyou.layout.share import ALONE, Share
 
-ALIGN_ELEMENTS = 128
-"""Every parameter starts on a multiple of this many elements: 256 bytes in bf16, enough for any vector unit and for
-bit-reproducible BLAS, and no chunk ever ends in a scalar tail."""
 PAGE_ELEMENTS = PAGE // 2
 """Ranges that are read or written on their own are multiples of this many elements: a page even at two bytes each."""
 
@@ -94,46 +91,6 @@ class Kind(Enum):
     """Trained parameters of a block, the embeddings or the head whose other parameters are frozen."""
     TOWER = "tower"
     """Frozen parameters of towers, which turn images into input of the embedding; they stay on the device."""
-
-
-@dataclass(frozen=True)
-class ParameterSlot:
-    """The place of one parameter in its record."""
-
-    names: tuple[str, ...]
-    """Name in the model, and then the names of parameters tied to it."""
-    shape: tuple[int, ...]
-    offset: int
-    """First element within the record."""
-    decay: bool
-    """Whether weight decay applies."""
-    trained: bool = True
-    """Whether gradients flow to it, if its record is trained."""
-    compressed: CompressedParameter | None = None
-    """How it is stored if its record is stored in the checkpoint's own bytes; None: in the compute dtype."""
-
-    @property
-    def name(self) -> str:
-        """First name, under which the parameter is known everywhere."""
-        return self.names[0]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    def kept_nbytes(self, dtype: torch.dtype) -> int:
-        """Return its bytes in a record that is stored in the checkpoint's own bytes, and otherwise in ``dtype``."""
-        nbytes = self.numel * dtype.itemsize if self.compressed is None else self.compressed.nbytes
-        return round_up(nbytes, ALIGN_ELEMENTS)
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A range of a record that is updated at once: ``[start, stop)`` in elements, all decayed or none."""
-
-    start: int
-    stop: int
-    decay: bool
 
 
 @dataclass(frozen=True)

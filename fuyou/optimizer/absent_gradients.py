@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fuyou.layout.record import Chunk, ParameterSlot, Record
+from fuyou.layout.record import Record
+from fuyou.layout.record_parts import Chunk, ParameterSlot
 from fuyou.optimizer.adam import UpdateRange
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import torch
 
 from common.memory.buffers import HostBuffer
-from fuyou.layout.record import Chunk, Precision
+from fuyou.layout.record import Precision
+from fuyou.layout.record_parts import Chunk
 
 
 @dataclass

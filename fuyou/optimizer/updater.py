@@ -16,7 +16,8 @@ from common.memory.buffers import HostBuffer
 from common.store import Extent, Layout, Store
 from common.store.checksums import Sums
 from fuyou.layout.checksums import sealed_name
-from fuyou.layout.record import PAGE_ELEMENTS, Chunk, Record, RecordExtents, allocate_extents
+from fuyou.layout.record import PAGE_ELEMENTS, Record, RecordExtents, allocate_extents
+from fuyou.layout.record_parts import Chunk
 from fuyou.optimizer.absent_gradients import OwnedParameters
 from fuyou.optimizer.adam import ChunkAdam
 from fuyou.optimizer.pipe import EnginePipe

@@ -12,7 +12,6 @@ from common.memory.buffers import PAGE
 from common.store import Layout
 from common.store.layout import pieces
 from fuyou.layout.record import (
-    ALIGN_ELEMENTS,
     FROZEN_FILE,
     PAGE_ELEMENTS,
     Kind,
@@ -22,6 +21,7 @@ from fuyou.layout.record import (
     wants_decay,
     weights_file,
 )
+from fuyou.layout.record_parts import ALIGN_ELEMENTS
 
 DTYPES = (torch.bfloat16, torch.float32)
 PRECISIONS = [Precision(dtype, moments) for dtype in DTYPES for moments in DTYPES]
