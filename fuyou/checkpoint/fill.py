@@ -71,12 +71,12 @@ def _fill_compressed(plane: DataPlane, source: WeightSource, record: Record, tar
     payload = torch.from_numpy(plane.host_parameters(record.kind, 0, record.parameter_nbytes))
     encoded = payload.zero_() if record.share.ranks_per_node == 1 else _room_for_encoded(plane, record)
     plain = source.read([slot.name for slot in record.parameters if slot.compressed is None])
-    for slot, kept in record.kept(encoded):
+    for slot, stored in record.stored_parameters(encoded):
         if slot.compressed is None:
             _, value = next(plain)
-            kept.view(record.precision.dtype).copy_(value.reshape(-1))
+            stored.view(record.precision.dtype).copy_(value.reshape(-1))
         else:
-            slot.compressed.encode(source.read_compressed(slot.name), kept)
+            slot.compressed.encode(source.read_compressed(slot.name), stored)
     _keep_own(record, encoded, payload)
     plane.create(record, target)
     plane.heap.tidy()

@@ -51,19 +51,19 @@ class StoreReader:
 
     def _parameters(self, record: Record) -> torch.Tensor:
         """Return all values of a record in its dtype, ``[numel]``."""
-        kept = self._stored_bytes(record)
+        stored = self._stored_bytes(record)
         if not record.decoded_nbytes:
-            return kept.view(record.precision.dtype)
+            return stored.view(record.precision.dtype)
         values = torch.empty(record.numel, dtype=record.precision.dtype)
-        record.decode(kept, values)
+        record.decode(stored, values)
         return values
 
     def _stored_bytes(self, record: Record) -> torch.Tensor:
         """Return all of a record's parameters as they are stored, ``uint8``."""
-        kept = torch.empty(record.device_nbytes, dtype=torch.uint8)
-        own = kept[record.first_byte : record.first_byte + record.parameter_nbytes]
+        stored = torch.empty(record.device_nbytes, dtype=torch.uint8)
+        own = stored[record.first_byte : record.first_byte + record.parameter_nbytes]
         self._store.read_now(self._extents[record.index].parameters[self._slot(record)], own.numpy())
-        return kept
+        return stored
 
     def _slot(self, record: Record) -> int:
         return self._newest if record.trainable else 0
@@ -107,9 +107,9 @@ class ClusterReader(StoreReader):
             yield from record.views(self._record_masters(record)).items()
 
     def _stored_bytes(self, record: Record) -> torch.Tensor:
-        kept = super()._stored_bytes(record)  # the ranks of a node have all of it together
-        self._gather_inside(kept)
-        return kept
+        stored = super()._stored_bytes(record)  # the ranks of a node have all of it together
+        self._gather_within_node(stored)
+        return stored
 
     def _record_masters(self, record: Record) -> torch.Tensor:
         """Return a record's master weights, fp32 ``[numel]``; if it is frozen, its values as they are."""
@@ -128,12 +128,12 @@ class ClusterReader(StoreReader):
         if across is not None:
             cells = low[stored : stored + record.stored].view(torch.uint8)
             gather(cells.view(across.size(), -1), across)
-        self._gather_inside(low.view(torch.uint8))
+        self._gather_within_node(low.view(torch.uint8))
         master = torch.empty(record.numel, dtype=torch.float32)
         join(values, low, master)
         return master
 
-    def _gather_inside(self, data: torch.Tensor) -> None:
+    def _gather_within_node(self, data: torch.Tensor) -> None:
         """Fill in the parts of ``data``, ``uint8 [n]``, that the other ranks of this node have."""
         inside = self._topology.gather_groups.inside
         if inside is not None:

@@ -179,7 +179,7 @@ class Record:
         """Units up to the end of the last parameter: what follows is padding."""
         if not self.decoded_nbytes:
             return self.used
-        return self._kept_nbytes(max(0, self.used - self.decayed))
+        return self._stored_nbytes(max(0, self.used - self.decayed))
 
     @property
     def stored(self) -> int:
@@ -209,7 +209,7 @@ class Record:
     @property
     def device_nbytes(self) -> int:
         """Bytes of all parameters as they come to the device: whole pages for each rank of a node."""
-        return round_up(self._kept_nbytes(self.numel - self.decayed), PAGE * self.share.ranks_per_node)
+        return round_up(self._stored_nbytes(self.numel - self.decayed), PAGE * self.share.ranks_per_node)
 
     @property
     def decoded_nbytes(self) -> int:
@@ -279,23 +279,23 @@ class Record:
         if self.frozen is not FrozenDtype.CHECKPOINT:
             self.frozen.decode(payload, self.decayed, flat)
             return
-        for slot, kept in self.kept(payload):
+        for slot, stored in self.stored_parameters(payload):
             values = flat[slot.offset : slot.offset + slot.numel]
             if slot.compressed is None:
-                values.copy_(kept.view(flat.dtype))
+                values.copy_(stored.view(flat.dtype))
             else:
-                slot.compressed.decode(kept, values)
+                slot.compressed.decode(stored, values)
 
-    def kept(self, payload: torch.Tensor) -> Iterator[tuple[ParameterSlot, torch.Tensor]]:
+    def stored_parameters(self, payload: torch.Tensor) -> Iterator[tuple[ParameterSlot, torch.Tensor]]:
         """Yield each parameter with its bytes in ``payload``, for a record in the checkpoint's own bytes."""
         position = 0
         for slot in self.parameters:
             plain = slot.numel * self.precision.parameter_bytes
             nbytes = plain if slot.compressed is None else slot.compressed.nbytes
             yield slot, payload[position : position + nbytes]
-            position += slot.kept_nbytes(self.precision.dtype)
+            position += slot.stored_nbytes(self.precision.dtype)
 
-    def _kept_nbytes(self, rest: int) -> int:
+    def _stored_nbytes(self, rest: int) -> int:
         """Return the bytes of the parameters as they are stored, if ``rest`` elements follow those with decay."""
         if self.frozen is FrozenDtype.CHECKPOINT:
             return self._checkpoint_nbytes
@@ -303,7 +303,7 @@ class Record:
 
     @cached_property
     def _checkpoint_nbytes(self) -> int:
-        return sum(slot.kept_nbytes(self.precision.dtype) for slot in self.parameters)
+        return sum(slot.stored_nbytes(self.precision.dtype) for slot in self.parameters)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as JSON, without its share."""

@@ -38,7 +38,7 @@ class ParameterSlot:
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def kept_nbytes(self, dtype: torch.dtype) -> int:
+    def stored_nbytes(self, dtype: torch.dtype) -> int:
         """Return its bytes in a record that is stored in the checkpoint's own bytes, and otherwise in ``dtype``."""
         nbytes = self.numel * dtype.itemsize if self.compressed is None else self.compressed.nbytes
         return round_up(nbytes, ALIGN_ELEMENTS)
