@@ -25,7 +25,7 @@ from fuyou.model.hidden_edits import HiddenEdit
 
 
 @dataclass
-class _Opened:
+class _BlockRun:
     """The tensors at which gradients enter and leave one run of a block."""
 
     leaves: dict[Key, torch.Tensor] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class BlockCalls:
         self._alive: list[torch.Tensor] = []  # keeps placeholders alive, so that no other tensor gets their identity
         self._shared: dict[int, dict[Any, Any]] = {}  # content of each shared dictionary now, by its identity
         self._shared_before: dict[int, dict[int, dict[Any, Any]]] = {}  # content before each block
-        self._opened = _Opened()
+        self._latest_run = _BlockRun()
 
     # -- while the embedding runs ---------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class BlockCalls:
             self._values[key] = value
         return key
 
-    def supply(self, values: Mapping[Key, torch.Tensor], device: torch.device) -> None:
+    def zero_produced_values(self, values: Mapping[Key, torch.Tensor], device: torch.device) -> None:
         """Set all produced values to zero, so that each block can be run by itself.
 
         Args:
@@ -161,31 +161,31 @@ class BlockCalls:
         args, kwargs = self.arguments[index]
         if not self._links and edit is None:
             return _hidden_of(block(hidden, *args, **kwargs))
-        opened = self._opened = _Opened()
+        run = self._latest_run = _BlockRun()
         if edit is not None:
             hidden = edit.apply(hidden, self._value)
         shared: dict[int, MutableMapping[Any, Any]] = {}
         given: dict[int, dict[Any, Any]] = {}
         if self._links.shared:
-            before = self._before(index)
-            shared, given = self._open_shared(before, args, kwargs)
+            before = self._shared_content_before(index)
+            shared, given = self._copy_shared(before, args, kwargs)
         args, kwargs = tree_map(
             lambda leaf: self._argument(leaf, shared), (args, kwargs), is_leaf=lambda leaf: id(leaf) in shared
         )
         result = block(hidden, *args, **kwargs)
         for position, leaf in enumerate(tree_leaves(result)):
             if (index, position) in self._links.consumed:
-                opened.produced[index, position] = leaf
+                run.produced[index, position] = leaf
         for identity, dictionary in shared.items():
-            self._close_shared(index, identity, dictionary, given[identity])
+            self._note_shared(index, identity, dictionary, given[identity])
         if not torch.is_grad_enabled():
-            self._values.update(opened.produced)
-            self._opened = _Opened()
+            self._values.update(run.produced)
+            self._latest_run = _BlockRun()
         return _hidden_of(result)
 
     def roots(self) -> list[torch.Tensor]:
         """Return the values that the latest run of a block has produced beside hidden states."""
-        return list(self._opened.produced.values())
+        return list(self._latest_run.produced.values())
 
     def backward(self, result: torch.Tensor, gradient: torch.Tensor, losses: Sequence[torch.Tensor] = ()) -> None:
         """Run the backward pass of the latest run of a block.
@@ -195,16 +195,16 @@ class BlockCalls:
             gradient: gradient of the output.
             losses: scalars that the run has added to the loss.
         """
-        opened, self._opened = self._opened, _Opened()
+        run, self._latest_run = self._latest_run, _BlockRun()
         roots, gradients = [result, *losses], [gradient, *(torch.ones_like(loss) for loss in losses)]
-        for key, value in opened.produced.items():
+        for key, value in run.produced.items():
             upstream = self._gradients.pop(key, None)
             self._values.pop(key, None)  # all who read it come after it, and have been here
             if upstream is not None and value.requires_grad:
                 roots.append(value)
                 gradients.append(upstream)
         torch.autograd.backward(roots, gradients)
-        for key, leaf in opened.leaves.items():
+        for key, leaf in run.leaves.items():
             if leaf.grad is not None:
                 self._gradients[key] = self._gradients[key] + leaf.grad if key in self._gradients else leaf.grad
 
@@ -217,9 +217,9 @@ class BlockCalls:
         value = self._values[key]
         if not torch.is_grad_enabled() or not value.is_floating_point():
             return value
-        if key not in self._opened.leaves:
-            self._opened.leaves[key] = value.detach().requires_grad_()
-        return self._opened.leaves[key]
+        if key not in self._latest_run.leaves:
+            self._latest_run.leaves[key] = value.detach().requires_grad_()
+        return self._latest_run.leaves[key]
 
     def _argument(self, leaf: Any, shared: Mapping[int, Any]) -> Any:
         if id(leaf) in shared:
@@ -227,7 +227,7 @@ class BlockCalls:
         key = self._keys.get(id(leaf)) if isinstance(leaf, torch.Tensor) else None
         return leaf if key is None else self._value(key)
 
-    def _before(self, index: int) -> dict[int, dict[Any, Any]]:
+    def _shared_content_before(self, index: int) -> dict[int, dict[Any, Any]]:
         """Return the content of the shared dictionaries when block ``index`` begins."""
         if index not in self._shared_before:
             for dictionary in shared_dictionaries(*self.arguments[index]):
@@ -235,7 +235,7 @@ class BlockCalls:
             self._shared_before[index] = {identity: dict(content) for identity, content in self._shared.items()}
         return self._shared_before[index]
 
-    def _open_shared(
+    def _copy_shared(
         self, before: Mapping[int, Mapping[Any, Any]], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[dict[int, MutableMapping[Any, Any]], dict[int, dict[Any, Any]]]:
         """Return a copy of each shared dictionary for one run of a block, and its content."""
@@ -251,7 +251,7 @@ class BlockCalls:
             shared[id(dictionary)], given[id(dictionary)] = mine, content
         return shared, given
 
-    def _close_shared(self, index: int, identity: int, dictionary: Mapping[Any, Any], given: Mapping[Any, Any]) -> None:
+    def _note_shared(self, index: int, identity: int, dictionary: Mapping[Any, Any], given: Mapping[Any, Any]) -> None:
         """Note what a block has left in a shared dictionary."""
         for name, entry in dictionary.items():
             if name in given and given[name] is entry:
@@ -260,7 +260,7 @@ class BlockCalls:
             for position, leaf in enumerate(leaves):
                 if isinstance(leaf, torch.Tensor):
                     key = (index, (name, position))
-                    self._opened.produced[key] = leaf
+                    self._latest_run.produced[key] = leaf
                     leaves[position] = _Produced(key)
             if not torch.is_grad_enabled():
                 self._shared[identity][name] = tree_unflatten(leaves, structure)

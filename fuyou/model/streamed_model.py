@@ -263,7 +263,7 @@ class StreamedModel:
             return self.embed(batch)
         with self._stand_ins.probing(all_blocks=True) as probe:
             hidden, calls = self.embed(batch)
-        calls.supply(probe.values, self.device)
+        calls.zero_produced_values(probe.values, self.device)
         return hidden, calls
 
     def _embed(self, batch: Mapping[str, torch.Tensor], links: BlockLinks) -> tuple[torch.Tensor, BlockCalls]:
