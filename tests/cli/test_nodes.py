@@ -29,7 +29,7 @@ from fcdp.checkpoint.commits import ShardedCheckpoints
 from tests.cli.conftest import Finetune
 from tests.helpers import forked
 from tests.helpers.histories import history
-from tests.helpers.pairs import COMMON, ROOT, Node, Pair, pair, same  # noqa: F401
+from tests.helpers.pairs import COMMON, ROOT, Node, Pair, same
 
 _ENDS_WITHIN = (
     "import sys, cli.launch.interrupts as one; one.STOP_SECONDS = {}; from cli.main import main; sys.exit(main())"

@@ -28,6 +28,7 @@ from transformers.models.llama import modeling_llama  # noqa: F401 - so that no 
 
 import fuyou
 import fuyou.optimizer.client
+import fuyou.optimizer.process  # so that no run has to import it
 from common.data import RandomBatches
 from common.errors import FinetuneError
 from tests.helpers.crash.drives import Fault, FaultyDrives
