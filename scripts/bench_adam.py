@@ -192,7 +192,7 @@ class FromSsd:
                 directories=[str(path) for path in directories],
                 io="posix",
                 io_threads=4,
-                records=[record.to_dict() for record in self.records],
+                records=self.records,
                 slots=2,
                 chunk_elements=chunk_elements,
                 ring_chunks=ring_chunks,

@@ -306,7 +306,7 @@ class Record:
         return sum(slot.stored_nbytes(self.precision.dtype) for slot in self.parameters)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the record as JSON, without its share."""
+        """Return its layout as JSON, without its share, for the model's fingerprint."""
         held = [slot.name for slot in self.parameters if not slot.trained]
         compressed = {slot.name: slot.compressed.to_dict() for slot in self.parameters if slot.compressed is not None}
         return {
@@ -319,23 +319,6 @@ class Record:
             **({"held": held} if held else {}),
             **({"compressed": compressed} if compressed else {}),
         }
-
-    @staticmethod
-    def from_dict(index: int, content: dict[str, Any]) -> "Record":
-        """Rebuild a record from JSON."""
-        return Record.build(
-            index,
-            content["name"],
-            Kind(content["kind"]),
-            Precision(*(getattr(torch, name) for name in content["dtypes"])),
-            [(tuple(names), shape, decay) for names, shape, decay in content["parameters"]],
-            trainable=content["trainable"],
-            frozen=FrozenDtype(content["frozen"]),
-            held=content.get("held", ()),
-            compressed={
-                name: CompressedParameter.from_dict(one) for name, one in content.get("compressed", {}).items()
-            },
-        )
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """The messages between the engine and the optimizer process: small ones, one per record, over a pipe."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from common.store import IoThrottle
 from common.store.store import Io
-from fuyou.layout.record import Kind
+from fuyou.layout.record import Kind, Record
 from fuyou.layout.share import ALONE, Share
 from fuyou.optimizer.adam import Update
 
@@ -46,7 +46,8 @@ class Setup:
     directories: list[str]
     io: Io
     io_threads: int
-    records: list[dict[str, Any]]
+    records: Sequence[Record]
+    """All records of the model, as this rank shares them."""
     slots: int
     chunk_elements: int
     ring_chunks: int

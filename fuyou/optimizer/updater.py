@@ -51,9 +51,7 @@ class RecordUpdater:
 
     def __init__(self, setup: Setup, pipe: EnginePipe, shared_fd: int):
         self._setup, self._pipe = setup, pipe
-        self._records = [
-            Record.from_dict(index, content).shared(setup.share) for index, content in enumerate(setup.records)
-        ]
+        self._records = setup.records
         self._shared = HostBuffer(setup.shared.nbytes, fd=shared_fd).touch()
         directories = [Path(path) for path in setup.directories]
         self._store = Store.open(directories, io=setup.io, threads=setup.io_threads, pace=setup.pace)

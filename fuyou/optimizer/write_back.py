@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -49,7 +49,7 @@ class RecordWriter:
     def __init__(
         self,
         store: Store,
-        records: list[Record],
+        records: Sequence[Record],
         extents: list[RecordExtents],
         writes_parameters: bool,
         on_chunk: Callable[[ChunkMemory], None],

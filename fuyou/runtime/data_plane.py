@@ -160,7 +160,7 @@ class DataPlane:
             directories=[str(path) for path in store.directories],
             io="posix",
             io_threads=4,
-            records=[record.to_dict() for record in shape.records],
+            records=shape.records,
             slots=slots,
             chunk_elements=plan.chunk_elements,
             ring_chunks=plan.ring_chunks,

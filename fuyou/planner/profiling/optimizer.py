@@ -137,7 +137,7 @@ class OptimizerBench:
                 directories=[str(path) for path in scratch.store.directories],
                 io="posix",
                 io_threads=4,
-                records=[record.to_dict() for record in records],
+                records=records,
                 slots=2,
                 chunk_elements=chunk_elements,
                 ring_chunks=1,
