@@ -19,7 +19,7 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
     Host parameter buffer 0 takes a record's weights and, where master weights are split, gradient buffer 0 their low 16
     bits. So this needs no memory beyond the plan except for one parameter.
     """
-    for record in plane.shape.records:
+    for record in plane.buffers.shape.records:
         if record.frozen is FrozenDtype.CHECKPOINT:
             _fill_compressed(plane, source, record, target)
             continue
@@ -27,13 +27,13 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
         stored = Window(record.share.stored_start(record.numel), record.share.stored(record.numel))
         stored = Window(0, record.numel) if encodes else stored
         owned = Window(record.share.owned_start(record.numel), record.owned)
-        parameters = plane.host_parameters(record.kind, 0, record.parameter_nbytes)
+        parameters = plane.buffers.host_parameters(record.kind, 0, record.parameter_nbytes)
         payload = torch.from_numpy(parameters)
         dtype = record.precision.dtype
         values = _room_for(plane, record) if encodes else payload.view(dtype).zero_()
         low = None
         if record.trainable and record.precision.split:
-            low = torch.from_numpy(plane.host_gradients(record.kind, 0, owned.count * 2)).view(torch.int16)
+            low = torch.from_numpy(plane.buffers.host_gradients(record.kind, 0, owned.count * 2)).view(torch.int16)
             low.zero_()
         slots = {slot.name: slot for slot in record.parameters if stored.meets(slot.offset, slot.numel)}
         for name, tensor in source.read(list(slots)):
@@ -68,7 +68,7 @@ def _fill_compressed(plane: DataPlane, source: WeightSource, record: Record, tar
 
     Memory: as :func:`fill_store`, with one tensor of the files instead of one parameter where that is compressed.
     """
-    payload = torch.from_numpy(plane.host_parameters(record.kind, 0, record.parameter_nbytes))
+    payload = torch.from_numpy(plane.buffers.host_parameters(record.kind, 0, record.parameter_nbytes))
     encoded = payload.zero_() if record.share.ranks_per_node == 1 else _room_for_encoded(plane, record)
     plain = source.read([slot.name for slot in record.parameters if slot.compressed is None])
     for slot, stored in record.stored_parameters(encoded):
@@ -90,15 +90,15 @@ def _keep_own(record: Record, encoded: torch.Tensor, payload: torch.Tensor) -> N
 
 def _room_for(plane: DataPlane, record: Record) -> torch.Tensor:
     """Return zeros in host memory for a whole record that is to be encoded: where it will be decoded, if possible."""
-    if plane.device.shares_host_memory:
-        return plane.decoded.values(0, record.numel, record.precision.dtype).zero_()
+    if plane.buffers.device.shares_host_memory:
+        return plane.buffers.decoded.values(0, record.numel, record.precision.dtype).zero_()
     return torch.zeros(record.numel, dtype=record.precision.dtype)
 
 
 def _room_for_encoded(plane: DataPlane, record: Record) -> torch.Tensor:
     """Return zeros in host memory for a whole encoded record: in the device's buffer for it, if possible."""
-    if plane.device.shares_host_memory:
-        return plane.parameters[record.kind].bytes(0, record.device_nbytes).zero_()
+    if plane.buffers.device.shares_host_memory:
+        return plane.buffers.parameters[record.kind].bytes(0, record.device_nbytes).zero_()
     return torch.zeros(record.device_nbytes, dtype=torch.uint8)
 
 

@@ -95,8 +95,8 @@ class UpdateRecord:
     """Index of the host buffer with the parameters."""
     gradient: int
     """Index of the host buffer with the gradient."""
-    target: int
-    """Slot; -1: nothing is written (resident records only)."""
+    target: int | None
+    """Slot; None: nothing is written (resident records only)."""
     update: Update
     missed: dict[int, int] = field(default_factory=dict)
     """Number of earlier steps in which a parameter (by index) had no gradient; 0 for those that are not listed."""

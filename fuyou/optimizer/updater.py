@@ -174,9 +174,9 @@ class RecordUpdater:
                 runs=owned.runs(chunk, absent, message.missed) if uneven else None,
             )
             computing.append((chunk_start_time, time.monotonic()))
-            if message.target >= 0:
+            if message.target is not None:
                 self._writer.write(write, memory, parameters)
-        if message.target < 0:
+        if message.target is None:
             write.done.set()
         self._pipe.send(Updated(message.record, start_time, time.monotonic(), computing, absent))
 
@@ -204,9 +204,9 @@ class RecordUpdater:
         for chunk in self._chunks(message.record):
             self._writer.write(write, self._resident_memory(message.record, chunk), parameters)
 
-    def _begin_write(self, index: int, target: int) -> WriteBack:
+    def _begin_write(self, index: int, target: int | None) -> WriteBack:
         """Return a new write-back of a record; if its states are resident, wait for the last one first."""
-        write = self._writer.begin(index, max(target, 0), len(self._chunks(index)))  # -1: nothing will be written
+        write = self._writer.begin(index, target or 0, len(self._chunks(index)))  # None: nothing will be written
         resident = self._resident.get(index)
         if resident is not None:
             if resident.write is not None:

@@ -6,7 +6,8 @@ import pytest
 
 from fuyou.layout.deferred import interleaved
 from fuyou.layout.model_layout import BatchShape, BufferCounts, Recomputation
-from fuyou.planner.simulator import Simulator, TaskRates
+from fuyou.planner.rates import TaskRates
+from fuyou.planner.simulator import Simulator
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Op, Resource, StepList
 from tests.helpers.schedule_model import step_shape
