@@ -127,7 +127,7 @@ class ClusterReader(StoreReader):
         inter_node = self._topology.gather_groups.inter_node
         if inter_node is not None:
             cells = low[stored : stored + record.stored].view(torch.uint8)
-            gather(cells.view(inter_node.size(), -1), across)
+            gather(cells.view(inter_node.size(), -1), inter_node)
         self._gather_within_node(low.view(torch.uint8))
         master = torch.empty(record.numel, dtype=torch.float32)
         join(values, low, master)
@@ -137,4 +137,4 @@ class ClusterReader(StoreReader):
         """Fill in the parts of ``data``, ``uint8 [n]``, that the other ranks of this node have."""
         intra_node = self._topology.gather_groups.intra_node
         if intra_node is not None:
-            gather(data.view(intra_node.size(), -1), inside)
+            gather(data.view(intra_node.size(), -1), intra_node)
