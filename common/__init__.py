@@ -3,10 +3,10 @@
 Nothing in here knows about training. ``fuyou`` and ``fcdp`` stand on it.
 """
 
-from common.waiting import wait_asleep
+from common.openmp import let_threads_sleep
 
 #: Lets ``fuyou`` and ``fcdp`` tell this package from another one that is also called ``common``.
 PROJECT = "fuyou"
 
 # Here, since every process of ours (command, ranks, optimizer process) imports this package before PyTorch.
-wait_asleep()
+let_threads_sleep()

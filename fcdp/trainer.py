@@ -25,11 +25,11 @@ from common.data.rows import take_rows
 from common.errors import UserError
 from common.memory.meter import PeakMeter
 from common.models.adapters.adapters import MERGED, Adapters
-from common.models.attention.isolation import Separator, takes_positions
+from common.models.attention.isolation import DocumentSeparator, takes_positions
 from common.models.checkpoint.export import CheckpointWriter, copy_tokenizer_files
 from common.models.checkpoint.sources import CheckpointSource, RandomSource, WeightSource
 from common.models.flops import active_parameters, hardware_flops_per_token, model_flops_per_token
-from common.models.meta import build_meta_model
+from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from common.models.vision.towers import DEFAULT_FREEZING, TowerFreezing
 from common.object_collectives import all_gather_object, broadcast_from_rank0
@@ -160,7 +160,7 @@ class Trainer:
         )
         materialise(self._model, self._device)
         self._sharding = sharding(self._model)
-        self._separator: Separator | None = None
+        self._separator: DocumentSeparator | None = None
         self._optimizer = self._make_optimizer()
         self._commits = ShardedCheckpoints(commits)
         broadcast_from_rank0(self._commits.lock)
@@ -407,7 +407,7 @@ class Trainer:
         documents = Documents.of(part.get("position_ids"))
         if documents is not None and self._separator is None:
             assert self._family.isolation is not None
-            self._separator = Separator(self._model, self._family.isolation)
+            self._separator = DocumentSeparator(self._model, self._family.isolation)
         with contextlib.nullcontext() if self._separator is None else self._separator.apart(documents):
             yield
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import common.waiting  # noqa: F401
+import common.openmp  # noqa: F401
 
 import click
 import torch

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import common.waiting  # noqa: F401
+import common.openmp  # noqa: F401
 
 import click
 import torch
@@ -126,10 +126,10 @@ def report(
     }  # fmt: skip
     if is_emulated(device):
         spec = EmulatedSpec.parse(device)
-        assert spec.pace is not None
+        assert spec.throttle is not None
         rates = TaskRates(
             spec.flops_per_second, spec.link_bytes_per_second, spec.link_bytes_per_second,
-            spec.pace.read_bytes_per_second, spec.pace.write_bytes_per_second, adam,
+            spec.throttle.read_bytes_per_second, spec.throttle.write_bytes_per_second, adam,
             inside_bytes_per_second=spec.inside_bytes_per_second or float("inf"),
             across_bytes_per_second=spec.across_bytes_per_second or float("inf"), message_seconds=1e-3,
         )  # fmt: skip

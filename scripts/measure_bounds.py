@@ -11,7 +11,7 @@ With adapters, what is compared with the budget are the frozen weights, and byte
 
 import tempfile
 
-import common.waiting  # noqa: F401
+import common.openmp  # noqa: F401
 
 import click
 import torch

@@ -35,7 +35,7 @@ from cli.train.ranks import train_ranks
 from common.errors import FinetuneError, UserError
 from common.hardware.machine import list_gpus
 from common.models.adapters.adapters import CONFIG
-from common.models.meta import build_meta_model
+from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from common.object_collectives import all_gather_object, broadcast_from_rank0
 from common.units import format_bytes, format_seconds

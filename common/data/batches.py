@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from common.data.encoding import Encoded, Encoder
+from common.data.encoding import EncodedSegment, Encoder
 from common.data.files import find_files, read_records, reading
 from common.data.fitting import RowFitter
 from common.data.order import draw_rows
-from common.data.packing import TRAINED, Packer, Padder, cut, first_lengths, unpack
+from common.data.packing import TRAINED, Packer, Padder, cut_documents, first_lengths, unpack
 from common.data.shapes import examples_of_records, examples_of_text_file
 from common.data.token_file import Header, TokenFile, cache_key, remove_unfinished, write_token_file
 from common.errors import UserError
@@ -111,7 +111,7 @@ class PackedBatches(Batches):
         size = self._config.batch_size
         draws, seed = range(step * size, (step + 1) * size), self._config.seed if self._config.shuffle else None
         # Rows that are not packed stay with their like: neighbours, which are about as long.
-        rows = self._file.read(draw_rows(draws, self.rows, seed, run_on_all_ranks=1 if self._config.packed else size))
+        rows = self._file.read(draw_rows(draws, self.rows, seed, group_size=1 if self._config.packed else size))
         if not self._config.packed:
             rows = rows[:, : _rounded(int(first_lengths(rows).max()))]
         ids, labels, positions = unpack(rows)
@@ -198,7 +198,7 @@ def _build(path: Path, files: list[Path], config: DataConfig, tokenizer: PreTrai
             out.add(row)
 
         packer = (Packer if config.packed else Padder)(seq_len, _padding(tokenizer), write)
-        for piece in cut(_count_documents(_encode_files(files, encoder, scratch), header), seq_len):
+        for piece in cut_documents(_count_documents(_encode_files(files, encoder, scratch), header), seq_len):
             trained = int(np.count_nonzero(piece & TRAINED))
             if not trained:
                 header.skipped_tokens += len(piece)
@@ -219,7 +219,7 @@ def _return_free_memory() -> None:
     return_free_memory()
 
 
-def _encode_files(files: list[Path], encoder: Encoder, scratch: Path) -> Iterator[Encoded]:
+def _encode_files(files: list[Path], encoder: Encoder, scratch: Path) -> Iterator[EncodedSegment]:
     for file in files:
         records = read_records(file, scratch)
         is_text = file.suffix.lower() == ".txt"
@@ -227,7 +227,7 @@ def _encode_files(files: list[Path], encoder: Encoder, scratch: Path) -> Iterato
         yield from encoder.encode(examples)
 
 
-def _count_documents(documents: Iterator[Encoded], header: Header) -> Iterator[Encoded]:
+def _count_documents(documents: Iterator[EncodedSegment], header: Header) -> Iterator[EncodedSegment]:
     for document in documents:
         header.documents += document.ends
         yield document

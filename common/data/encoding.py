@@ -14,14 +14,14 @@ from transformers import PreTrainedTokenizerBase
 
 from common.data.chat_template import ChatTemplate
 from common.data.fitting import RowFitter, TokenizedAnswer, run_ends
-from common.data.shapes import Chat, Example, Plain
+from common.data.shapes import Chat, Example, PlainText
 from common.errors import UserError
 
 _BATCH_EXAMPLES = 256
 _BATCH_CHARACTERS = 1 << 20  # an encoding takes some hundred bytes per token
 
 
-class Encoded(NamedTuple):
+class EncodedSegment(NamedTuple):
     """Token ids of a document, or of the next segment of one."""
 
     ids: np.ndarray
@@ -50,22 +50,22 @@ class Encoder:
         self._prefix = self._default_prefix()
         self._template = ChatTemplate(tokenizer)
 
-    def encode(self, examples: Iterable[Example]) -> Iterator[Encoded]:
+    def encode(self, examples: Iterable[Example]) -> Iterator[EncodedSegment]:
         """The encoded documents, in the order of ``examples``; texts are tokenized in batches of bounded size."""
-        batch: list[Plain] = []
+        batch: list[PlainText] = []
         characters = 0
         for example in examples:
             if isinstance(example, Chat):
-                yield from self._encode_plain(batch)
+                yield from self._encode_texts(batch)
                 batch, characters = [], 0
                 yield from self._encode_chat(example)
                 continue
             batch.append(example)
             characters += len(example.prompt) + len(example.completion)
             if len(batch) >= _BATCH_EXAMPLES or characters >= _BATCH_CHARACTERS:
-                yield from self._encode_plain(batch)
+                yield from self._encode_texts(batch)
                 batch, characters = [], 0
-        yield from self._encode_plain(batch)
+        yield from self._encode_texts(batch)
 
     def _default_prefix(self) -> list[int]:
         """What the tokenizer puts before every text by default: BOS, or nothing."""
@@ -77,7 +77,7 @@ class Encoder:
         # Not verbose: documents longer than the model's context are cut later, which is no news.
         return list(self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]) if texts else []
 
-    def _encode_plain(self, batch: list[Plain]) -> Iterator[Encoded]:
+    def _encode_texts(self, batch: list[PlainText]) -> Iterator[EncodedSegment]:
         whole = self._tokenize([example.prompt + example.completion for example in batch])
         prompts = iter(self._tokenize([example.prompt for example in batch if example.prompt]))
         for example, ids in zip(batch, whole, strict=True):
@@ -105,7 +105,7 @@ class Encoder:
             return True
         return bool(ids) and ids[-1] == self.eos
 
-    def _encode_chat(self, chat: Chat) -> Iterator[Encoded]:
+    def _encode_chat(self, chat: Chat) -> Iterator[EncodedSegment]:
         try:
             parts = self._parts(self._template.adapted(chat))
         except UserError:
@@ -172,8 +172,8 @@ class Encoder:
         return _common_prefix(self._template.render(chat, turn, ask=ask), ids)
 
 
-def _encoded(ids: list[int], trained: list[bool], ends: bool = True) -> Encoded:
-    return Encoded(np.array(ids, dtype=np.uint32), np.array(trained, dtype=bool), ends)
+def _encoded(ids: list[int], trained: list[bool], ends: bool = True) -> EncodedSegment:
+    return EncodedSegment(np.array(ids, dtype=np.uint32), np.array(trained, dtype=bool), ends)
 
 
 def _within(spans: list[tuple[int, int]], length: int) -> list[bool]:

@@ -6,23 +6,23 @@ import numpy.typing as npt
 _MASK = (1 << 64) - 1
 
 
-def draw_rows(draws: range, rows: int, seed: int | None, run_on_all_ranks: int = 1) -> np.ndarray:
+def draw_rows(draws: range, rows: int, seed: int | None, group_size: int = 1) -> np.ndarray:
     """Return the rows at some places of an endless sequence of epochs, each of which has all of ``rows`` once.
 
     Args:
         seed: chooses a fresh order for every epoch; None leaves the rows in theirs.
-        together: so many neighbours stay together; what is left over of ``rows`` comes last.
+        group_size: so many neighbours stay group_size; what is left over of ``rows`` comes last.
     """
     chosen = []
     while draws:
         epoch, start = divmod(draws[0], rows)
         places = np.arange(start, min(start + len(draws), rows))
         if seed is not None:
-            groups = rows // run_on_all_ranks
-            inside = places < groups * run_on_all_ranks
+            groups = rows // group_size
+            inside = places < groups * group_size
             if inside.any():
-                at, within = np.divmod(places[inside], run_on_all_ranks)
-                places[inside] = shuffled(at, groups, (seed, epoch)) * run_on_all_ranks + within
+                at, within = np.divmod(places[inside], group_size)
+                places[inside] = shuffled(at, groups, (seed, epoch)) * group_size + within
         chosen.append(places)
         draws = draws[len(places) :]
     return np.concatenate(chosen)

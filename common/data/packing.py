@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from common.data.encoding import Encoded
+from common.data.encoding import EncodedSegment
 
 ID_MASK = np.uint32((1 << 30) - 1)
 TRAINED = np.uint32(1 << 30)
@@ -17,7 +17,7 @@ STARTS = np.uint32(1 << 31)
 """The token is the first of a document, of a later piece of a document, or of the padding."""
 
 
-def cut(documents: Iterable[Encoded], seq_len: int) -> Iterator[np.ndarray]:
+def cut_documents(documents: Iterable[EncodedSegment], seq_len: int) -> Iterator[np.ndarray]:
     """Pieces (uint32 words, at most ``seq_len``) of the documents: longer ones are cut into consecutive pieces.
 
     The first token of a piece carries no loss: nothing before it is there to predict it from. So a piece of one token

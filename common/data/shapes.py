@@ -40,7 +40,7 @@ KNOWN_SHAPES = "text | messages | prompt, completion | instruction, output (and 
 
 
 @dataclass(frozen=True)
-class Plain:
+class PlainText:
     """A document, or a segment of one, as text. Loss is wanted on ``completion`` only."""
 
     prompt: str
@@ -78,7 +78,7 @@ class Chat:
         ]
 
 
-Example = Plain | Chat
+Example = PlainText | Chat
 
 
 def examples_of_text_file(lines: Iterable[DataRecord]) -> Iterator[Example]:
@@ -90,12 +90,12 @@ def examples_of_text_file(lines: Iterable[DataRecord]) -> Iterator[Example]:
     size, begins = 0, True
     for line in lines:
         if size >= SEGMENT_CHARACTERS:
-            yield Plain("", "".join(segment), begins, ends=False)
+            yield PlainText("", "".join(segment), begins, ends=False)
             segment, size, begins = [], 0, False
         segment.append(line.values["text"])
         size += len(line.values["text"])
     if not begins or "".join(segment).strip():
-        yield Plain("", "".join(segment), begins, ends=True)
+        yield PlainText("", "".join(segment), begins, ends=True)
 
 
 def examples_of_records(records: Iterable[DataRecord], file: str) -> Iterator[Example]:
@@ -141,9 +141,9 @@ def _text(record: dict[str, Any], where: str) -> Iterator[Example]:
         limit = start + SEGMENT_CHARACTERS
         stop = text.rfind("\n", start + 1, limit) + 1 or text.rfind(" ", start + 1, limit)
         stop = stop if stop > 0 else limit
-        yield Plain("", text[start:stop], begins=start == 0, ends=False)
+        yield PlainText("", text[start:stop], begins=start == 0, ends=False)
         start = stop
-    yield Plain("", text[start:], begins=start == 0, ends=True)
+    yield PlainText("", text[start:], begins=start == 0, ends=True)
 
 
 def _messages(record: dict[str, Any], where: str) -> Iterator[Example]:
@@ -157,7 +157,7 @@ def _prompt_completion(record: dict[str, Any], where: str) -> Iterator[Example]:
     if not isinstance(prompt, list) and not isinstance(completion, list):
         text = _string(record, "completion", where)
         if text:
-            yield Plain(_string(record, "prompt", where), text, where=where)
+            yield PlainText(_string(record, "prompt", where), text, where=where)
         return
     asked, _ = _conversation(prompt, "prompt", where, role="user")
     answer, untrained = _conversation(completion, "completion", where, role="assistant", trains=ROLES)
@@ -170,7 +170,7 @@ def _alpaca(record: dict[str, Any], where: str) -> Iterator[Example]:
     fields = {name: _string(record, name, where) for name in ("instruction", "input", "output")}
     template = ALPACA_PROMPT_WITH_INPUT if fields["input"].strip() else ALPACA_PROMPT
     if fields["output"]:
-        yield Plain(template.format(**fields), fields["output"], where=where)
+        yield PlainText(template.format(**fields), fields["output"], where=where)
 
 
 def _string(record: dict[str, Any], column: str, where: str) -> str:

@@ -29,7 +29,7 @@ class Heap:
         self._slack = slack
         self._least = self._resident()
 
-    def tidy(self) -> None:
+    def trim(self) -> None:
         """Give back what is free, if the process has grown by more than the slack. Costs 20 us otherwise."""
         if self._resident() > self._least + self._slack:
             return_free_memory()

@@ -16,7 +16,7 @@ import re
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from common.models.meta import build_meta_model
+from common.models.meta_model import build_meta_model
 from common.models.structure import find_blocks
 from common.models.vision.towers import tower_parameters
 

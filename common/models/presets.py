@@ -8,7 +8,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from common.errors import UserError, did_you_mean
 from common.models.checkpoint.compressed import accept_config
-from common.models.classes import model_class, refusal
+from common.models.task_type import model_class, refusal
 from common.presets import preset_files
 
 
@@ -25,7 +25,7 @@ def load_config(model: str | os.PathLike[str] | PreTrainedConfig) -> tuple[PreTr
 
     Raises:
         UserError: no such directory or preset; the directory is no checkpoint; or its configuration is not one that
-            :func:`common.models.classes.model_class` finds a class of transformers for.
+            :func:`common.models.task_type.model_class` finds a class of transformers for.
     """
     if isinstance(model, PreTrainedConfig):
         _refuse_unsupported(model, model.model_type)

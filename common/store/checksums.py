@@ -41,7 +41,7 @@ def checksum(data: np.ndarray, first_page: int) -> int:
     return int(_mix(hashes + _mix(numbers * _STEP)).sum())
 
 
-class Sums:
+class ExtentChecksums:
     """The checksums of one extent, one for each directory, while its bytes pass by; and whether they are right.
 
     Args:

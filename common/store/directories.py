@@ -78,7 +78,7 @@ class Identity:
         return identity
 
 
-def prepare(
+def create_directories(
     directories: Sequence[Path], layout: Layout, overwrite: bool, later: Collection[str] = (), replaces: str = ""
 ) -> tuple[list[Path], Identity]:
     """Check everything; only then fill ``directories`` with preallocated files and identities.
@@ -91,7 +91,7 @@ def prepare(
         UserError: the directories cannot take this store.
         StoreError: the file system refused on the way; what was made is removed again.
     """
-    paths = usable(directories)
+    paths = usable_directories(directories)
     if len(paths) != layout.directories:
         raise ValueError(f"the layout is for {layout.directories} directories, and {len(paths)} were given")
     replaceable = [_replaceable_files(path, layout, overwrite) for path in paths]
@@ -116,14 +116,14 @@ def prepare(
     return paths, replace(identity, complete=True)
 
 
-def find(directories: Sequence[Path]) -> tuple[list[Path], Identity]:
+def find_directories(directories: Sequence[Path]) -> tuple[list[Path], Identity]:
     """The directories of one store in the order of their indices, and the identity of the first.
 
     Raises:
         UserError: a directory is missing, foreign, given twice, or holds no store, or only what is left of one.
         StoreError: an identity or a file is damaged.
     """
-    paths = usable(directories)
+    paths = usable_directories(directories)
     identities = {}
     for path in paths:
         identity = Identity.read(path)
@@ -188,7 +188,7 @@ def remove(directories: Iterable[Path]) -> None:
             sync_directory(directory)
 
 
-def usable(directories: Sequence[Path]) -> list[Path]:
+def usable_directories(directories: Sequence[Path]) -> list[Path]:
     """The directories as paths, each there, writable and given once.
 
     Raises:
@@ -282,7 +282,7 @@ def reserve(directories: Iterable[Path], layout: Layout) -> None:
             _give_space(directory / name, nbytes)
 
 
-def hollow(path: Path) -> None:
+def sparsify(path: Path) -> None:
     """Give back the space of a file whose content nobody needs; atomically, it keeps its name and its size."""
     beside = path.with_name(path.name + ".tmp")
     with described("giving back the space", path):

@@ -105,7 +105,7 @@ class Layout:
         self._extents.setdefault(name, []).append(extent)
         self._file_bytes[name] = extent.offset + extent.bytes_per_directory(self.directories)
 
-    def spread(self, directories: int) -> "Layout":
+    def restriped(self, directories: int) -> "Layout":
         """The same extents, in the same order, over another number of directories."""
         other = Layout(directories)
         for name, extents in self._extents.items():

@@ -19,11 +19,11 @@ from common.store.directories import (
     IDENTITY_FILE,
     Identity,
     check_space,
-    find,
+    find_directories,
     freed_by,
-    hollow,
     remove,
     reserve,
+    sparsify,
 )
 from common.store.errors import StoreError, describe_os_error, described
 from common.store.layout import Layout
@@ -40,17 +40,17 @@ _MOVED_FILE = "moved.json"
 """In a directory of an old store that no longer counts, until it is removed: where the new one is."""
 
 
-def beside(folder: Path) -> Path:
+def successor_folder(folder: Path) -> Path:
     """Where the successor of what lies in ``folder`` is made."""
     return folder.with_name(folder.name + _SUFFIX)
 
 
-def unmoved(directory: Path) -> Path:
+def final_folder(directory: Path) -> Path:
     """The folder that a run has, or will have once it has moved, for one that it has now."""
     return directory.with_name(directory.name.removesuffix(_SUFFIX))
 
 
-def lock_all(folders: Sequence[Path]) -> DirectoryLock:
+def lock_folders(folders: Sequence[Path]) -> DirectoryLock:
     """Lock all that lies in ``folders`` and beside them.
 
     Raises:
@@ -65,17 +65,17 @@ def lock_all(folders: Sequence[Path]) -> DirectoryLock:
         held.close()  # while we waited, another process has put other folders there
 
 
-def settle(folders: Sequence[Path]) -> list[Path]:
+def recover(folders: Sequence[Path]) -> list[Path]:
     """Finish or undo what a crash has left half done. Returns the directories of the store that counts, in order.
 
     Args:
         folders: one for each drive, locked; there may be nothing.
 
     Raises:
-        UserError, StoreError: as :func:`common.store.directories.find`. Nothing was changed.
+        UserError, StoreError: as :func:`common.store.directories.find_directories`. Nothing was changed.
     """
     named = [folder for folder in folders if _holds_store(folder)]
-    new = [beside(folder) for folder in folders if beside(folder).is_dir()]
+    new = [successor_folder(folder) for folder in folders if successor_folder(folder).is_dir()]
     if not new:
         whole = [directory for members in _stores(named) if _whole(members) for directory in members]
         _forget_move(whole)
@@ -84,20 +84,20 @@ def settle(folders: Sequence[Path]) -> list[Path]:
         return _find(named, [folder for folder in folders if folder.is_dir() and folder not in named], folders)
     for members in _stores(named):
         if _whole(members):
-            ordered, identity = find(named)
+            ordered, identity = find_directories(named)
             remove(new)  # and only then, there is space to reserve
             reserve(ordered, identity.layout)
-            discard(folders)
+            discard_successors(folders)
             _forget_move(ordered)
             return ordered
     candidates = _stores([*named, *new])
     for members in candidates:
         if _whole(members):
-            return promote(find(members)[0], folders)
+            return promote(find_directories(members)[0], folders)
     _refuse_remains(folders)
     # What was committed comes first: it is what the user has to complete.
     best = min(candidates, key=lambda members: not any(map(load_manifest, members)), default=folders)
-    return find(best)[0]
+    return find_directories(best)[0]
 
 
 def remove_folder(folder: Path, shared: bool = False) -> None:
@@ -148,9 +148,9 @@ def remove_leftovers(store: Store) -> None:
                 (directory / f"{name}.tmp").unlink(missing_ok=True)
 
 
-def discard(folders: Sequence[Path]) -> None:
+def discard_successors(folders: Sequence[Path]) -> None:
     """Remove what lies beside ``folders``."""
-    for directory in map(beside, folders):
+    for directory in map(successor_folder, folders):
         remove_folder(directory)
 
 
@@ -167,7 +167,10 @@ def make_successor(old: Store, folders: Sequence[Path], layout: Layout, spare: C
         UserError: there is too little space, or a file that belongs to no run. Nothing was changed.
         StoreError: a drive refused; what was made is removed again.
     """
-    everywhere, new = list(dict.fromkeys([*old.directories, *folders])), [beside(folder) for folder in folders]
+    everywhere, new = (
+        list(dict.fromkeys([*old.directories, *folders])),
+        [successor_folder(folder) for folder in folders],
+    )
     refuse_foreign_files(everywhere)
     _check_space(old, folders, layout, spare)
     try:
@@ -176,21 +179,21 @@ def make_successor(old: Store, folders: Sequence[Path], layout: Layout, spare: C
             sync_directory(directory.parent)
         for directory in old.directories:
             for name in spare:
-                hollow(directory / name)
+                sparsify(directory / name)
         return Store.create(new, layout, io="posix", overwrite=True, later=spare, replaces=old.id)
     except BaseException as error:
         with contextlib.suppress(FinetuneError):
-            give_up(old, folders)
+            abandon_successor(old, folders)
         if isinstance(error, OSError):
-            raise describe_os_error("making", Path(error.filename or beside(folders[0])), error) from error
+            raise describe_os_error("making", Path(error.filename or successor_folder(folders[0])), error) from error
         raise
 
 
-def give_up(old: Store, folders: Sequence[Path]) -> None:
+def abandon_successor(old: Store, folders: Sequence[Path]) -> None:
     """Undo :func:`make_successor`."""
-    remove(filter(Path.is_dir, map(beside, folders)))
+    remove(filter(Path.is_dir, map(successor_folder, folders)))
     reserve(old.directories, old.layout)
-    discard(folders)
+    discard_successors(folders)
 
 
 def promote(new: Sequence[Path], folders: Sequence[Path]) -> list[Path]:
@@ -202,7 +205,7 @@ def promote(new: Sequence[Path], folders: Sequence[Path]) -> list[Path]:
 
     Raises:
         UserError: a folder holds what is neither of them. Nothing was changed.
-        StoreError: a drive refused. The new store counts all the same; calling :func:`settle` goes on.
+        StoreError: a drive refused. The new store counts all the same; calling :func:`recover` goes on.
     """
     old, identity = [folder for folder in folders if folder.is_dir() and folder not in new], Identity.read(new[0])
     assert identity is not None
@@ -212,7 +215,7 @@ def promote(new: Sequence[Path], folders: Sequence[Path]) -> list[Path]:
             raise UserError(f"{directory} holds another run than {new[0]}. Give --ssd the directories of one run.")
     try:
         for directory in old:  # before anything else of it: without its manifest it does not count
-            write_sealed(directory / _MOVED_FILE, {"to": [str(unmoved(path)) for path in new]})
+            write_sealed(directory / _MOVED_FILE, {"to": [str(final_folder(path)) for path in new]})
             (directory / MANIFEST_FILE).unlink(missing_ok=True)
             sync_directory(directory)
         for directory in old:
@@ -222,7 +225,7 @@ def promote(new: Sequence[Path], folders: Sequence[Path]) -> list[Path]:
         for directory in new:
             folder = directory
             if directory not in folders:
-                folder = unmoved(directory)
+                folder = final_folder(directory)
                 os.rename(directory, folder)
                 sync_directory(folder.parent)
             named.append(folder)
@@ -238,12 +241,12 @@ def clear_stale(folders: Sequence[Path], overwrite: bool) -> None:
         UserError: it is a run, and not to be overwritten.
     """
     if not overwrite:
-        for members in _stores([beside(folder) for folder in folders if beside(folder).is_dir()]):
+        for members in _stores([successor_folder(folder) for folder in folders if successor_folder(folder).is_dir()]):
             if any(map(load_manifest, members)):
                 raise UserError(
                     f"{members[0]} holds a run already: add --resume to continue it or --overwrite to replace it."
                 )
-    discard(folders)
+    discard_successors(folders)
     _forget_move(folder for folder in folders if overwrite or not _holds_store(folder))
 
 
@@ -266,7 +269,7 @@ def _refuse_remains(folders: Sequence[Path]) -> None:
 def _find(named: Sequence[Path], empty: Sequence[Path], folders: Sequence[Path]) -> list[Path]:
     """The directories of the only store. Of the folders, some are named for it, and others are there without one."""
     try:
-        return find(named or empty or folders)[0]
+        return find_directories(named or empty or folders)[0]
     except UserError as error:
         if not named or not empty:
             raise
@@ -276,7 +279,7 @@ def _find(named: Sequence[Path], empty: Sequence[Path], folders: Sequence[Path])
 def _there(folders: Sequence[Path]) -> dict[Path, int]:
     """What is there of the folders and those beside them, and which inode it is."""
     found = {}
-    for path in (place for folder in folders for place in (folder, beside(folder))):
+    for path in (place for folder in folders for place in (folder, successor_folder(folder))):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             status = path.stat()
             if path.is_dir():
@@ -301,7 +304,7 @@ def _stores(directories: Sequence[Path]) -> list[list[Path]]:
 def _whole(members: Sequence[Path]) -> bool:
     """Whether these are all directories of a store with something committed in it."""
     try:
-        return load_manifest(find(members)[0][0]) is not None
+        return load_manifest(find_directories(members)[0][0]) is not None
     except UserError:
         return False
     except StoreError:

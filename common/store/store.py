@@ -12,7 +12,7 @@ import numpy as np
 from common.errors import UserError, did_you_mean
 from common.store import directories as placement
 from common.store import kvikio_backend
-from common.store.checksums import Sums
+from common.store.checksums import ExtentChecksums
 from common.store.errors import StoreError, described
 from common.store.kvikio_backend import KvikioFile
 from common.store.layout import ALIGNMENT, Extent, Layout, pieces, whole_pages
@@ -41,7 +41,7 @@ class Store:
         io: Io = "auto",
         threads: int = 4,
         overwrite: bool = False,
-        pace: IoThrottle | None = None,
+        throttle: IoThrottle | None = None,
         clocks: Sequence[Path] | None = None,
         later: Collection[str] = (),
         replaces: str = "",
@@ -54,9 +54,9 @@ class Store:
                 needs CUDA in this process: one that must stay without CUDA says ``posix``.
             threads: I/O threads per directory; four keep a drive busy.
             overwrite: replace stores that the directories hold.
-            pace: make every drive look this slow. Other stores on it must be opened with the same pace.
-            clocks: with ``pace``, the directories of another store, one for each of these on the same drive: the two
-                stores share the drives' time.
+            throttle: make every drive look this slow. Other stores on it must be opened with the same throttle.
+            clocks: with ``throttle``, the directories of another store, one for each of these on the same drive: the
+                two stores share the drives' time.
             later: files that get no space yet, but with :func:`common.store.directories.reserve`.
             replaces: name of the store whose place it will take.
 
@@ -66,11 +66,17 @@ class Store:
             StoreError: a file system refused; what was made is removed again.
         """
         _check_io(io)
-        return cls(*placement.prepare(directories, layout, overwrite, later, replaces), io, threads, pace, clocks)
+        return cls(
+            *placement.create_directories(directories, layout, overwrite, later, replaces),
+            io,
+            threads,
+            throttle,
+            clocks,
+        )
 
     @classmethod
     def open(
-        cls, directories: Sequence[Path], *, io: Io = "auto", threads: int = 4, pace: IoThrottle | None = None
+        cls, directories: Sequence[Path], *, io: Io = "auto", threads: int = 4, throttle: IoThrottle | None = None
     ) -> "Store":
         """Open the store that ``directories`` hold, given in any order; the rest as in ``create``.
 
@@ -79,7 +85,7 @@ class Store:
             StoreError: an identity or a file is damaged.
         """
         _check_io(io)
-        return cls(*placement.find(directories), io, threads, pace)
+        return cls(*placement.find_directories(directories), io, threads, throttle)
 
     def __init__(
         self,
@@ -87,7 +93,7 @@ class Store:
         identity: placement.Identity,
         io: Io,
         threads: int,
-        pace: IoThrottle | None = None,
+        throttle: IoThrottle | None = None,
         clocks: Sequence[Path] | None = None,
     ) -> None:
         """Use ``Store.create`` or ``Store.open``."""
@@ -104,7 +110,7 @@ class Store:
         self._file_bytes = self.layout.file_bytes()
         self._files: dict[str, list[PosixFile]] = {}
         self._device_files: dict[str, list[KvikioFile]] = {}
-        self._pace = pace
+        self._throttle = throttle
         self._clocks: list[DriveClock] = []
         self._pools: list[ThreadPoolExecutor] = []
         # Their own threads: a sync takes as long as the drive likes, and reads must not queue behind it.
@@ -119,7 +125,7 @@ class Store:
             if self.device_reads or self.device_writes:
                 for name, files in self._files.items():
                     self._device_files[name] = [KvikioFile(file.path, file) for file in files]
-            if pace is not None:
+            if throttle is not None:
                 for path in directories if clocks is None else clocks:
                     self._clocks.append(_join_clock(path))
             # A pool for each drive, so that a slow one does not collect the threads of the others.
@@ -134,7 +140,12 @@ class Store:
         return all(file.direct for files in self._files.values() for file in files)
 
     def read(
-        self, extent: Extent, buffer: Any, offset: int = 0, nbytes: int | None = None, sums: Sums | None = None
+        self,
+        extent: Extent,
+        buffer: Any,
+        offset: int = 0,
+        nbytes: int | None = None,
+        sums: ExtentChecksums | None = None,
     ) -> "Future[None]":
         """Fill the first ``nbytes`` bytes of ``buffer`` with those from ``offset`` on in ``extent``.
 
@@ -152,7 +163,12 @@ class Store:
         return self._start("read", extent, buffer, offset, nbytes, sums)
 
     def write(
-        self, extent: Extent, buffer: Any, offset: int = 0, nbytes: int | None = None, sums: Sums | None = None
+        self,
+        extent: Extent,
+        buffer: Any,
+        offset: int = 0,
+        nbytes: int | None = None,
+        sums: ExtentChecksums | None = None,
     ) -> "Future[None]":
         """Write the first ``nbytes`` bytes of ``buffer`` to ``extent``, from ``offset`` on; arguments as in ``read``.
 
@@ -214,7 +230,7 @@ class Store:
         buffer: Any,
         offset: int,
         nbytes: int | None,
-        sums: Sums | None,
+        sums: ExtentChecksums | None,
     ) -> "Future[None]":
         self._check_open()
         nbytes = extent.nbytes - offset if nbytes is None else nbytes
@@ -241,10 +257,10 @@ class Store:
             work, part = getattr(files[directory], direction), flat[start : start + length]
             if sums is not None:
                 work = partial(_seen_by, sums, directory, work)
-            if self._pace is None:
+            if self._throttle is None:
                 transfer.submit(self._pools[directory], work, at, part)
             else:
-                seconds = self._pace.seconds(direction, whole_pages(at % ALIGNMENT + length))
+                seconds = self._throttle.seconds(direction, whole_pages(at % ALIGNMENT + length))
                 transfer.submit(self._pools[directory], self._clocks[directory].during, seconds, work, at, part)
         return transfer.future
 
@@ -294,7 +310,7 @@ def _flat_bytes(direction: str, buffer: Any) -> Any:
     return flat
 
 
-def _seen_by(sums: Sums, directory: int, work: Callable[[int, Any], None], offset: int, part: Any) -> None:
+def _seen_by(sums: ExtentChecksums, directory: int, work: Callable[[int, Any], None], offset: int, part: Any) -> None:
     work(offset, part)
     sums.add(directory, offset, part)
 

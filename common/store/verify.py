@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from common.store.checksums import Sums
+from common.store.checksums import ExtentChecksums
 from common.store.errors import StoreError
 from common.store.layout import Extent
 from common.store.posix import aligned_bytes
@@ -19,7 +19,7 @@ PIECES = 4
 
 
 @dataclass(frozen=True)
-class Sealed:
+class ChecksummedExtent:
     """An extent, and what was written to it."""
 
     what: str
@@ -38,7 +38,7 @@ class Sealed:
         }
 
     @classmethod
-    def from_dict(cls, content: dict[str, Any]) -> "Sealed":
+    def from_dict(cls, content: dict[str, Any]) -> "ChecksummedExtent":
         """From :meth:`to_dict`.
 
         Raises:
@@ -49,19 +49,19 @@ class Sealed:
         return cls(str(content["what"]), Extent(str(file), int(offset), int(nbytes), int(unit)), sums)
 
 
-def verify(store: Store, sealed: Iterable[Sealed]) -> tuple[int, list[str]]:
+def verify(store: Store, sealed: Iterable[ChecksummedExtent]) -> tuple[int, list[str]]:
     """Read all of ``sealed``. Returns the bytes read, and a sentence for each that is damaged or cannot be read."""
     read, damage = 0, []
     for one in sealed:
         read += one.extent.nbytes
         try:
-            read_all(store, one.extent, Sums(one.extent, store.directories, one.what, one.sums))
+            read_all(store, one.extent, ExtentChecksums(one.extent, store.directories, one.what, one.sums))
         except StoreError as error:
             damage.append(str(error))
     return read, damage
 
 
-def read_all(store: Store, extent: Extent, sums: Sums) -> None:
+def read_all(store: Store, extent: Extent, sums: ExtentChecksums) -> None:
     """Let all of ``extent`` pass by ``sums``.
 
     Raises:

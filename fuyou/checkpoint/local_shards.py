@@ -13,7 +13,7 @@ from typing import Any
 from common.errors import FinetuneError, UserError
 from common.store import load_manifest
 from common.store.directories import Identity
-from common.store.migration import beside
+from common.store.migration import successor_folder
 from fuyou.checkpoint.commits import CLUSTER
 from fuyou.checkpoint.restripe import Drives
 from fuyou.layout.share import Share
@@ -202,7 +202,7 @@ def _places(drives: Drives) -> Iterator[Path]:
     places: dict[Path, None] = {}
     for folder in drives.everywhere:
         parent = folder.parent
-        for path in (folder, beside(folder), parent, *_inside(parent), *_inside(folder)):
+        for path in (folder, successor_folder(folder), parent, *_inside(parent), *_inside(folder)):
             places[path] = None
     return iter(path for path in places if path.is_dir())
 
@@ -231,7 +231,10 @@ def _holding(members: list[Directory], drives: Drives) -> LocalShard | None:
         share, run = Share(nodes, ranks, *divmod(about["rank"], ranks)), about["run"]
         steps += [int(about["previous"]["step"])] if about["previous"] is not None else []
     paths = [by_index[index] for index in sorted(by_index)]
-    own, home = set(drives.folders), {path: folder for folder in drives.folders for path in (folder, beside(folder))}
+    own, home = (
+        set(drives.folders),
+        {path: folder for folder in drives.folders for path in (folder, successor_folder(folder))},
+    )
     around = set(home) | {path.parent for path in drives.everywhere} | set(drives.leaving)
     return LocalShard(
         tuple(paths), members[0].store, run, share, tuple(steps) if len(paths) == members[0].count else (),

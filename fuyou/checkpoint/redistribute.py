@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from common.store import Extent, Layout, Store
-from common.store.checksums import Sums
+from common.store.checksums import ExtentChecksums
 from common.store.posix import aligned_bytes
-from common.store.verify import Sealed
+from common.store.verify import ChecksummedExtent
 from fuyou.layout.checksums import PARTS, Part, sealed_name
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Record, allocate_extents
@@ -120,7 +120,7 @@ def redistribute(
     targets: Sequence[Portion],
     store: Store,
     agreement: Agreement | None,
-) -> list[Sealed]:
+) -> list[ChecksummedExtent]:
     """Fill this rank's new ``store``. Collective. Returns the checksums of what it holds then, which is not yet synced.
 
     Args:
@@ -133,7 +133,9 @@ def redistribute(
     sealed = []
     for record in targets[rank].records:
         sums = {
-            part: Sums(targets[rank].extent(record.index, part), store.directories, sealed_name(record, part))
+            part: ExtentChecksums(
+                targets[rank].extent(record.index, part), store.directories, sealed_name(record, part)
+            )
             for part in (PARTS if record.trainable else PARTS[:1])
         }
         longest = max(target.records[record.index].units for target in targets)
@@ -150,7 +152,7 @@ def redistribute(
                     store.write(place, data[first : first + nbytes].numpy(), at, nbytes, sums[values.part]).result()
         for part, seen in sums.items():
             sealed.append(
-                Sealed(sealed_name(record, part), targets[rank].extent(record.index, part), seen.values)
+                ChecksummedExtent(sealed_name(record, part), targets[rank].extent(record.index, part), seen.values)
             )  # fmt: skip
     return sealed
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from common.errors import FinetuneError, UserError
 from common.store import DirectoryLock, Store, StoreError, commit_manifest, load_manifest
-from common.store.directories import Identity, check_space, freed_by, hollow, reserve
+from common.store.directories import Identity, check_space, freed_by, reserve, sparsify
 from common.store.manifest import MANIFEST_FILE
-from common.store.migration import beside, refuse_foreign_files, remove_folder, unmoved
+from common.store.migration import final_folder, refuse_foreign_files, remove_folder, successor_folder
 from common.store.sealed import sync_directory
 from common.store.verify import verify
 from fuyou.checkpoint.cluster_commits import common_step
@@ -155,7 +155,7 @@ class _Regrouping:
 
     def _make(self, target: Portion, mine: dict[int, LocalShard], spare: list[str], replaces: str) -> Store:
         """An empty store beside this rank's folders. The old stores give back the space of what does not count."""
-        folders = [beside(folder) for folder in self._drives.folders]
+        folders = [successor_folder(folder) for folder in self._drives.folders]
         what = f"for the run's part of rank {self._rank} of {self._share.world_size}"
         new, old = target.layout.file_bytes(), [path for one in mine.values() for path in one.directories]
         for gone, kept in (
@@ -171,7 +171,7 @@ class _Regrouping:
             sync_directory(its.parent)
         for path in old:
             for name in spare:
-                hollow(path / name)
+                sparsify(path / name)
         return Store.create(folders, target.layout, io="posix", overwrite=True, later=spare, replaces=replaces)
 
     def _fill(
@@ -228,10 +228,10 @@ class _Regrouping:
             if unfinished or (one.store in replaced and one.store not in committed):
                 lost.append(one.path)
         lost += [path for path in self._drives.leaving if path.is_dir() and not any(path.iterdir())]  # removed, almost
-        places = map(beside, self._drives.everywhere)
+        places = map(successor_folder, self._drives.everywhere)
         lost += [path for path in places if path.is_dir() and Identity.read(path) is None]  # just begun
         found = [one.holding.directories for one in chosen.members.values() if one.finder == self._rank]
-        unnamed = [directories for directories in found if any(path != unmoved(path) for path in directories)]
+        unnamed = [directories for directories in found if any(path != final_folder(path) for path in directories)]
         if not any(self._tell(bool(lost or unnamed))):
             return False
         for turn in range(self._share.world_size):  # several ranks may see the same
@@ -244,13 +244,13 @@ class _Regrouping:
             self._tell(None)
         for directories in unnamed:
             for path in directories:
-                if path != unmoved(path):
-                    _refuse_others(unmoved(path), list(replaced))
-                    remove_folder(unmoved(path))
-                    path.rename(unmoved(path))
+                if path != final_folder(path):
+                    _refuse_others(final_folder(path), list(replaced))
+                    remove_folder(final_folder(path))
+                    path.rename(final_folder(path))
                     sync_directory(path.parent)
         for directories in found:
-            with Store.open(list(map(unmoved, directories)), io="posix") as store:
+            with Store.open(list(map(final_folder, directories)), io="posix") as store:
                 layout = store.layout
             reserve(store.directories, layout)
         self._tell(None)

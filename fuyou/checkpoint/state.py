@@ -43,7 +43,7 @@ class TrainingState:
     torn: bool = False
     """Only with one slot: a step was begun over this state and has not been committed."""
     checksums: list[dict[str, Any]] = field(default_factory=list)
-    """Of everything in ``slot``, as :class:`common.store.verify.Sealed` says it."""
+    """Of everything in ``slot``, as :class:`common.store.verify.ChecksummedExtent` says it."""
     format: int = FORMAT
 
     def to_dict(self) -> dict[str, Any]:

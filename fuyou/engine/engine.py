@@ -20,12 +20,12 @@ from common.hardware.machine import memory_available_bytes
 from common.memory.meter import PeakMeter, proportional_set_bytes
 from common.models.adapters.adapters import MERGED, AdapterOptions
 from common.models.checkpoint.saving import NonFiniteWeights
-from common.models.classes import TaskType
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
 from common.models.presets import load_config
+from common.models.task_type import TaskType
 from common.models.vision.towers import TowerFreezing
 from common.store import Layout
-from common.store.directories import usable
+from common.store.directories import usable_directories
 from common.units import format_bytes, parse_bytes
 from fuyou.checkpoint.cluster_commits import ClusterCommits
 from fuyou.checkpoint.cluster_reader import ClusterReader
@@ -241,7 +241,7 @@ class Engine:
         self._meter = PeakMeter(self._pids)
         try:
             self._ssd, leaving = [Path(path) for path in ssd], [Path(path) for path in leave_ssd]
-            usable([*self._ssd, *leaving])
+            usable_directories([*self._ssd, *leaving])
             if leaving and not resume:
                 raise UserError("leave_ssd is for a run that goes on: leave it out.")
             self.config, self._checkpoint = load_config(model)
@@ -356,9 +356,9 @@ class Engine:
     def _open_runtime(self, batch_shape: tuple[int, int] | None) -> None:
         """Plan memory, and see whether the machine has it."""
         assert self._link is not None
-        pace = self._device.spec.pace if isinstance(self._device, EmulatedDevice) else None
+        throttle = self._device.spec.throttle if isinstance(self._device, EmulatedDevice) else None
         runtime = self._opened = Runtime(
-            self._options, self._model, self._shape, self._device, self._limits, self._link, self._topology, pace
+            self._options, self._model, self._shape, self._device, self._limits, self._link, self._topology, throttle
         )
         self._link = None  # it is the runtime's now
         context = getattr(self.config.get_text_config(), "max_position_embeddings", None) or 2048
@@ -396,7 +396,7 @@ class Engine:
         )  # fmt: skip
         runtime = self._runtime
         # Everything goes through host memory, so there is nothing for "auto" to measure.
-        io: dict[str, Any] = {"io": "posix" if options.io == "auto" else options.io, "pace": runtime.pace}
+        io: dict[str, Any] = {"io": "posix" if options.io == "auto" else options.io, "throttle": runtime.throttle}
         if resume:
             regroup(drives, self._model.shape, wanted, self._agreement)
             self._files = resume_run(drives, wanted, self._agreement, **io)

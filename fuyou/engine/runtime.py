@@ -36,7 +36,7 @@ class Runtime:
         limits: bytes of host and device memory that the run may take.
         link: the optimizer process, up.
         topology: the other ranks, if there are any.
-        pace: makes the drives look slower.
+        throttle: makes the drives look slower.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class Runtime:
         limits: tuple[int, int],
         link: OptimizerLink,
         topology: ClusterTopology | None = None,
-        pace: IoThrottle | None = None,
+        throttle: IoThrottle | None = None,
     ):
         self._options, self._device, self._shape = options, device, shape
         self.link: OptimizerLink | None = link
-        self._topology, self.pace = topology, pace
+        self._topology, self.throttle = topology, throttle
         self._deferred = options.deferred(shape)
         self._keeping = ActivationPlanner(
             model.stack, "cpu" if device.shares_host_memory else "cuda", options.precision.dtype,
@@ -121,7 +121,7 @@ class Runtime:
             self._shape, plan, self._device, store, self._extents, commits.state.slots, self.link,
             [folder / SCRATCH for folder in store.directories], commits.commit, commits.update_of,
             spill_gradients=plan.spills_gradients(self._shape, options.held(self._shape)),
-            resident=plan.resident, pace=self.pace, topology=self._topology, locks=self._files.lock.descriptors,
+            resident=plan.resident, throttle=self.throttle, topology=self._topology, locks=self._files.lock.descriptors,
             sums=commits.sums, missed=commits.missed,
         )  # fmt: skip
         self.accounting = Accounting(self._plane, self._trace)

@@ -20,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 
-from common.data.isolation import Documents
+from common.data.documents import Documents
 from common.errors import UserError
 
 #: Who made a value, a block or the embedding (-1), and which of its values it is.

@@ -35,7 +35,7 @@ from common.errors import FinetuneError
 from common.intervals import merge
 from common.memory.buffers import HostBuffer
 from common.store import Extent, Layout, Store
-from common.store.checksums import Sums
+from common.store.checksums import ExtentChecksums
 from fuyou.layout.checksums import sealed_name
 from fuyou.layout.record import PAGE_ELEMENTS, Chunk, Precision, Record, RecordExtents, allocate_extents
 from fuyou.optimizer.absent_gradients import OwnedParameters
@@ -62,8 +62,8 @@ class Write:
     record: int
     slot: int
     pending: int
-    parameters: Sums
-    states: Sums
+    parameters: ExtentChecksums
+    states: ExtentChecksums
     intervals: list[tuple[float, float]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     done: threading.Event = field(default_factory=threading.Event)
@@ -129,7 +129,7 @@ class OptimizerProcess:
         ]
         self._shared = HostBuffer(setup.shared.nbytes, fd=shared_fd).touch()
         directories = [Path(path) for path in setup.directories]
-        self._store = Store.open(directories, io=setup.io, threads=setup.io_threads, pace=setup.pace)
+        self._store = Store.open(directories, io=setup.io, threads=setup.io_threads, throttle=setup.throttle)
         # The training files' places follow from the records alone; the store's layout holds just these, in this order.
         self._extents: list[RecordExtents] = allocate_extents(
             Layout(len(setup.directories)), self._records, setup.slots
@@ -185,14 +185,14 @@ class OptimizerProcess:
             sums = None
             if message.expected is not None:
                 what = sealed_name(self._records[message.record], "states")
-                sums = Sums(extent, self._store.directories, what, message.expected)
+                sums = ExtentChecksums(extent, self._store.directories, what, message.expected)
             for chunk in self._chunks(message.record):
                 place = self._resident_place(message.record, chunk) if resident else Place(chunk, self._free.get())
                 if not message.there:
                     self._start_reading(place, extent, self._records[message.record].precision.state_bytes, sums)
                 self._read.put(place)
 
-    def _start_reading(self, place: Place, extent: Extent, width: int, sums: Sums | None) -> None:
+    def _start_reading(self, place: Place, extent: Extent, width: int, sums: ExtentChecksums | None) -> None:
         first, nbytes = place.chunk.start * width, (place.chunk.stop - place.chunk.start) * width
         place.times.append(time.monotonic())
         place.reading = self._store.read(extent, place.buffer.bytes(place.offset, nbytes), first, nbytes, sums)
@@ -271,8 +271,8 @@ class OptimizerProcess:
         slot = max(target, 0)  # -1: nothing will be written
         return Write(
             index, slot, len(self._chunks(index)),
-            Sums(extents.parameters[slot], directories, sealed_name(record, "parameters")),
-            Sums(extents.states[slot], directories, sealed_name(record, "states")),
+            ExtentChecksums(extents.parameters[slot], directories, sealed_name(record, "parameters")),
+            ExtentChecksums(extents.states[slot], directories, sealed_name(record, "states")),
         )  # fmt: skip
 
     def _begin_write(self, index: int, target: int) -> Write:

@@ -57,7 +57,7 @@ class Setup:
     """What of every record is this process's. Parameters that other nodes have a part in, the engine writes."""
     resident: list[int] = field(default_factory=list)
     """Records whose states stay in memory once they have been read."""
-    pace: IoThrottle | None = None
+    throttle: IoThrottle | None = None
     """Makes the drives look slower."""
 
 

@@ -16,7 +16,7 @@ import torch
 from common.memory.buffers import HostBuffer
 from common.memory.heap import Heap
 from common.store import Extent, IoThrottle, Layout, Store, remove
-from common.store.checksums import Sums
+from common.store.checksums import ExtentChecksums
 from fuyou.layout.checksums import RecordSums, sealed_name
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Kind, Record, RecordExtents
@@ -76,7 +76,7 @@ class DataPlane:
         update_of: what the update of a step is, asked for when it starts.
         spill_gradients: whether gradients may have to wait on SSD.
         resident: records whose states stay in host memory.
-        pace: makes the drives look slower.
+        throttle: makes the drives look slower.
         locks: descriptors that the optimizer process holds as well.
         sums: told of everything that is written, asked about what is read.
         missed: told which parameters an update has left alone, asked which earlier ones have.
@@ -97,7 +97,7 @@ class DataPlane:
         update_of: Callable[[int], Update],
         spill_gradients: bool,
         resident: Collection[int] = (),
-        pace: IoThrottle | None = None,
+        throttle: IoThrottle | None = None,
         locks: Sequence[int] = (),
         sums: RecordSums | None = None,
         missed: MissedUpdates | None = None,
@@ -107,7 +107,7 @@ class DataPlane:
         self._missed = MissedUpdates(shape.records, {}) if missed is None else missed
         self.shape, self.plan, self.device, self.store = shape, plan, device, store
         self._extents, self._link, self._update_of = extents, link, update_of
-        self._scratch_directories, self._pace = list(scratch), pace
+        self._scratch_directories, self._throttle = list(scratch), throttle
         counts = plan.counts
         self.parameters = {kind: DeviceBuffers(device, shape.device_nbytes(kind), counts.device(kind)) for kind in Kind}
         #: Where a frozen record in fewer bits becomes what computes.
@@ -167,7 +167,7 @@ class DataPlane:
             shared=self.shared,
             share=shape.share,
             resident=sorted(resident),
-            pace=pace,
+            throttle=throttle,
             threads=max(1, optimizer_threads(device) // shape.share.ranks_per_node),
         )
         try:
@@ -235,7 +235,7 @@ class DataPlane:
             layout,
             io="posix",
             overwrite=True,
-            pace=self._pace,
+            throttle=self._throttle,
             clocks=self.store.directories,
         )
         return scratch, activations, gradients
@@ -275,7 +275,7 @@ class DataPlane:
     def _write_parameters(self, record: Record, slot: int, values: np.ndarray) -> Future:
         """Write what the optimizer process does not: all of a record's parameters, or all that this rank stores."""
         place = self._extents[record.index].parameters[slot]
-        sums = Sums(place, self.store.directories, sealed_name(record, "parameters"))
+        sums = ExtentChecksums(place, self.store.directories, sealed_name(record, "parameters"))
         noted: Future[None] = Future()
 
         def note(done: Future) -> None:
@@ -317,7 +317,7 @@ class DataPlane:
         place, sums = self._extents[task.record].parameters[task.source], None
         expected = self._sums.expected(task.record, "parameters", task.source, task.step)
         if expected is not None:
-            sums = Sums(place, self.store.directories, sealed_name(record, "parameters"), expected)
+            sums = ExtentChecksums(place, self.store.directories, sealed_name(record, "parameters"), expected)
         return self.store.read(place, buffer, sums=sums)
 
     def _parameter_upload(self, task: Task) -> None:

@@ -39,7 +39,7 @@ class EmulatedSpec:
     memory_bytes: int
     link_bytes_per_second: float
     """To the device and from it, each."""
-    pace: IoThrottle | None = None
+    throttle: IoThrottle | None = None
     """Of each directory's drive; None leaves the drives as they are."""
     inside_bytes_per_second: float | None = None
     """From a rank to the others of its node, where there are several ranks."""
@@ -65,10 +65,10 @@ class EmulatedSpec:
         if missing or ("ssd_read" in fields) != ("ssd_write" in fields):
             raise UserError(f"Device {text!r} lacks {', '.join(missing) or 'one of the two SSD rates'}. {_USAGE}")
         tflops, norm = (_number(name, fields.get(name, "0"), text) for name in ("tflops", "norm"))
-        pace = IoThrottle(_rate(fields["ssd_read"]), _rate(fields["ssd_write"])) if "ssd_read" in fields else None
+        throttle = IoThrottle(_rate(fields["ssd_read"]), _rate(fields["ssd_write"])) if "ssd_read" in fields else None
         inside, across = (_rate(fields[name]) if name in fields else None for name in ("inside", "across"))
         spec = EmulatedSpec(
-            tflops * 1e12, parse_bytes(fields["memory"]), _rate(fields["link"]), pace, inside, across, norm
+            tflops * 1e12, parse_bytes(fields["memory"]), _rate(fields["link"]), throttle, inside, across, norm
         )  # fmt: skip
         rates = [rate for rate in (inside, across) if rate is not None]
         if min(spec.flops_per_second, spec.memory_bytes, spec.link_bytes_per_second, *rates) <= 0:

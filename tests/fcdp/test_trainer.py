@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Mi
 from common.errors import UserError
 from common.models.adapters.adapters import AdapterOptions
 from common.models.checkpoint.sources import RandomSource
-from common.models.meta import build_meta_model
+from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from fcdp.checkpoint.manifest import Manifest
 from fcdp.trainer import TrainerConfig

@@ -3,7 +3,7 @@
 ``peft`` itself puts them in, decides their names and draws their first values; here it does so on a model whose own
 weights are one NaN each, stretched to the right shape. So nothing large is made, the random numbers are those of
 ``peft.get_peft_model`` on the real model, and a method whose first values depend on the weights shows itself by NaN.
-First values are drawn again when they are asked for (:mod:`common.models.adapters.first_values`).
+First values are drawn again when they are asked for (:mod:`common.models.adapters.initial_values`).
 """
 
 import json
@@ -22,8 +22,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from common.errors import UserError, did_you_mean
-from common.models.adapters.first_values import FirstValues
-from common.models.checkpoint.saving import NonFiniteWeights, begin, first_nonfinite, move_into_place, save_tensors
+from common.models.adapters.initial_values import InitialValues
+from common.models.checkpoint.saving import (
+    NonFiniteWeights,
+    first_nonfinite,
+    make_staging_folder,
+    move_into_place,
+    save_tensors,
+)
 from common.models.checkpoint.sources import WeightSource
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -145,7 +151,7 @@ class Adapters:
     """Adapters that have been put into a model; ``model`` is changed in place and used from then on.
 
     Args:
-        model: from :func:`common.models.meta.build_meta_model`, in the dtype that its weights compute in.
+        model: from :func:`common.models.meta_model.build_meta_model`, in the dtype that its weights compute in.
         config: of the method. Whatever ``peft`` fills in by itself is filled in.
         seed: of the first values: they are those of ``torch.manual_seed(seed); peft.get_peft_model(model, config)``.
 
@@ -167,7 +173,7 @@ class Adapters:
         before = {id(parameter): name for name, parameter in model.named_parameters()}
         buffers = dict(model.named_buffers(remove_duplicate=False))
         with _stretched(model) as originals:
-            self._first = FirstValues(lambda module: isinstance(module, BaseTunerLayer), set(originals))
+            self._first = InitialValues(lambda module: isinstance(module, BaseTunerLayer), set(originals))
             self._wrapped = self._inject(seed)
             self._first.empty(model)
             self.base_names = {
@@ -254,7 +260,7 @@ class Adapters:
         state = get_peft_model_state_dict(
             self._wrapped, {f"{prefix}{name}": value for name, value in values.items()}, save_embedding_layers=False
         )
-        folder = begin(directory)
+        folder = make_staging_folder(directory)
         save_tensors(folder / WEIGHTS, state)
         self.config.inference_mode = True
         try:

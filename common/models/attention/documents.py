@@ -15,7 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from common.data.isolation import documents_at_work
+from common.data.documents import current_documents
 
 #: The name under which transformers knows this. It has no function of that name for masks, so it makes none.
 BY_DOCUMENT = "by_document"
@@ -195,7 +195,7 @@ def _by_document(
     Raises:
         NotImplementedError: the family asks for something that is not cut at documents here.
     """
-    documents = documents_at_work()
+    documents = current_documents()
     if documents is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, position_bias,

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from common.data.isolation import Documents, documents_apart, documents_at_work
+from common.data.documents import Documents, current_documents, separate_documents
 from common.models.attention.documents import BY_DOCUMENT
 from common.models.structure import find_blocks
 
@@ -49,7 +49,7 @@ class Isolation:
         return not self.attention_by_document
 
 
-class Separator:
+class DocumentSeparator:
     """Keeps documents apart in one model.
 
     Args:
@@ -74,7 +74,7 @@ class Separator:
         try:
             for config in self._configs:
                 config._attn_implementation = BY_DOCUMENT
-            with documents_apart(documents):
+            with separate_documents(documents):
                 yield
         finally:
             for config in self._configs:
@@ -114,7 +114,7 @@ def _name(kind: type) -> str:
 
 def _once_for_each(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        documents = documents_at_work()
+        documents = current_documents()
         if documents is None:
             return forward(*args, **kwargs)
         results = []
@@ -234,12 +234,12 @@ class _Experiment:
         )
         #: The same tokens but for those of the first documents.
         self.changed = torch.where(self.later, self.ids, other)
-        self._separator = Separator(model, Isolation(False))
+        self._separator = DocumentSeparator(model, Isolation(False))
 
     @contextmanager
     def separated(self, isolation: Isolation) -> Iterator[None]:
         """Let :meth:`packed` keep documents apart in this way while the context is open."""
-        before, self._separator = self._separator, Separator(self.model, isolation)
+        before, self._separator = self._separator, DocumentSeparator(self.model, isolation)
         try:
             yield
         finally:
@@ -357,16 +357,16 @@ def _told_alike(batch: _Experiment, how: Isolation) -> bool:
     modules = [module for module in batch.model.modules() if _is_one_of(module, how.modules)]
     row, start, end = list(batch.documents.spans())[2]
     part = _Part(batch.documents, row, start, end)
-    with batch.separated(how), _calls(modules) as run_on_all_ranks:
+    with batch.separated(how), _calls(modules) as packed_calls:
         batch.packed(batch.ids)
-    with _calls(modules) as alone:
+    with _calls(modules) as single_calls:
         batch.as_one(batch.ids[row : row + 1, start:end])
     return all(
         torch.allclose(here.expand_as(there), there, rtol=1e-3, atol=1e-3)
         for module in modules
-        if module in run_on_all_ranks
+        if module in packed_calls
         for here, there in zip(
-            tree_leaves(tree_map(part.of, run_on_all_ranks[module])), tree_leaves(alone[module]), strict=True
+            tree_leaves(tree_map(part.of, packed_calls[module])), tree_leaves(single_calls[module]), strict=True
         )
         if isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor) and here.is_floating_point()
     )

@@ -12,9 +12,9 @@ from common.errors import FinetuneError
 from common.models.checkpoint.conversion import to_disk
 from common.models.checkpoint.saving import (
     NonFiniteWeights,
-    begin,
-    discard,
+    discard_staging_folder,
     first_nonfinite,
+    make_staging_folder,
     move_into_place,
     save_tensors,
 )
@@ -37,7 +37,7 @@ class CheckpointWriter:
 
     Args:
         directory: made if it does not exist. A checkpoint in it is replaced, by :meth:`finish`.
-        model: from :func:`common.models.meta.build_meta_model`; its persistent buffers are written as they are.
+        model: from :func:`common.models.meta_model.build_meta_model`; its persistent buffers are written as they are.
         config: as it was loaded (``model.config`` has been changed for training).
         dtype: of the weights on disk. Parameters that the family insists on keeping in fp32 are written in fp32.
         shard_bytes: a shard is written when the next tensor would make it larger. Memory: this, and what is added at
@@ -84,7 +84,7 @@ class CheckpointWriter:
         self._shard_of: dict[str, int] = {}
         self._shards = 0
         self._total_size = 0
-        self._folder = begin(directory)
+        self._folder = make_staging_folder(directory)
 
     def add(self, named: dict[str, torch.Tensor]) -> None:
         """Take some parameters, for instance a block's; they are copied.
@@ -135,7 +135,7 @@ class CheckpointWriter:
 
     def discard(self) -> None:
         """Remove what an unfinished export has left, this one or an earlier one."""
-        discard(self.directory)
+        discard_staging_folder(self.directory)
 
     def _append(self, named: dict[str, torch.Tensor]) -> None:
         """Put tensors, by name in the model, under their names on disk."""

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from common.errors import FinetuneError
 from common.store.errors import described, opened
 
-INCOMPLETE = ".export-incomplete"
+STAGING_FOLDER = ".export-incomplete"
 """Folder, inside the directory that files are for, of what is not finished."""
 
 
@@ -40,24 +40,24 @@ def first_nonfinite(tensors: Mapping[str, torch.Tensor]) -> str | None:
     return None
 
 
-def begin(directory: Path) -> Path:
+def make_staging_folder(directory: Path) -> Path:
     """The empty folder in which files for ``directory`` are made; both are made if need be."""
-    discard(directory)
-    folder = directory / INCOMPLETE
+    discard_staging_folder(directory)
+    folder = directory / STAGING_FOLDER
     folder.mkdir(parents=True)
     return folder
 
 
-def discard(directory: Path) -> None:
+def discard_staging_folder(directory: Path) -> None:
     """Remove what was not finished, now or by a process that was killed."""
-    shutil.rmtree(directory / INCOMPLETE, ignore_errors=True)
+    shutil.rmtree(directory / STAGING_FOLDER, ignore_errors=True)
 
 
 def save_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write a new safetensors file.
 
     ``safetensors`` (0.8) makes files that only their owner may read, by way of a temporary file beside them, which it
-    leaves there if it is killed. So this is for the folder that :func:`begin` makes, and the user's umask decides.
+    leaves there if it is killed. So this is for the folder of :func:`make_staging_folder`, and the user's umask decides.
 
     Raises:
         StoreError: the file system refused.
@@ -76,14 +76,14 @@ def move_into_place(directory: Path, replaced: Iterable[Path], last: Sequence[st
     """Sync what the folder of ``directory`` holds, move it to ``directory``, and remove the folder.
 
     Args:
-        directory: that was given to :func:`begin`.
+        directory: that was given to :func:`make_staging_folder`.
         replaced: older files, if they exist; removed before anything is moved.
         last: names of the files that are moved after all others, in this order: nobody loads the rest without them.
 
     Raises:
         StoreError: the file system refused.
     """
-    folder = directory / INCOMPLETE
+    folder = directory / STAGING_FOLDER
     with described("writing", folder):
         names = [*sorted({file.name for file in folder.iterdir()} - set(last)), *last]
         for name in names:

@@ -33,7 +33,7 @@ _HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor in a file."""
 
     file: Path
@@ -56,7 +56,7 @@ class Shards:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._opened: tuple[Path, safe_open] | tuple[None, None] = (None, None)
-        found: dict[str, Stored] = {}
+        found: dict[str, StoredTensor] = {}
         for file, expected in _shard_files(directory).items():
             header = read_header(file)
             for name in expected:
@@ -82,7 +82,7 @@ class Shards:
         stored = self.files[name]
         return self._from_file(stored, lambda file: file.get_slice(stored.name)[start:stop])
 
-    def _from_file(self, stored: Stored, read: Callable[[safe_open], torch.Tensor]) -> torch.Tensor:
+    def _from_file(self, stored: StoredTensor, read: Callable[[safe_open], torch.Tensor]) -> torch.Tensor:
         path = stored.file
         try:
             if path != self._opened[0]:  # opening parses the header again, too slow to do for each of many experts
@@ -102,7 +102,7 @@ def without_wrappers(names: Iterable[str]) -> dict[str, str]:
     return plain if len(set(plain.values())) == len(found) else {name: name for name in found}
 
 
-def read_header(file: Path) -> dict[str, Stored]:
+def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors that a safetensors file says it holds, and does hold.
 
     Raises:
@@ -122,7 +122,9 @@ def read_header(file: Path) -> dict[str, Stored]:
             odd = sorted({entry["dtype"] for _, entry in entries} - DTYPES.keys())
             if odd:
                 raise UserError(f"{file} is quantized ({', '.join(odd)}). Give the checkpoint that it was made from.")
-            found = {name: Stored(file, DTYPES[entry["dtype"]], tuple(entry["shape"]), name) for name, entry in entries}
+            found = {
+                name: StoredTensor(file, DTYPES[entry["dtype"]], tuple(entry["shape"]), name) for name, entry in entries
+            }
     except OSError as error:
         raise FinetuneError(f"Cannot read {file}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:

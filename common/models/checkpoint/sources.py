@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from common.errors import FinetuneError, UserError
 from common.models.checkpoint.compressed import CompressedParameter, CompressedShards, Placements
 from common.models.checkpoint.conversion import Conversion, plan_conversions
-from common.models.checkpoint.missing import explain_missing, refuse_compressed
-from common.models.meta import unset_buffers
+from common.models.checkpoint.missing_weights import explain_missing, refuse_compressed
+from common.models.meta_model import unset_buffers
 from common.models.structure import parameter_names, stored_names
 
 
@@ -54,7 +54,7 @@ class CheckpointSource:
 
     Args:
         directory: with ``model.safetensors``, or shards and ``model.safetensors.index.json``.
-        model: from :func:`common.models.meta.build_meta_model`.
+        model: from :func:`common.models.meta_model.build_meta_model`.
 
     What is compressed (:mod:`common.models.checkpoint.compressed`) is read as the numbers that it stands for.
 
@@ -221,7 +221,7 @@ class RandomSource:
     Values depend on ``seed`` and the module's name, not on the order of reading. All are fp32.
 
     Args:
-        model: from :func:`common.models.meta.build_meta_model`. While a module's values are being made, it holds them.
+        model: from :func:`common.models.meta_model.build_meta_model`. It holds a module's values while they are being made.
 
     Memory: the parameters of one module that holds parameters itself (a linear layer, a layer's fused experts).
     """

@@ -57,7 +57,7 @@ def describe(workload: ProfiledWorkload, device: Device) -> dict[str, Any]:
     shape = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
     return {
         "device": device.name,
-        "pace": str(device.spec.pace) if isinstance(device, EmulatedDevice) else "",
+        "pace": str(device.spec.throttle) if isinstance(device, EmulatedDevice) else "",
         "processor": _processor(),
         "processors": cpu_count(),
         "threads": torch.get_num_threads() if device.shares_host_memory else 0,

@@ -103,7 +103,7 @@ class OptimizerBench:
         scratch: the store with the records of :func:`scratch_records`.
         chunk_elements: of the run.
         threads: of the run.
-        pace: of the drives.
+        throttle: of the drives.
 
     Attributes:
         updating: updates one chunk in each piece of work; writes nothing.
@@ -117,7 +117,7 @@ class OptimizerBench:
         precision: Precision,
         chunk_elements: int,
         threads: int,
-        pace: IoThrottle | None,
+        throttle: IoThrottle | None,
     ):
         self._link, records = link, scratch.records
         written = [record.index for record in records[-_WRITTEN_RECORDS:]]
@@ -144,7 +144,7 @@ class OptimizerBench:
                 shared=shared,
                 threads=threads,
                 resident=[record.index for record in records],
-                pace=pace,
+                throttle=throttle,
             ),
             self._heard,
             self._failed,

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from common.errors import UserError
 from common.models.adapters.adapters import CONFIG, WEIGHTS, AdapterOptions, Adapters, load_peft_config
 from common.models.checkpoint.sources import CheckpointSource
-from common.models.meta import build_meta_model
+from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from tests.fuyou.twin import save_checkpoints
 

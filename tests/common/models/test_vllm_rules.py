@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import nn
 
 from common.models.adapters.adapters import CONFIG, WEIGHTS, AdapterOptions, Adapters
-from common.models.meta import build_meta_model
+from common.models.meta_model import build_meta_model
 from tests.fuyou.twin import tiny_configs
 
 LARGEST_RANK = 16

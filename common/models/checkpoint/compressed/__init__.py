@@ -8,8 +8,8 @@
 ``placement``  where several go when they are put together into one parameter
 """
 
-from common.models.checkpoint.compressed.found import Method
-from common.models.checkpoint.compressed.methods import accept_config, method_of
+from common.models.checkpoint.compressed.detection import accept_config, method_of
+from common.models.checkpoint.compressed.method import Method
 from common.models.checkpoint.compressed.parameters import CompressedParameter
 from common.models.checkpoint.compressed.placement import Placements
 from common.models.checkpoint.compressed.shards import CompressedShards

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from common.errors import FinetuneError, UserError
-from common.models.checkpoint.compressed.found import FLOAT_CODES, FoundTensor, checked, component, even_blocks
+from common.models.checkpoint.compressed.method import FLOAT_CODES, FoundTensor, checked, component, even_blocks
 from common.models.checkpoint.compressed.tensors import Component, CompressedTensor, ordered
 from common.models.checkpoint.shards import Shards
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
-from common.models.checkpoint.compressed.found import FoundTensor, Method
-from common.models.checkpoint.compressed.methods import method_of
-from common.models.checkpoint.shards import Shards, Stored
+from common.models.checkpoint.compressed.detection import method_of
+from common.models.checkpoint.compressed.method import FoundTensor, Method
+from common.models.checkpoint.shards import Shards, StoredTensor
 
 
 class CompressedShards(Shards):
@@ -34,7 +34,7 @@ class CompressedShards(Shards):
         self.tensors = {name: stored for name, stored in self.files.items() if name not in hidden}
         for name, found in self.compressed.items():
             codes = self.files[found.names["codes"]]
-            self.tensors[name] = Stored(codes.file, found.tensor.dtype, found.tensor.model_shape, codes.name)
+            self.tensors[name] = StoredTensor(codes.file, found.tensor.dtype, found.tensor.model_shape, codes.name)
 
     def read(self, name: str) -> torch.Tensor:
         """See :meth:`Shards.read`; of a compressed tensor, its numbers."""

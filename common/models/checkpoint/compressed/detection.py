@@ -12,9 +12,9 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from common.errors import UserError
-from common.models.checkpoint.compressed.blocks import Fp8, Mxfp4
+from common.models.checkpoint.compressed.block_scaled import Fp8, Mxfp4
 from common.models.checkpoint.compressed.compressed_tensors import CompressedTensors
-from common.models.checkpoint.compressed.found import Method
+from common.models.checkpoint.compressed.method import Method
 
 KNOWN = "FP8 (fp8), MXFP4 (mxfp4) and compressed-tensors"
 

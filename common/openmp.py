@@ -15,17 +15,17 @@ from collections.abc import MutableMapping
 
 SPIN_ROUNDS = 2000
 """About 50 µs: what it costs to be put to sleep and woken."""
-OF_THE_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
+WAITING_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
 """Who has set one of these has decided how threads wait."""
 
 
-def wait_asleep(environment: MutableMapping[str, str] | None = None) -> None:
+def let_threads_sleep(environment: MutableMapping[str, str] | None = None) -> None:
     """Set what OpenMP's libraries read when they are loaded, unless the user has decided.
 
     Args:
         environment: what to set it in; default: this process's, which processes that it starts inherit.
     """
     environment = os.environ if environment is None else environment
-    if not any(name in environment for name in OF_THE_USER):
+    if not any(name in environment for name in WAITING_VARIABLES):
         environment["OMP_WAIT_POLICY"] = "PASSIVE"
         environment["GOMP_SPINCOUNT"] = str(SPIN_ROUNDS)

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from common.errors import UserError
 from common.models.checkpoint.compressed import CompressedShards
-from common.models.checkpoint.compressed.methods import KNOWN
+from common.models.checkpoint.compressed.detection import KNOWN
 
 #: How names of what is compressed end, by libraries that write it.
 _ENDINGS = {

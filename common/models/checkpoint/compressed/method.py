@@ -8,7 +8,7 @@ import torch
 
 from common.errors import FinetuneError
 from common.models.checkpoint.compressed.tensors import Component, CompressedTensor
-from common.models.checkpoint.shards import Shards, Stored
+from common.models.checkpoint.shards import Shards, StoredTensor
 
 #: Kinds of codes by the dtype of tensors that hold one number in a byte.
 FLOAT_CODES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -54,7 +54,7 @@ def even_blocks(name: str, rows: int, columns: int, grid: tuple[int, ...]) -> tu
     return rows // grid[0], columns // grid[1]
 
 
-def component(role: str, stored: Stored) -> Component:
+def component(role: str, stored: StoredTensor) -> Component:
     """A tensor of the files in its role."""
     return Component(role, stored.dtype, stored.shape)
 

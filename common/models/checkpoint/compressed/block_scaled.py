@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from common.errors import FinetuneError
-from common.models.checkpoint.compressed.found import FLOAT_CODES, FoundTensor, checked, component, even_blocks
+from common.models.checkpoint.compressed.method import FLOAT_CODES, FoundTensor, checked, component, even_blocks
 from common.models.checkpoint.compressed.tensors import CompressedTensor, ordered
-from common.models.checkpoint.shards import Shards, Stored
+from common.models.checkpoint.shards import Shards, StoredTensor
 
 
 class Fp8:
@@ -35,7 +35,7 @@ class Fp8:
             tensor = self._tensor(name, stored, shards.tensors[scale])
             yield name, checked(FoundTensor(tensor, {"codes": name, "scale": scale}, beside), name, shards)
 
-    def _tensor(self, name: str, stored: Stored, scale: Stored) -> CompressedTensor:
+    def _tensor(self, name: str, stored: StoredTensor, scale: StoredTensor) -> CompressedTensor:
         codes = FLOAT_CODES.get(stored.dtype, "e2m1")  # two to a byte, which is what int8 means here
         shape = (*stored.shape[:-1], stored.shape[-1] * (2 if codes == "e2m1" else 1))
         components = {"codes": component("codes", stored), "scale": component("scale", scale)}

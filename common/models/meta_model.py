@@ -10,14 +10,14 @@ from torch.overrides import TorchFunctionMode
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from common.errors import FinetuneError, UserError
-from common.models.classes import config_for, model_class, refusal
 from common.models.structure import keeps_fp32
+from common.models.task_type import config_for, model_class, refusal
 
 
 def build_meta_model(
     config: PreTrainedConfig, attn_implementation: str | None = None, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """A model in which only the buffers take memory, of the class that :mod:`common.models.classes` finds.
+    """A model in which only the buffers take memory, of the class that :mod:`common.models.task_type` finds.
 
     Parameters are on the meta device, tied where the configuration says so. Buffers (rotary frequencies and the like)
     are on the CPU with the values that the class's own initialisation gives them. A *persistent* buffer that the

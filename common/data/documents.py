@@ -53,14 +53,14 @@ def _begins(position_ids: torch.Tensor) -> torch.Tensor:
 _at_work: Documents | None = None
 
 
-def documents_at_work() -> Documents | None:
+def current_documents() -> Documents | None:
     """Return the documents of the batch that is being computed, if they are to be kept apart."""
     return _at_work
 
 
 @contextmanager
-def documents_apart(documents: Documents | None) -> Iterator[None]:
-    """Let :func:`documents_at_work` return ``documents`` while the context is open.
+def separate_documents(documents: Documents | None) -> Iterator[None]:
+    """Let :func:`current_documents` return ``documents`` while the context is open.
 
     Of the process, not of the thread: where a GPU computes, autograd computes blocks again in threads of its own.
     """

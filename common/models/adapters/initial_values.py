@@ -75,7 +75,7 @@ class _Kept:
         return self.tensor
 
 
-class FirstValues(TorchFunctionMode):
+class InitialValues(TorchFunctionMode):
     """While active, sees how tensors are filled, and empties parameters of modules that are complete.
 
     Args:
@@ -95,7 +95,7 @@ class FirstValues(TorchFunctionMode):
         self._made: dict[tuple[nn.Module, str], _Constant | _Draw | _Kept] = {}
         self._handle: RemovableHandle | None = None
 
-    def __enter__(self) -> "FirstValues":
+    def __enter__(self) -> "InitialValues":
         self._handle = nn.modules.module.register_module_module_registration_hook(self._put_in)
         super().__enter__()
         return self
