@@ -57,7 +57,7 @@ def save_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write a new safetensors file.
 
     ``safetensors`` (0.8) makes files that only their owner may read, by way of a temporary file beside them, which it
-    leaves there if it is killed. So this is for the folder of :func:`make_staging_folder`, and the user's umask decides.
+    leaves there if it is killed. So use it in the folder of :func:`make_staging_folder`; the user's umask decides.
 
     Raises:
         StoreError: the file system refused.

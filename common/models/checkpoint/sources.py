@@ -221,7 +221,7 @@ class RandomSource:
     Values depend on ``seed`` and the module's name, not on the order of reading. All are fp32.
 
     Args:
-        model: from :func:`common.models.meta_model.build_meta_model`. It holds a module's values while they are being made.
+        model: from :func:`common.models.meta_model.build_meta_model`. It holds a module's values while they are made.
 
     Memory: the parameters of one module that holds parameters itself (a linear layer, a layer's fused experts).
     """
