@@ -19,6 +19,7 @@ from cli.options.config_file import effective_config, written_by
 from cli.options.grouped import WRITTEN
 from cli.options.settings import DESCRIPTION, RUN
 from cli.train.prepare import Job
+from common.files import replace_file
 from common.hardware.machine import describe_machine
 from common.store.errors import described
 
@@ -93,7 +94,5 @@ def _describe(job: Job, done: int) -> dict[str, Any]:
 
 def _replace(file: Path, text: str) -> None:
     """Complete or not at all."""
-    beside = file.with_name(file.name + ".tmp")
     with described("writing", file):
-        beside.write_text(text)
-        os.replace(beside, file)
+        replace_file(file, text)

@@ -2,10 +2,10 @@
 
 import json
 import math
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from common.files import replace_file
 from common.store.errors import described
 from common.units import format_bytes, format_count, format_seconds
 from fuyou.optimizer.clipping import ClipBy
@@ -58,11 +58,9 @@ class Report:
 
     def write(self, path: Path) -> None:
         """As JSON, complete or not at all."""
-        beside = path.with_name(path.name + ".tmp")
         losses = [loss if math.isfinite(loss) else None for loss in self.losses]
         with described("writing", path):
-            beside.write_text(json.dumps({**asdict(self), "losses": losses}, indent=2) + "\n")
-            os.replace(beside, path)
+            replace_file(path, json.dumps({**asdict(self), "losses": losses}, indent=2) + "\n")
 
     def summary(self, total_written: int) -> str:
         """A few lines to read.
