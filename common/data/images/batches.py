@@ -1,7 +1,7 @@
 """Batches of conversations with images: each conversation is one row, padded; pixels are made when a batch is read.
 
-An index file on disk has a JSON line for each conversation, with a CRC-32 before it: which of its tokens carry loss, and
-the names of its images, which stay where they are.
+An index file on disk has a JSON line for each conversation, with a CRC-32 before it: which of its tokens carry loss,
+and the names of its images, which stay where they are.
 """
 
 import contextlib
