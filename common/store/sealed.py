@@ -1,4 +1,4 @@
-"""Small JSON files that are either whole or known to be damaged."""
+"""Sealed files: small JSON files with a checksum, which are either whole or known to be damaged."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from common.store.errors import StoreError, describe_os_error, described, opened
 
 
 def write_sealed(path: Path, content: dict[str, Any]) -> None:
-    """Replace ``path`` by ``content`` with a checksum: after a crash at any instant the old or the new file is there.
+    """Replace ``path`` by ``content`` and a checksum: after a crash at any instant the old or the new file is there.
 
     Raises:
         StoreError: the file system refused; the old file is untouched.

@@ -1,4 +1,4 @@
-"""Records on all drives at once: every read and write is cut into stripes, one I/O call each, on threads per drive."""
+"""A store reads and writes records on all drives at once: one I/O call per stripe, on a pool of threads per drive."""
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -24,10 +24,10 @@ Io = Literal["auto", "kvikio", "posix"]
 
 
 class Store:
-    """A set of directories, one per drive, and the extents that are striped over them.
+    """Directories, one per drive, and the extents that are striped over them.
 
-    Reads and writes go past the page cache and return futures; several may be under way at once, in any order. Two
-    that overlap, one of them a write, must be ordered by the caller, who waits for the first. A buffer belongs to the
+    Reads and writes go past the page cache and return futures; several may be under way at once, in any order. The
+    caller orders two that overlap, one of them a write, by waiting for the first. A buffer belongs to the
     store until its future is done; the future of a failed transfer is done only when nothing touches the buffer any
     more. Use it from any number of threads, but not across a fork: other processes ``open`` the directories themselves.
     """
@@ -54,11 +54,11 @@ class Store:
                 needs CUDA in this process: one that must stay without CUDA says ``posix``.
             threads: I/O threads per directory; four keep a drive busy.
             overwrite: replace stores that the directories hold.
-            throttle: make every drive look this slow. Other stores on it must be opened with the same throttle.
+            throttle: makes every drive look this slow. Other stores on it must be opened with an equal one.
             clocks: with ``throttle``, the directories of another store, one for each of these on the same drive: the
                 two stores share the drives' time.
-            later: files that get no space yet, but with :func:`common.store.directories.reserve`.
-            replaces: name of the store whose place it will take.
+            later: files that get their space later, from :func:`common.store.directories.reserve`.
+            replaces: name of the store that this one will replace.
 
         Raises:
             UserError: a directory is missing, not writable, given twice or in use, or there is too little space; in
@@ -96,14 +96,14 @@ class Store:
         throttle: IoThrottle | None = None,
         clocks: Sequence[Path] | None = None,
     ) -> None:
-        """Use ``Store.create`` or ``Store.open``."""
+        """Open the files; callers use ``Store.create`` or ``Store.open``."""
         self.id = identity.store
         """Random name of the store: a manifest that names it cannot be taken for another run's."""
         self.directories = tuple(directories)
-        """In the order of the stripes."""
+        """The directories, in the order of the stripes."""
         self.layout = identity.layout
         self.bytes_read = 0
-        """Bytes asked of the drives, in whole pages."""
+        """Bytes read from the drives, in whole pages."""
         self.bytes_written = 0
         self._counting = threading.Lock()
         self._closed = False
@@ -121,7 +121,7 @@ class Store:
                 for path in directories:
                     self._files[name].append(PosixFile(path / name))
             self.device_reads, self.device_writes = _device_directions(directories, io, threads)
-            """Whether CUDA tensors can be read into, and written from."""
+            """Whether kvikio reads into CUDA tensors, and writes from them."""
             if self.device_reads or self.device_writes:
                 for name, files in self._files.items():
                     self._device_files[name] = [KvikioFile(file.path, file) for file in files]
@@ -155,7 +155,7 @@ class Store:
                 address; or a contiguous CUDA tensor, if ``device_reads``.
             offset: any, but a multiple of 4096 for device memory.
             nbytes: to the end of the extent if not given.
-            sums: see the bytes pass by: whole pages, in host memory.
+            sums: checksums to which the bytes are added: whole pages, in host memory.
 
         Raises:
             ValueError, TypeError: the range or the buffer cannot be right. What the drive refuses is in the future.
@@ -178,11 +178,11 @@ class Store:
         return self._start("write", extent, buffer, offset, nbytes, sums)
 
     def read_now(self, extent: Extent, buffer: Any, offset: int = 0, nbytes: int | None = None) -> None:
-        """``read``, and wait. Raises StoreError if a drive fails."""
+        """Read, and wait. Raises StoreError if a drive fails."""
         self.read(extent, buffer, offset, nbytes).result()
 
     def write_now(self, extent: Extent, buffer: Any, offset: int = 0, nbytes: int | None = None) -> None:
-        """``write``, and wait. Raises StoreError if a drive fails."""
+        """Write, and wait. Raises StoreError if a drive fails."""
         self.write(extent, buffer, offset, nbytes).result()
 
     def sync(self, files: Iterable[str]) -> None:
@@ -256,7 +256,7 @@ class Store:
         for directory, at, start, length in calls:
             work, part = getattr(files[directory], direction), flat[start : start + length]
             if sums is not None:
-                work = partial(_seen_by, sums, directory, work)
+                work = partial(_move_and_add, sums, directory, work)
             if self._throttle is None:
                 transfer.submit(self._pools[directory], work, at, part)
             else:
@@ -269,7 +269,7 @@ class Store:
             raise StoreError("The store is closed.")
 
     def _check_range(self, direction: str, extent: Extent, offset: int, nbytes: int) -> None:
-        """An extent of another layout, or a range beyond its end, would read or destroy other records."""
+        """Refuse an extent of another layout, or a range beyond its end: it would read or destroy other records."""
         end = extent.offset + extent.bytes_per_directory(len(self.directories))
         if end > self._file_bytes.get(extent.file, 0):
             raise ValueError(f"{extent} is not in this store's layout")
@@ -281,7 +281,7 @@ class Store:
             )
 
     def _flat_tensor(self, direction: str, tensor: Any, offset: int) -> Any:
-        """``tensor``, on a device, as flat uint8."""
+        """Return ``tensor``, on a device, as flat uint8."""
         import torch
 
         if not (self.device_reads if direction == "read" else self.device_writes):
@@ -296,7 +296,7 @@ class Store:
 
 
 def _flat_bytes(direction: str, buffer: Any) -> Any:
-    """The memory of ``buffer`` as flat uint8; the result keeps it alive."""
+    """Return the memory of ``buffer`` as flat uint8; the result keeps it alive."""
     try:
         flat = np.frombuffer(buffer, dtype=np.uint8)
     except TypeError:
@@ -310,7 +310,9 @@ def _flat_bytes(direction: str, buffer: Any) -> Any:
     return flat
 
 
-def _seen_by(sums: ExtentChecksums, directory: int, work: Callable[[int, Any], None], offset: int, part: Any) -> None:
+def _move_and_add(
+    sums: ExtentChecksums, directory: int, work: Callable[[int, Any], None], offset: int, part: Any
+) -> None:
     work(offset, part)
     sums.add(directory, offset, part)
 
@@ -326,7 +328,7 @@ def _join_clock(directory: Path) -> DriveClock:
 
 
 def _check_io(io: str) -> None:
-    """Refuse what cannot work before anything is written."""
+    """Refuse a way that cannot work, before anything is written."""
     choices = ("auto", "kvikio", "posix")
     if io not in choices:
         raise UserError(f"--io {io} is unknown; it is one of {', '.join(choices)}.{did_you_mean(io, choices)}")
@@ -335,7 +337,7 @@ def _check_io(io: str) -> None:
 
 
 def _device_directions(directories: list[Path], io: Io, threads: int) -> tuple[bool, bool]:
-    """Whether kvikio is to read, and to write, device memory. ``auto`` measures: it needs (and initialises) CUDA."""
+    """Return whether kvikio is to read, and to write, device memory. ``auto`` measures, and so initialises CUDA."""
     if io == "posix" or (io == "auto" and kvikio_backend.why_unavailable()):
         return False, False
     if io == "kvikio":

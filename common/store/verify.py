@@ -1,9 +1,9 @@
-"""Read records again, and compare them with the checksums of what was written."""
+"""Verify a store: read records again, and compare them with the checksums of what was written."""
 
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from common.store.checksums import ExtentChecksums
@@ -13,33 +13,32 @@ from common.store.posix import aligned_bytes
 from common.store.store import Store
 
 PIECE_BYTES = 16 << 20
-"""Read at once."""
+"""Bytes of one read."""
 PIECES = 4
-"""Under way at once; so this is done in 64 MiB of memory."""
+"""Number of reads that are under way at once, so this takes 64 MiB of memory."""
 
 
 @dataclass(frozen=True)
 class ChecksummedExtent:
-    """An extent, and what was written to it."""
+    """An extent, and the checksums of what was written to it."""
 
     what: str
-    """``block 7, optimizer states``, for messages."""
+    """Name of its content, for messages: ``block 7, optimizer states``."""
     extent: Extent
     sums: tuple[int, ...]
-    """One for each directory."""
+    """Checksum of each directory."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        place = self.extent
+        """Return this for JSON."""
         return {
             "what": self.what,
-            "extent": [place.file, place.offset, place.nbytes, place.unit],
+            "extent": list(astuple(self.extent)),
             "sums": [f"{value:016x}" for value in self.sums],
         }
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> "ChecksummedExtent":
-        """From :meth:`to_dict`.
+        """Return what :meth:`to_dict` described.
 
         Raises:
             TypeError, ValueError, KeyError: it describes something else.
@@ -50,7 +49,7 @@ class ChecksummedExtent:
 
 
 def verify(store: Store, sealed: Iterable[ChecksummedExtent]) -> tuple[int, list[str]]:
-    """Read all of ``sealed``. Returns the bytes read, and a sentence for each that is damaged or cannot be read."""
+    """Read all of ``sealed``; return the bytes read, and a sentence for each that is damaged or cannot be read."""
     read, damage = 0, []
     for one in sealed:
         read += one.extent.nbytes
@@ -62,7 +61,7 @@ def verify(store: Store, sealed: Iterable[ChecksummedExtent]) -> tuple[int, list
 
 
 def read_all(store: Store, extent: Extent, sums: ExtentChecksums) -> None:
-    """Let all of ``extent`` pass by ``sums``.
+    """Read all of ``extent`` and add it to ``sums``.
 
     Raises:
         StoreError: a drive fails, or ``sums`` finds damage.
@@ -81,5 +80,5 @@ def read_all(store: Store, extent: Extent, sums: ExtentChecksums) -> None:
         for future, _ in under_way:
             future.result()
     finally:
-        for future, _ in under_way:  # nothing may write into a buffer that is given back
+        for future, _ in under_way:  # nothing may write into a buffer that is freed
             future.exception()

@@ -259,10 +259,7 @@ class _Shrunk:
         experts = 2 * _EXPERTS if self._grouped() else _EXPERTS
         depth, kept = self._kept.depth, len(self._kept.indices)
         return [
-            (
-                DEPTH,
-                lambda _, value: len(self._kept.indices) if value == self._kept.depth else min(value, LEAST_LAYERS),
-            ),
+            (DEPTH, lambda _, value: kept if value == depth else min(value, LEAST_LAYERS)),
             (VOCABULARY_SIZE, at_most(VOCABULARY)),
             (TOKEN_COUNT, at_most(_WINDOW)),
             (re.compile(r"^num_position_embeddings$"), at_most(16)),  # a square
