@@ -30,7 +30,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import FinetuneError, UserError
-from common.models.adapters.adapters import ALL_LINEAR
+from common.models.adapters.options import ALL_LINEAR
 from common.models.meta_model import build_meta_model
 from common.models.miniature import TOKENS, VOCABULARY, miniature
 from common.models.task_type import TaskType, task_type_of

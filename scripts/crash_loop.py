@@ -34,7 +34,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from common.models.adapters.adapters import AdapterOptions
+from common.models.adapters.options import AdapterOptions
 from common.store.migration import successor_folder
 from tests.crash.points import NOTHING_THERE
 from tests.crash.runs import Outcome, Run, execute, start_server

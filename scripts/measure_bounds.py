@@ -18,7 +18,7 @@ import torch
 from transformers import LlamaConfig, logging
 
 import fuyou
-from common.models.adapters.adapters import AdapterOptions
+from common.models.adapters.options import AdapterOptions
 from common.units import format_bytes, format_count, parse_bytes
 
 

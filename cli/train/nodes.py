@@ -34,7 +34,7 @@ from cli.train.prepare import Job, prepare
 from cli.train.ranks import train_ranks
 from common.errors import FinetuneError, UserError
 from common.hardware.machine import list_gpus
-from common.models.adapters.adapters import CONFIG
+from common.models.adapters.options import CONFIG
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from common.object_collectives import all_gather_object, broadcast_from_rank0

@@ -18,7 +18,8 @@ from common.data.rows import holds_images
 from common.errors import FinetuneError, UserError
 from common.hardware.machine import memory_available_bytes
 from common.memory.meter import PeakMeter, proportional_set_bytes
-from common.models.adapters.adapters import MERGED, AdapterOptions
+from common.models.adapters.adapters import MERGED
+from common.models.adapters.options import AdapterOptions
 from common.models.checkpoint.saving import NonFiniteWeights
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
 from common.models.presets import load_config
@@ -134,7 +135,7 @@ class Engine:
         batch_shape: (sequences, tokens per sequence) of the batches to come; without it, buffers are planned for one
             micro-batch and made again if the first batch is larger.
         adapters: train these and freeze the weights: a configuration of ``peft``, or the few settings of
-            :class:`common.models.adapters.adapters.AdapterOptions`. Frozen weights take 2 bytes per parameter on SSD
+            :class:`common.models.adapters.options.AdapterOptions`. Frozen weights take 2 bytes per parameter on SSD
             (4 in fp32) and are only read; adapters and their states are fp32, live in host memory, and are committed.
         trainable: train only parameters with these names (``*`` stands for anything) and freeze the others likewise.
         frozen_dtype: ``"int8"`` or ``"nf4"`` keeps frozen matrices of the blocks in 1.016 or 0.5625 bytes per parameter

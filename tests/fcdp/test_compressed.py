@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.models.adapters.adapters import ALL_LINEAR, AdapterOptions
+from common.models.adapters.options import ALL_LINEAR, AdapterOptions
 from tests.common.models.compressed.writing import compress
 from tests.fcdp import engine_cases as cases
 from tests.fcdp.engine_cases import Run

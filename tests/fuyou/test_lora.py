@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import fuyou
 from common.errors import UserError
-from common.models.adapters.adapters import AdapterOptions
+from common.models.adapters.options import AdapterOptions
 from fuyou.layout.record import Kind
 from fuyou.schedule.memory_plan import MemoryPlanner
 from tests.fuyou.test_exact import OPTIONS, ROWS, STEPS, batches, directories
