@@ -1,4 +1,4 @@
-"""What the user calls a model: a checkpoint directory, the name of a preset, or a transformers configuration."""
+"""Find the model that the user names: a checkpoint directory, a preset, or a transformers configuration."""
 
 import os
 import tomllib
@@ -13,12 +13,12 @@ from common.presets import preset_files
 
 
 def preset_names() -> list[str]:
-    """Names of all model presets, sorted."""
+    """Return the names of all model presets, sorted."""
     return sorted(preset_files("models"))
 
 
 def load_config(model: str | os.PathLike[str] | PreTrainedConfig) -> tuple[PreTrainedConfig, Path | None]:
-    """The configuration of a model, and its checkpoint directory if it has one.
+    """Return the configuration of a model, and its checkpoint directory if it has one.
 
     Args:
         model: a directory with config.json, a preset's name, or a configuration (returned as it is).

@@ -13,7 +13,7 @@ CONFIG = "adapter_config.json"
 """Name of the configuration in an adapter directory."""
 
 METHODS = (PeftType.LORA, PeftType.LOHA, PeftType.LOKR, PeftType.IA3)
-"""Methods whose adapters belong to one module each and whose layers know how to merge themselves."""
+"""Methods whose adapters belong to one module each and whose layers can merge themselves."""
 
 ALL_LINEAR = "all-linear"
 
@@ -31,20 +31,20 @@ _NOT_HONOURED = {
 
 @dataclass(frozen=True)
 class AdapterOptions:
-    """LoRA in a few words; whatever else ``peft`` offers comes from a file, see :func:`load_peft_config`."""
+    """The usual options of LoRA; whatever else ``peft`` offers comes from a file, see :func:`load_peft_config`."""
 
     rank: int
-    """Of the two factors that each adapted weight gets."""
+    """Rank of the two factors that each adapted weight gets."""
     alpha: float | None = None
-    """The product is multiplied by ``alpha / rank``; None: twice the rank."""
+    """Scale: the product is multiplied by ``alpha / rank``; None: twice the rank."""
     dropout: float = 0.0
     """Probability with which an input element of an adapter is dropped in training."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
     """Names of the adapted modules (``q_proj``), or ``all-linear``: every linear layer but the head."""
     rslora: bool = False
-    """Multiply by ``alpha / sqrt(rank)`` instead (Kalajdzievski, arXiv:2312.03732)."""
+    """Whether to multiply by ``alpha / sqrt(rank)`` instead (Kalajdzievski, arXiv:2312.03732)."""
     dora: bool = False
-    """Train magnitudes apart from directions (Liu et al., arXiv:2402.09353)."""
+    """Whether to train magnitudes apart from directions (Liu et al., arXiv:2402.09353)."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -57,22 +57,22 @@ class AdapterOptions:
             raise UserError(f"--lora-targets needs at least one name, or {ALL_LINEAR}.")
 
     def peft_config(self) -> LoraConfig:
-        """The same for ``peft``."""
-        whole = self.targets == (ALL_LINEAR,)
+        """Return these options as a configuration of ``peft``."""
+        all_linear = self.targets == (ALL_LINEAR,)
         alpha = 2 * self.rank if self.alpha is None else self.alpha
         return LoraConfig(
             task_type="CAUSAL_LM",
             r=self.rank,
             lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,  # type: ignore[arg-type]  # any number will do
             lora_dropout=self.dropout,
-            target_modules=ALL_LINEAR if whole else list(self.targets),
+            target_modules=ALL_LINEAR if all_linear else list(self.targets),
             use_rslora=self.rslora,
             use_dora=self.dora,
         )
 
 
 def load_peft_config(path: str | os.PathLike[str]) -> PeftConfig:
-    """A configuration as ``peft`` writes it: ``adapter_config.json``, or the directory that holds one.
+    """Read a configuration as ``peft`` writes it: ``adapter_config.json``, or the directory that holds one.
 
     Raises:
         UserError: there is none, ``peft`` cannot read it, or it asks for what cannot be done here.
@@ -98,10 +98,10 @@ def load_peft_config(path: str | os.PathLike[str]) -> PeftConfig:
 
 
 def check_supported(config: PeftConfig) -> None:
-    """Refuse what cannot be trained here.
+    """Refuse a configuration that cannot be trained here.
 
     Raises:
-        UserError: names the method or the field.
+        UserError: the method or a field is not supported; the message names it.
     """
     known = ", ".join(method.value for method in METHODS)
     if config.peft_type not in METHODS:
@@ -113,9 +113,9 @@ def check_supported(config: PeftConfig) -> None:
     for field, why in _NOT_HONOURED.items():
         if getattr(config, field, None):
             raise UserError(f"{field} in the adapter configuration {why}, which is not possible here: leave it out.")
-    start = getattr(config, "init_lora_weights", True)
-    if start not in (True, False, "gaussian", "orthogonal"):
+    initialisation = getattr(config, "init_lora_weights", True)
+    if initialisation not in (True, False, "gaussian", "orthogonal"):
         raise UserError(
-            f"init_lora_weights = {start!r} changes or looks at the base weights, which are only streamed: there are "
-            "true, false, gaussian and orthogonal."
+            f"init_lora_weights = {initialisation!r} changes or looks at the base weights, which are only streamed: there "
+            "are true, false, gaussian and orthogonal."
         )
