@@ -233,11 +233,11 @@ class AdaptedSource:
         self._adapters, self._weights = adapters, weights
 
     def check(self) -> None:
-        """See :meth:`WeightSource.check`."""
+        """Check the weights; see :meth:`WeightSource.check`."""
         self._weights.check()
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """See :meth:`WeightSource.read`."""
+        """Read parameters; see :meth:`WeightSource.read`."""
         base = self._adapters.base_names
         now = {base[name]: name for name in names if name in base}
         for before, value in self._weights.read([base[name] for name in names if name in base]):
@@ -247,11 +247,11 @@ class AdaptedSource:
                 yield name, self._adapters.initial_value(name, self._weights)
 
     def read_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See :meth:`WeightSource.read_buffers`. Read these before adapters change the modules' names."""
+        """Read buffers; see :meth:`WeightSource.read_buffers`. Do so before adapters change the modules' names."""
         return self._weights.read_buffers()
 
     def read_compressed(self, name: str) -> Iterator[Mapping[str, torch.Tensor]]:
-        """See :meth:`WeightSource.read_compressed`."""
+        """Read components; see :meth:`WeightSource.read_compressed`."""
         return self._weights.read_compressed(self._adapters.base_names[name])
 
 

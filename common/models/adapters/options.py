@@ -116,6 +116,6 @@ def check_supported(config: PeftConfig) -> None:
     initialisation = getattr(config, "init_lora_weights", True)
     if initialisation not in (True, False, "gaussian", "orthogonal"):
         raise UserError(
-            f"init_lora_weights = {initialisation!r} changes or looks at the base weights, which are only streamed: there "
-            "are true, false, gaussian and orthogonal."
+            f"init_lora_weights = {initialisation!r} changes or looks at the base weights, which are only streamed: "
+            "there are true, false, gaussian and orthogonal."
         )

@@ -12,7 +12,7 @@ from common.models.checkpoint.shards import Shards, StoredTensor
 
 
 class Fp8:
-    """FP8 in blocks, as DeepSeek-V3 has it (``weight_scale_inv``); one scale for all where there are no blocks."""
+    """FP8 in blocks, as in DeepSeek-V3 (``weight_scale_inv``); one scale for all where there are no blocks."""
 
     name = "fp8"
     _beside = ("activation_scale", "input_scale", "qscale_act")
@@ -21,7 +21,7 @@ class Fp8:
         self._block = settings.get("weight_block_size")
 
     def find(self, shards: Shards) -> Iterator[tuple[str, FoundTensor]]:
-        """See :meth:`Method.find`."""
+        """Find every compressed tensor; see :meth:`Method.find`."""
         for name, stored in shards.tensors.items():
             if (stored.dtype not in FLOAT_CODES and stored.dtype != torch.int8) or len(stored.shape) < 2:
                 continue
@@ -49,12 +49,12 @@ class Fp8:
 
 
 class Mxfp4:
-    """MXFP4 as gpt-oss has it: ``*_blocks`` of 32 numbers in 16 bytes, ``*_scales`` with their exponents."""
+    """MXFP4 as in gpt-oss: ``*_blocks`` of 32 numbers in 16 bytes, ``*_scales`` with their exponents."""
 
     name = "mxfp4"
 
     def find(self, shards: Shards) -> Iterator[tuple[str, FoundTensor]]:
-        """See :meth:`Method.find`."""
+        """Find every compressed tensor; see :meth:`Method.find`."""
         for name, blocks in shards.tensors.items():
             base = name.removesuffix("_blocks")
             scales = shards.tensors.get(f"{base}_scales")

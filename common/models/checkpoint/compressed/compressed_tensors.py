@@ -1,4 +1,4 @@
-"""The formats of the library compressed-tensors."""
+"""Read checkpoints in the formats of the library compressed-tensors."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -33,7 +33,7 @@ class CompressedTensors:
             )
 
     def find(self, shards: Shards) -> Iterator[tuple[str, FoundTensor]]:
-        """See :meth:`Method.find`."""
+        """Find every compressed tensor; see :meth:`Method.find`."""
         for name, scale in shards.tensors.items():
             module = name.removesuffix(".weight_scale")
             if module == name:
@@ -108,7 +108,7 @@ class CompressedTensors:
         return even_blocks(module, rows, columns, grid)
 
     def _settings(self, module: str) -> dict[str, Any]:
-        """What config.json says of a module's weights: by name, by pattern, and else by the kind of layer."""
+        """Return the settings of a module's weights in config.json: by name, by pattern, else by the kind of layer."""
         if len(self._groups) == 1:
             return self._groups[0][1]
         for named in (True, False):
