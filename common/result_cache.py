@@ -22,8 +22,8 @@ def cache_directory() -> Path:
 
 
 def read_cached(kind: str, key: dict[str, Any], version: int) -> dict[str, Any] | None:
-    """Return the content that was written under ``key``; None if there is none, it is of another version, or its file
-    is damaged.
+    """Return the content that was written under ``key``; None if there is none, it has another version, or it is
+    damaged.
 
     Args:
         kind: name of the folder.
@@ -38,7 +38,7 @@ def read_cached(kind: str, key: dict[str, Any], version: int) -> dict[str, Any] 
 
 
 def write_cached(kind: str, key: dict[str, Any], version: int, **content: Any) -> None:
-    """Keep ``content`` for :func:`read_cached`. A directory that cannot be written to costs the next run its result."""
+    """Write ``content`` for :func:`read_cached`; where the directory cannot be written to, nothing is cached."""
     path = cached_path(kind, key)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
