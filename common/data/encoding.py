@@ -1,8 +1,8 @@
-"""From examples to token ids, and which of them carry loss.
+"""Encode examples as token ids, and find which of them carry loss.
 
-Every document ends with EOS, which is trained on; it starts with BOS where the tokenizer adds one by default.
-Where a prompt ends and its completion begins is found by tokenizing the prompt alone and both together and taking the
-common prefix, so that the ids are those the tokenizer gives the whole text.
+Every document ends with EOS, which is trained on; it starts with BOS where the tokenizer adds one by default. The end
+of a prompt is found by tokenizing the prompt alone and with its completion, and taking the common prefix, so that the
+ids are those of the whole text.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,22 +22,22 @@ _BATCH_CHARACTERS = 1 << 20  # an encoding takes some hundred bytes per token
 
 
 class EncodedSegment(NamedTuple):
-    """Token ids of a document, or of the next segment of one."""
+    """The token ids of a document, or of a segment of one."""
 
     ids: np.ndarray
-    """uint32 [tokens]"""
+    """Token ids, uint32 [tokens]."""
     trained: np.ndarray
-    """bool [tokens]: this token carries loss."""
+    """Whether each token carries loss, bool [tokens]."""
     ends: bool
-    """The document ends here."""
+    """Whether the document ends here."""
 
 
 class Encoder:
     """Tokenizes examples with one tokenizer.
 
     Args:
-        tokenizer: of the checkpoint.
-        fitting: what becomes of records with a prompt that are too long, and their count; None: they stay as they are.
+        tokenizer: the checkpoint's tokenizer.
+        fitting: makes records with a prompt fit into rows, and counts them; None: they stay as they are.
 
     Raises:
         UserError: (while encoding) a conversation, but no chat template or one that refuses it.
@@ -51,7 +51,7 @@ class Encoder:
         self._template = ChatTemplate(tokenizer)
 
     def encode(self, examples: Iterable[Example]) -> Iterator[EncodedSegment]:
-        """The encoded documents, in the order of ``examples``; texts are tokenized in batches of bounded size."""
+        """Encode documents in the order of ``examples``; texts are tokenized in batches of bounded size."""
         batch: list[PlainText] = []
         characters = 0
         for example in examples:
@@ -68,7 +68,7 @@ class Encoder:
         yield from self._encode_texts(batch)
 
     def _default_prefix(self) -> list[int]:
-        """What the tokenizer puts before every text by default: BOS, or nothing."""
+        """Return the tokens that the tokenizer puts before every text by default: BOS, or none."""
         bare, full = self._tokenize(["a"])[0], list(self.tokenizer("a")["input_ids"])
         starts = [i for i in range(len(full)) if full[i : i + len(bare)] == bare]
         return full[: starts[0]] if starts else []
@@ -94,13 +94,13 @@ class Encoder:
                 yield _encoded(part.ids, part.trained)
 
     def _closed(self, ids: list[int], trained: list[bool], *, trained_end: bool) -> tuple[list[int], list[bool]]:
-        """With EOS at the end."""
+        """Append EOS, unless it is there."""
         if self.eos is None or self._is_closed(ids):
             return ids, trained
         return [*ids, self.eos], [*trained, trained_end]
 
     def _is_closed(self, ids: list[int]) -> bool:
-        """EOS is there already, at most followed by white space, as many chat templates end."""
+        """Return whether the last token is EOS, or is white space behind EOS, as at the end of many chat templates."""
         if len(ids) > 1 and ids[-2] == self.eos and not str(self.tokenizer.decode(ids[-1:])).strip():
             return True
         return bool(ids) and ids[-1] == self.eos
@@ -119,10 +119,10 @@ class Encoder:
             yield _encoded(part.ids, part.trained)
 
     def _parts(self, chat: Chat) -> list[TokenizedAnswer]:
-        """The conversation as one document; or as one for each answer, each as the model will see it.
+        """Return the conversation as one document; or as one for each answer, each as the model will see it.
 
-        The latter where a template renders a turn differently once others follow (Qwen3 drops earlier reasoning), and
-        does not mark itself what the assistant says.
+        The latter is for templates that render a turn differently once others follow (Qwen3 drops earlier reasoning)
+        and do not mark the assistant's tokens themselves.
         """
         wanted = chat.answers
         ids, trained = self._render(chat)
@@ -134,22 +134,23 @@ class Encoder:
         if turns_decide:
             if spans is None:
                 return [self._answer(chat, turn) for turn in wanted]
-            said = _within(spans, len(ids))
-            trained = said if trained is None else [a and b for a, b in zip(trained, said, strict=True)]
+            in_turns = _within(spans, len(ids))
+            trained = in_turns if trained is None else [a and b for a, b in zip(trained, in_turns, strict=True)]
         assert trained is not None
         ends = run_ends(trained) if spans is None else tuple(stop for _, stop in spans)
         return [TokenizedAnswer(*self._closed(ids, trained, trained_end=len(chat.messages) - 1 in wanted), ends)]
 
     def _render(self, chat: Chat, stop: int | None = None) -> tuple[list[int], list[bool] | None]:
-        """Token ids, and which of them the template marks as the assistant's; None if it does not say."""
+        """Return token ids, and which of them the template marks as the assistant's; None if it marks none."""
         if chat.prompt_messages is None and self._template.marks_answers(chat):
             return self._template.render_marked(chat, stop)
         return self._template.render(chat, stop), None
 
     def _spans(self, chat: Chat, whole: list[int], turns: list[int]) -> list[tuple[int, int]] | None:
-        """Where in ``whole`` some turns are, found by rendering growing prefixes of the conversation.
+        """Find where in ``whole`` some turns are, by rendering growing prefixes of the conversation.
 
-        None if a turn is rendered differently once others follow.
+        Returns:
+            None if a turn is rendered differently once others follow.
         """
         spans = []
         for turn in turns:
@@ -160,14 +161,14 @@ class Encoder:
         return spans
 
     def _answer(self, chat: Chat, turn: int) -> TokenizedAnswer:
-        """The conversation up to a turn, with loss on that one."""
+        """Return the conversation up to a turn, with loss on that one."""
         ids, marked = self._render(chat, turn + 1)
         start = self._start(chat, turn, ids)
         trained = [place >= start and (marked is None or marked[place]) for place in range(len(ids))]
         return TokenizedAnswer(*self._closed(ids, trained, trained_end=True))
 
     def _start(self, chat: Chat, turn: int, ids: list[int]) -> int:
-        """Where in ``ids`` the turn begins that they end with, behind what asks the assistant to speak."""
+        """Find where the last turn in ``ids`` begins, behind the prompt for an answer."""
         ask = chat.messages[turn]["role"] == "assistant"
         return _common_prefix(self._template.render(chat, turn, ask=ask), ids)
 

@@ -31,7 +31,7 @@ class DataRecord(NamedTuple):
     values: dict[str, Any]
     """Values by column."""
     place: str
-    """``line 7``, or ``record 7`` where records may take several lines or have none."""
+    """Place in the file: ``line 7``, or ``record 7`` where records may take several lines or have none."""
 
 
 def find_files(names: tuple[str, ...]) -> list[Path]:

@@ -138,9 +138,13 @@ def _map_aligned(fd: int, nbytes: int) -> tuple[mmap.mmap, int]:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     mapped = libc.mmap(
-        ctypes.c_void_p(address + start), ctypes.c_size_t(nbytes), mmap.PROT_READ | mmap.PROT_WRITE,
-        mmap.MAP_SHARED | _MAP_FIXED, fd, ctypes.c_long(0),
-    )  # fmt: skip
+        ctypes.c_void_p(address + start),
+        ctypes.c_size_t(nbytes),
+        mmap.PROT_READ | mmap.PROT_WRITE,
+        mmap.MAP_SHARED | _MAP_FIXED,
+        fd,
+        ctypes.c_long(0),
+    )
     if mapped != address + start:
         error = ctypes.get_errno()
         raise OSError(error, f"mapping {format_bytes(nbytes)} of shared memory: {os.strerror(error)}")

@@ -33,7 +33,7 @@ _ESTIMATE_SHARE = 0.01
 """Part of the time that estimates may take."""
 _SHORTEST_PAUSE_S = 0.01
 _STEADY_BYTES = 1 << 20
-"""How far shared and file-backed memory may move in a process while a full sample is taken."""
+"""Bytes by which shared and file-backed memory of a process may change while a full sample is taken."""
 _ATTEMPTS = 10
 
 

@@ -134,9 +134,16 @@ def _(query: Any, key: Any, value: Any, spans: Any, window: int, scale: float) -
 
 @torch.library.custom_op("fuyou::attention_by_document_backward", mutates_args=())
 def attention_by_document_backward(
-    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, result: torch.Tensor,
-    statistics: torch.Tensor, spans: Sequence[int], window: int, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    result: torch.Tensor,
+    statistics: torch.Tensor,
+    spans: Sequence[int],
+    window: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key and value, given that of the result and what the forward pass had."""
     gradients = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     narrow = query.dtype.itemsize == 2
@@ -192,11 +199,20 @@ def _statistics_dtype(query: torch.Tensor) -> torch.dtype:
 
 
 def _by_document(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    attention_mask: torch.Tensor | None, dropout: float = 0.0, scaling: float | None = None,
-    is_causal: bool | None = None, sliding_window: int | None = None, position_bias: torch.Tensor | None = None,
-    softcap: float | None = None, s_aux: torch.Tensor | None = None, **kwargs: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    position_bias: torch.Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
     """Attend as transformers asks, ``[B, H, S, D]`` to ``[B, S, H, D]``, within the current documents if there are any.
 
     Raises:
@@ -205,9 +221,19 @@ def _by_document(
     documents = current_documents()
     if documents is None:
         return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal, position_bias,
-            softcap=softcap, s_aux=s_aux, **kwargs,
-        )  # fmt: skip
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout,
+            scaling,
+            is_causal,
+            position_bias,
+            softcap=softcap,
+            s_aux=s_aux,
+            **kwargs,
+        )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     wanted = (documents.rows, documents.length)
     if not causal or any((one.shape[0], one.shape[2]) != wanted for one in (query, key)):

@@ -23,10 +23,21 @@ from common.models.checkpoint.sources import CheckpointSource
 from common.models.structure import fp32_parameters, stored_names
 
 _TOKENIZER_FILES = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
-    "spiece.model", "sentencepiece*.model", "*.tiktoken", "chat_template*", "additional_chat_templates",
-    "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
-)  # fmt: skip
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "additional_chat_templates",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+)
 
 
 class CheckpointWriter:

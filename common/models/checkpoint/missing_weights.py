@@ -11,9 +11,14 @@ from common.models.checkpoint.compressed.detection import KNOWN
 
 #: Formats of compressed checkpoints, by the endings of names in them.
 _ENDINGS = {
-    "_scale_inv": "FP8", "_blocks": "MXFP4", ".weight_packed": "compressed-tensors", ".weight_scale": "FP8 or INT8",
-    ".qweight": "GPTQ or AWQ", ".weight.absmax": "bitsandbytes", ".SCB": "bitsandbytes",
-}  # fmt: skip
+    "_scale_inv": "FP8",
+    "_blocks": "MXFP4",
+    ".weight_packed": "compressed-tensors",
+    ".weight_scale": "FP8 or INT8",
+    ".qweight": "GPTQ or AWQ",
+    ".weight.absmax": "bitsandbytes",
+    ".SCB": "bitsandbytes",
+}
 
 
 def refuse_compressed(shards: CompressedShards, unused: list[str]) -> None:

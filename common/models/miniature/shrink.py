@@ -187,13 +187,15 @@ class _Shrunk:
         """Return the size of the heads that ``name`` counts, where another field says it."""
         stem = name.removeprefix("num_").removesuffix("s")
         for other in (
-            f"{stem.removesuffix('_head')}_head_dim", name.replace("num_", "").replace("heads", "head_dim"),
-            name.replace("n_heads", "d_head"), name.replace("num_heads", "head_dim"), name.replace("num_", "").replace(
-                "heads", "head_dim"), "mamba_headdim" if "mamba" in name else "",
-        ):  # fmt: skip
+            f"{stem.removesuffix('_head')}_head_dim",
+            name.replace("num_", "").replace("heads", "head_dim"),
+            name.replace("n_heads", "d_head"),
+            name.replace("num_heads", "head_dim"),
+            "mamba_headdim" if "mamba" in name else "",
+        ):
             if isinstance(self._fields.get(other), int):
                 return int(self._fields[other])
-        return self.head_dim if name in ("num_heads",) else None
+        return self.head_dim if name == "num_heads" else None
 
     # -- fields -----------------------------------------------------------------------------------------------------
 
@@ -212,10 +214,13 @@ class _Shrunk:
     def _shrink_group(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
         if name.startswith("rope"):
             return {
-                key: self._shrink_group(f"rope_{key}", one) if isinstance(one, dict) else
-                self._shrink_list(key, one) if isinstance(one, list) else one
+                key: self._shrink_group(f"rope_{key}", one)
+                if isinstance(one, dict)
+                else self._shrink_list(key, one)
+                if isinstance(one, list)
+                else one
                 for key, one in value.items()
-            }  # fmt: skip
+            }
         if name.endswith("rates"):
             return {
                 key: (4 if one > 4 else 2) if isinstance(one, int) and one > 2 else one for key, one in value.items()

@@ -17,8 +17,13 @@ class CompressedTensors:
 
     name = "compressed-tensors"
     _beside = (
-        "weight_shape", "input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point",
-    )  # fmt: skip
+        "weight_shape",
+        "input_scale",
+        "input_zero_point",
+        "input_global_scale",
+        "output_scale",
+        "output_zero_point",
+    )
     _unknown = ("weight_g_idx", "compressed", "bitmask", "row_offsets")
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -40,10 +45,17 @@ class CompressedTensors:
                 continue
             there = {
                 key: f"{module}.{key}"
-                for key in ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_global_scale",
-                            *self._beside, *self._unknown)
+                for key in (
+                    "weight",
+                    "weight_packed",
+                    "weight_scale",
+                    "weight_zero_point",
+                    "weight_global_scale",
+                    *self._beside,
+                    *self._unknown,
+                )
                 if f"{module}.{key}" in shards.tensors
-            }  # fmt: skip
+            }
             unknown = next((there[key] for key in self._unknown if key in there), None)
             if unknown is not None:
                 raise UserError(

@@ -144,10 +144,13 @@ class CompressedTensor:
     def to_dict(self) -> dict[str, Any]:
         """Return the format for JSON."""
         return {
-            "codes": self.codes, "shape": list(self.shape), "block": list(self.block), "dtype": _name(self.dtype),
+            "codes": self.codes,
+            "shape": list(self.shape),
+            "block": list(self.block),
+            "dtype": _name(self.dtype),
             "components": [[one.role, _name(one.dtype), list(one.shape)] for one in self.components],
             "transposed": self.transposed,
-        }  # fmt: skip
+        }
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> "CompressedTensor":
@@ -155,9 +158,13 @@ class CompressedTensor:
             Component(role, getattr(torch, dtype), tuple(shape)) for role, dtype, shape in content["components"]
         )
         return cls(
-            content["codes"], tuple(content["shape"]), tuple(content["block"]), getattr(torch, content["dtype"]),
-            components, content["transposed"],
-        )  # fmt: skip
+            content["codes"],
+            tuple(content["shape"]),
+            tuple(content["block"]),
+            getattr(torch, content["dtype"]),
+            components,
+            content["transposed"],
+        )
 
     def _zero_points(self, components: Mapping[str, torch.Tensor], count: int, columns: int) -> torch.Tensor | None:
         """Return zero points in fp32 ``[count, rows of blocks, columns of blocks]``; None: there are none."""
