@@ -17,8 +17,6 @@ from common.errors import UserError
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-_Messages = list[dict[str, Any]]
-
 
 class ChatTemplate:
     """A tokenizer's chat template.

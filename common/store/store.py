@@ -181,10 +181,6 @@ class Store:
         """Read, and wait. Raises StoreError if a drive fails."""
         self.read(extent, buffer, offset, nbytes).result()
 
-    def write_now(self, extent: Extent, buffer: Any, offset: int = 0, nbytes: int | None = None) -> None:
-        """Write, and wait. Raises StoreError if a drive fails."""
-        self.write(extent, buffer, offset, nbytes).result()
-
     def sync(self, files: Iterable[str]) -> None:
         """Return when all finished writes to these files are durable. Writes still under way are not waited for.
 

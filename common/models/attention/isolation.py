@@ -43,11 +43,6 @@ class Isolation:
     modules: tuple[str, ...] = ()
     """Names of the classes of modules that are called once for each document."""
 
-    @property
-    def makes_masks(self) -> bool:
-        """Whether the family makes a mask ``[S, S]`` for each row."""
-        return not self.attention_by_document
-
 
 class DocumentSeparator:
     """Keeps documents apart in a model.

@@ -115,7 +115,7 @@ def test_a_paced_store_moves_its_bytes_at_the_pace(make_directories, directories
     data, got = memory(nbytes), memory(nbytes)
     with store:
         data[:] = noise(nbytes)
-        store.write_now(one, data)
+        store.write(one, data).result()
 
         def move():
             futures = []
@@ -140,7 +140,7 @@ def write_elsewhere(paths, run_on_all_ranks, goes_on, seconds):
             if not goes_on.value:
                 return
             begin = time.monotonic()
-            store.write_now(extent, data)
+            store.write(extent, data).result()
             seconds.value = time.monotonic() - begin
             run_on_all_ranks.wait(300)
 
