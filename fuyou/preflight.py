@@ -186,6 +186,9 @@ class _Proof:
         for name, value in values.items():
             value.requires_grad_(name in names and name not in frozen)
         _copy_buffers(whole, opened.stack.model)
+        if claim.packed:  # documents by themselves draw other numbers
+            for model in (whole, opened.stack.model):
+                _leave_nothing_out(model)
         step = SmallStep(opened, values)
         for number in range(2):  # with dropout and all that the configuration asks for
             self._step(number, whole, opened, step, ROWS)

@@ -21,10 +21,10 @@ import hypothesis
 import pytest
 import torch
 
-from tests import forked
+from tests.helpers import forked
 
 # Bit-for-bit comparisons hold for a given number of threads only. Tests run side by side, so that more than one thread
-# each would wait for one another's cores. (tests/fuyou/test_exact.py has two as well.)
+# each would wait for one another's cores. (tests/fuyou/engine/test_exact.py has two as well.)
 torch.set_num_threads(1)
 
 # A loaded machine is not a failure, and a test run should say the same thing twice.

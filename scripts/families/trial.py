@@ -233,7 +233,8 @@ class _Trial:
         finding.loss_difference = max(abs(one - two) for one, two in zip(expected.losses, losses, strict=True))
         worst = 0.0
         for name, master in expected.masters.items():
-            difference = float((trained[name].float() - master).abs().max())
+            found = trained[name]  # what is frozen is kept as it computes
+            difference = float((found.float() - master.to(found.dtype).float()).abs().max())
             changed = float((master - expected.before[name]).abs().max())
             finding.weight_difference = max(finding.weight_difference, difference)
             # Beside what is allowed in all: a small gradient that is lost altogether must not pass as rounding.

@@ -23,7 +23,7 @@ import fuyou
 from fuyou.schedule.memory_plan import MemoryPlanner
 from gpu.journal import DATA_PREFIX, Check, describe
 
-twin: Any = importlib.import_module("tests.fuyou.twin")  # so that type checks do not follow into the tests
+twin: Any = importlib.import_module("tests.helpers.twin")  # so that type checks do not follow into the tests
 OPTIONS: dict[str, float] = {"lr": 1e-3, "weight_decay": 0.1}
 #: Largest relative difference of a loss that still counts as rounding, where a case is not equal to the bit.
 TOLERANCE = {"bf16": 1e-2, "fp32": 1e-4}

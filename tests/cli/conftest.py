@@ -17,7 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cli.main import main
 from common.data.demo_text import train_demo_tokenizer
-from tests import forked
+from tests.helpers import forked
+from tests.helpers.pairs import pair  # noqa: F401 - a fixture
 
 VOCAB = 384
 

@@ -12,18 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from cli.main import main
 from tests.cli.conftest import Finetune
+from tests.helpers.messages import check
 
 SMALL = ("--batch-size", "2", "--seq-len", "32", "--gpu", "cpu")
-
-
-def check(outcome: tuple[int, str, str], status: int, *messages: str) -> None:
-    got, _, err = outcome
-    assert got == status, err
-    assert err.startswith("finetune: error: "), err
-    assert err.count("\n") == 1, err
-    assert "Traceback" not in err
-    for message in messages:
-        assert message in err
 
 
 def test_unknown_model(finetune: Finetune) -> None:

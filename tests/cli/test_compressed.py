@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM
 
 from tests.cli.conftest import Finetune
-from tests.common.models.compressed.cases import compressed
+from tests.common.models.checkpoint.compressed.cases import compressed
 
 HARDWARE = ("--gpu", "4090", "--drive", "p5510", "--ssds", 1, "--host-memory", "8GiB")
 BATCH = ("--batch-size", 2, "--seq-len", 32)

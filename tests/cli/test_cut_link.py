@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.cli.conftest import Finetune
-from tests.cli.test_nodes import COMMON, same
-from tests.cli.test_train import history
-from tests.scripts.test_netcluster import needs_namespaces, netcluster
+from tests.helpers.histories import history
+from tests.helpers.namespaces import needs_namespaces, netcluster
+from tests.helpers.pairs import COMMON, same
 
 PATIENCE_S = 6
 SHORT_S = 2.0

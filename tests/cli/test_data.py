@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.cli.conftest import Finetune
-from tests.cli.test_bad_input import check
+from tests.helpers.messages import check
 
 SMALL = ("--batch-size", "2", "--seq-len", "32", "--gpu", "cpu", "--steps", "1")
 LONG = [{"role": "user", "content": "Hello there."}, {"role": "assistant", "content": "Well, hello. " * 20}]

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from cli.train.prepare import tokenizer_of
 from common.data import DataConfig, open_data
 from tests.cli.conftest import Finetune
-from tests.common.models.small import small_config
+from tests.helpers.small_models import small_config
 
 SMALL = ("--batch-size", 2, "--seq-len", 96, "--gpu", "cpu", "--lr", "1e-3", "--dtype", "fp32", "--steps", 2)
 

@@ -15,7 +15,7 @@ pytest.importorskip("PIL", reason="pip install 'fuyou[images]'")
 
 from cli.main import main
 from tests.common.data.processors import chat, draw, make_processor, write
-from tests.fuyou.vision_families import FAMILIES
+from tests.helpers.vision_families import FAMILIES
 
 
 @pytest.fixture

@@ -3,7 +3,8 @@
 import pytest
 
 from cli.main import main
-from cli.options.command import build_command, modes
+from cli.options import modes
+from cli.options.command import build_command
 from cli.options.modes import Mode
 
 OPTIONS = {option.name for option in build_command(lambda **options: 0).params if option.expose_value}

@@ -9,12 +9,9 @@ import re
 import select
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +26,11 @@ from cli.main import main
 from cli.options.settings import Settings
 from common.errors import UserError
 from fcdp.checkpoint.commits import ShardedCheckpoints
-from tests import forked
 from tests.cli.conftest import Finetune
-from tests.cli.test_train import history
+from tests.helpers import forked
+from tests.helpers.histories import history
+from tests.helpers.pairs import COMMON, ROOT, Node, Pair, same
 
-ROOT = Path(__file__).parents[2]
-BEGIN = ("-m", "cli.main")
 _ENDS_WITHIN = (
     "import sys, cli.launch.interrupts as one; one.STOP_SECONDS = {}; from cli.main import main; sys.exit(main())"
 )
@@ -42,10 +38,6 @@ PATIENT = ("-c", _ENDS_WITHIN.format(200))
 """The command, which gives a step that is under way time to end on the slowest machine."""
 HURRIED = ("-c", _ENDS_WITHIN.format(2))
 """A launcher that has little time to end after SIGTERM."""
-COMMON = (
-    "--batch-size", "4", "--seq-len", "32", "--gpu", "cpu", "--lr", "1e-3", "--schedule", "constant", "--dtype", "fp32",
-    "--max-grad-norm", "1",
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +50,6 @@ def reference(
              "--output", output]  # fmt: skip
     assert main([str(word) for word in words]) == 0
     return history(output), output
-
-
-def same(got: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
-    assert [line["step"] for line in got] == [line["step"] for line in wanted]
-    for name in ("loss", "grad_norm", "lr"):
-        assert [line[name] for line in got] == pytest.approx([line[name] for line in wanted], rel=2e-5), name
 
 
 def held_out(output: Path) -> list[tuple[int, float]]:
@@ -129,71 +115,6 @@ def test_adapters_are_trained_written_and_merged(
     assert len(changed) == 6 and all("q_proj" in name or "down_proj" in name for name in changed)
     again = finetune(*words)
     assert again.status == 2 and "holds adapters already" in again.err
-
-
-class Node:
-    """A launcher in a process of its own, with what it says; forked, unless its code is to be another than ours."""
-
-    def __init__(self, name: str, folder: Path, *words: object, code: Path = ROOT, begin: tuple[str, ...] = BEGIN):
-        self.log = folder / f"{name}.log"
-        start: Any = forked.Popen if code == ROOT else subprocess.Popen
-        with self.log.open("w") as log:
-            self.process = start(
-                [sys.executable, *begin, *map(str, words)], cwd=code, stdout=log, stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
-            )  # fmt: skip
-
-    @property
-    def said(self) -> str:
-        return self.log.read_text()
-
-    def ranks(self) -> dict[int, psutil.Process]:
-        """By number in the whole run."""
-        children = psutil.Process(self.process.pid).children()
-        return {int(child.name().removeprefix("rank ")): child for child in children if child.name().startswith("rank")}
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            for child in psutil.Process(self.process.pid).children(recursive=True):
-                child.kill()
-            self.process.kill()
-        self.process.wait()
-
-
-class Pair:
-    """Two nodes that meet on loopback."""
-
-    def __init__(self, folder: Path):
-        self._folder = folder
-        self.nodes: list[Node] = []
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-        self.meet = ("--nodes", 2, "--rdzv-endpoint", self.endpoint)
-
-    def start(self, *words: object, names: tuple[str, ...] = ("first", "second"), **how: Any) -> None:
-        """``how``: the code that they run, and how it begins."""
-        self.nodes += [Node(name, self._folder, *words, *self.meet, **how) for name in names]
-
-    def wait_for(self, pattern: str, seconds: float = 240) -> None:
-        deadline = time.monotonic() + seconds
-        while not any(re.search(pattern, node.said, re.MULTILINE) for node in self.nodes):
-            alive = any(node.process.poll() is None for node in self.nodes)
-            assert alive and time.monotonic() < deadline, "\n----\n".join(node.said for node in self.nodes)
-            time.sleep(0.02)
-
-    def statuses(self, seconds: float) -> list[int]:
-        """Of both, once they have ended within ``seconds``."""
-        deadline = time.monotonic() + seconds
-        return [node.process.wait(max(0.0, deadline - time.monotonic())) for node in self.nodes]
-
-
-@pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Pair]:
-    nodes = Pair(tmp_path)
-    yield nodes
-    for node in nodes.nodes:
-        node.end()
 
 
 def test_a_killed_rank_a_restart_from_the_last_commit_and_ctrl_c(

@@ -12,8 +12,8 @@ from cli.inspect.profile import table
 from fuyou.planner.profiling import Profile, beside, blocks, drives, optimizer
 from fuyou.schedule.tasks import Resource
 from tests.cli.conftest import Finetune, sending
-from tests.cli.test_bad_input import check
-from tests.fuyou.profiling.test_profile import PROFILE
+from tests.helpers.messages import check
+from tests.helpers.profiles import PROFILE
 
 
 @pytest.fixture

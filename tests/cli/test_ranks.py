@@ -9,12 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cli.main import main
-from tests.cli.test_nodes import COMMON, Pair, pair, same  # noqa: F401
-from tests.cli.test_train import history
+from tests.helpers.histories import history
+from tests.helpers.pairs import COMMON, Pair, same
 
 
 def test_a_killed_rank_and_an_exported_model(
-    pair: Pair,  # noqa: F811
+    pair: Pair,
     checkpoint: Path,
     data: Path,
     tmp_path: Path,

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -14,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from cli.launch.interrupts import Interrupts
 from cli.train.demo import DemoSize, run_demo
 from tests.cli.conftest import Finetune, sending
-from tests.cli.test_report import FIELDS
+from tests.helpers.histories import history
+from tests.helpers.reports import FIELDS
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--batch-size", "4", "--seq-len", "32", "--gpu", "cpu", "--lr", "1e-3", "--warmup", "2")
@@ -22,10 +22,6 @@ SMALL = ("--batch-size", "4", "--seq-len", "32", "--gpu", "cpu", "--lr", "1e-3",
 
 def losses(path: Path) -> list[float]:
     return json.loads(path.read_text())["losses"]
-
-
-def history(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / "losses.jsonl").read_text().splitlines()]
 
 
 def test_six_steps_are_three_and_three_more(finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path) -> None:

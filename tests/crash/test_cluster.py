@@ -1,4 +1,4 @@
-"""Kills and power cuts of two ranks, at calls drawn from a whole run; scripts/crash_points.py tries every one."""
+"""Kills and power cuts of two ranks, at calls drawn from a whole run; tests/crash/all_points.py tries every one."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.crash.cluster import ClusterRun, crash, make_model
-from tests.crash.drives import Fault
-from tests.crash.points import ENDINGS, Reference, reference
-from tests.crash.runs import execute
+from tests.helpers.crash.cluster import ClusterRun, crash, make_model
+from tests.helpers.crash.drives import Fault
+from tests.helpers.crash.points import ENDINGS, Reference, reference
+from tests.helpers.crash.runs import execute
 
 Begun = tuple[dict[str, Any], Reference]
 

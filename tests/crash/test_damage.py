@@ -10,10 +10,10 @@ from common.errors import FinetuneError
 from common.store import StoreError
 from common.store.checksums import checksum
 from fuyou.layout.checksums import RecordSums
-from tests.crash.drives import Fault
-from tests.crash.points import Reference, check, reference
-from tests.crash.runs import Run, execute
-from tests.fuyou.test_failures import small_engine, train
+from tests.helpers.crash.drives import Fault
+from tests.helpers.crash.points import Reference, check, reference
+from tests.helpers.crash.runs import Run, execute
+from tests.helpers.small_engine import small_engine, train
 
 
 def flip(file: Path, at: int) -> None:

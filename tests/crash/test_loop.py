@@ -1,11 +1,11 @@
-"""A short run of scripts/crash_loop.py, with a seed: real kills at random moments."""
+"""A short run of tests/crash/loop.py, with a seed: real kills at random moments."""
 
 from pathlib import Path
 
 import pytest
 
-from scripts import crash_loop
-from scripts.crash_loop import Loop
+from tests.crash import loop as crash_loop
+from tests.crash.loop import Loop
 
 
 def test_random_kills_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

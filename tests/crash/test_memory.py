@@ -11,7 +11,7 @@ import pytest
 from common.memory.cgroups import ControlGroup
 from fuyou.optimizer import process as optimizer_process
 from scripts.capped import CannotCapError, make_group, remove_group
-from tests.crash.runs import Run, execute
+from tests.helpers.crash.runs import Run, execute
 
 LIMIT = 256 << 20
 

@@ -1,13 +1,13 @@
-"""Kills and power cuts at calls spread over a whole run; scripts/crash_points.py tries every one of them."""
+"""Kills and power cuts at calls spread over a whole run; tests/crash/all_points.py tries every one of them."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.crash.drives import Fault
-from tests.crash.points import ENDINGS, Reference, crash, reference
-from tests.crash.runs import Run
+from tests.helpers.crash.drives import Fault
+from tests.helpers.crash.points import ENDINGS, Reference, crash, reference
+from tests.helpers.crash.runs import Run
 
 CLIPPED = {"max_grad_norm": 0.5, "host_cache": 0}
 

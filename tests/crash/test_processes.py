@@ -12,7 +12,7 @@ import pytest
 import fuyou.optimizer.client
 from common.errors import FinetuneError, UserError
 from common.store import DirectoryLock, Layout, Store, StoreError
-from tests.fuyou.test_failures import small_engine, train
+from tests.helpers.small_engine import small_engine, train
 
 
 def test_a_second_run_is_refused_and_a_dead_one_leaves_no_lock(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Nodes that train out of core, killed at calls drawn from a run; scripts/crash_points.py tries every one."""
+"""Nodes that train out of core, killed at calls drawn from a run; tests/crash/all_points.py tries every one."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.drives import Fault
-from tests.crash.points import ENDINGS
-from tests.crash.ranks import STORIES, RanksRun, crash, reference
-from tests.crash.runs import execute
+from tests.helpers.crash.drives import Fault
+from tests.helpers.crash.points import ENDINGS
+from tests.helpers.crash.ranks import STORIES, RanksRun, crash, reference
+from tests.helpers.crash.runs import execute
 
 
 @pytest.mark.parametrize(("story", "crashes"), [("two nodes", 4), ("two nodes, then one", 3)])

@@ -17,8 +17,8 @@ from common.store.verify import ChecksummedExtent, verify
 from fuyou.checkpoint.commits import sealed_records
 from fuyou.checkpoint.restripe import Drives, open_run
 from fuyou.checkpoint.state import TrainingState
-from tests.crash.drives import Fault
-from tests.crash.points import Move, Reference, crash_move, move_reference
+from tests.helpers.crash.drives import Fault
+from tests.helpers.crash.points import Move, Reference, crash_move, move_reference
 
 
 @pytest.fixture(scope="module", params=[Move((0, 1), (0, 1, 2)), Move((0, 1, 2), (1, 2))], ids=["more", "fewer"])

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cli.options.config_file import written_by
 from common.data.demo_text import train_demo_tokenizer
-from tests.docs.blocks import ROOT, Block, blocks_of, run_command
+from tests.helpers.doc_blocks import ROOT, Block, blocks_of, run_command
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from tests.fcdp.engine_cases import VOCABULARY
-from tests.fcdp.pool import Pool
+from tests.helpers.fcdp.engine_cases import VOCABULARY
+from tests.helpers.fcdp.pool import Pool
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,8 @@ import pytest
 import torch.distributed as dist
 
 import fcdp
-from tests.fcdp.cases import Case, train
-from tests.fcdp.pool import Pool
+from tests.helpers.fcdp.cases import Case, train
+from tests.helpers.fcdp.pool import Pool
 
 
 def _count(topology: fcdp.Topology, case: Case, **options: Any) -> dict[str, float]:

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from common.models.adapters.options import ALL_LINEAR, AdapterOptions
-from tests.common.models.compressed.writing import compress
-from tests.fcdp import engine_cases as cases
-from tests.fcdp.engine_cases import Run
-from tests.fcdp.pool import Pool
+from tests.common.models.checkpoint.compressed.writing import compress
+from tests.helpers.fcdp import engine_cases as cases
+from tests.helpers.fcdp.engine_cases import Run
+from tests.helpers.fcdp.pool import Pool
 
 
 def test_ranks_share_the_bytes_and_others_go_on(model: str, pool: Pool, tmp_path: Path) -> None:

@@ -16,12 +16,12 @@ from fuyou.checkpoint.cluster_commits import ClusterCommits, LocalCommit, agreed
 from fuyou.layout.record import ALIGN_ELEMENTS, PAGE_ELEMENTS
 from fuyou.layout.share import Share
 from fuyou.schedule.tasks import Op, Task
-from tests.fcdp import engine_cases as cases
-from tests.fcdp.engine_cases import Run
-from tests.fcdp.pool import Pool
-from tests.fuyou.routed import RoutedConfig
-from tests.fuyou.test_router_loss import config_of
-from tests.fuyou.twin import Twin
+from tests.helpers.fcdp import engine_cases as cases
+from tests.helpers.fcdp.engine_cases import Run
+from tests.helpers.fcdp.pool import Pool
+from tests.helpers.routed import RoutedConfig
+from tests.helpers.routers import config_of
+from tests.helpers.twin import Twin
 
 
 def test_ranks_skip_a_step_together(model: str, pool: Pool, tmp_path: Path) -> None:

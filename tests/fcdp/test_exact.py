@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.fcdp.cases import Case, Outcome, train
-from tests.fcdp.pool import Pool
+from tests.helpers.fcdp.cases import Case, Outcome, train
+from tests.helpers.fcdp.pool import Pool
 
 # Three steps: nothing is new after the second. Events below happen up to the fifth.
 CASES = [

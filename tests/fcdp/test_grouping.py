@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fcdp.grouping import ParameterGroup, find_units, split_units, whole_units
-from tests.fcdp.cases import Case, make_model
+from tests.helpers.fcdp.cases import Case, make_model
 
 
 def _described(groups: list[ParameterGroup]) -> dict[str, tuple[bool, int]]:

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_iter
 
 import fcdp
 from fcdp.cache.placement import DeviceMemory
-from tests.fcdp.pool import Pool
-from tests.fcdp.twin import Plain
+from tests.helpers.fcdp.pool import Pool
+from tests.helpers.fcdp.twin import Plain
 
 
 class LiveBytes(TorchDispatchMode):

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import fcdp
 from common.errors import FinetuneError, UserError
-from tests.fcdp.cases import VOCABULARY, Case, make_model, make_optimizer
-from tests.fcdp.pool import Pool
+from tests.helpers.fcdp.cases import VOCABULARY, Case, make_model, make_optimizer
+from tests.helpers.fcdp.pool import Pool
 
 
 def _sharded(topology: fcdp.Topology, **options: Any) -> tuple[Any, torch.optim.Optimizer]:

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from common.models.adapters.options import ALL_LINEAR, AdapterOptions
-from tests.fcdp import engine_cases as cases
-from tests.fcdp.engine_cases import Outcome, Run
-from tests.fcdp.pool import Pool
+from tests.helpers.fcdp import engine_cases as cases
+from tests.helpers.fcdp.engine_cases import Outcome, Run
+from tests.helpers.fcdp.pool import Pool
 
 #: Layouts, one after another, with which ranks look at the drives of ranks that are gone.
 CHANGES: list[tuple[tuple[int, int] | None, tuple[tuple[int, int], ...]]] = [

@@ -5,8 +5,8 @@ from math import prod
 import pytest
 
 from fcdp.strategy.names import PARO
-from tests.fcdp.pool import Pool
-from tests.fcdp.strategy_cases import Run, train_all
+from tests.helpers.fcdp.pool import Pool
+from tests.helpers.fcdp.strategy_cases import Run, train_all
 
 REFERENCE = "fsdp2"
 TWO_LEVELS = [

@@ -18,9 +18,9 @@ from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from fcdp.checkpoint.manifest import Manifest
 from fcdp.trainer import TrainerConfig
-from tests.common.models.small import small_config
-from tests.fcdp.pool import Pool, RankError
-from tests.fcdp.trainer_cases import VOCABULARY, Run, batch, diverge, export, rate, train, train_around
+from tests.helpers.fcdp.pool import Pool, RankError
+from tests.helpers.fcdp.trainer_cases import VOCABULARY, Run, batch, diverge, export, rate, train, train_around
+from tests.helpers.small_models import small_config
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 36, "intermediate_size": 52, "num_hidden_layers": 2,

@@ -14,7 +14,7 @@ from fuyou.layout.visits import Phase
 from fuyou.planner.profiling import ProfiledWorkload
 from fuyou.runtime.accounting import TaskKind
 from fuyou.runtime.devices import CpuDevice, EmulatedDevice, EmulatedSpec
-from tests.fuyou.profiling.test_profile import PROFILE
+from tests.helpers.profiles import PROFILE
 
 BF16 = Precision(torch.bfloat16, torch.float32)
 LIMITS = (1 << 30, 1 << 30)

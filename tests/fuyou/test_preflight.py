@@ -131,6 +131,7 @@ def test_adapters_parts_and_packed_rows_are_proven() -> None:
     fuyou.prove(LlamaConfig(), adapters=named)
     fuyou.prove(LlamaConfig(), trainable=["model.layers.31.*", "model.layers.0.*", "lm_head.weight"])
     fuyou.prove(LlamaConfig(), packed=True)
+    fuyou.prove(LlamaConfig(), adapters=AdapterOptions(4, dropout=0.1).peft_config(), packed=True)
 
 
 @pytest.mark.parametrize("wanted", [1, 5, 9, 14])  # in each of the three steps

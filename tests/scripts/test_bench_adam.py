@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests import forked
+from tests.helpers import forked
 
 ROOT = Path(__file__).parents[2]
 

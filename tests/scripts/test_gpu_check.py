@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests import forked
+from tests.helpers import forked
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

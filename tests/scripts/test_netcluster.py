@@ -1,21 +1,17 @@
 """``scripts/netcluster.py`` with real network namespaces where we may make them."""
 
 import contextlib
-import importlib.util
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from common.errors import UserError
-
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "netcluster.py"
+from tests.helpers.namespaces import SCRIPT, needs_namespaces, netcluster
 
 SEND = """
 import os, socket, sys, time
@@ -45,32 +41,6 @@ else:
     moved = netcluster.network_bytes() - before
     print("payload", moved.sent_payload)
 """
-
-
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("netcluster", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["netcluster"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-netcluster = _load()
-
-
-def _why_not() -> str:
-    """Why no cluster can be made here, or nothing."""
-    try:
-        with netcluster.Cluster(1, "1gbit"):
-            return ""
-    except (UserError, netcluster.ClusterError) as error:
-        return str(error)
-
-
-WHY_NOT = _why_not()
-needs_namespaces = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "can be made here")
 
 
 def _up(*options: str, command: list[str], timeout: float = 240) -> subprocess.CompletedProcess[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import forked
+from tests.helpers import forked
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

@@ -1,7 +1,7 @@
 """Memory that adapters take while a module computes with them, beside that of the module itself.
 
 Factors are upper bounds of what PyTorch's allocator was seen to hand out for one adapted linear layer: bf16 and fp32,
-with dropout and without, wide and narrow (tests/common/models/test_adapter_memory.py measures again).
+with dropout and without, wide and narrow (tests/common/models/adapters/test_memory.py measures again).
 """
 
 import math

@@ -13,7 +13,7 @@ from fuyou.planner import PlannerContext, choose, describe_training
 from fuyou.planner.profiling import Profile, ProfiledWorkload, save
 from fuyou.runtime.devices import open_device
 from fuyou.schedule.memory_plan import MemoryPlanner
-from tests.fuyou.profiling.test_profile import PROFILE
+from tests.helpers.profiles import PROFILE
 
 CONFIG = LlamaConfig(
     hidden_size=128, intermediate_size=352, num_hidden_layers=8, num_attention_heads=4, vocab_size=512,

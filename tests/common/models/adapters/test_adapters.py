@@ -1,0 +1,138 @@
+"""Adapters put into a model without weights are those that peft puts into the real one."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from common.errors import UserError
+from common.models.adapters.adapters import WEIGHTS, Adapters
+from common.models.adapters.options import CONFIG, AdapterOptions, load_peft_config
+from common.models.checkpoint.sources import CheckpointSource
+from common.models.meta_model import build_meta_model
+from common.models.presets import load_config
+from tests.helpers.twin import save_checkpoints
+
+EVERY = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoints(
+        tmp_path_factory.mktemp("checkpoints"), ("llama", "llama-tied", "gpt2", "gemma3", "qwen3-moe")
+    )
+
+
+def adapted(
+    directory: Path, config: PeftConfig, dtype: torch.dtype, seed: int = 5
+) -> tuple[Adapters, CheckpointSource]:
+    meta = build_meta_model(load_config(directory)[0], dtype=dtype)
+    source = CheckpointSource(directory, meta)
+    return Adapters(meta, config, seed), source
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "make"),
+    [
+        ("llama", BF16, AdapterOptions(4).peft_config),
+        ("gpt2", FP32, AdapterOptions(4, dora=True).peft_config),  # its linear layers are transposed
+        ("gpt2", BF16, lambda: LoraConfig(r=4, bias="all", **EVERY)),
+        ("gemma3", BF16, AdapterOptions(4, dora=True, rslora=True).peft_config),
+        ("llama-tied", FP32, lambda: LoraConfig(r=4, init_lora_weights="gaussian", **EVERY)),
+        ("llama", FP32, lambda: LoraConfig(r=4, target_modules=["q_proj", "lm_head", "embed_tokens"])),
+        ("qwen3-moe", BF16, AdapterOptions(4).peft_config),  # experts are parameters, not layers
+        ("llama", BF16, lambda: LoHaConfig(r=4, **EVERY)),
+        ("gemma3", BF16, lambda: LoKrConfig(r=4, **EVERY)),
+        ("llama", FP32, lambda: IA3Config(task_type="CAUSAL_LM")),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_same_as_peft(
+    family: str, dtype: torch.dtype, make: Callable[[], PeftConfig], checkpoints: Path, tmp_path: Path
+) -> None:
+    """Names, first values, what is trained; a directory that peft loads; and what peft merges."""
+    directory = checkpoints / family
+
+    def model() -> AutoModelForCausalLM:
+        return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+
+    torch.manual_seed(5)
+    real = dict(get_peft_model(model(), make()).get_base_model().named_parameters())
+    adapters, source = adapted(directory, make(), dtype)
+    assert adapters.kept_nbytes == 0
+    meta = dict(adapters.model.named_parameters())
+    given = dict(adapters.source(source).read(list(meta)))
+    assert list(meta) == list(real) and meta.keys() == given.keys()
+    for name, parameter in real.items():
+        ours = meta[name]
+        assert ours.is_meta
+        assert (ours.shape, ours.dtype, ours.requires_grad) == (
+            parameter.shape,
+            parameter.dtype,
+            parameter.requires_grad,
+        )
+        assert torch.equal(given[name].to(dtype if name in adapters.base_names else FP32), parameter), name
+
+    generator = torch.Generator().manual_seed(2)
+    trained = {name: torch.randn(real[name].shape, generator=generator) for name in adapters.trainable_names}
+    adapters.save(tmp_path, trained)
+    assert {path.name for path in tmp_path.iterdir()} == {CONFIG, WEIGHTS}
+    back = PeftModel.from_pretrained(model(), tmp_path)
+    values = {name: value.detach().clone() for name, value in back.get_base_model().named_parameters()}
+    for name, value in trained.items():
+        assert torch.equal(values[name].float(), value.to(values[name].dtype).float()), name
+    merged = adapters.merge(values)
+    expected = dict(back.merge_and_unload().named_parameters())
+    assert merged.keys() == expected.keys()
+    for name, parameter in expected.items():
+        assert torch.equal(merged[name], parameter), name
+    assert all(parameter.is_meta for parameter in adapters.model.parameters())
+
+
+def test_random_numbers_of_others_are_left_alone(checkpoints: Path) -> None:
+    state = torch.get_rng_state()
+    adapted(checkpoints / "llama", AdapterOptions(2).peft_config(), BF16)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_configuration_files(tmp_path: Path) -> None:
+    """A file, its directory, or the few settings that somebody typed."""
+    LoraConfig(r=3, lora_alpha=5, use_rslora=True, rank_pattern={"q_proj": 7}, task_type="CAUSAL_LM").save_pretrained(
+        tmp_path
+    )
+    for path in (tmp_path, tmp_path / CONFIG):
+        config = load_peft_config(path)
+        assert (config.r, config.lora_alpha, config.use_rslora, config.rank_pattern) == (3, 5, True, {"q_proj": 7})
+        assert not config.inference_mode
+    (tmp_path / CONFIG).write_text('{"r": 6}')
+    assert load_peft_config(tmp_path).r == 6
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "not a configuration that peft can read"),
+        ("[]", "not a table"),
+        ('{"peft_type": "VERA"}', "peft_type VERA cannot be trained"),
+        ('{"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3}', "PREFIX_TUNING"),
+        ('{"r": 4, "modules_to_save": ["lm_head"]}', "modules_to_save"),
+        ('{"r": 4, "init_lora_weights": "pissa"}', "'pissa' changes or looks at the base weights"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(content: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / CONFIG).write_text(content)
+    with pytest.raises(UserError, match=said):
+        load_peft_config(tmp_path)
+
+
+def test_refusals_name_what_is_there(checkpoints: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"'q_proj'.*down_proj, gate_proj, .*k_proj"):
+        adapted(checkpoints / "llama", AdapterOptions(2, targets=("q_porj",)).peft_config(), BF16)
+    with pytest.raises(UserError, match="cannot be read"):
+        load_peft_config(tmp_path / "nothing.json")
+    with pytest.raises(UserError, match="--lora-rank"):
+        AdapterOptions(0)

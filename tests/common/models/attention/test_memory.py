@@ -1,0 +1,41 @@
+"""What is counted for masks and scores, and what a block really takes."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from common.models.attention.memory import AttentionMemory
+from common.models.structure import find_blocks
+from tests.helpers.families import peak_bytes, reset_peak_bytes
+from tests.helpers.small_models import small_config
+
+
+def test_masks_by_hand() -> None:
+    eager, kernel = AttentionMemory(4, 6, 2), AttentionMemory(0, 6, 2)
+    assert eager.mask_bytes(10) == 2 * 2 * 100 and eager.mask_bytes(6) == 2 * 36  # with the window, and without
+    assert kernel.mask_bytes(10) == 100 and kernel.mask_bytes(6) == 0
+    assert AttentionMemory(0, 0, 2).mask_bytes(1 << 20) == AttentionMemory(0, 0, 2).workspace_bytes(1 << 20) == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"), [("llama", (0, 0)), ("gpt_oss", (4, 6)), ("gemma3_text", (0, 6)), ("mamba2", (0, 0))]
+)
+def test_by_family(family: str, expected: tuple[int, int]) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(small_config(family))
+    found = AttentionMemory.of(model.config, 4)
+    assert (found.eager_heads, found.window) == expected
+
+
+def test_a_block_takes_no_more() -> None:
+    config = AutoConfig.for_model(
+        "gptj", vocab_size=64, n_embd=32, n_layer=1, n_head=4, rotary_dim=8, n_positions=1024, attn_pdrop=0.0
+    )
+    model, hidden = AutoModelForCausalLM.from_config(config).train(), torch.randn(1, 1024, 32, requires_grad=True)
+    _, (block,) = find_blocks(model)
+    mask = torch.zeros(1, 1, 1024, 1024)
+    before = reset_peak_bytes()
+    result = block(hidden, position_ids=torch.arange(1024)[None], attention_mask=mask)
+    (result if isinstance(result, torch.Tensor) else result[0]).sum().backward()
+    counted = AttentionMemory.of(model.config, 4).workspace_bytes(1024)
+    assert 0.3 * counted < peak_bytes() - before < counted + (16 << 20)

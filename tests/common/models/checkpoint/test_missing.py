@@ -1,0 +1,135 @@
+"""Checkpoints that lack what the model needs: what is put right, and what is said about the rest."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from common.errors import FinetuneError, UserError
+from common.models.checkpoint.shards import SINGLE, without_wrappers
+from common.models.checkpoint.sources import CheckpointSource
+from common.models.meta_model import build_meta_model
+from common.models.presets import load_config
+from tests.helpers.families import family_config, saved
+
+
+def source_of(directory: Path) -> CheckpointSource:
+    return CheckpointSource(directory, build_meta_model(load_config(directory)[0]))
+
+
+def renamed(directory: Path, rename) -> dict[str, torch.Tensor]:
+    tensors = load_file(directory / SINGLE)
+    save_file({rename(name): value for name, value in tensors.items()}, directory / SINGLE, {"format": "pt"})
+    return tensors
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [
+        lambda name: f"module.{name}",
+        lambda name: f"_orig_mod.{name}",
+        lambda name: f"_orig_mod.module.{name}",
+        lambda name: name.replace(".mlp.", ".mlp._orig_mod.").replace("self_attn.", "_fsdp_wrapped_module.self_attn."),
+    ],
+)
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_names_of_wrappers_are_no_part_of_the_model(rename, family: str, tmp_path: Path) -> None:
+    directory = saved(tmp_path, family_config(family))
+    expected = AutoModelForCausalLM.from_pretrained(directory)
+    renamed(directory, rename)
+    source = source_of(directory)
+    source.check()
+    assert source.unused == []
+    for name, value in source.read([name for name, _ in expected.named_parameters()]):
+        assert torch.equal(value, expected.get_parameter(name)), name
+
+
+def test_only_wrappers_are_taken_out() -> None:
+    assert without_wrappers(["module.a", "module.b"]) == {"module.a": "a", "module.b": "b"}
+    alike = ["a.weight", "_orig_mod.a.weight"]
+    assert without_wrappers(alike) == {name: name for name in alike}
+    for names in (["module.a", "b"], ["submodule.a"], ["x_orig_mod.a"], []):
+        assert without_wrappers(names) == {name: name for name in names}
+
+
+def test_a_base_model_that_has_no_head(tmp_path: Path) -> None:
+    AutoModel.from_config(family_config("llama", tie_word_embeddings=False)).save_pretrained(tmp_path)
+    with pytest.raises(FinetuneError) as error:
+        source_of(tmp_path).check()
+    said = str(error.value)
+    assert "without its head: of what a LlamaForCausalLM has, it lacks lm_head.weight and nothing else" in said
+    assert '"tie_word_embeddings": true' in said and "is config.json" not in said.lower()
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(content | {"tie_word_embeddings": True}))
+    source_of(tmp_path).check()
+
+
+def test_a_classifier(tmp_path: Path) -> None:
+    config = family_config("llama", tie_word_embeddings=False, num_labels=3)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    directory = tmp_path
+    model = build_meta_model(family_config("llama", tie_word_embeddings=False))
+    with pytest.raises(FinetuneError, match=r"without its head.* It has score\.weight, for which a LlamaForCausalLM"):
+        CheckpointSource(directory, model).check()
+
+
+def test_another_models_weights(tmp_path: Path) -> None:
+    directory = saved(tmp_path, family_config("llama"))
+    renamed(directory, lambda name: f"something.{name}")
+    with pytest.raises(FinetuneError) as error:
+        source_of(directory).check()
+    said = str(error.value)
+    assert "lacks 30 of the model's 30 parameters" in said and "It has something.lm_head.weight" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("model.layers.0.mlp.up_proj.qweight", "GPTQ or AWQ"),
+        ("model.layers.0.mlp.up_proj.weight.absmax", "bitsandbytes"),
+        ("model.layers.0.mlp.up_proj.weight_packed", "compressed-tensors"),
+    ],
+)
+def test_few_bits_without_a_configuration(name: str, kind: str, tmp_path: Path) -> None:
+    directory = saved(tmp_path, family_config("llama"))
+    tensors = load_file(directory / SINGLE)
+    tensors[name] = torch.zeros(4, 4, dtype=torch.int32)
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, directory / SINGLE)
+    with pytest.raises(UserError, match=rf"looks like {kind}\), but its config\.json has no quantization_config"):
+        source_of(directory).check()
+
+
+@pytest.mark.parametrize(
+    "file", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "consolidated.00.pth", "m.pt"]
+)
+def test_pickled_weights_say_how_to_convert_them(file: str, tmp_path: Path) -> None:
+    directory = saved(tmp_path, family_config("llama"))
+    (directory / SINGLE).rename(directory / file)
+    with pytest.raises(UserError, match=r"pickled.*(save_pretrained|save_file)"):
+        source_of(directory)
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.pt"])
+def test_the_command_that_converts_pickled_weights_works(file: str, tmp_path: Path) -> None:
+    directory = saved(tmp_path / "model", family_config("llama"))
+    tensors = load_file(directory / SINGLE)
+    torch.save(tensors, directory / file)
+    (directory / SINGLE).unlink()
+    with pytest.raises(UserError) as error:
+        source_of(directory)
+    exec(str(error.value).partition('python -c "')[2].partition('"')[0])
+    converted = source_of(Path(f"{directory}-safetensors") if file == "pytorch_model.bin" else directory)
+    converted.check()
+    for name, value in converted.read(list(converted.shapes)):
+        assert torch.equal(value, tensors[name]), name
+
+
+def test_gguf(tmp_path: Path) -> None:
+    directory = saved(tmp_path, family_config("llama"))
+    (directory / SINGLE).rename(directory / "model-Q4_K_M.gguf")
+    with pytest.raises(UserError, match="GGUF"):
+        source_of(directory)

@@ -1,0 +1,65 @@
+"""Several ranks take what one of them has chosen, and are otherwise as they were."""
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import fcdp
+from fuyou.layout.record import Precision
+from fuyou.planner import PlannerContext, describe_training
+from fuyou.planner.choose_together import measure_links
+from fuyou.planner.profiling import save
+from fuyou.ranks.agreement import Agreement
+from fuyou.ranks.topology import share_of
+from fuyou.runtime.devices import memory_limits, open_device
+from tests.helpers.fcdp import engine_cases as cases
+from tests.helpers.fcdp.engine_cases import Run
+from tests.helpers.fcdp.pool import Pool
+from tests.helpers.profiles import PROFILE
+
+SEQ_LEN = 12
+
+
+def train_as_chosen(topology: fcdp.Topology, run: Run, cache: Path) -> cases.Outcome:
+    """Only the first rank has a profile."""
+    os.environ["FINETUNE_CACHE"] = str(cache / f"rank{topology.rank}")
+    rows = run.rows // topology.world_size
+    if topology.rank == 0:
+        device, share = open_device("cpu"), share_of(topology)
+        job = describe_training(run.model, run.rows, SEQ_LEN, precision=Precision.named("fp32", "fp32")).among(share)
+        limits = memory_limits(device, cases.OPTIONS["host_memory"], None, share.ranks_per_node)
+        slow = replace(  # of computing, so that outputs are worth keeping
+            PROFILE, tokens=rows * SEQ_LEN, block_parameters=job.block_parameters // 3, block_forward_seconds=0.1,
+            block_backward_seconds=0.3, measured_at=time.time(),
+        )  # fmt: skip
+        save(slow, PlannerContext(job, device, limits, cases.directories(run.folder, 0, run.ssds)).workload, device)
+    try:
+        return cases.train(topology, replace(run, options={**run.options, "batch_shape": (rows, SEQ_LEN)}))
+    finally:
+        del os.environ["FINETUNE_CACHE"]
+
+
+@pytest.mark.parametrize("layout", [(2, 1), (1, 2)])
+def test_the_first_rank_chooses_for_all(layout: tuple[int, int], model: str, pool: Pool, tmp_path: Path) -> None:
+    run = Run(model, tmp_path / "ranks", 3, options={"dtype": "fp32", "automatic": True})
+    ranks = pool.run(layout, train_as_chosen, run, tmp_path / "cache")
+    assert ranks[0].kept == ranks[1].kept > 0
+    alone = cases.train(None, replace(run, folder=tmp_path / "alone", options={"dtype": "fp32", "micro_batch": 2}))
+    for rank in ranks:
+        assert rank.losses == alone.losses
+
+
+def links(topology: fcdp.Topology) -> tuple[float, float, float]:
+    found = measure_links(topology, open_device("cpu"), Agreement(share_of(topology)))
+    return found.inside_bytes_per_second, found.across_bytes_per_second, found.message_seconds
+
+
+def test_links_are_measured_where_there_are_any(pool: Pool) -> None:
+    """On loopback: faster than 10 MB/s, slower than memory. All ranks hear the same."""
+    everyone = pool.run((2, 1), links)
+    inside, across, message = everyone[0]
+    assert everyone[1] == everyone[0]
+    assert inside == float("inf") and 1e7 < across < 1e12 and 0 < message < 1

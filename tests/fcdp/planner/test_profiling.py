@@ -1,0 +1,45 @@
+"""A profile of the cluster at hand: it has what the planner asks of it, for every strategy that is possible there."""
+
+from pathlib import Path
+
+import pytest
+import transformers
+
+import fcdp
+from fcdp.planner import Workload, load_cluster, plan
+from fcdp.planner.profiling import measure_collectives, profile_cluster
+from fcdp.planner.rates import MeasuredRates
+from tests.helpers.fcdp.pool import Pool
+
+SIZES = (512, 8192)
+
+
+def _profile(topology: fcdp.Topology, path: Path) -> int:
+    config = transformers.LlamaConfig(
+        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    return len(profile_cluster(topology, config, path, rows=1, seq_len=16).timings)
+
+
+def _collectives(topology: fcdp.Topology, path: Path) -> None:
+    measured = MeasuredRates(measure_collectives(topology, SIZES))
+    if topology.rank == 0:
+        facts = ("device_memory_bytes", "host_memory_bytes", "flops_per_second", "memory_bytes_per_second")
+        measured.save(
+            path, levels=topology.levels.sizes, host_link_bytes_per_second=1e9, **dict.fromkeys(facts, 10**10)
+        )
+
+
+@pytest.mark.parametrize(("layout", "measure"), [((2, 2), _profile), ((2, 2, 2), _collectives)], ids=["2x2", "2x2x2"])
+def test_a_profile_serves_for_every_strategy(
+    pool: Pool, tmp_path: Path, layout: tuple[int, ...], measure: object
+) -> None:
+    path = tmp_path / "cluster.json"
+    counts = pool.run(layout, measure, path)  # type: ignore[arg-type]
+    assert len(set(counts)) == 1
+    cluster = load_cluster(str(path))
+    assert cluster.levels.sizes == layout[::-1]
+    assert min(cluster.flops_per_second, cluster.memory_bytes_per_second, cluster.host_link_bytes_per_second) > 0
+    found = plan(Workload(1e6, 1e6, blocks=2, micro_batches=2), cluster, allow_quantised=True)
+    assert len(found.estimates) > 30
+    assert all(estimate.communication_seconds > 0 for estimate in found.estimates)

@@ -1,0 +1,106 @@
+"""``dtype="auto"``: what the device multiplies faster, or what a run that goes on began with."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fuyou
+from common.store import commit_manifest
+from fuyou.engine import computing_dtype
+from fuyou.engine.computing_dtype import fastest_dtype, stored_dtype
+from tests.helpers.twin import tiny_configs
+
+IDS = torch.arange(64).view(2, 32)
+
+
+@pytest.fixture
+def fastest(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What this machine is fast in, for the engine; may be changed."""
+    answer = ["fp32"]
+    monkeypatch.setattr("fuyou.engine.computing_dtype.fastest_dtype", lambda device_type: answer[0])
+    return answer
+
+
+def engine(path: Path, **options) -> fuyou.Engine:
+    return fuyou.Engine(
+        tiny_configs()["llama"], ssd=[path], host_memory="600MiB", batch_shape=(2, 32), micro_batch=1, lr=1e-3,
+        **options,
+    )  # fmt: skip
+
+
+def train(one: fuyou.Engine, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        out = one(input_ids=IDS, labels=IDS)
+        out.loss.backward()
+        one.step()
+        losses.append(out.loss.item())
+    one.flush()
+    return losses
+
+
+@pytest.mark.parametrize("other", ["fp32", "bf16"])
+def test_a_run_goes_on_in_what_it_began_with(tmp_path: Path, fastest: list[str], other: str) -> None:
+    """On a machine that is fast in the other, bit for bit as without a pause."""
+    fastest[0] = "bf16" if other == "fp32" else "fp32"
+    (tmp_path / "whole").mkdir()
+    with engine(tmp_path / "whole", dtype=fastest[0]) as one:
+        expected = train(one, 3)
+    with engine(tmp_path) as one:
+        assert train(one, 1) == expected[:1]
+    fastest[0] = other
+    with engine(tmp_path, resume=True) as one:
+        assert train(one, 2) == expected[1:]
+
+
+def test_a_manifest_says_what_a_run_computes_in(tmp_path: Path) -> None:
+    assert stored_dtype([tmp_path / "none", tmp_path]) is None
+    (tmp_path / "manifest.json").write_text("damaged")
+    assert stored_dtype([tmp_path]) is None
+    rank = tmp_path / "rank-1"
+    rank.mkdir()
+    commit_manifest(rank, {"dtype": "torch.float32"})
+    assert stored_dtype([tmp_path / "none", tmp_path]) == "fp32"
+
+
+class Clock:
+    """Stands in for ``time`` where each kind of product takes so long."""
+
+    def __init__(self, seconds: dict[torch.dtype, float]):
+        self.now, self._seconds = 0.0, seconds
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def mm(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        self.now += self._seconds[left.dtype]
+
+
+@pytest.mark.parametrize(("bf16", "expected"), [(8e-3, "fp32"), (1e-3, "bf16"), (1e-4, "bf16")])
+def test_what_multiplies_faster(monkeypatch: pytest.MonkeyPatch, bf16: float, expected: str) -> None:
+    clock = Clock({torch.bfloat16: bf16, torch.float32: 1e-3})
+    monkeypatch.setattr(computing_dtype, "time", clock)
+    monkeypatch.setattr(torch, "mm", clock.mm)
+    assert fastest_dtype.__wrapped__("cpu") == expected
+    assert fastest_dtype.__wrapped__("meta") == "bf16"
+
+
+@pytest.mark.parametrize("has_it", [True, False])
+def test_a_gpu_computes_in_bf16_if_it_can(monkeypatch: pytest.MonkeyPatch, has_it: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_it)
+    assert fastest_dtype.__wrapped__("cuda") == ("bf16" if has_it else "fp32")
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="oneDNN's names of instruction sets are x86's")
+def test_a_processor_without_instructions_for_bf16_computes_in_fp32() -> None:
+    """This very processor, with those instructions hidden from the library."""
+    code = "from fuyou.engine.computing_dtype import fastest_dtype; print(fastest_dtype('cpu'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, capture_output=True,
+        text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == "fp32"

@@ -1,0 +1,230 @@
+"""What a GPU does differently: copies that are queued and done later, kernels of its own, memory that it must lock.
+
+Most of it needs a GPU and is skipped elsewhere. That the engine waits for queued copies wherever it has to is tested
+without one, by a processor that plays the device and copies late.
+"""
+
+import dataclasses
+import math
+import random
+import threading
+import time
+from collections import defaultdict
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import fuyou
+import fuyou.engine.engine
+from common.memory.buffers import HostBuffer
+from fuyou.optimizer.gradient_sum import sum_of_squares
+from fuyou.runtime.devices import CpuDevice, open_device
+from fuyou.schedule.memory_plan import MemoryPlanner
+from fuyou.schedule.tasks import Op, Task
+from tests.helpers.twin import Twin, tiny_configs
+
+ROWS, TOKENS, STEPS = 4, 32, 4
+OPTIONS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}
+SCARCE = {"device_activations": 4, "host_activations": 2, "ssd_activations": 40}
+SCARCE_KEPT = {"device_kept": 2, "host_kept": 2, "ssd_kept": 12}
+COPIES = (Op.PARAMETER_UPLOAD, Op.GRADIENT_DOWNLOAD, Op.ACTIVATION_UPLOAD, Op.ACTIVATION_DOWNLOAD)
+
+
+class LateDevice(CpuDevice):
+    """Copies on threads of their own, a while after their tasks have ended, as streams of a GPU do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._streams = {op: ThreadPoolExecutor(1) for op in COPIES}
+        self._waits: dict[Op, list[Future]] = defaultdict(list)
+        self._dice = random.Random(5)
+
+    def copy(self, task: Task, target: torch.Tensor, source: torch.Tensor) -> None:
+        waits, self._waits[task.op] = self._waits[task.op], []
+        task.event = self._streams[task.op].submit(self._late, waits, self._dice.random() * 0.004, target, source)
+
+    @staticmethod
+    def _late(waits: list[Future], seconds: float, target: torch.Tensor, source: torch.Tensor) -> None:
+        for event in waits:
+            event.result()
+        time.sleep(seconds)
+        target.copy_(source)
+
+    def wait_event(self, task: Task, event: Any) -> None:
+        if task.op in self._streams:
+            self._waits[task.op].append(event)  # the stream waits, not the thread
+        else:
+            event.result()
+
+    def synchronize(self) -> None:
+        for stream in self._streams.values():
+            stream.submit(int).result()
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("checkpoints")
+    for name in ("llama", "llama-tied", "gpt2"):
+        torch.manual_seed(1)
+        AutoModelForCausalLM.from_config(tiny_configs()[name]).save_pretrained(root / name)
+    return root
+
+
+def batches() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    result = []
+    for _ in range(STEPS):
+        tokens = torch.randint(0, 211, (ROWS, TOKENS), generator=generator)
+        positions = torch.arange(TOKENS).remainder(20).expand(ROWS, -1).contiguous()
+        result.append({"input_ids": tokens, "labels": tokens.clone(), "position_ids": positions})
+    return result
+
+
+def check(
+    model: Path, ssd: Path, monkeypatch: pytest.MonkeyPatch, *, device: str = "cpu", dtype: str = "bf16",
+    micro_batch: int = 1, clip: float | None = None, counts: dict[str, int] | None = None, kept: int = 0,
+) -> None:  # fmt: skip
+    """The engine equals the plain loop on the same device."""
+    original = MemoryPlanner.plan
+
+    def plan(self: MemoryPlanner, *arguments: Any, **keywords: Any) -> Any:
+        made = original(self, *arguments, **keywords)
+        return dataclasses.replace(made, counts=dataclasses.replace(made.counts, **(counts or {})))
+
+    monkeypatch.setattr(MemoryPlanner, "plan", plan)
+    twin = Twin(str(model), bf16=dtype == "bf16", max_grad_norm=clip, device=device, **OPTIONS)
+    with fuyou.Engine(
+        model, ssd=[ssd], device=device, dtype=dtype, host_memory="600MiB", host_cache=0, micro_batch=micro_batch,
+        io="posix", device_memory="2GiB" if device != "cpu" else None, batch_shape=(ROWS, TOKENS), max_grad_norm=clip,
+        kept_activations=kept, **OPTIONS,
+    ) as engine:  # fmt: skip
+        for batch in batches():
+            out = engine(**batch)
+            out.loss.backward()
+            report = engine.step()
+            assert out.loss.item() == twin.step(batch, micro_batch)
+            assert math.isclose(report.grad_norm, twin.grad_norm, rel_tol=1e-12)
+        for name, master in engine.named_parameters():
+            assert torch.equal(master, twin.masters[name]), name
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize(
+    "counts",
+    [{}, SCARCE, {**SCARCE, "device_blocks": 1, "device_block_gradients": 1, "host_blocks": 1}],
+    ids=["planned", "ssd", "one of each"],
+)
+def test_copies_that_end_late(
+    counts: dict[str, int], clip: float | None, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fuyou.engine.engine, "open_device", lambda name: LateDevice())
+    check(checkpoints / "llama-tied", tmp_path, monkeypatch, clip=clip, counts=counts)
+
+
+def test_kept_outputs_that_arrive_late(checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuyou.engine.engine, "open_device", lambda name: LateDevice())
+    check(checkpoints / "llama-tied", tmp_path, monkeypatch, counts={**SCARCE, **SCARCE_KEPT}, kept=1 << 20)
+
+
+@pytest.fixture
+def strict(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Deterministic algorithms; cuBLAS wants its setting before it starts, so only the first test sets it in time."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("family", "micro_batch", "clip", "counts"),
+    [
+        ("llama", 1, None, {}),
+        ("gpt2", 3, 0.5, {}),
+        ("llama-tied", 1, None, {"device_activations": 4, "host_activations": 30}),
+        ("llama-tied", 1, 0.5, SCARCE),
+        ("llama", 1, None, {**SCARCE, **SCARCE_KEPT}),
+    ],
+)
+def test_equals_the_plain_loop_on_a_gpu(
+    family: str, micro_batch: int, clip: float | None, counts: dict[str, int], dtype: str, checkpoints: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strict: None,
+) -> None:  # fmt: skip
+    check(
+        checkpoints / family, tmp_path, monkeypatch, device="cuda:0", dtype=dtype, micro_batch=micro_batch, clip=clip,
+        counts=counts, kept=1 << 20 if "device_kept" in counts else 0,
+    )  # fmt: skip
+
+
+@pytest.mark.cuda
+def test_lanes_wait_for_each_other_on_the_device() -> None:
+    device = open_device("cuda:0")
+    host = HostBuffer(1 << 20).touch()
+    try:
+        host.page_lock()
+        memory = device.allocate(host.nbytes)
+        compute = Task(Op.COMPUTE, [])
+        device.begin_compute(compute)
+        torch.cuda._sleep(100_000_000)  # clock cycles: a twentieth of a second
+        memory.fill_(7)
+        device.end_compute(compute)
+        download, write = Task(Op.GRADIENT_DOWNLOAD, [compute]), Task(Op.GRADIENT_WRITE, [])
+        seen = []
+
+        def lane() -> None:
+            device.wait_event(download, compute.event)
+            device.copy(download, host.tensor(torch.uint8, 0, host.nbytes), memory)
+            device.wait_event(write, download.event)  # here the host waits
+            seen.append(int(host.array.min()))
+
+        thread = threading.Thread(target=lane)
+        thread.start()
+        thread.join()
+        assert seen == [7]
+        computed, copied = device.interval(compute), device.interval(download)
+        assert computed[1] - computed[0] > 0.01
+        assert copied[0] > computed[1] - 0.001
+        assert abs(time.monotonic() - copied[1]) < 5
+    finally:
+        device.synchronize()
+        host.close()
+
+
+@pytest.mark.cuda
+def test_page_locked_copies_are_asynchronous() -> None:
+    buffer = HostBuffer(64 << 20, shared=True).touch()
+    try:
+        buffer.page_lock()
+        host = buffer.tensor(torch.uint8, 0, buffer.nbytes)
+        assert host.is_pinned()
+        assert host[4096:8192].is_pinned()  # anywhere inside
+        host.random_(0, 256)
+        expected = host.clone()
+        there = torch.empty(buffer.nbytes, dtype=torch.uint8, device="cuda")
+        stream, event = torch.cuda.Stream(), torch.cuda.Event()
+        with torch.cuda.stream(stream):
+            there.copy_(host, non_blocking=True)
+            torch.cuda._sleep(200_000_000)  # clock cycles: a tenth of a second
+            host.copy_(there.flip(0), non_blocking=True)
+            event.record()
+        assert not event.query()  # the host did not wait
+        event.synchronize()
+        assert torch.equal(host, expected.flip(0))
+        del host
+    finally:
+        buffer.close()
+
+
+@pytest.mark.cuda
+def test_the_norm_of_a_gradient_takes_little_memory() -> None:
+    flat = torch.randn(40_000_000, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = sum_of_squares(flat)
+    assert torch.cuda.max_memory_allocated() - before < 160 << 20
+    assert math.isclose(float(found), float(sum_of_squares(flat.cpu())), rel_tol=1e-12)

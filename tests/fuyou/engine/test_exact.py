@@ -1,0 +1,250 @@
+"""The engine equals a plain in-memory loop, bit for bit: losses of every step, masters at the end."""
+
+import dataclasses
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, RoFormerConfig
+
+from fuyou.schedule.memory_plan import MemoryPlanner
+from tests.helpers.engines import (
+    ONE_OF_EACH,
+    OPTIONS,
+    SCARCE,
+    STEPS,
+    TOKENS,
+    batches,
+    check,
+    compare,
+    directories,
+    engine,
+    train,
+)
+from tests.helpers.twin import Twin, tiny_configs
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One checkpoint per family."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    for name, config in tiny_configs().items():
+        torch.manual_seed(1)
+        AutoModelForCausalLM.from_config(config).save_pretrained(root / name)
+    return root
+
+
+# fp32 has no halves and no rounding: what it adds to bf16 does not depend on the family. More of it is below.
+@pytest.mark.parametrize(("family", "dtype"), [*((family, "bf16") for family in tiny_configs()), ("mixtral", "fp32")])
+def test_families(family: str, dtype: str, checkpoints: Path, tmp_path: Path) -> None:
+    check(checkpoints / family, directories(tmp_path, 1), dtype=dtype, micro_batch=1)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_what_a_family_itself_never_trains_stays_beside_what_is_trained(dtype: str, tmp_path: Path) -> None:
+    """RoFormer's positions, in the embedding's record, are parameters without gradients; gradients would flow there."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(
+        RoFormerConfig(
+            vocab_size=211, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=72,
+            max_position_embeddings=TOKENS, is_decoder=True, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )
+    )  # fmt: skip
+    positions = model.roformer.encoder.embed_positions.weight
+    torch.nn.init.normal_(positions, std=0.5)
+    model.save_pretrained(tmp_path / "model")
+    twin = Twin(str(tmp_path / "model"), bf16=dtype == "bf16", max_grad_norm=0.5, **OPTIONS)
+    with engine(tmp_path / "model", directories(tmp_path, 2), dtype, micro_batch=2, max_grad_norm=0.5) as trained:
+        assert trained.parameters - trained.trainable_parameters == positions.numel()
+        for batch in batches(3, packed=False):
+            out = trained(**batch)
+            out.loss.backward()
+            trained.step()
+            assert out.loss.item() == twin.step(batch, 2)
+        compare(trained, twin)
+        assert torch.equal(dict(trained.named_parameters())["roformer.encoder.embed_positions.weight"], positions)
+
+
+@pytest.mark.parametrize(
+    ("drives", "micro_batch", "clip", "family", "dtype"),  # llama is untied, gpt2 tied
+    [
+        (3, 4, 0.5, "llama", "bf16"),
+        (3, 3, 0.5, "gpt2", "bf16"),
+        (3, 1, 0.5, "llama", "fp32"),
+        (1, 3, None, "gpt2", "fp32"),
+    ],
+)
+def test_drives_micro_batches_and_clipping(
+    drives: int, micro_batch: int, clip: float | None, family: str, dtype: str, checkpoints: Path, tmp_path: Path
+) -> None:
+    check(checkpoints / family, directories(tmp_path, drives), dtype=dtype, micro_batch=micro_batch, clip=clip)
+
+
+def test_two_threads(checkpoints: Path, tmp_path: Path) -> None:
+    """What is summed by several threads is summed in another order, by both alike."""
+    torch.set_num_threads(2)
+    try:
+        check(checkpoints / "gpt2", directories(tmp_path, 1), dtype="bf16", micro_batch=3, clip=0.5)
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(("fraction", "commit_every"), [(0.67, 1), (1.0, 2)])
+def test_updates_deferred_into_the_next_forward_pass(
+    fraction: float, commit_every: int, checkpoints: Path, tmp_path: Path
+) -> None:
+    ssd = directories(tmp_path, 1)
+    check(
+        checkpoints / "llama", ssd, dtype="bf16", micro_batch=1, deferred_fraction=fraction, commit_every=commit_every
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "cache", "options"),
+    [
+        ("llama", None, {}),
+        ("gpt2", None, {"commit_every": 3, "max_grad_norm": 0.5}),
+        ("llama", 250_000, {"commit_every": 2, "deferred_fraction": 0.5}),
+    ],
+    ids=["all", "all, clipped, committed seldom", "some, half deferred"],
+)
+def test_states_that_live_in_host_memory(
+    family: str, cache: int | None, options: dict, checkpoints: Path, tmp_path: Path
+) -> None:
+    """Whatever the host keeps, masters (read from SSD) are those of the last step, and reads are saved."""
+    twin = Twin(str(checkpoints / family), bf16=True, max_grad_norm=options.get("max_grad_norm"), **OPTIONS)
+    ssd = directories(tmp_path, 1)
+    with engine(checkpoints / family, ssd, host_cache=cache, micro_batch=2, **options) as trained:
+        resident, records = trained.memory_plan.resident, trained._shape.records
+        assert len(resident) == len(records) if cache is None else 0 < len(resident) < len(records)
+        for batch in batches(STEPS, packed=True):
+            out = trained(**batch)
+            out.loss.backward()
+            report = trained.step()
+            assert out.loss.item() == twin.step(batch, 2)
+        if cache is None:
+            assert report.planned_read_bytes == 0
+        compare(trained, twin)
+        assert trained.io_bytes() == trained.planned_io_bytes()
+        trained(**batch).loss.backward()  # from host memory, after what was on SSD has been read by others
+        trained.step()
+        twin.step(batch, 2)
+        compare(trained, twin)
+    with engine(checkpoints / family, ssd, host_cache=0, micro_batch=2, resume=True, **options) as trained:
+        assert trained.step_count == STEPS + 1
+        compare(trained, twin)
+
+
+@pytest.mark.parametrize(
+    ("counts", "clip"),
+    [
+        ({"device_activations": 30, "host_activations": 0}, None),  # all on the device
+        ({"device_activations": 4, "host_activations": 30}, None),  # most on the host
+        ({**SCARCE, **ONE_OF_EACH}, None),  # most on SSD
+        ({**SCARCE, **ONE_OF_EACH}, 0.5),
+        ({**SCARCE, "device_blocks": 3, "host_blocks": 2, "host_activations": 5}, 0.5),
+    ],
+    ids=["device", "host", "one of each", "one of each, clipped", "deep prefetch, clipped"],
+)
+def test_tiers_and_prefetch_depths(
+    counts: dict[str, int], clip: float | None, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = MemoryPlanner.plan
+
+    def plan(self: MemoryPlanner, rows: int, seq_len: int, micro_rows: int | None):
+        made = original(self, rows, seq_len, micro_rows)
+        return dataclasses.replace(made, counts=dataclasses.replace(made.counts, **counts))
+
+    monkeypatch.setattr(MemoryPlanner, "plan", plan)
+    check(checkpoints / "llama-tied", directories(tmp_path, 1), dtype="bf16", micro_batch=1, clip=clip)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_grad_norm": 0.5, "commit_every": 2}, {"deferred_fraction": 0.5}, {"single_slot": True}],
+    ids=["clipped, commit every 2", "half deferred", "single slot"],
+)
+def test_resume_in_the_middle(options: dict, checkpoints: Path, tmp_path: Path) -> None:
+    """Three steps, a resume, and two more equal five; the drives may be named in another order."""
+    feed = batches(5, packed=True)
+    twin = Twin(str(checkpoints / "gpt2"), bf16=True, max_grad_norm=options.get("max_grad_norm"), **OPTIONS)
+    expected = [twin.step(batch, 2) for batch in feed]
+    drives = directories(tmp_path, 2)
+    with engine(checkpoints / "gpt2", drives, micro_batch=2, **options) as trained:
+        losses = train(trained, feed[:3])
+    with engine(checkpoints / "gpt2", drives[::-1], micro_batch=2, resume=True, **options) as trained:
+        assert trained.step_count == 3
+        assert trained.user_state == {"seen": 3}
+        losses += train(trained, feed[3:])
+        assert losses == expected
+        compare(trained, twin)
+
+
+def test_resume_with_moments_in_bf16(checkpoints: Path, tmp_path: Path) -> None:
+    """The twin has none: the same five steps, with and without a break."""
+    feed, runs = batches(5, packed=True), []
+    for name, breaks in (("whole", (5,)), ("broken", (3, 5))):
+        (tmp_path / name).mkdir()
+        ssd, losses = directories(tmp_path / name, 1), []
+        for first, last in pairwise((0, *breaks)):
+            options = {"optimizer_dtype": "bf16", "resume": first > 0}
+            with engine(checkpoints / "gpt2", ssd, micro_batch=2, **options) as trained:
+                losses += train(trained, feed[first:last])
+                masters = {name: value.clone() for name, value in trained.named_parameters()}
+        runs.append((losses, masters))
+    assert runs[0][0] == runs[1][0]
+    for name, value in runs[0][1].items():
+        assert torch.equal(value, runs[1][1][name]), name
+
+
+def test_export_and_evaluation(checkpoints: Path, tmp_path: Path) -> None:
+    """The exported checkpoint is the model that was trained; training goes on after an export."""
+    batch = batches(2, packed=False)
+    twin = Twin(str(checkpoints / "mixtral"), bf16=True, max_grad_norm=None, **OPTIONS)
+    with engine(checkpoints / "mixtral", directories(tmp_path, 1), micro_batch=2) as trained:
+        trained(**batch[0]).loss.backward()
+        trained.step()
+        twin.step(batch[0], 2)
+        trained.save_pretrained(tmp_path / "out")
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+        for name, value in model.named_parameters():
+            assert torch.equal(value, twin.model.get_parameter(name)), name
+        with torch.no_grad():
+            mean = float(model(**batch[1]).loss)
+        assert math.isclose(trained.eval_loss(**batch[1]), mean, rel_tol=1e-5)
+        out = trained(**batch[1])
+        out.loss.backward()
+        trained.step()
+        assert out.loss.item() == twin.step(batch[1], 2)
+        compare(trained, twin)
+
+
+def test_packed_documents_are_kept_apart(checkpoints: Path, tmp_path: Path) -> None:
+    """OPT ignores position ids in its mask."""
+    batch = batches(1, packed=True)[0]
+    batch["labels"][:, 20] = -100  # nothing is predicted across the boundary
+    alone = {name: torch.cat([value[:, :20], torch.full_like(value[:, 20:], -100 if name == "labels" else 0)], 1)
+             for name, value in batch.items()}  # fmt: skip
+    with engine(checkpoints / "opt", directories(tmp_path, 1), "fp32", micro_batch=4) as trained:
+        other = {name: value.clone() for name, value in batch.items()}
+        other["labels"][:, :20] = -100
+        first, second = trained.eval_loss(**alone), trained.eval_loss(**other)
+        changed = {name: value.clone() for name, value in other.items()}
+        changed["input_ids"][:, :20] = 5  # another first document leaves the second one's loss alone
+        assert math.isclose(trained.eval_loss(**changed), second, rel_tol=1e-5)
+        assert not math.isclose(first, second, rel_tol=1e-5)
+
+
+def test_dropout_repeats_itself_in_the_recomputation(tmp_path: Path) -> None:
+    """With dropout, a second run from the same seed gives the same losses, and gradients fit the losses."""
+    config = tiny_configs()["gpt2"]
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.2
+    feed = batches(3, packed=False)
+    runs = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        with engine(config, directories(tmp_path / name, 1), micro_batch=2, seed=7) as trained:  # type: ignore[arg-type]
+            runs.append(train(trained, feed))
+    assert runs[0] == runs[1]

@@ -1,0 +1,227 @@
+"""What happens when something dies: nobody hangs, nothing is left behind, the last committed step is intact."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import fuyou
+from common.errors import FinetuneError, UserError
+from fuyou.runtime.compute import StepComputation
+from fuyou.schedule.tasks import Task
+from tests.helpers.small_engine import BATCH, small_engine, train
+from tests.helpers.twin import tiny_configs
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[float | None, list[float]]:
+    """Losses of four steps in which nothing happens, by the norm that gradients are clipped to."""
+    losses = {}
+    for clip in (None, 0.5):
+        with small_engine(tmp_path_factory.mktemp("undisturbed"), lr=1e-3, max_grad_norm=clip) as engine:
+            losses[clip] = train(engine, 4)
+    return losses
+
+
+def test_death_of_the_optimizer_process_is_noticed_and_survived(
+    tmp_path: Path, undisturbed: dict[float | None, list[float]]
+) -> None:
+    expected = undisturbed[None]
+    engine = small_engine(tmp_path, lr=1e-3)
+    assert train(engine, 2) == expected[:2]
+    engine.flush()
+    child = engine._pids()[1]
+    os.kill(child, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(FinetuneError, match="optimizer process was killed"):
+        train(engine, 2)
+    engine.close()
+    assert time.monotonic() - began < 50  # one that says nothing would be waited for for a minute
+    assert not psutil.pid_exists(child)
+    with small_engine(tmp_path, lr=1e-3, resume=True) as engine:
+        assert engine.step_count == 2
+        assert train(engine, 2) == expected[2:]
+
+
+def test_death_of_the_engine_ends_the_optimizer_process(tmp_path: Path) -> None:
+    script = textwrap.dedent(f"""
+        import sys, os, signal
+        from pathlib import Path
+        from tests.helpers.small_engine import small_engine, train
+        engine = small_engine(Path({str(tmp_path)!r}))
+        train(engine, 1)
+        engine.flush()
+        print(engine._pids()[1], flush=True)
+        train(engine, 1000000)
+    """)
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    deadline = time.monotonic() + 60
+    while psutil.pid_exists(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(child)
+    with small_engine(tmp_path, resume=True) as engine:
+        assert engine.step_count >= 1
+
+
+def test_infinite_loss_stops_with_the_last_step_intact(tmp_path: Path) -> None:
+    with small_engine(tmp_path, lr=1e-3) as engine:
+        train(engine, 1)
+        engine.lr = 1e30
+        with pytest.raises(fuyou.NonFiniteLoss, match="step") as caught:
+            train(engine, 3)
+        assert caught.value.committed == caught.value.step - 1
+    with small_engine(tmp_path, resume=True) as engine:
+        assert engine.step_count == caught.value.committed
+
+
+@pytest.mark.parametrize("lr", [math.nan, math.inf, -1e-3])
+def test_a_learning_rate_that_is_none_is_refused_before_it_does_harm(tmp_path: Path, lr: float) -> None:
+    with pytest.raises(UserError, match=f"lr must be a finite number of at least 0, not {lr}"):
+        small_engine(tmp_path, lr=lr)
+    with small_engine(tmp_path, lr=1e-3) as engine:
+        train(engine, 1)
+        with pytest.raises(UserError, match=f"lr must be .* not {lr}"):
+            engine.lr = lr
+        assert engine.lr == 1e-3
+        train(engine, 1)
+        assert engine.step_count == 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"weight_decay": math.inf}, {"weight_decay": -0.1}, {"eps": math.nan}, {"eps": -1e-8}, {"betas": (0.9,)},
+        {"betas": (math.nan, 0.9)}, {"betas": (0.9, 1.0)}, {"betas": (-0.1, 0.9)}, {"max_grad_norm": math.inf},
+        {"max_grad_norm": math.nan}, {"max_grad_norm": -1.0}, {"max_grad_norm": 0.0},
+        {"on_nonfinite": "skip", "max_grad_norm": math.inf},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_numbers_that_are_none_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=list(wrong)[-1]):
+        small_engine(tmp_path, **wrong)
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_that_have_diverged_are_not_exported_unless_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "ssd").mkdir()
+    with small_engine(tmp_path / "ssd", lr=1e-3, dtype="fp32") as engine:
+        train(engine, 1)
+        engine.save_pretrained(tmp_path / "out")
+        before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+        engine.lr = 1e39  # finite, and no fp32 number
+        train(engine, 1)
+        with pytest.raises(FinetuneError, match=r"holds a NaN or an infinity\. Train again with a lower --lr"):
+            engine.save_pretrained(tmp_path / "out")
+        assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
+        engine.save_pretrained(tmp_path / "out", allow_nonfinite=True)
+        exported = load_file(tmp_path / "out" / "model.safetensors")
+        assert any(not value.isfinite().all() for value in exported.values())
+        with pytest.raises(fuyou.NonFiniteLoss, match="step 2 is committed") as caught:
+            train(engine, 1)
+        assert "intact" not in str(caught.value)
+
+
+def test_misuse_is_told(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        with pytest.raises(FinetuneError, match="comes after"):
+            engine.step()
+        with pytest.raises(UserError, match="labels"):
+            engine(input_ids=BATCH["input_ids"], labels=None)
+        nothing = torch.full((2, 32), -100)
+        with pytest.raises(UserError, match="No token"):
+            engine(input_ids=BATCH["input_ids"], labels=nothing)
+        out = engine(**BATCH)
+        with pytest.raises(FinetuneError, match="again before"):
+            engine(**BATCH)
+        with pytest.raises(FinetuneError, match=r"multiplied by 0\.25 .* call backward\(\) on the loss itself"):
+            (out.loss / 4).backward()
+
+
+def test_a_store_is_not_overwritten_and_not_mistaken(tmp_path: Path) -> None:
+    small_engine(tmp_path, dtype="bf16").close()
+    with pytest.raises(UserError, match="--resume"):
+        small_engine(tmp_path)
+    with pytest.raises(UserError, match="--dtype"):
+        small_engine(tmp_path, resume=True, dtype="fp32")
+    with pytest.raises(UserError, match="--model"):
+        fuyou.Engine(tiny_configs()["gpt2"], ssd=[tmp_path], host_memory="600MiB", resume=True)
+    small_engine(tmp_path, overwrite=True).close()
+
+
+def test_budgets_that_are_too_small_say_what_would_do(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--host-memory of at least (\d+)MiB") as caught:
+        fuyou.Engine("llama-10m", ssd=[tmp_path], host_memory="64MiB", batch_shape=(1, 64))
+    enough = str(caught.value).partition("--host-memory of at least ")[2].partition(" ")[0]
+    with fuyou.Engine("llama-10m", ssd=[tmp_path], host_memory=enough, batch_shape=(1, 64)) as engine:
+        engine(**{name: value.view(1, 64) for name, value in BATCH.items()}).loss.backward()
+        engine.step()
+
+
+def test_single_slot_refuses_a_torn_state(tmp_path: Path) -> None:
+    engine = small_engine(tmp_path, single_slot=True)
+    engine(**BATCH).loss.backward()
+    engine.close()  # updates have begun; the step was never ended
+    with pytest.raises(FinetuneError, match="mixture"):
+        small_engine(tmp_path, single_slot=True, resume=True)
+
+
+@pytest.mark.parametrize("options", [{"deferred_fraction": 0.5}, {"max_grad_norm": 0.5}], ids=str)
+def test_an_interrupt_in_a_forward_pass_keeps_the_step_before_it(
+    options: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: dict[float | None, list[float]]
+) -> None:
+    """Also where that step's updates are a part of the forward pass that is given up."""
+    expected = undisturbed[options.get("max_grad_norm")]
+    original = StepComputation._block_forward
+
+    def block_forward(self: StepComputation, task: Task, number: int) -> None:
+        if self.tasks.step == 3 and number == 1:
+            raise KeyboardInterrupt
+        original(self, task, number)
+
+    engine = small_engine(tmp_path, lr=1e-3, **options)
+    assert train(engine, 2) == expected[:2]
+    with monkeypatch.context() as patch:
+        patch.setattr(StepComputation, "_block_forward", block_forward)
+        with pytest.raises(KeyboardInterrupt):
+            engine(**BATCH)
+        engine.close()
+    assert engine.committed_step == 2
+    with small_engine(tmp_path, lr=1e-3, resume=True, **options) as engine:
+        assert engine.step_count == 2
+        assert train(engine, 2) == expected[2:]
+
+
+def test_an_exception_inside_an_evaluation_leaves_nothing_waiting(
+    tmp_path: Path, undisturbed: dict[float | None, list[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise ValueError("this block cannot")
+
+    with small_engine(tmp_path, lr=1e-3) as engine:
+        losses = train(engine, 1)
+        with monkeypatch.context() as patched:
+            patched.setattr(engine._stack.blocks[1], "forward", fails)
+            with pytest.raises(ValueError, match="this block cannot"):
+                engine.eval_loss(**BATCH)
+        losses += train(engine, 2)  # on the same lanes
+        with monkeypatch.context() as patched:
+            patched.setattr(engine._stack.blocks[0], "forward", fails)
+            with pytest.raises(ValueError, match="this block cannot"):
+                engine.eval_loss(**BATCH)
+    assert losses == undisturbed[None][:3]

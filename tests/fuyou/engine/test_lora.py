@@ -1,0 +1,149 @@
+"""Adapters out of core equal the same peft model trained in memory by PyTorch's own AdamW, bit for bit."""
+
+import math
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from common.errors import UserError
+from common.models.adapters.options import AdapterOptions
+from fuyou.layout.record import Kind
+from fuyou.schedule.memory_plan import MemoryPlanner
+from tests.helpers.adapters import DTYPES, InMemory, compare, train
+from tests.helpers.engines import STEPS, batches, directories
+from tests.helpers.engines import engine as plain_engine
+from tests.helpers.twin import save_checkpoints
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():  # peft says that it sets fan_in_fan_out for GPT-2
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoints(
+        tmp_path_factory.mktemp("checkpoints"), ("llama", "llama-tied", "gpt2", "gemma3", "qwen3-moe")
+    )
+
+
+def in_memory(model: Path, dtype: str, adapters: PeftConfig, clip: float | None = None) -> InMemory:
+    real = AutoModelForCausalLM.from_pretrained(model, dtype=DTYPES[dtype])
+    torch.manual_seed(0)
+    return InMemory(get_peft_model(real, adapters), clip)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "micro", "clip", "config"),
+    [
+        ("llama", "fp32", 2, None, {}),
+        ("llama", "bf16", 4, 0.2, {"use_rslora": True}),
+        ("gpt2", "fp32", 3, 0.1, {"use_dora": True}),
+        ("gpt2", "bf16", 1, None, {}),
+        ("gemma3", "bf16", 3, None, {"use_dora": True, "target_modules": ["q_proj"], "layers_to_transform": [1]}),
+        ("llama-tied", "fp32", 4, None, {"r": 16, "target_modules": ["q_proj", "embed_tokens"]}),
+        ("llama", "bf16", 4, None, {"r": 16, "target_modules": ["v_proj", "lm_head"]}),
+        ("qwen3-moe", "bf16", 2, None, {}),  # experts are adapted too, as parameters
+    ],
+)
+def test_equals_peft_in_memory(
+    family: str, dtype: str, micro: int, clip: float | None, config: dict, checkpoints: Path, tmp_path: Path
+) -> None:
+    def adapters() -> LoraConfig:
+        return LoraConfig(
+            **{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | config
+        )
+
+    model = checkpoints / family
+    twin = in_memory(model, dtype, adapters(), clip)
+    options = {"adapters": adapters(), "micro_batch": micro, "max_grad_norm": clip}
+    with plain_engine(model, directories(tmp_path, 1), dtype, **options) as trained:
+        train(trained, twin, batches(STEPS, packed=True), micro)
+        compare(trained, twin.model.get_base_model())
+        assert trained.trainable_parameters == sum(parameter.numel() for parameter in twin.trained)
+        assert trained.io_bytes() == trained.planned_io_bytes()
+        moved = [r.parameter_nbytes + r.state_nbytes for r in trained._shape.records if r.kind is Kind.ADAPTER]
+        assert trained.io_bytes()[1] == STEPS * sum(moved)  # nothing but adapters is ever written
+        assert sum(moved) < 1.5 * 12 * trained.trainable_parameters + 40_000  # padding to pages is most of it here
+
+        trained.save_pretrained(tmp_path / "adapter", merge=True)
+        tokens = batches(1, packed=False)[0]["input_ids"]
+        base = AutoModelForCausalLM.from_pretrained(model, dtype=DTYPES[dtype])
+        tuned = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+        with torch.no_grad():
+            assert torch.equal(tuned(tokens).logits, twin.model.eval()(tokens).logits)
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter" / "merged", dtype=DTYPES[dtype])
+        for name, value in tuned.merge_and_unload().named_parameters():
+            assert torch.equal(merged.get_parameter(name), value), name
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["resident", "streamed"])
+def test_resume_in_the_middle(
+    streamed: bool, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three steps, a resume, two more; updates done again; where memory is too short for adapters, deferred and
+    committed every second step."""
+    if streamed:
+        monkeypatch.setattr(MemoryPlanner, "_adapter_ladder", lambda self: [(2, 1)])
+    model, feed, ssd = checkpoints / "llama", batches(5, packed=True), directories(tmp_path, 2)
+    twin = in_memory(model, "bf16", AdapterOptions(4).peft_config(), clip=0.2)
+    how = {"commit_every": 2} if streamed else {"clip_by": "speculation"}
+    options = {"micro_batch": 2, "max_grad_norm": 0.2, **how}
+    with plain_engine(model, ssd, adapters=AdapterOptions(4), **options) as trained:
+        assert bool(trained.memory_plan.resident) is not streamed
+        train(trained, twin, feed[:3], 2)
+    with pytest.raises(UserError, match="another --model"):
+        plain_engine(model, ssd, adapters=AdapterOptions(4, alpha=3), resume=True, **options)
+    with plain_engine(model, ssd, adapters=AdapterOptions(4), resume=True, **options) as trained:
+        assert trained.step_count == 3
+        train(trained, twin, feed[3:], 2)
+        compare(trained, twin.model.get_base_model())
+        assert trained.io_bytes() == trained.planned_io_bytes()
+
+
+@pytest.mark.parametrize(
+    ("family", "trained_names", "deferred"),
+    [
+        ("llama", ["model.layers.2.*", "model.layers.*.mlp.down_proj.weight", "lm_head.weight"], 0.0),
+        ("gpt2", ["transformer.wte.weight", "*.ln_1.*"], 0.5),  # tied: the head and the embedding train it
+    ],
+)
+def test_only_some_parameters(
+    family: str, trained_names: list[str], deferred: float, checkpoints: Path, tmp_path: Path
+) -> None:
+    """Chosen parameters train, others stay, whole blocks and parts of blocks; in fp32 the twin needs no care."""
+    from fnmatch import fnmatchcase
+
+    real = AutoModelForCausalLM.from_pretrained(checkpoints / family, dtype=torch.float32)
+    for name, parameter in real.named_parameters():
+        parameter.requires_grad_(any(fnmatchcase(name, pattern) for pattern in trained_names))
+    twin, ssd = InMemory(real), directories(tmp_path, 1)
+    options = {"trainable": trained_names, "micro_batch": 4, "deferred_fraction": deferred}
+    with plain_engine(checkpoints / family, ssd, "fp32", **options) as trained:
+        feed = batches(STEPS, packed=True)
+        if family == "gpt2":  # head and embedding add to one gradient in another order than autograd
+            for batch in feed:
+                out = trained(**batch)
+                out.loss.backward()
+                trained.step()
+                assert math.isclose(out.loss.item(), twin.step(batch, 4), rel_tol=1e-6)
+            trained.flush()
+        else:
+            train(trained, twin, feed, 4)
+            compare(trained, real)
+        assert trained.io_bytes() == trained.planned_io_bytes()
+
+
+def test_nothing_to_train(checkpoints: Path, tmp_path: Path) -> None:
+    ssd = directories(tmp_path, 1)
+    with pytest.raises(UserError, match="no parameter is called 'lm_haed"):
+        plain_engine(checkpoints / "llama", ssd, trainable=["lm_haed.weight"])
+    with pytest.raises(UserError, match="either adapters or trainable"):
+        plain_engine(checkpoints / "llama", ssd, trainable=["lm_head.weight"], adapters=AdapterOptions(2))

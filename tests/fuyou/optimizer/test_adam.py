@@ -1,0 +1,307 @@
+"""AdamW over flat ranges equals AdamW over tensors; bf16 moments are right on average."""
+
+import hashlib
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from fuyou.optimizer import adam as adam_module
+from fuyou.optimizer.adam import ChunkAdam, Update, stochastic_round
+from tests.helpers.adam import CONFIG, Halves, moments_after, randn
+
+#: Multiples of 128 elements, as in records: around the size of a pass, which is made small here.
+SIZES = [128, 384, 1024, 1152, 2048, 5248]
+
+
+@pytest.fixture(autouse=True)
+def small_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adam_module, "PASS_ELEMENTS", 1024)
+
+
+def twin_step(
+    master: torch.Tensor,
+    mean: torch.Tensor,
+    variance: torch.Tensor,
+    gradient: torch.Tensor,
+    update: Update,
+    decay: bool,
+) -> None:
+    """The whole range at once, fp32."""
+    config = update.adam
+    torch._fused_adamw_(
+        [master], [gradient], [mean], [variance], [], [torch.tensor(float(update.step))],
+        amsgrad=False, lr=config.lr, beta1=config.betas[0], beta2=config.betas[1],
+        weight_decay=config.weight_decay if decay else 0.0, eps=config.eps, maximize=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("decay", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 0.37])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_halves_equal_a_plain_master(count: int, decay: bool, scale: float, dtype: torch.dtype) -> None:
+    master = randn(count, 1)
+    ours = Halves(master)
+    mean, variance = torch.zeros(count), torch.zeros(count)
+    for step in range(1, 5):
+        update = Update(step, replace(CONFIG, lr=CONFIG.lr / step), gradient_scale=scale)
+        gradient = randn(count, 10 + step).to(dtype)
+        kept = gradient.clone()
+        ours.step(gradient, update, decay)
+        twin_step(master, mean, variance, gradient.float() * scale, update, decay)
+        assert torch.equal(ours.master, master)
+        assert torch.equal(ours.mean, mean) and torch.equal(ours.variance, variance)
+        assert torch.equal(gradient, kept)
+
+
+@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_fp32_is_updated_in_place(count: int, scale: float) -> None:
+    master, mean, variance = randn(count, 2), torch.zeros(count), torch.zeros(count)
+    ours = [tensor.clone() for tensor in (master, mean, variance)]
+    places = [tensor.data_ptr() for tensor in ours]
+    adam = ChunkAdam()
+    for step in range(1, 4):
+        update, gradient = Update(step, CONFIG, gradient_scale=scale), randn(count, 20 + step)
+        kept = gradient.clone()
+        adam.update(ours[0], None, ours[1], ours[2], gradient, update, decay=True)
+        twin_step(master, mean, variance, gradient * scale, update, True)
+        assert torch.equal(gradient, kept)
+    for mine, theirs in zip(ours, (master, mean, variance), strict=True):
+        assert torch.equal(mine, theirs)
+    assert [tensor.data_ptr() for tensor in ours] == places
+
+
+@pytest.mark.parametrize("shape", [(7, 11), (130,), (1,), (3, 5, 13), (64, 33)])
+def test_equals_torch_adamw_over_padded_tensors(shape: tuple[int, ...]) -> None:
+    """``torch.optim.AdamW`` over the tensor itself, ours over its range, which is padded to 128 elements."""
+    numel = torch.Size(shape).numel()
+    padded = -(-numel // 128) * 128
+    parameter = torch.nn.Parameter(randn(padded, 3))
+    with torch.no_grad():
+        parameter[numel:] = 0
+    ours = Halves(parameter.detach())
+    optimizer = torch.optim.AdamW(
+        [parameter], lr=CONFIG.lr, betas=CONFIG.betas, eps=CONFIG.eps, weight_decay=CONFIG.weight_decay, fused=True
+    )
+    for step in range(1, 6):
+        gradient = randn(padded, 30 + step)
+        gradient[numel:] = 0
+        parameter.grad = gradient.bfloat16().float()
+        optimizer.step()
+        ours.step(gradient.bfloat16(), Update(step, CONFIG))
+    assert torch.equal(ours.master, parameter.detach())
+    assert not ours.master[numel:].any() and not ours.mean[numel:].any() and not ours.variance[numel:].any()
+
+
+def test_close_to_adamw_written_out() -> None:
+    """Algorithm 2 of the paper, in float64."""
+    count = 1280
+    master = randn(count, 4)
+    ours, theta = Halves(master), master.double()
+    m = v = torch.zeros(count, dtype=torch.float64)
+    (beta1, beta2), lr = CONFIG.betas, CONFIG.lr
+    for step in range(1, 6):
+        gradient = randn(count, 40 + step)
+        ours.step(gradient, Update(step, CONFIG))
+        g = gradient.double()
+        m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+        theta = theta * (1 - lr * CONFIG.weight_decay)
+        theta = theta - lr * (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + CONFIG.eps)
+    torch.testing.assert_close(ours.master.double(), theta, rtol=1e-5, atol=1e-6)
+
+
+def test_views_into_larger_buffers_leave_the_rest_alone() -> None:
+    whole = Halves(randn(4096, 5))
+    before = {name: getattr(whole, name).clone() for name in ("hi", "lo", "mean", "variance")}
+    part = slice(1024, 1024 + 1280)
+    alone = Halves(whole.master[part])
+    gradient, update = randn(4096, 50).bfloat16(), Update(1, CONFIG)
+    ChunkAdam().update(
+        whole.hi[part], whole.lo[part], whole.mean[part], whole.variance[part], gradient[part], update, decay=True
+    )
+    alone.step(gradient[part], update)
+    assert torch.equal(whole.master[part], alone.master)
+    outside = torch.ones(4096, dtype=torch.bool)
+    outside[part] = False
+    for name, value in before.items():
+        assert torch.equal(getattr(whole, name)[outside], value[outside])
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_one_chunk_adam_serves_many_ranges_and_sizes(moments: torch.dtype) -> None:
+    adam = ChunkAdam()
+    for count in [5248, 128, 2048, 1152]:
+        shared, fresh = Halves(randn(count, count), moments), Halves(randn(count, count), moments)
+        gradient = randn(count, 60).bfloat16()
+        for step in (1, 2):
+            update = Update(step, CONFIG, gradient_scale=0.9)
+            adam.update(shared.hi, shared.lo, shared.mean, shared.variance, gradient, update, decay=True)
+            fresh.step(gradient, update)
+        assert torch.equal(shared.master, fresh.master) and torch.equal(shared.mean, fresh.mean)
+
+
+def test_a_nan_gradient_leaves_a_nan() -> None:
+    ours, gradient = Halves(randn(256, 6)), randn(256, 61)
+    gradient[17] = float("nan")
+    ours.step(gradient.bfloat16(), Update(1, CONFIG))
+    assert ours.master.isnan().nonzero().flatten().tolist() == [17] and bool(ours.hi[17].isnan())
+
+
+def test_any_bf16_gradient_at_all() -> None:
+    """NaNs of every payload, infinities and what overflows stay what they are in fp32, step after step."""
+    gradient = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    master = randn(gradient.numel(), 7)
+    ours, mean, variance = Halves(master), torch.zeros_like(master), torch.zeros_like(master)
+    for step in (1, 2, 3):
+        ours.step(gradient, Update(step, CONFIG))
+        twin_step(master, mean, variance, gradient.float(), Update(step, CONFIG), True)
+        assert torch.equal(ours.hi.isnan(), master.isnan())
+        torch.testing.assert_close(ours.master, master, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(ours.mean, mean, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(ours.variance, variance, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_results_do_not_depend_on_threads_or_pass_size(moments: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, results = torch.get_num_threads(), []
+    count = 50_048
+    try:
+        for elements, number in ((128, 1), (1024, 3), (1 << 15, 1), (1 << 16, 2)):
+            torch.set_num_threads(number)
+            monkeypatch.setattr(adam_module, "PASS_ELEMENTS", elements)
+            ours = Halves(randn(count, 9), moments)
+            for step in (1, 2):
+                ours.step(randn(count, 90 + step).bfloat16(), Update(step, CONFIG, gradient_scale=0.7), stream=3)
+            results.append((ours.hi, ours.lo, ours.mean, ours.variance))
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(results[0], other, strict=True))
+
+
+# -- moments in bf16 --------------------------------------------------------------------------------------------------
+
+
+def rounded(wide: torch.Tensor, seed: int) -> torch.Tensor:
+    narrow = torch.empty(wide.numel(), dtype=torch.bfloat16)
+    scratch = torch.empty(wide.numel(), dtype=torch.int32)
+    stochastic_round(wide, narrow, scratch, np.random.SFC64(seed))
+    return narrow
+
+
+@pytest.mark.parametrize("value", [1.0 + 2**-9, 1.0 + 2**-12, -3.14159265, 1e-30, -7e-39, 1e-5, 2.99e38])
+def test_stochastic_rounding_is_right_on_average(value: float) -> None:
+    wide = torch.full((200_000,), value)
+    narrow = rounded(wide, 1)
+    exact = float(wide[0])
+    down = (wide[:1].view(torch.int32) & -65536).view(torch.float32)
+    up = ((wide[:1].view(torch.int32) & -65536) + 65536).view(torch.float32)
+    assert set(narrow.float().tolist()) <= {float(down), float(up)}
+    gap = abs(float(up) - float(down))
+    assert abs(float(narrow.double().mean()) - exact) < 5 * gap / 2 / 200_000**0.5
+
+
+def test_stochastic_rounding_keeps_what_bf16_can_hold() -> None:
+    exact = torch.cat([randn(5000, 7).bfloat16().float(), torch.tensor([0.0, -0.0, 1.0, 2.0**-133, 3.3895e38])])
+    exact = exact.bfloat16().float()
+    assert torch.equal(rounded(exact, 2).view(torch.int16), exact.bfloat16().view(torch.int16))
+
+
+def test_stochastic_rounding_has_the_right_probabilities() -> None:
+    fractions = torch.arange(0, 1 << 16, 4096, dtype=torch.int32)
+    wide = ((0x3F80 << 16) + fractions).repeat_interleave(20_000).view(torch.float32)
+    up = (rounded(wide, 3).view(torch.int16) == 0x3F81).view(len(fractions), -1).double().mean(1)
+    assert float((up - fractions / 65536).abs().max()) < 5 * 0.5 / 20_000**0.5
+    assert float(up[0]) == 0
+
+
+def test_bf16_moments_are_the_same_for_the_same_seed_step_and_stream() -> None:
+    first, second = (moments_after(Update(3, CONFIG, seed=5), stream=9) for _ in range(2))
+    assert torch.equal(first.mean, second.mean) and torch.equal(first.variance, second.variance)
+    assert torch.equal(first.master, second.master)
+
+
+@pytest.mark.parametrize(
+    ("update", "stream"),
+    [
+        (Update(3, CONFIG, seed=6), 9),
+        (Update(3, CONFIG, seed=5), 10),
+        (Update(3, CONFIG, seed=5), 1 << 32 | 9),
+        (Update(3, CONFIG, seed=-1), 9),
+    ],
+)
+def test_bf16_moments_are_rounded_differently_elsewhere(update: Update, stream: int) -> None:
+    base, other = moments_after(Update(3, CONFIG, seed=5), stream=9), moments_after(update, stream)
+    assert torch.equal(base.master, other.master)  # the step itself does not depend on how moments are rounded
+    for mine, theirs in ((base.mean, other.mean), (base.variance, other.variance)):
+        differing = float((mine != theirs).double().mean())
+        assert 0.2 < differing < 0.5  # a third, where fractions are uniform
+
+
+def test_steps_draw_different_numbers() -> None:
+    """Rounding errors of one parameter must not repeat from step to step."""
+    wide = torch.full((2048,), 1.0 + 2**-8)
+    ups = []
+    for step in (1, 2, 3):
+        ours = Halves(torch.zeros(2048), torch.bfloat16)
+        # With a first beta of 0 the new mean is the gradient, here halfway between two bf16 numbers.
+        ours.step(wide, Update(step, replace(CONFIG, betas=(0.0, 0.999)), seed=1), stream=4)
+        ups.append(ours.mean.float() > 1.0)
+    for one, other in ((0, 1), (1, 2), (0, 2)):
+        assert 0.4 < float((ups[one] == ups[other]).double().mean()) < 0.6
+
+
+def test_passes_of_one_range_draw_different_numbers() -> None:
+    ours = Halves(torch.zeros(4096), torch.bfloat16)
+    ours.step(torch.full((4096,), 1.0 + 2**-8), Update(1, replace(CONFIG, betas=(0.0, 0.999))), stream=1)
+    first, second = (ours.mean.float() > 1.0)[:1024], (ours.mean.float() > 1.0)[1024:2048]
+    assert 0.4 < float((first == second).double().mean()) < 0.6
+
+
+def test_bf16_mean_and_variance_follow_fp32_ones_on_average() -> None:
+    """Small steps that nearest rounding would lose: a mean that decays by less than half a bf16 step each time."""
+    count = 8192
+    config = replace(CONFIG, betas=(0.999, 0.9999), lr=0.0)
+    narrow = Halves(torch.zeros(count), torch.bfloat16)
+    narrow.mean.fill_(1.0)
+    narrow.variance.fill_(1.0)
+    gradient = torch.zeros(count)
+    for step in range(1, 101):
+        narrow.step(gradient, Update(step, config), stream=2)
+    assert float(narrow.mean.double().mean()) == pytest.approx(0.999**100, rel=1e-3)
+    assert float(narrow.variance.double().mean()) == pytest.approx(0.9999**100, rel=1e-3)
+
+
+def test_parameters_follow_from_the_rounded_moments_of_the_step_before() -> None:
+    """The step is computed in fp32 from the bf16 moments; only what is kept is rounded."""
+    count = 1280
+    ours = Halves(randn(count, 9), torch.bfloat16)
+    ours.mean.copy_(randn(count, 91, 0.1))
+    ours.variance.copy_(randn(count, 92, 0.1).abs())
+    master, mean, variance = ours.master, ours.mean.float(), ours.variance.float()
+    gradient, update = randn(count, 93).bfloat16(), Update(2, CONFIG)
+    ours.step(gradient, update)
+    twin_step(master, mean, variance, gradient.float(), update, True)
+    assert torch.equal(ours.master, master)
+    gap = 2.0**-7
+    assert bool(((ours.mean.float() - mean).abs() <= mean.abs() * gap).all())
+    assert bool(((ours.variance.float() - variance).abs() <= variance.abs() * gap).all())
+
+
+def test_the_stream_of_random_numbers_is_the_same_in_every_process() -> None:
+    """Resuming must draw what the first run would have drawn: hashes of integers do not depend on PYTHONHASHSEED."""
+    ours = moments_after(Update(3, CONFIG, seed=5), stream=9)
+    digest = hashlib.sha256(ours.mean.view(torch.int16).numpy().tobytes()).hexdigest()
+    program = (
+        "import hashlib, torch; torch.set_num_threads(2); from fuyou.optimizer import adam; adam.PASS_ELEMENTS = 1024\n"
+        "from tests.helpers.adam import CONFIG, Update, moments_after\n"
+        "ours = moments_after(Update(3, CONFIG, seed=5), stream=9)\n"
+        "print(hashlib.sha256(ours.mean.view(torch.int16).numpy().tobytes()).hexdigest())"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == digest

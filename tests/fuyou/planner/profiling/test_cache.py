@@ -1,0 +1,102 @@
+"""A kept profile is used for the same work on the same machine, as long as it is whole and not old."""
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.result_cache import cache_directory
+from fuyou.layout.record import Precision
+from fuyou.planner.profiling import Profile, ProfiledWorkload, load, save
+from fuyou.runtime.devices import CpuDevice
+from fuyou.runtime.emulated import EmulatedDevice, EmulatedSpec
+from tests.helpers.profiles import PROFILE
+from tests.helpers.twin import tiny_configs
+
+BF16 = Precision(torch.bfloat16, torch.float32)
+
+
+CPU = CpuDevice()
+
+
+@pytest.fixture
+def workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProfiledWorkload:
+    """A profile is kept for it."""
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    found = ProfiledWorkload(tiny_configs()["llama"], BF16, 2, 16, (tmp_path,), 16, 4096)
+    save(profile(), found, CPU)
+    return found
+
+
+def profile() -> Profile:
+    return replace(PROFILE, measured_at=time.time())
+
+
+def kept() -> list[Path]:
+    return list((cache_directory() / "profiles").iterdir())
+
+
+def test_the_second_time_it_is_read(workload: ProfiledWorkload) -> None:
+    first = load(workload, CPU)
+    assert first is not None and first == replace(PROFILE, measured_at=first.measured_at)
+    deeper = replace(workload, config=type(workload.config)(**{**workload.config.to_dict(), "num_hidden_layers": 9}))
+    assert load(deeper, CPU) == first, "a block does not change with the number of blocks"
+    save(profile(), deeper, CPU)
+    assert len(kept()) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rows": 3}, {"seq_len": 8}, {"precision": Precision(torch.float32, torch.float32)}, {"chunk_elements": 8192},
+        {"config": tiny_configs()["gpt2"]}, {"directories": (Path("/proc"),)},
+    ],
+)  # fmt: skip
+def test_other_work_has_another(workload: ProfiledWorkload, change: dict[str, Any]) -> None:
+    assert load(replace(workload, **change), CPU) is None
+    save(profile(), replace(workload, **change), CPU)
+    assert len(kept()) == 2
+
+
+def test_another_device_has_another(workload: ProfiledWorkload) -> None:
+    assert load(workload, EmulatedDevice(EmulatedSpec(1e12, 1 << 30, 1e9))) is None
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 1}', '{"format": 99, "key": {}, "profile": {}}', "\0"])
+def test_a_damaged_file_is_replaced(workload: ProfiledWorkload, content: str) -> None:
+    (file,) = kept()
+    file.write_text(content)
+    assert load(workload, CPU) is None
+    save(profile(), workload, CPU)
+    assert load(workload, CPU) is not None
+
+
+@pytest.mark.parametrize("age", [31 * 86400, -86400])
+def test_old_profiles_and_those_of_tomorrow_do_not_count(workload: ProfiledWorkload, age: float) -> None:
+    (file,) = kept()
+    content = json.loads(file.read_text())
+    content["profile"]["measured_at"] -= age
+    file.write_text(json.dumps(content))
+    assert load(workload, CPU) is None
+
+
+def test_a_cache_that_cannot_be_written_keeps_nothing(
+    workload: ProfiledWorkload, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "file"))
+    fresh = profile()
+    assert save(fresh, workload, CPU) is fresh
+    assert load(workload, CPU) is None
+
+
+def test_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FINETUNE_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert cache_directory() == Path("/somewhere/finetune")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_directory() == Path.home() / ".cache" / "finetune"

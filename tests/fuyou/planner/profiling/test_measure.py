@@ -1,0 +1,157 @@
+"""What is measured is what is there: paces of drives and links come out, operators are all listed, nothing is left."""
+
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING
+
+from common.errors import UserError
+from common.models.meta_model import build_meta_model
+from common.models.miniature import miniature
+from common.store.throttle import IoThrottle
+from fuyou.layout.record import Precision
+from fuyou.model.model_records import model_records
+from fuyou.model.streamed_model import StreamedModel
+from fuyou.optimizer.client import OptimizerLink
+from fuyou.planner.profiling import ProfiledWorkload, measure
+from fuyou.planner.profiling.beside import pieces_per_second
+from fuyou.planner.profiling.blocks import BlockBench, OperatorTimer, _extrapolated, _shortened, random_values
+from fuyou.planner.profiling.drives import open_scratch
+from fuyou.planner.profiling.optimizer import OptimizerBench, scratch_records
+from fuyou.recompute.policy import trace_block
+from fuyou.runtime.devices import CpuDevice, open_device
+from tests.helpers.twin import tiny_configs
+
+BF16 = Precision(torch.bfloat16, torch.float32)
+
+
+def workload(family: str, *directories: Path) -> ProfiledWorkload:
+    return ProfiledWorkload(tiny_configs()[family], BF16, 2, 16, directories, 8, 4096)
+
+
+@pytest.mark.usefixtures("_quick")
+def test_an_emulated_device_and_paced_drives_measure_what_they_were_told(tmp_path: Path) -> None:
+    drives = [tmp_path / name for name in ("nvme0", "nvme1")]
+    for drive in drives:
+        drive.mkdir()
+    device = open_device("emulated:tflops=2,memory=1GiB,link=3GB/s,ssd_read=400MB/s,ssd_write=200MB/s")
+    profile = measure(workload("llama", *drives), device)
+    assert profile.read_bytes_per_second == pytest.approx(800e6, rel=0.15)
+    assert profile.write_bytes_per_second == pytest.approx(400e6, rel=0.15)
+    assert profile.mixed_bytes_per_second == pytest.approx(2 / (1 / 800e6 + 1 / 400e6), rel=0.2)
+    assert profile.upload_bytes_per_second == pytest.approx(3e9) == profile.download_beside_bytes_per_second
+    assert profile.rates().flops_per_second == pytest.approx(2e12)
+    assert profile.operators == ()
+    assert profile.adam_parameters_per_second > 1e6
+    assert all(not list(drive.iterdir()) for drive in drives)
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_block_that_others_hand_values_is_measured_without_them() -> None:
+    """Gemma 3n: several streams, inputs of each layer, shared keys and values."""
+    stack = StreamedModel(build_meta_model(miniature(CONFIG_MAPPING["gemma3n_text"]())), torch.device("cpu"))
+    shape = model_records(stack, Precision(torch.float32, torch.float32))
+    for layer in (0, len(stack.blocks) - 1):
+        bench = BlockBench(stack, shape, CpuDevice(), 2, 16, 8)
+        bench._layer, bench._record = layer, shape.records[shape.blocks[layer]]
+        bench._weights = random_values(bench._record.numel, torch.float32, CpuDevice())
+        bench._gradient = torch.empty_like(bench._weights)
+        times = bench.measure()
+        assert times.block_backward > 0 and times.head > 0
+
+
+@pytest.mark.usefixtures("_quick")
+def test_adam_is_measured_on_states_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at the rate at which a drive brings them, once it has."""
+    monkeypatch.setattr("fuyou.planner.profiling.beside.WARM_SECONDS", 0.3)
+    monkeypatch.setattr("fuyou.planner.profiling.beside.WINDOW_SECONDS", 0.2)
+    throttle, link = IoThrottle(2e6, 1e9), OptimizerLink()
+    link.wait_until_up()
+    with open_scratch([tmp_path], scratch_records(4096, BF16), throttle) as scratch:
+        bench = OptimizerBench(link, scratch, BF16, 4096, 1, throttle)
+        try:
+            (chunks,) = pieces_per_second([bench.updating])
+        finally:
+            bench.close()
+    assert chunks * 4096 * BF16.state_bytes > 4 * throttle.read_bytes_per_second
+
+
+def test_operators_are_listed_with_their_ordinals_and_results() -> None:
+    layer = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    values = torch.zeros(4, 8)
+    with OperatorTimer(CpuDevice()) as timer:
+        layer(values).view(2, 16).add_(1.0)
+    assert [(one.name, one.ordinal, one.output_bytes) for one in timer.times] == [
+        ("aten.addmm.default", 0, 4 * 16 * 4), ("aten.relu.default", 0, 4 * 16 * 4),
+        ("aten.addmm.default", 1, 4 * 8 * 4), ("aten.add_.Tensor", 0, 0),
+    ]  # fmt: skip
+    assert all(one.seconds > 0 for one in timer.times)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_every_operator_that_could_be_kept_has_a_time(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fuyou.planner.profiling.blocks.REPEAT_SECONDS", 0.005)
+    stack = StreamedModel(build_meta_model(tiny_configs()[family], dtype=torch.bfloat16), torch.device("cpu"))
+    times = BlockBench(stack, model_records(stack, BF16), CpuDevice(), 2, 16, 8).measure()
+    planned = trace_block(stack, 16, "cpu", torch.bfloat16).operators  # as the planner sees it, which takes these times
+    assert [(one.name, one.ordinal) for one in planned] == [(one.name, one.ordinal) for one in times.operators]
+
+
+def test_a_long_micro_batch_is_measured_on_less_of_it() -> None:
+    assert _shortened(8, 1024, 1e9) == (8, 1024)
+    assert _shortened(8, 1024, 3000) == (2, 1024)
+    assert _shortened(8, 1024, 500.7) == (1, 500)
+    assert _shortened(8, 1024, 0.1) == (1, 16)
+    assert _shortened(1, 8, 0.1) == (1, 8)
+    # 0.5 s whatever the tokens, and 1 ms for each
+    assert _extrapolated([(1000, 1.5), (250, 0.75)], 8000) == pytest.approx(8.5)
+    assert _extrapolated([(1000, 1.5)], 2000) == pytest.approx(3.0)
+    assert _extrapolated([(1000, 1.5), (250, 2.0)], 8000) == 1.5, "noise makes nothing negative"
+
+
+def test_a_slow_block_is_shortened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockBench, "_matmul_rate", lambda *_: 1.0)  # one FLOP/s
+    monkeypatch.setattr("fuyou.planner.profiling.blocks.REPEAT_SECONDS", 0.005)
+    stack = StreamedModel(build_meta_model(tiny_configs()["llama"], dtype=torch.bfloat16), torch.device("cpu"))
+    bench = BlockBench(stack, model_records(stack, BF16), CpuDevice(), 4, 32, 8)
+    assert (bench.rows, bench.seq_len) == (1, 16)
+    times = bench.measure()
+    assert times.measured_tokens == 16
+    assert min(times.block_forward, times.head, times.embed_backward) > 0
+
+
+def test_random_values_fill_everything() -> None:
+    values = random_values((1 << 20) + 5, torch.bfloat16, CpuDevice())
+    assert values.numel() == (1 << 20) + 5
+    assert torch.equal(values[: 1 << 20][:5], values[1 << 20 :])
+    assert 0.015 < float(values.float().std()) < 0.025
+
+
+def test_scratch_files_go_whatever_happens(tmp_path: Path) -> None:
+    left = tmp_path / "fuyou-profile-999999999"  # of a process that was killed
+    with open_scratch([tmp_path], scratch_records(4096, BF16), None):
+        (folder,) = tmp_path.iterdir()
+        shutil.copytree(folder, left)
+    assert list(tmp_path.iterdir()) == [left]
+    with open_scratch([tmp_path], scratch_records(4096, BF16), None):
+        assert not left.exists()
+    scratch = open_scratch([tmp_path], scratch_records(4096, BF16), None)
+    scratch.__enter__()
+    assert list(tmp_path.iterdir())
+    assert not scratch.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_room_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10, 9, 1))
+    with (
+        pytest.raises(UserError, match="Too little space"),
+        open_scratch([tmp_path], scratch_records(4096, BF16), None),
+    ):
+        pass
+    assert not list(tmp_path.iterdir())

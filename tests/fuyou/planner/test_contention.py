@@ -1,0 +1,70 @@
+"""Work beside other work goes at the speeds that were measured, and the simulator's clock follows them."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from fuyou.planner.contention import Contention
+from fuyou.planner.simulator import Simulator
+from fuyou.schedule.tasks import Resource
+from tests.helpers.schedule_model import step_shape
+from tests.helpers.simulation import BF16, CHUNK, FAST, run
+
+GPU, ADAM, SSD, UP = Resource.GPU, Resource.ADAM, Resource.SSD, Resource.HOST_TO_DEVICE
+MEASURED = Contention(
+    {
+        frozenset({GPU, ADAM}): {GPU: 0.5, ADAM: 0.25},
+        frozenset({GPU, SSD}): {GPU: 0.8, SSD: 0.9},
+        frozenset({GPU, ADAM, SSD}): {GPU: 0.4, ADAM: 0.2, SSD: 0.7},
+        frozenset({GPU, UP}): {GPU: 0.9, UP: 0.6},
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("resource", "running", "speed"),
+    [
+        (GPU, {GPU}, 1.0),
+        (ADAM, {GPU, ADAM}, 0.25),
+        (SSD, {GPU, ADAM, SSD}, 0.7),
+        (GPU, {GPU, ADAM, SSD, UP}, 0.4 * 0.9),  # what was measured together, times the pair that it lacks
+        (UP, {GPU, ADAM, UP}, 0.6),  # no pair of copies and Adam: not slowed by it
+        (ADAM, {ADAM, SSD}, 1.0),
+    ],
+)
+def test_speeds(resource: Resource, running: set[Resource], speed: float) -> None:
+    assert MEASURED.speed(resource, running) == pytest.approx(speed)
+
+
+def test_through_json_and_back() -> None:
+    assert Contention.from_list(json.loads(json.dumps(MEASURED.to_list()))) == MEASURED
+
+
+def test_each_piece_goes_as_fast_as_what_runs_beside_it_lets_it() -> None:
+    shape = step_shape(2, False, BF16)
+    simulator = Simulator(shape.records, replace(FAST, contention=MEASURED), 3, CHUNK)
+    ended: dict[Resource, float] = {}
+
+    def start(resource: Resource, seconds: float) -> None:
+        simulator.work(resource, seconds, lambda: ended.setdefault(resource, simulator.now))
+
+    start(GPU, 1.0)
+    simulator.later(1.0, lambda: start(SSD, 0.9))
+    start(ADAM, 1.0)
+    simulation = simulator.run([])
+    # After a second half of the computing and a quarter of Adam are done; then all three are at work, until the
+    # computing ends; Adam beside the drives was not measured: both are at full speed.
+    computed = 1 + 0.5 / 0.4
+    assert ended[GPU] == pytest.approx(computed)
+    assert ended[SSD] == pytest.approx(computed + 0.9 - 0.7 * (computed - 1))
+    assert ended[ADAM] == pytest.approx(computed + 1 - 0.25 - 0.2 * (computed - 1))
+    assert simulation.busy[GPU] == pytest.approx(computed)
+
+
+def test_full_speed_beside_anything_is_no_contention() -> None:
+    rates = replace(FAST, flops_per_second=1e6, adam_parameters_per_second=1e5)
+    free = replace(rates, contention=Contention({frozenset({GPU, ADAM}): {GPU: 1.0, ADAM: 1.0}}))
+    assert run(free)[0].step_seconds() == pytest.approx(run(rates)[0].step_seconds())
+    slowed = replace(rates, contention=Contention({frozenset({GPU, ADAM}): {GPU: 0.5, ADAM: 0.5}}))
+    assert run(slowed)[0].step_seconds() > 1.01 * run(rates)[0].step_seconds()

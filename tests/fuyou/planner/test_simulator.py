@@ -1,0 +1,149 @@
+"""The simulator runs the engine's task lists: no resource is faster than its rate, no task is early."""
+
+from dataclasses import replace
+
+import pytest
+
+from fuyou.layout.deferred import best_fraction, interleaved
+from fuyou.layout.model_layout import BatchShape, BufferCounts, Recomputation
+from fuyou.planner.simulator import Simulator, TaskRates
+from fuyou.schedule.scheduler import Scheduler
+from fuyou.schedule.tasks import Op, Resource, StepList
+from tests.helpers.schedule_model import step_shape
+from tests.helpers.simulation import BF16, CHUNK, COUNTS, FAST, LAYERS, run
+
+
+def work(lists: list[StepList], rates: TaskRates) -> dict[Resource, float]:
+    """Seconds that the last step takes of each resource, by its tasks' costs."""
+    tasks = lists[-1].tasks
+    moved = {
+        resource: sum(task.nbytes for task in tasks if task.op.resource is resource)
+        for resource in (Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST, Resource.ADAM)
+    }
+    return {
+        Resource.GPU: sum(task.flops for task in tasks) / rates.flops_per_second,
+        Resource.HOST_TO_DEVICE: moved[Resource.HOST_TO_DEVICE] / rates.upload_bytes_per_second,
+        Resource.DEVICE_TO_HOST: moved[Resource.DEVICE_TO_HOST] / rates.download_bytes_per_second,
+        Resource.ADAM: moved[Resource.ADAM] / rates.adam_parameters_per_second,
+        Resource.SSD: lists[-1].ssd_read_bytes() / rates.read_bytes_per_second
+        + lists[-1].ssd_written_bytes() / rates.write_bytes_per_second,
+    }
+
+
+@pytest.mark.parametrize(
+    ("slow", "resource"),
+    [
+        ({"flops_per_second": 1e6}, Resource.GPU),
+        ({"upload_bytes_per_second": 1e6}, Resource.HOST_TO_DEVICE),
+        ({"download_bytes_per_second": 1e6}, Resource.DEVICE_TO_HOST),
+        ({"read_bytes_per_second": 1e6, "write_bytes_per_second": 2e6}, Resource.SSD),
+        ({"adam_parameters_per_second": 1e6}, Resource.ADAM),
+    ],
+)
+def test_one_slow_resource_is_the_step(slow: dict[str, float], resource: Resource) -> None:
+    rates = replace(FAST, **slow)
+    simulation, lists = run(rates)
+    assert simulation.step_seconds() == pytest.approx(work(lists, rates)[resource], rel=0.02)
+
+
+def test_two_resources_overlap_but_no_step_beats_its_largest_bound() -> None:
+    shape = step_shape(LAYERS, False, BF16)
+    elements = sum(record.numel for record in shape.records)
+    for flops in (2e8, 1e9, 5e9):
+        rates = replace(
+            FAST, flops_per_second=flops, read_bytes_per_second=26 * elements, write_bytes_per_second=26 * elements
+        )
+        simulation, lists = run(rates)
+        bounds = work(lists, rates)
+        seconds = simulation.step_seconds()
+        assert max(bounds.values()) * 0.999 <= seconds < bounds[Resource.GPU] + bounds[Resource.SSD]
+
+
+def test_tasks_wait_for_what_they_wait_for() -> None:
+    rates = TaskRates(1e9, 1e7, 1e7, 1e7, 1e7, 1e7)
+    _, lists = run(rates, deferred=0.25)
+    for tasks in lists:
+        for task in tasks.tasks:
+            assert task.ended >= task.began
+            for earlier in task.after:
+                assert earlier.ended <= task.began + 1e-9, f"{task} before {earlier}"
+
+
+def test_deferring_helps_where_computing_and_the_drives_take_as_long() -> None:
+    shape = step_shape(LAYERS, False, BF16)
+    elements = sum(record.numel for record in shape.records)
+    rates = replace(FAST, read_bytes_per_second=26 * elements, write_bytes_per_second=26 * elements)
+    flops = work(run(rates)[1], replace(rates, flops_per_second=1.0))[Resource.GPU]
+    balanced = replace(rates, flops_per_second=flops)  # a second of each
+    fraction = best_fraction(lambda part: run(balanced, part)[0].step_seconds(), LAYERS)
+    assert 0 < fraction < 0.5
+    best, without, half = (run(balanced, part)[0].step_seconds() for part in (fraction, 0.0, 0.5))
+    assert best < 0.99 * without and best < half
+
+
+def test_the_best_fraction_is_found_and_equal_ones_cost_no_memory() -> None:
+    assert best_fraction(lambda part: abs(part - 5 / 64), 64) == 5 / 64
+    assert best_fraction(lambda part: 1.0, 7) == 0
+
+
+def keep(
+    layers: list[int], device: int, micro: int, rates: TaskRates, kept_bytes: int = 10_000
+) -> tuple[float, StepList]:
+    """Seconds of a step in which ``layers`` keep outputs that save three quarters of their recomputation."""
+    shape = step_shape(LAYERS, False, BF16)
+    total = len(layers) * micro
+    counts = replace(COUNTS, device_kept=min(device, total), host_kept=2 if total > device else 0, ssd_kept=total)
+    scheduler = Scheduler(shape, counts, recomputation=Recomputation(frozenset(layers), 0.75))
+    lists = [scheduler.training_step(step, BatchShape(micro, 4096, 8, kept_bytes)) for step in range(1, 5)]
+    return Simulator(shape.records, rates, 3, CHUNK).run(lists).step_seconds(), lists[-1]
+
+
+def test_keeping_outputs_helps_where_computing_is_the_bound_and_hurts_where_the_drives_are() -> None:
+    shape = step_shape(LAYERS, False, BF16)
+    layers, micro = list(range(LAYERS)), 2
+    blocks = sum(shape.records[index].parameter_count for index in shape.blocks)
+    saved = 0.75 * 2 * blocks * 8 * micro  # 2 FLOPs per parameter and token
+    kept = LAYERS * micro * 10_000
+    compute = replace(FAST, flops_per_second=1e6)
+    before, _ = keep([], 0, micro, compute)
+    for device in (2, 100):  # on SSD; on the device
+        after, tasks = keep(layers, device, micro, compute)
+        assert before - after == pytest.approx(saved / 1e6, rel=0.01)
+        moved = sum(task.nbytes for task in tasks.tasks if task.op is Op.ACTIVATION_WRITE)
+        assert moved == (0 if device > micro * LAYERS else kept - 4 * 10_000)  # two on the device, two on the host stay
+    drives = replace(FAST, read_bytes_per_second=1e6, write_bytes_per_second=1e6)
+    before, _ = keep([], 0, micro, drives)
+    after, _ = keep(layers, 2, micro, drives)
+    assert after - before == pytest.approx(2 * (kept - 4 * 10_000) / 1e6, rel=0.02)
+    assert keep(layers, 100, micro, drives)[0] == pytest.approx(before)
+
+
+def test_two_buffers_are_enough_to_keep_a_forward_pass_going() -> None:
+    """Each output leaves while the next one is made, not after."""
+    rates = replace(FAST, flops_per_second=1e6)
+    task = 2 * 2050 * 8 / 1e6  # of one micro-batch's forward pass
+    rates = replace(rates, download_bytes_per_second=10_000 / (0.8 * task))
+    layers = list(range(LAYERS))
+    assert keep(layers, 2, 2, rates)[0] <= keep(layers, 100, 2, rates)[0] * 1.01
+
+
+@pytest.mark.parametrize("device", [6, 8])
+def test_a_few_buffers_are_enough_for_inputs_to_come_ahead_of_their_use(device: int) -> None:
+    """A buffer that the newest computation uses would come free only when the next one should have begun."""
+    shape, micro, nbytes = step_shape(LAYERS, False, BF16), 6, 4096
+    host = (LAYERS + 2) * micro + 3 - device
+    counts = BufferCounts(device_activations=device, host_activations=host, host_blocks=LAYERS)
+    forward = 2 * 2050 * 8 / 1e6  # seconds of a block's
+    copies = nbytes / (0.3 * forward)
+    rates = replace(FAST, flops_per_second=1e6, upload_bytes_per_second=copies, download_bytes_per_second=copies)
+    scheduler = Scheduler(shape, counts)
+    lists = [scheduler.training_step(step, BatchShape(micro, nbytes, 8)) for step in range(1, 7)]
+    simulation = Simulator(shape.records, rates, 3, CHUNK).run(lists)
+    assert simulation.step_seconds() <= 1.02 * work(lists, rates)[Resource.GPU]
+
+
+@pytest.mark.parametrize(("fraction", "layers"), [(0.25, [3, 7]), (0.5, [1, 3, 5, 7]), (0.125, [7]), (0.0, [])])
+def test_deferred_blocks_lie_between_the_others(fraction: float, layers: list[int]) -> None:
+    shape = step_shape(8, False, BF16)
+    assert interleaved(shape, fraction) == {shape.blocks[layer] for layer in layers}
+    assert interleaved(shape, 1.0) == {record.index for record in shape.records}

@@ -1,0 +1,174 @@
+"""A trace says when everything happened: lanes have names, nothing overlaps in one, lengths are the tasks' costs."""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.errors import UserError
+from fuyou import Engine
+from fuyou.layout.model_layout import BatchShape, BufferCounts
+from fuyou.layout.record import Precision
+from fuyou.planner.simulator import Simulator, TaskRates
+from fuyou.runtime.trace import RecordInterval, Span, StepTrace, write_spans, write_trace
+from fuyou.schedule.scheduler import Scheduler
+from fuyou.schedule.tasks import Op, Resource, Task
+from tests.helpers.schedule_model import step_shape
+from tests.helpers.twin import tiny_configs
+
+BF16 = Precision(torch.bfloat16, torch.float32)
+RATES = TaskRates(1e8, 2e6, 1e6, 1e6, 2e6, 1e6, commit_seconds=0.003)
+LAYERS, MICRO = 5, 3
+
+Lanes = dict[tuple[str, str], list[dict[str, Any]]]
+
+
+def read(path: Path) -> Lanes:
+    """Events by the names of their group and lane; checks what holds for every trace."""
+    check_format(path)
+    events = json.loads(path.read_text())["traceEvents"]
+    groups = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    lanes: Lanes = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            lanes[groups[event["pid"]], names[event["tid"]]].append(event)
+        else:
+            assert event["ph"] == "M"
+    assert len(lanes) == len(names), "every lane that has a name has tasks, and the other way round"
+    for lane in lanes.values():
+        free = 0
+        for event in sorted(lane, key=lambda event: event["ts"]):
+            assert event["ts"] >= free, "no two overlap, and none is before the step"
+            free = event["ts"] + event["dur"]
+    return lanes
+
+
+def check_format(path: Path) -> None:
+    """What ui.perfetto.dev asks of a Chrome trace in JSON (its "Trace Event Format"), which cannot be opened here."""
+    content = json.loads(path.read_text())
+    assert content["displayTimeUnit"] in ("ms", "ns")
+    lanes: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
+    named: set[tuple[int, int]] = set()
+    for event in content["traceEvents"]:
+        assert isinstance(event["pid"], int) and isinstance(event["tid"], int) and isinstance(event["name"], str)
+        where = event["pid"], event["tid"]
+        if event["ph"] == "M":
+            arguments = {"process_name": "name", "thread_name": "name"}.get(event["name"], "sort_index")
+            assert event["name"].startswith(("process_", "thread_")) and set(event["args"]) == {arguments}
+            named.add(where)
+        else:
+            assert event["ph"] == "X" and event["cat"] and isinstance(event["args"], dict)
+            assert isinstance(event["ts"], int) and isinstance(event["dur"], int), "microseconds"
+            assert event["ts"] >= 0 and event["dur"] >= 0
+            lanes[where].append(event)
+    assert lanes.keys() <= named
+    assert len({tid for _, tid in lanes}) == len(lanes), "a thread belongs to one process"
+    for lane in lanes.values():
+        stamps = [event["ts"] for event in lane]
+        assert stamps == sorted(stamps)
+
+
+def length(events: list[dict[str, Any]]) -> float:
+    """Seconds of all of them together."""
+    return sum(event["dur"] for event in events) / 1e6
+
+
+def test_a_simulated_step(tmp_path: Path) -> None:
+    shape = step_shape(LAYERS, False, BF16)
+    scheduler = Scheduler(shape, BufferCounts(device_activations=4, host_activations=3, ssd_activations=40))
+    lists = [scheduler.training_step(step, BatchShape(MICRO, 4096, 8)) for step in range(1, 5)]
+    simulation = Simulator(shape.records, RATES, 3, 4096).run(lists)
+    window = (simulation.step_ends[-2], simulation.step_ends[-1])
+    write_trace(tmp_path / "step.json", lists[-2:], shape.records, window, simulation.intervals)
+    lanes = read(tmp_path / "step.json")
+
+    (step,) = lanes["steps", "step"]
+    assert (step["name"], step["ts"]) == ("step 4", 0)
+    assert step["dur"] / 1e6 == pytest.approx(simulation.step_seconds(), abs=1e-6)
+    last = lists[-1].tasks
+    computed = lanes["computing", "compute"]
+    assert len(computed) == (2 * LAYERS + 3) * MICRO
+    assert length(computed) == pytest.approx(sum(task.flops for task in last) / RATES.flops_per_second, rel=1e-3)
+    names = [event["name"] for event in computed]
+    assert names[0] == "embedding forward, micro-batch 0"
+    assert names.index("block 3 backward, micro-batch 2") == MICRO * (LAYERS + 2 + 1) + 2
+    uploads = lanes["host to device", "parameter upload"] + lanes["host to device", "activation upload"]
+    moved = sum(task.nbytes for task in last if task.op.resource is Resource.HOST_TO_DEVICE)
+    assert sum(event["args"]["bytes"] for event in uploads if event["args"]["step"] == 4) == moved
+    assert {"block 0 parameters", "head parameters"} <= {one["name"] for one in lanes["SSDs", "parameter read"]}
+    assert length(lanes["SSDs", "all traffic"]) <= step["dur"] / 1e6
+    assert length(lanes["SSDs", "all traffic"]) == pytest.approx(  # a steady state: as much comes in as goes out
+        lists[-1].ssd_read_bytes() / RATES.read_bytes_per_second
+        + lists[-1].ssd_written_bytes() / RATES.write_bytes_per_second,
+        rel=0.1,
+    )
+    assert {event["name"] for event in lanes["optimizer", "update"]} >= {f"block {i} update" for i in range(LAYERS)}
+
+
+def test_what_queues_is_drawn_in_turn(tmp_path: Path) -> None:
+    def span(name: str, began: float, ended: float) -> Span:
+        return Span(Resource.SSD, "parameter read", name, began, ended, 1, nbytes=5)
+
+    spans = [span("c", 10.0, 10.4), span("a", 9.0, 10.1), span("b", 10.0, 10.3), span("old", 9.0, 9.9)]
+    write_spans(tmp_path / "t.json", spans, 10.0)
+    (lane,) = read(tmp_path / "t.json").values()
+    drawn = [(event["name"], event["ts"], event["dur"], event["args"].get("waited_ms")) for event in lane]
+    assert drawn == [("a", 0, 100_000, 1000.0), ("b", 100_000, 200_000, 100.0), ("c", 300_000, 100_000, 300.0)]
+    assert lane[0]["args"]["bytes"] == 5
+
+
+def test_only_the_newest_step_is_kept(tmp_path: Path) -> None:
+    def task(op: Op, step: int, began: float, ended: float) -> Task:
+        return Task(op, [], step=step, record=2, began=began, ended=ended, nbytes=8)
+
+    trace = StepTrace(step_shape(2, False, BF16).records)
+    with pytest.raises(UserError, match="No step was taken"):
+        trace.write(tmp_path / "t.json")
+    for step in range(1, 4):
+        at = 10.0 * step
+        done = [task(Op.PARAMETER_UPLOAD, step, at + 1, at + 2), task(Op.STEP, step, 0.0, at + 9)]
+        trace.add(done, [RecordInterval(3, at + 8, at + 10)], [RecordInterval(3, at + 3, at + 4)])
+    trace.write(tmp_path / "t.json")
+    lanes = read(tmp_path / "t.json")
+    assert [(e["name"], e["ts"], e["dur"]) for e in lanes["steps", "step"]] == [("step 3", 0, 10_000_000)]
+    assert [(e["name"], e["ts"]) for e in lanes["host to device", "parameter upload"]] == [
+        ("block 0 parameters", 2_000_000)
+    ]
+    written = [(e["name"], e["ts"], e["dur"]) for e in lanes["SSDs", "states read and written"]]
+    assert written == [("block 1", 0, 1_000_000), ("block 1", 9_000_000, 2_000_000)]  # one reaches over
+    assert len(lanes["optimizer", "Adam computing"]) == 1
+
+
+def test_a_real_step_on_an_emulated_accelerator(tmp_path: Path) -> None:
+    device = "emulated:tflops=0.002,memory=1GiB,link=1GB/s"
+    config = tiny_configs()["llama"]
+    tokens = torch.randint(0, config.vocab_size, (4, 16))
+    with Engine(config, ssd=[tmp_path], device=device, micro_batch=2, batch_shape=(4, 16)) as engine:
+        with pytest.raises(UserError, match="No step was taken"):
+            engine.write_trace(tmp_path / "none.json")
+        engine.keep_trace()
+        reports = []
+        for _ in range(3):
+            engine(input_ids=tokens, labels=tokens).loss.backward()
+            reports.append(engine.step())
+        engine.write_trace(tmp_path / "step.json")
+        with pytest.raises(UserError, match=r"cannot be written to .*missing"):
+            engine.write_trace(tmp_path / "missing" / "step.json")
+    lanes = read(tmp_path / "step.json")
+    layers = config.num_hidden_layers
+    (step,) = lanes["steps", "step"]
+    assert step["name"] == "step 3"
+    computed = lanes["computing", "compute"]
+    assert len(computed) == 2 * (2 * layers + 3)
+    for event in computed:
+        assert event["dur"] == pytest.approx(event["args"].get("flops", 0.0) / 0.002e12 * 1e6, abs=1.5)
+        assert event["ts"] + event["dur"] <= step["dur"] + 1
+    assert step["dur"] / 1e6 >= reports[-1].seconds * 0.99, "it begins where the step before ended"
+    records = layers + len({"embedding", "head"} - {"head"} if config.tie_word_embeddings else {"embedding", "head"})
+    assert len({event["name"] for event in lanes["optimizer", "update"]}) == records
+    assert len({event["name"] for event in lanes["SSDs", "states read and written"]}) == records
+    assert not list(tmp_path.glob("*.tmp"))

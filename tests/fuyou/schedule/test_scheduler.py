@@ -1,0 +1,320 @@
+"""The schedule finds the right bytes in the right place, whatever the buffers and however the lanes interleave."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fuyou.layout.model_layout import BatchShape, BufferCounts
+from fuyou.layout.record import Kind, Precision
+from fuyou.layout.visits import Phase
+from fuyou.schedule.scheduler import Scheduler
+from fuyou.schedule.tasks import SSD_READS, SSD_WRITES, Op, Task
+from tests.helpers.schedule_model import TRAINS, Machine, Program, build, check_order, step_shape
+
+#: The least that works: everything streams, nothing overlaps.
+LEAST = BufferCounts(
+    device_blocks=1, device_outer=1, device_block_gradients=1, device_outer_gradients=1, host_blocks=1, host_outer=1,
+    host_block_gradients=1, host_outer_gradients=1, device_activations=3, host_activations=2, ssd_activations=100,
+)  # fmt: skip
+#: What a machine with some room has: transfers overlap, block inputs stay on the device.
+USUAL = BufferCounts(device_activations=100)
+
+
+def activations(layers: int, micro: int) -> int:
+    """How many activations a step may keep at once, as the memory plan counts them."""
+    return (layers + 2) * micro + 2
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> dict[str, Any]:
+    """What to :func:`build`."""
+    layers, tied = draw(st.integers(1, 6)), draw(st.booleans())
+    most = draw(st.integers(1, 5))
+    total = activations(layers, most)
+    device = draw(st.integers(3, total))
+    # Where the block inputs go: all on the device; device and host; device, host and SSD.
+    if device == total:
+        host, ssd = draw(st.sampled_from([0, 2])), 0
+    elif draw(st.booleans()):
+        host, ssd = total - device + draw(st.integers(1, 4)), 0
+    else:
+        host, ssd = draw(st.integers(2, total)), total
+    few = st.integers(1, 3)
+    keeping = draw(st.sets(st.integers(0, layers - 1)))
+    kept = len(keeping) * most
+    device_kept = draw(st.integers(min(1, kept), kept))
+    # One place more than what does not fit on the device, or two on the way to the SSDs.
+    host_kept, ssd_kept = draw(st.sampled_from([(kept - device_kept + 1, 0), (2, kept)])) if kept else (0, 0)
+    counts = BufferCounts(
+        device_blocks=draw(st.integers(1, layers + 1)), device_outer=draw(st.integers(1, 2)),
+        device_block_gradients=draw(few), device_outer_gradients=draw(st.integers(1, 2)),
+        host_blocks=draw(st.integers(1, layers + 1)), host_outer=draw(st.integers(1, 2)),
+        host_block_gradients=draw(st.integers(1, layers + 1)), host_outer_gradients=draw(st.integers(1, 2)),
+        device_adapters=draw(st.integers(1, 2)), device_adapter_gradients=draw(st.integers(1, 2)),
+        host_adapters=draw(few), host_adapter_gradients=draw(few),
+        device_activations=device, host_activations=host, ssd_activations=ssd,
+        device_kept=device_kept, host_kept=host_kept, ssd_kept=ssd_kept,
+    )  # fmt: skip
+    kinds = st.sampled_from(["train", "train", "train", "eval", "flush"])
+    entry = st.tuples(kinds, st.integers(1, most), st.booleans())
+    script = [("train", most, draw(st.booleans())), *draw(st.lists(entry, min_size=1, max_size=4))]
+    speculate = draw(st.booleans())
+    return {
+        "layers": layers, "tied": tied, "counts": counts, "script": script,
+        "defer": draw(st.sampled_from([0, 0.25, 0.5, 1])), "hold": draw(st.booleans()),
+        "single_slot": not speculate and draw(st.booleans()), "slot": draw(st.integers(0, 1)), "keeping": keeping,
+        "speculate": speculate, "defer_all": draw(st.sets(st.integers(1, 5))),
+        "resident": draw(st.sampled_from([0, 0, 1, 3, 8])), "frozen": draw(st.booleans()),
+    }  # fmt: skip
+
+
+@settings(max_examples=400)
+@given(scenarios())
+def test_everything_that_shares_a_place_is_ordered_and_finds_what_it_needs(scenario: dict[str, Any]) -> None:
+    program = build(**scenario)
+    check_order(program)
+    Machine(program).run_in_order()
+
+
+@settings(max_examples=150)
+@given(scenarios(), st.integers(0, 2**32))
+def test_any_order_that_the_executor_may_choose_works(scenario: dict[str, Any], seed: int) -> None:
+    program = build(**scenario)
+    for number in range(2):
+        Machine(program).run(seed + number)
+
+
+@settings(max_examples=60)
+@given(scenarios())
+def test_every_step_computes_and_updates_everything_once(scenario: dict[str, Any]) -> None:
+    program = build(**scenario)
+    shape = program.shape
+    trained = [(micro, steps) for kind, micro, steps in program.lists if kind == "train"]
+    for micro, steps in trained:
+        computed = [(task.visit, task.micro) for task in steps.tasks if task.op is Op.COMPUTE]
+        assert computed == [(visit, m) for visit in shape.visits(train=True) for m in range(micro)]
+        assert steps.end is not None and steps.end.op is Op.STEP
+        for task in steps.tasks:
+            if task.op is Op.COMPUTE:
+                assert task.visit is not None
+                assert task.last == (task.micro == micro - 1)
+                trains = any(shape.records[index].trainable for index in task.visit.records)
+                assert (task.gradient >= 0) == (trains and task.visit.phase in TRAINS)
+    for kind, micro, steps in program.lists:
+        if kind == "eval":
+            computed = [(task.visit, task.micro) for task in steps.tasks if task.op is Op.COMPUTE]
+            assert computed == [(visit, m) for visit in shape.visits(train=False) for m in range(micro)]
+            assert not any(task.op in (Op.UPDATE, Op.STATE_WRITE, Op.COMMIT, Op.STEP) for task in steps.tasks)
+    done = [task for task in program.tasks if task.op is Op.UPDATE]
+    updates = Counter((task.record, task.step) for task in done if not program.is_void(task))
+    assert updates == Counter((index, steps.step) for index in shape.trainable for _, steps in trained)
+
+
+@settings(max_examples=60)
+@given(scenarios())
+def test_buffers_are_within_the_counts(scenario: dict[str, Any]) -> None:
+    program = build(**scenario)
+    for task in program.tasks:
+        for place in (place for places in program.accesses(task) for place in places):
+            if place[0].startswith(("ssd parameters", "ssd states")):
+                if not program.shape.records[place[1]].trainable:
+                    assert place[2] == 0
+                else:
+                    assert place[2] in ((program.slot,) if program.single_slot else (0, 1))
+            assert place[-1] >= 0
+
+
+@pytest.mark.parametrize(("layers", "micro"), [(1, 3), (4, 1), (3, 4), (6, 5)])
+def test_places_on_ssd_are_used_again(layers: int, micro: int) -> None:
+    """With as few places for activations as can be, and slow reads."""
+    script = [("train", micro, True), ("eval", micro, True), ("train", micro, True)]
+    for places in range(activations(layers, micro)):
+        try:
+            program = build(layers, True, replace(LEAST, ssd_activations=places), script)
+            break
+        except IndexError:
+            continue
+    assert 0 < places < (layers + 1) * micro
+    check_order(program)
+    for seed in range(5):
+        Machine(program).run(seed)
+
+
+# -- commits ----------------------------------------------------------------------------------------------------------
+
+
+def commits(program: Program) -> list[tuple[int, int]]:
+    return [(task.step, task.target) for task in program.tasks if task.op is Op.COMMIT]
+
+
+@pytest.mark.parametrize("defer", [0, 0.34, 1])
+def test_commits_alternate_between_the_slots(defer: float) -> None:
+    program = build(3, False, USUAL, [("train", 1, True)] * 4, defer=defer)
+    assert commits(program) == [(1, 1), (2, 0), (3, 1), (4, 0)]
+    program = build(3, True, USUAL, [("train", 1, True)] * 3, defer=defer, slot=1)
+    assert commits(program) == [(1, 0), (2, 1), (3, 0)]
+
+
+@pytest.mark.parametrize("defer", [0, 0.34, 1])
+def test_steps_that_are_not_committed_stay_in_the_other_slot(defer: float) -> None:
+    script = [("train", 1, step % 3 == 0) for step in range(1, 9)]
+    program = build(2, False, USUAL, script, defer=defer)
+    assert commits(program) == [(3, 1), (6, 0), (8, 1)]  # the last one by the flush at the end
+    targets = {task.step: task.target for task in program.tasks if task.op is Op.UPDATE}
+    assert targets == {1: 1, 2: 1, 3: 1, 4: 0, 5: 0, 6: 0, 7: 1, 8: 1}
+
+
+@pytest.mark.parametrize("defer", [0, 0.34, 1])
+def test_a_single_slot_is_updated_in_place(defer: float) -> None:
+    program = build(3, False, USUAL, [("train", 2, True)] * 3, defer=defer, single_slot=True)
+    assert {task.target for task in program.tasks if task.op is Op.UPDATE} == {0}
+    assert [step for step, _ in commits(program)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("defer", [0, 0.34, 1])
+def test_a_commit_waits_for_all_writes_of_its_step(defer: float) -> None:
+    program = build(4, False, LEAST, [("train", 2, True)] * 3, defer=defer)
+    newest: dict[int, Task] = {}
+    for task in program.tasks:
+        if task.op is Op.STATE_WRITE:
+            newest[task.record] = task
+        if task.op is Op.COMMIT:
+            assert set(map(id, newest.values())) <= set(map(id, task.after))
+            assert len(newest) == len(program.shape.records)
+
+
+def test_deferred_updates_wait_for_the_end_of_their_step() -> None:
+    program = build(3, False, USUAL, [("train", 2, True)] * 3, defer=1)
+    ends = {steps.step: steps.end for kind, _, steps in program.lists if kind == "train"}
+    for task in program.tasks:
+        if task.op is Op.UPDATE:
+            assert any(earlier is ends[task.step] for earlier in task.after)
+
+
+def test_what_the_scheduler_says_of_its_commits() -> None:
+    shape, batch = step_shape(2, False), BatchShape(1, 4096, 8)
+    scheduler = Scheduler(shape, USUAL)
+    assert scheduler.commit_step is None and not scheduler.pending
+    scheduler.training_step(1, batch)
+    assert scheduler.commit_step == 1 and not scheduler.pending
+
+    deferred = Scheduler(shape, USUAL, deferred=shape.blocks[:1])
+    deferred.training_step(1, batch)
+    assert deferred.pending and deferred.commit_step is None
+    with pytest.raises(AssertionError, match="flush"):
+        deferred.evaluation(1, batch)
+    deferred.training_step(2, batch)
+    assert deferred.commit_step == 1
+    deferred.flush(2)
+    assert not deferred.pending and deferred.commit_step == 2
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def moved(tasks: list[Task], ops: frozenset[Op]) -> int:
+    return sum(task.nbytes for task in tasks if task.op in ops and not task.op.name.startswith("ACTIVATION"))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("micro", [1, 4])
+def test_bytes_per_parameter_when_everything_streams(tied: bool, micro: int) -> None:
+    program = build(6, tied, LEAST, [("train", micro, True)] * 3)
+    elements = sum(record.numel for record in program.shape.records)
+    for _, _, steps in program.lists:
+        assert moved(steps.tasks, SSD_READS) <= 14 * elements
+        assert moved(steps.tasks, SSD_WRITES) == 12 * elements
+        assert steps.ssd_read_bytes() == sum(task.nbytes for task in steps.tasks if task.op in SSD_READS)
+        assert steps.ssd_written_bytes() == sum(task.nbytes for task in steps.tasks if task.op in SSD_WRITES)
+
+
+@pytest.mark.parametrize(("host", "device"), [(1, 1), (2, 1), (1, 3), (3, 2), (4, 2)])
+@pytest.mark.parametrize("defer", [0, 0.34, 1])
+def test_bytes_per_parameter_with_any_few_buffers(host: int, device: int, defer: float) -> None:
+    counts = replace(LEAST, host_blocks=host, device_blocks=device)
+    program = build(6, False, counts, [("train", 2, True)] * 4, defer=defer)
+    elements = sum(record.numel for record in program.shape.records)
+    for kind, _, steps in program.lists[1:]:
+        gradients = [task for task in steps.tasks if task.op in (Op.GRADIENT_READ, Op.GRADIENT_WRITE)]
+        spilled = sum(task.nbytes for task in gradients if task.op is Op.GRADIENT_READ)
+        assert defer or not gradients
+        if kind == "train":
+            assert spilled <= 2 * elements
+            assert moved(steps.tasks, SSD_READS) - spilled <= 14 * elements
+            assert moved([task for task in steps.tasks if task not in gradients], SSD_WRITES) == 12 * elements
+
+
+@pytest.mark.parametrize(
+    ("precision", "states"),
+    [
+        (Precision(torch.bfloat16, torch.float32), 10),
+        (Precision(torch.bfloat16, torch.bfloat16), 6),
+        (Precision(torch.float32, torch.float32), 8),
+        (Precision(torch.float32, torch.bfloat16), 4),
+    ],
+)
+def test_bytes_of_every_precision(precision: Precision, states: int) -> None:
+    program = build(3, False, LEAST, [("train", 1, True)] * 2, precision=precision)
+    width = precision.dtype.itemsize
+    for _, _, steps in program.lists:
+        for task in steps.tasks:
+            if task.record < 0:
+                continue
+            numel = program.shape.records[task.record].numel
+            expected = {
+                Op.PARAMETER_READ: width, Op.PARAMETER_UPLOAD: width, Op.GRADIENT_DOWNLOAD: width,
+                Op.STATE_READ: states, Op.STATE_WRITE: width + states, Op.UPDATE: 1, Op.COMPUTE: 0,
+            }  # fmt: skip
+            assert task.nbytes == expected[task.op] * numel
+
+
+def test_nothing_is_read_twice_where_the_host_holds_everything() -> None:
+    counts = replace(USUAL, host_blocks=6, host_outer=2)
+    program = build(6, False, counts, [("train", 2, True)] * 3)
+    for number, (_, _, steps) in enumerate(program.lists):
+        reads = Counter(task.record for task in steps.tasks if task.op is Op.PARAMETER_READ)
+        assert reads == (Counter(record.index for record in program.shape.records) if number == 0 else Counter())
+
+
+def test_one_more_host_buffer_saves_one_read() -> None:
+    reads = []
+    for host in range(1, 8):
+        program = build(6, False, replace(LEAST, host_blocks=host), [("train", 1, True)] * 4)
+        last = [task for task in program.lists[-1][2].tasks if task.op is Op.PARAMETER_READ]
+        reads.append(sum(program.shape.records[task.record].kind is Kind.BLOCK for task in last))
+    assert reads == sorted(reads, reverse=True)
+    assert reads[0] <= 12 and reads[-1] == 0
+    assert all(before - after <= 2 for before, after in pairwise(reads))
+
+
+def test_updates_and_reads_are_not_held_up_by_what_they_do_not_need() -> None:
+    """With three host buffers, the read of the block after next waits for nothing of the next block."""
+    program = build(6, False, USUAL, [("train", 1, True)])
+    tasks = program.tasks
+    computes = {task.visit.layer: task for task in tasks if task.visit and task.visit.phase is Phase.BLOCK_FORWARD}
+    for layer in range(4):
+        reads = [t for t in tasks if t.op is Op.PARAMETER_READ and t.record == program.shape.blocks[layer + 2]]
+        reach: set[int] = set()
+        todo = list(reads[0].after)
+        while todo:
+            task = todo.pop()
+            if id(task) not in reach:
+                reach.add(id(task))
+                todo.extend(task.after)
+        assert id(computes[layer]) not in reach
+
+
+def test_flops_are_those_of_recomputation() -> None:
+    program = build(3, False, USUAL, [("train", 2, True)])
+    shape = program.shape
+    for task in program.tasks:
+        if task.op is Op.COMPUTE:
+            assert task.visit is not None
+            factor = {Phase.BLOCK_FORWARD: 2, Phase.HEAD: 6, Phase.BLOCK_BACKWARD: 6}.get(task.visit.phase, 0)
+            assert task.flops == factor * shape.records[task.record].parameter_count * 8

@@ -1,0 +1,96 @@
+"""All ways of running of which every crash point can be tried, by name; ``tests/crash/all_points.py`` does so."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.crash import cluster, ranks
+from tests.helpers.crash.drives import Fault
+from tests.helpers.crash.points import ENDINGS, Move, crash, crash_move, move_reference, reference
+from tests.helpers.crash.runs import Run
+
+Attempt = Callable[[Path, int, str, bool], bool]
+"""One crash, in a directory to be made: at a call, by an action, with a power cut or without. Returns whether it came
+before the end of the run.
+
+Raises:
+    AssertionError: something does not hold.
+"""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of running, as it is when nothing happens to it."""
+
+    calls: int
+    """That it makes to its drives."""
+    attempt: Attempt
+    endings: tuple[tuple[str, bool], ...] = ENDINGS
+
+
+def _seed(number: int, power: bool) -> int | None:
+    """What a power cut takes with it is drawn anew for each call."""
+    return number if power else None
+
+
+def _training(options: dict[str, Any], folder: Path) -> Way:
+    expected = reference(Run(folder / "undisturbed", options))
+
+    def attempt(root: Path, number: int, action: str, power: bool) -> bool:
+        return crash(Run(root, options, fault=Fault(number, action)), expected, _seed(number, power))
+
+    return Way(expected.calls, attempt)
+
+
+def _moving(move: Move, folder: Path) -> Way:
+    """Every other crash is first tried on the old drives again."""
+    expected = move_reference(folder / "undisturbed", move)
+
+    def attempt(root: Path, number: int, action: str, power: bool) -> bool:
+        return crash_move(root, move, Fault(number, action), expected, _seed(number, power), number % 2 == 0)
+
+    # One process makes all calls.
+    return Way(expected.calls, attempt, tuple(ending for ending in ENDINGS if ending[0] != "kill self"))
+
+
+def _in_memory(strategy: str, folder: Path) -> Way:
+    options = {"model": cluster.make_model(folder / "model"), "strategy": strategy}
+    expected = reference(cluster.ClusterRun(folder / "undisturbed", options))
+
+    def attempt(root: Path, number: int, action: str, power: bool) -> bool:
+        run = cluster.ClusterRun(root, options, fault=Fault(number, action))
+        return cluster.crash(run, expected, _seed(number, power))
+
+    return Way(expected.calls, attempt)
+
+
+def _out_of_core(story: ranks.Story, folder: Path) -> Way:
+    expected = ranks.reference(folder / "undisturbed", story)
+
+    def attempt(root: Path, number: int, action: str, power: bool) -> bool:
+        return ranks.crash(root, story, Fault(number, action), expected, _seed(number, power))
+
+    return Way(expected.calls, attempt)
+
+
+#: Each is undisturbed first, in a folder that is there.
+WAYS: dict[str, Callable[[Path], Way]] = {
+    "moving: one drive more": partial(_moving, Move((0, 1), (0, 1, 2))),
+    "moving: one drive fewer": partial(_moving, Move((0, 1, 2), (1, 2))),
+    "moving: other drives": partial(_moving, Move((0, 1), (2,))),
+    "training: states in host memory": partial(_training, {}),
+    "training: everything streamed": partial(_training, {"host_cache": 0}),
+    "training: clipping (all updates deferred)": partial(_training, {"max_grad_norm": 0.5}),
+    "training: clipping (two steps of three updated again)": partial(
+        _training, {"max_grad_norm": 1.55, "clip_by": "speculation", "host_cache": 0}
+    ),
+    "training: half of the updates deferred": partial(_training, {"deferred_fraction": 0.5, "host_cache": 0}),
+    "training: commit every 2 steps": partial(_training, {"commit_every": 2}),
+    "training: fp32": partial(_training, {"dtype": "fp32", "host_cache": 0}),
+    # Cut over both ranks; whole on each of them, which take turns in writing.
+    "ranks in memory: fcdp": partial(_in_memory, "fcdp"),
+    "ranks in memory: N/N/N": partial(_in_memory, "N/N/N"),
+    **{f"out of core: {name}": partial(_out_of_core, story) for name, story in ranks.STORIES.items()},
+}

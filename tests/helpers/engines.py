@@ -1,0 +1,87 @@
+"""Small engines beside their twins in memory: opened, fed, trained, compared to the bit."""
+
+import math
+from pathlib import Path
+
+import torch
+
+import fuyou
+from tests.helpers.twin import Twin
+
+ROWS, TOKENS, STEPS = 4, 32, 5
+OPTIONS = {"lr": 1e-3, "weight_decay": 0.1}
+
+
+def batches(count: int, packed: bool) -> list[dict[str, torch.Tensor]]:
+    """Random tokens, some without a label; packed ones hold two documents a row."""
+    generator = torch.Generator().manual_seed(3)
+    result = []
+    for _ in range(count):
+        tokens = torch.randint(0, 211, (ROWS, TOKENS), generator=generator)
+        labels = tokens.clone()
+        labels[:, :3] = -100
+        batch = {"input_ids": tokens, "labels": labels}
+        if packed:
+            batch["position_ids"] = torch.arange(TOKENS).remainder(20).expand(ROWS, -1).contiguous()
+        result.append(batch)
+    return result
+
+
+def directories(root: Path, count: int) -> list[Path]:
+    made = [root / f"ssd{index}" for index in range(count)]
+    for path in made:
+        path.mkdir()
+    return made
+
+
+def engine(model: Path, ssd: list[Path], dtype: str = "bf16", **options) -> fuyou.Engine:
+    """With everything streamed, unless asked for otherwise."""
+    options = {"host_memory": "600MiB", "host_cache": 0, "batch_shape": (ROWS, TOKENS), **OPTIONS, **options}
+    return fuyou.Engine(model, ssd=ssd, dtype=dtype, **options)
+
+
+def check(
+    model: Path,
+    ssd: list[Path],
+    *,
+    dtype: str,
+    micro_batch: int,
+    clip: float | None = None,
+    packed: bool = True,
+    steps: int = STEPS,
+    trained_from: Path | None = None,
+    **options,
+) -> None:
+    twin = Twin(str(model), bf16=dtype == "bf16", max_grad_norm=clip, **OPTIONS)
+    started = engine(trained_from or model, ssd, dtype, micro_batch=micro_batch, max_grad_norm=clip, **options)
+    with started as trained:
+        for batch in batches(steps, packed):
+            out = trained(**batch)
+            out.loss.backward()
+            report = trained.step()
+            assert out.loss.item() == twin.step(batch, micro_batch)
+            assert math.isclose(report.grad_norm, twin.grad_norm, rel_tol=1e-12)
+        compare(trained, twin)
+
+
+def compare(trained: fuyou.Engine, twin: Twin) -> None:
+    seen = set()
+    for name, master in trained.named_parameters():
+        assert torch.equal(master, twin.masters[name]), name
+        seen.add(name)
+    assert seen == set(twin.masters)
+
+
+SCARCE = {"device_activations": 4, "host_activations": 2, "ssd_activations": 40}
+ONE_OF_EACH = {"device_blocks": 1, "device_block_gradients": 1, "host_blocks": 1, "host_block_gradients": 1}
+
+
+def train(trained: fuyou.Engine, feed: list[dict[str, torch.Tensor]]) -> list[float]:
+    losses = []
+    for batch in feed:
+        out = trained(**batch)
+        out.loss.backward()
+        trained.user_state["seen"] = trained.step_count + 1
+        trained.step()
+        losses.append(out.loss.item())
+    return losses

@@ -1,0 +1,139 @@
+"""What ranks do in the tests of the trainer."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import fcdp
+from common.errors import FinetuneError
+from common.models.adapters.options import AdapterOptions
+from fcdp.trainer import Trainer, TrainerConfig
+from fuyou import NonFiniteLoss
+
+VOCABULARY = 67
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, or a part of one."""
+
+    model: str
+    folder: Path
+    strategy: Any = "fcdp"
+    steps: int = 3
+    rows: int = 5
+    """More than a multiple of 2, 3 and 4 ranks: some compute a sequence more than others."""
+    resume: bool = False
+    save: Path | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    adapters: AdapterOptions | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    losses: list[float]
+    norms: list[float]
+    sent: int
+    planned: float
+    held: int
+    """Elements of parameters that this rank holds."""
+    kinds: set[tuple[bool, torch.dtype]]
+    """Whether parameters are trained, and their dtype here."""
+
+
+def batch(step: int, rows: int) -> dict[str, torch.Tensor]:
+    """Two documents in each row, with unequal numbers of labels."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, VOCABULARY, (rows, 10), generator=generator)
+    labels = ids.clone()
+    labels[:, 0] = labels[:, 4] = -100
+    labels[1, 5:] = -100
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        "position_ids": torch.cat([torch.arange(4), torch.arange(6)]).repeat(rows, 1),
+    }
+
+
+def rate(step: int) -> float:
+    return 1e-2 / step
+
+
+def train(topology: fcdp.Topology, run: Run) -> Outcome:
+    config = TrainerConfig(**{"strategy": run.strategy, "dtype": "fp32", "max_grad_norm": 0.5, **run.options})
+    adapters = None if run.adapters is None else run.adapters.peft_config()
+    trainer = Trainer(run.model, topology, config, run.folder, adapters)
+    trainer.resume() if run.resume else trainer.begin()
+    losses, norms = [], []
+    sent = 0
+    for step in range(trainer.step_count + 1, trainer.step_count + run.steps + 1):
+        done = trainer.train_step(batch(step, run.rows), rate(step))
+        losses.append(done.loss)
+        norms.append(done.grad_norm)
+        sent = done.sent_bytes
+    trainer.user_state["steps"] = trainer.step_count
+    trainer.commit()
+    if run.save is not None:
+        trainer.save_pretrained(run.save, merge=run.adapters is not None)
+    held = sum(parameter.to_local().numel() for parameter in trainer._model.parameters())
+    kinds = {(parameter.requires_grad, parameter.dtype) for parameter in trainer._model.parameters()}
+    planned = trainer.planned_sent_bytes(run.rows)
+    trainer.close()
+    return Outcome(losses, norms, sent, planned, held, kinds)
+
+
+def train_around(topology: fcdp.Topology, run: Run, numbers: tuple[int, ...], bad: tuple[int, ...]) -> Any:
+    """Batch and learning rate of each step are those of its number; ``bad`` batches hold token 0, whose embedding is
+    infinite. Committed and continued after each third of the steps. Returns losses that are finite, and the state."""
+    losses: list[float] = []
+    config = TrainerConfig(run.strategy, "fp32", max_grad_norm=0.5, on_nonfinite="skip", **run.options)
+    for start in range(0, len(numbers), 3):
+        trainer = Trainer(run.model, topology, config, run.folder)
+        trainer.resume() if start else trainer.begin()
+        for number in numbers[start : start + 3]:
+            inputs = batch(number, run.rows)
+            inputs["input_ids"].clamp_(min=1)
+            inputs["input_ids"][-1, 2] = 0 if number in bad else 1
+            done = trainer.train_step(inputs, rate(number))
+            assert done.skipped == (number in bad) and done.step == trainer.step_count
+            losses += [] if done.skipped else [done.loss]
+        trainer.commit()
+        state = {name: value.to_local().clone() for name, value in trainer._state().items()}  # type: ignore[attr-defined]
+        trainer.close()
+    return losses, state
+
+
+def export(topology: fcdp.Topology, run: Run) -> str:
+    """As :func:`tests.helpers.fcdp.engine_cases.export`."""
+    adapters = None if run.adapters is None else run.adapters.peft_config()
+    trainer = Trainer(run.model, topology, TrainerConfig(run.strategy, "fp32"), run.folder, adapters)
+    trainer.begin()
+    assert run.save is not None
+    said = "exported"
+    try:
+        trainer.save_pretrained(run.save, merge=adapters is not None)
+    except FinetuneError as error:
+        left = sorted(str(file.relative_to(run.save)) for file in run.save.rglob("*") if file.is_file())
+        said = f"{error} {left}"
+    dist.barrier()
+    trainer.save_pretrained(run.save, merge=adapters is not None, allow_nonfinite=True)
+    trainer.close()
+    return said
+
+
+def diverge(topology: fcdp.Topology, run: Run) -> str:
+    """A step whose loss is not finite: every rank says so, and nothing hangs."""
+    trainer = Trainer(run.model, topology, TrainerConfig(dtype="fp32"), run.folder)
+    trainer.begin()
+    trainer.train_step(batch(1, run.rows), 1e30)
+    try:
+        trainer.train_step(batch(2, run.rows), 1e-3)
+    except NonFiniteLoss as error:
+        assert not trainer._gradients(), "the next step would add to them"
+        return str(error)
+    finally:
+        trainer.close()
+    return "finite"

@@ -1,0 +1,26 @@
+"""Simulated steps of a model without a machine."""
+
+from dataclasses import replace
+
+import torch
+
+from fuyou.layout.deferred import interleaved
+from fuyou.layout.model_layout import BatchShape, BufferCounts
+from fuyou.layout.record import Precision
+from fuyou.planner.simulator import Simulation, Simulator, TaskRates
+from fuyou.schedule.scheduler import Scheduler
+from fuyou.schedule.tasks import StepList
+from tests.helpers.schedule_model import step_shape
+
+BF16 = Precision(torch.bfloat16, torch.float32)
+LAYERS, CHUNK = 16, 4096
+FAST = TaskRates(1e18, 1e18, 1e18, 1e18, 1e18, 1e18, commit_seconds=0.0)
+COUNTS = BufferCounts(device_activations=40, host_blocks=3)
+
+
+def run(rates: TaskRates, deferred: float = 0.0, micro: int = 2, ring: int = 3) -> tuple[Simulation, list[StepList]]:
+    shape = step_shape(LAYERS, False, BF16)
+    counts = replace(COUNTS, host_block_gradients=2 + len(interleaved(shape, deferred)))
+    scheduler = Scheduler(shape, counts, deferred=interleaved(shape, deferred))
+    lists = [scheduler.training_step(step, BatchShape(micro, 4096, 8)) for step in range(1, 7)]
+    return Simulator(shape.records, rates, ring, CHUNK).run(lists), lists
