@@ -1,12 +1,9 @@
-"""The ground floor: memory tiers, storage, hardware, models, data, checkpoints, reports.
+"""The foundation of ``fuyou`` and ``fcdp``: memory, storage, hardware, models and data."""
 
-Nothing in here knows about training. ``fuyou`` and ``fcdp`` stand on it.
-"""
+from common.openmp import let_threads_sleep
 
-from common.waiting import wait_asleep
-
-#: Lets ``fuyou`` and ``fcdp`` tell this package from another one that is also called ``common``.
 PROJECT = "fuyou"
+"""Marks this package, so that ``fuyou`` and ``fcdp`` notice another one that is also called ``common``."""
 
-# Here, since every process of ours (command, ranks, optimizer process) imports this package before PyTorch.
-wait_asleep()
+# Here, since every process (command, ranks, optimizer process) imports this package before PyTorch.
+let_threads_sleep()

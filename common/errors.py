@@ -1,22 +1,22 @@
-"""The two kinds of failure a user can see, and the help that goes with a mistyped name."""
+"""The two kinds of errors that users see, and hints for mistyped names."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class FinetuneError(Exception):
-    """Something failed while running: one message that says what, with values, and what to do."""
+    """A failure while running. Its message says what failed, with values, and what to do."""
 
     exit_status = 1
 
 
 class UserError(FinetuneError):
-    """What the user asked for cannot be done as asked (wrong path, option, or budget)."""
+    """A wrong path, option or budget: what the user has to change before anything can run."""
 
     exit_status = 2
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """`` Did you mean 'x'?`` for the nearest of ``candidates``, or an empty string."""
+    """Return `` Did you mean 'x'?`` for the nearest of ``candidates``, or an empty string."""
     close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""

@@ -1,4 +1,4 @@
-"""What is mounted where, as the kernel tells in ``/proc/<pid>/mountinfo`` (proc_pid_mountinfo(5))."""
+"""Read the kernel's list of mounts, ``/proc/<pid>/mountinfo`` (proc_pid_mountinfo(5))."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,22 +7,22 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Mount:
-    """One line of it."""
+    """A mounted file system."""
 
     root: str
-    """What of the file system is mounted: ``/`` for all of it."""
+    """Directory of the file system that is mounted: ``/`` for all of it."""
     point: str
-    """Where."""
+    """Directory at which it is mounted."""
     device: str
     """Major and minor number: ``259:2``."""
     file_system: str
     source: str
     options: str
-    """Of the file system, with commas."""
+    """Options of the file system, separated by commas."""
 
 
 def mounts(file: Path) -> Iterator[Mount]:
-    """The mounts that ``file`` lists, older ones first; none where it is absent or closed to us."""
+    """Yield the mounts that ``file`` lists, older ones first; none where it is absent or not readable."""
     try:
         lines = file.read_text(errors="surrogateescape").splitlines()
     except OSError:
@@ -34,6 +34,6 @@ def mounts(file: Path) -> Iterator[Mount]:
 
 
 def _unescaped(text: str) -> str:
-    """Spaces and the like come as ``\\040``; everything else, whatever the alphabet, as it is."""
+    """Decode spaces and the like, which come as ``\\040``; all else, whatever the alphabet, stays as it is."""
     raw = text.encode(errors="surrogateescape").decode("unicode_escape").encode("latin-1")
     return raw.decode(errors="surrogateescape")

@@ -1,4 +1,4 @@
-"""What ranks tell each other in words: small things, as JSON. (PyTorch's own collectives for objects use pickle.)"""
+"""Collectives for small objects, as JSON. (PyTorch's own use pickle.)"""
 
 import json
 from collections.abc import Callable
@@ -11,48 +11,46 @@ from common.errors import FinetuneError, UserError
 
 
 def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What every rank has told, in the order of ranks. Collective.
+    """Gather a value from every rank, in the order of ranks. Collective.
 
     Args:
-        value: JSON; tuples are heard as lists, floats exactly, NaN and infinities too.
+        value: anything that JSON can carry; tuples arrive as lists, floats exactly, NaN and infinities too.
         group: the ranks that take part; None: all.
     """
     device = _device(group)
-    words = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(lengths, torch.tensor([len(words)], device=device), group=group)
+    dist.all_gather(lengths, torch.tensor([len(text)], device=device), group=group)
     longest = max(int(length) for length in lengths)
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: len(words)] = words
-    heard = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(heard, padded, group=group)
-    return [
-        json.loads(bytes(text[: int(length)].cpu().numpy())) for text, length in zip(heard, lengths, strict=True)
-    ]  # fmt: skip
+    padded[: len(text)] = text
+    gathered = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(gathered, padded, group=group)
+    return [json.loads(bytes(one[: int(length)].cpu().numpy())) for one, length in zip(gathered, lengths, strict=True)]
 
 
 def run_on_all_ranks(work: Callable[[], Any]) -> list[Any]:
-    """Call ``work`` on every rank, and tell what it returns, JSON; it fails everywhere or nowhere. Collective.
+    """Call ``work`` on every rank and gather its results, JSON; it fails everywhere or nowhere. Collective.
 
     Raises:
-        UserError, FinetuneError: that of the first rank that has one, on every rank.
+        UserError, FinetuneError: the first failing rank's error, on every rank.
     """
-    mine: dict[str, Any] = {}
+    own: dict[str, Any] = {}
     try:
-        mine["returned"] = work()
+        own["returned"] = work()
     except FinetuneError as error:
-        mine = {"failed": str(error), "status": error.exit_status}
-    everyone = all_gather_object(mine)
-    for told in everyone:
-        if "failed" in told:
-            kind = UserError if told["status"] == UserError.exit_status else FinetuneError
-            raise kind(told["failed"])
-    return [told["returned"] for told in everyone]
+        own = {"failed": str(error), "status": error.exit_status}
+    outcomes = all_gather_object(own)
+    for outcome in outcomes:
+        if "failed" in outcome:
+            kind = UserError if outcome["status"] == UserError.exit_status else FinetuneError
+            raise kind(outcome["failed"])
+    return [outcome["returned"] for outcome in outcomes]
 
 
 def broadcast_from_rank0(work: Callable[[], Any]) -> Any:
-    """Call ``work`` on rank 0 and tell all what it returns; for what network file systems may not show all nodes the
-    same. Collective.
+    """Call ``work`` on rank 0 and broadcast its result: network file systems may look different to other nodes.
+    Collective.
 
     Raises:
         UserError, FinetuneError: as :func:`run_on_all_ranks`.
@@ -61,6 +59,6 @@ def broadcast_from_rank0(work: Callable[[], Any]) -> Any:
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where ``group`` can exchange tensors: host memory, unless it has NCCL alone."""
+    """Return where ``group`` exchanges tensors: in host memory, unless it has NCCL alone."""
     on_cpu = "cpu:" in dist.get_backend_config(group)
     return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())

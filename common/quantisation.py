@@ -1,13 +1,13 @@
-"""Block-quantised tensors as they travel: int8, or two int4 to a byte, with one fp32 scale for every :data:`BLOCK`.
+"""Quantise tensors in blocks: int8, or two int4 to a byte, with one fp32 scale for every :data:`BLOCK` elements.
 
-Symmetric and round-to-nearest: a block's scale maps its largest magnitude to 127 (int8) or 7 (int4), so that no element
-is off by more than half a scale: |x - dequantised| <= max|block| / 254, or / 14. Scales of their own keep an outlier's
+Rounding is symmetric and to nearest: a block's scale maps its largest magnitude to 127 (int8) or 7 (int4), so the error
+is at most half a scale: |x - dequantised| <= max|block| / 254, or / 14. A scale for each block keeps an outlier's
 damage inside its block (Dettmers et al., arXiv:2110.02861, section 2.1; used by ZeRO++ and ZeRO-topo).
 
-A row of c elements becomes one row of bytes: the scales of its blocks, then their values. Rows know nothing of each
-other, so any of them may travel by itself. Bytes per element: 1 + 4/256 and 0.5 + 4/256, against 2 in bf16.
+A row of c elements becomes one row of bytes: the scales of its blocks, then their values. Rows are independent, so each
+can be sent by itself. Bytes per element: 1 + 4/256 and 0.5 + 4/256, against 2 in bf16.
 
-Weights that are frozen also come in nf4: 16 values that are not evenly spaced, and blocks of 64, 0.5625 bytes each.
+Frozen weights can also be kept in nf4: 16 values that are not evenly spaced, in blocks of 64, 0.5625 bytes each.
 """
 
 from typing import Literal
@@ -17,10 +17,10 @@ import torch
 Bits = Literal[8, 4]
 
 BLOCK = 256
-"""Elements that share a scale."""
+"""Number of elements that share a scale."""
 
 NF4_BLOCK = 64
-"""Elements that share a scale in nf4, as in bitsandbytes."""
+"""Number of elements that share a scale in nf4, as in bitsandbytes."""
 
 #: The 16 values of nf4, relative to a block's largest magnitude: quantiles of a normal distribution, with an exact zero
 #: (Dettmers et al., arXiv:2305.14314, appendix E).
@@ -36,18 +36,18 @@ _HALF = BLOCK // 2
 
 
 def quantised_nbytes(count: int, bits: Bits) -> int:
-    """Bytes that a row of ``count`` elements takes; its last block is padded with zeros."""
+    """Return the bytes that a row of ``count`` elements takes; its last block is padded with zeros."""
     return _blocks(count) * (_SCALE_BYTES + BLOCK * bits // 8)
 
 
 def quantise(rows: torch.Tensor, bits: Bits, out: torch.Tensor | None = None) -> torch.Tensor:
-    """``rows`` ``[..., c]``, floating point, each in blocks of its own.
+    """Quantise ``rows`` ``[..., c]``, floating point, each in blocks of its own.
 
     A block with a NaN or an infinity comes back as NaN throughout: training should see that, not a clipped value.
     A block whose largest magnitude has no reciprocal in fp32 (below 1e-36) comes back as zeros.
 
     Args:
-        out: ``uint8 [..., quantised_nbytes(c)]``, contiguous rows; None: a new one.
+        out: where the bytes go, ``uint8 [..., quantised_nbytes(c)]`` with contiguous rows; None: a new tensor.
     """
     rows = rows.detach()
     *leading, count = rows.shape
@@ -73,7 +73,7 @@ def quantise(rows: torch.Tensor, bits: Bits, out: torch.Tensor | None = None) ->
 
 
 def dequantise(payload: torch.Tensor, count: int, bits: Bits) -> torch.Tensor:
-    """The rows ``fp32 [..., count]`` of ``payload`` ``uint8 [..., quantised_nbytes(count)]``."""
+    """Return the rows ``fp32 [..., count]`` of ``payload`` ``uint8 [..., quantised_nbytes(count)]``."""
     scales, values = _parts(payload, _blocks(count), BLOCK * bits // 8)
     signed = values.view(torch.int8)
     if bits == 4:
@@ -84,18 +84,18 @@ def dequantise(payload: torch.Tensor, count: int, bits: Bits) -> torch.Tensor:
 
 
 def nf4_nbytes(count: int) -> int:
-    """Bytes that a row of ``count`` elements takes in nf4: 0.5625 each, and padding."""
+    """Return the bytes that a row of ``count`` elements takes in nf4: 0.5625 each, and padding."""
     return _blocks(count, NF4_BLOCK) * (_SCALE_BYTES + NF4_BLOCK // 2)
 
 
 def quantise_nf4(rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """``rows`` ``[..., c]`` in nf4: of each block the nearest of 16 values that suit weights, which are about normal.
+    """Quantise ``rows`` ``[..., c]`` to nf4: the nearest of 16 values that suit weights, which are about normal.
 
-    Relative to :func:`quantise` with 4 bits: smaller blocks, and most values where most weights are. NaN and infinities
-    come back as NaN.
+    Compared with :func:`quantise` in 4 bits, blocks are smaller, and most values lie where most weights are. NaN and
+    infinities come back as NaN.
 
     Args:
-        out: ``uint8 [..., nf4_nbytes(c)]``, contiguous rows; None: a new one.
+        out: where the bytes go, ``uint8 [..., nf4_nbytes(c)]`` with contiguous rows; None: a new tensor.
     """
     *leading, count = rows.shape
     blocks = _blocks(count, NF4_BLOCK)
@@ -115,7 +115,7 @@ def quantise_nf4(rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.T
 
 
 def dequantise_nf4(payload: torch.Tensor, count: int) -> torch.Tensor:
-    """The rows ``fp32 [..., count]`` of ``payload`` ``uint8 [..., nf4_nbytes(count)]``."""
+    """Return the rows ``fp32 [..., count]`` of ``payload`` ``uint8 [..., nf4_nbytes(count)]``."""
     scales, values = _parts(payload, _blocks(count, NF4_BLOCK), NF4_BLOCK // 2)
     codes = torch.cat((values & 0xF, values >> 4), dim=-1)
     elements = torch.tensor(NF4_VALUES, device=payload.device)[codes.int()] * scales.unsqueeze(-1)
@@ -127,6 +127,6 @@ def _blocks(count: int, block: int = BLOCK) -> int:
 
 
 def _parts(payload: torch.Tensor, blocks: int, block_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of scales, ``fp32 [..., blocks]``, and values, ``uint8 [..., blocks, block_bytes]``."""
+    """Return views of scales, ``fp32 [..., blocks]``, and values, ``uint8 [..., blocks, block_bytes]``."""
     border = blocks * _SCALE_BYTES
     return payload[..., :border].view(torch.float32), payload[..., border:].unflatten(-1, (blocks, block_bytes))

@@ -1,4 +1,4 @@
-"""What is worth keeping between runs: small results, one JSON file each, found by everything that they depend on."""
+"""A cache of small results between runs: one JSON file each, found by everything that the result depends on."""
 
 import contextlib
 import hashlib
@@ -7,12 +7,14 @@ import os
 from pathlib import Path
 from typing import Any
 
+from common.files import replace_file
+
 CACHE_VARIABLE = "FINETUNE_CACHE"
-"""Environment variable: another directory for what is kept between runs."""
+"""Name of the environment variable that gives the cache another directory."""
 
 
 def cache_directory() -> Path:
-    """Where results are kept: ``$FINETUNE_CACHE``, else ``$XDG_CACHE_HOME/finetune``, else ``~/.cache/finetune``."""
+    """Return the cache: ``$FINETUNE_CACHE``, else ``$XDG_CACHE_HOME/finetune``, else ``~/.cache/finetune``."""
     own = os.environ.get(CACHE_VARIABLE)
     if own:
         return Path(own)
@@ -20,13 +22,13 @@ def cache_directory() -> Path:
 
 
 def read_cached(kind: str, key: dict[str, Any], version: int) -> dict[str, Any] | None:
-    """Return the content that was written under ``key``; None if there is none, it is of another version, or its file
-    is damaged.
+    """Return the content that was written under ``key``; None if there is none, it has another version, or it is
+    damaged.
 
     Args:
         kind: name of the folder.
         key: everything that the content depends on, as JSON can carry it.
-        version: of the content's format.
+        version: version of the content's format.
     """
     try:
         content = json.loads(cached_path(kind, key).read_text(encoding="utf-8"))
@@ -36,13 +38,12 @@ def read_cached(kind: str, key: dict[str, Any], version: int) -> dict[str, Any] 
 
 
 def write_cached(kind: str, key: dict[str, Any], version: int, **content: Any) -> None:
-    """Keep ``content`` for :func:`read_cached`. A directory that cannot be written to costs the next run its result."""
+    """Write ``content`` for :func:`read_cached`; where the directory cannot be written to, nothing is cached."""
     path = cached_path(kind, key)
-    beside = path.with_suffix(f".{os.getpid()}.tmp")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps({"format": version, "key": key, **content}, indent=1))
-        beside.replace(path)
+        text = json.dumps({"format": version, "key": key, **content}, indent=1)
+        replace_file(path, text, suffix=f".{os.getpid()}.tmp")
 
 
 def cached_path(kind: str, key: dict[str, Any]) -> Path:

@@ -1,4 +1,4 @@
-"""Sizes, rates and times as people write and read them."""
+"""Parse and format sizes, counts and times as people write them."""
 
 import re
 
@@ -12,7 +12,7 @@ _FACTORS = {
 
 
 def parse_bytes(text: str | int) -> int:
-    """Bytes in ``"24GiB"``, ``"512 MB"``, ``"1.5g"`` or a plain number.
+    """Return the bytes in ``"24GiB"``, ``"512 MB"``, ``"1.5g"`` or a plain number.
 
     Raises:
         UserError: the text is not a size.
@@ -26,7 +26,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def format_bytes(count: float) -> str:
-    """``1.50 GiB``: three significant digits in binary units."""
+    """Format bytes as ``1.50 GiB``: three significant digits in binary units."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
@@ -35,7 +35,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """``1.35 B``: a number of parameters or tokens in thousands, millions, billions."""
+    """Format a number of parameters or tokens as ``1.35 B``: in thousands, millions, billions."""
     for unit in ("", " K", " M", " B"):
         if abs(count) < 1000:
             return f"{count:.3g}{unit}"
@@ -44,7 +44,7 @@ def format_count(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """``850 ms``, ``12.3 s``, ``4 min 05 s``, ``3 h 20 min`` or ``2 d 4 h``."""
+    """Format a time as ``850 ms``, ``12.3 s``, ``4 min 05 s``, ``3 h 20 min`` or ``2 d 4 h``."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 60:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from common.data import Documents, restarts
 from common.data.rows import take_rows
 from common.errors import UserError
-from common.models.attention.isolation import Separator, takes_positions
+from common.models.attention.isolation import DocumentSeparator, takes_positions
 from fcdp.model import ClusterModel
 from fcdp.strategy.topology import Topology
 from fuyou.model.loss import targets_of
@@ -31,7 +31,7 @@ class Forward:
     def __init__(self, model: ClusterModel, topology: Topology, micro_batch: int | None):
         self._model, self._topology, self._micro_batch = model, topology, micro_batch
         self._left_out = _FOR_THE_LOSS | (set() if takes_positions(model.meta) else {"position_ids"})
-        self._separator: Separator | None = None
+        self._separator: DocumentSeparator | None = None
 
     def micro_batches(self, rows: int) -> int:
         """Return how many micro-batches every rank computes of ``rows`` sequences."""
@@ -98,6 +98,6 @@ class Forward:
         documents = Documents.of(part.get("position_ids"))
         if documents is not None and self._separator is None:
             assert self._model.family.isolation is not None
-            self._separator = Separator(self._model.module, self._model.family.isolation)
+            self._separator = DocumentSeparator(self._model.module, self._model.family.isolation)
         with contextlib.nullcontext() if self._separator is None else self._separator.apart(documents):
             yield

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from common.models.adapters.adapters import Adapters
 from common.models.checkpoint.sources import CheckpointSource, RandomSource, WeightSource
 from common.models.flops import active_parameters, hardware_flops_per_token, model_flops_per_token
-from common.models.meta import build_meta_model
+from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from fcdp.checkpoint.weights import load, materialise, widen
 from fcdp.config import TrainerConfig

@@ -12,7 +12,7 @@ import torch
 from peft import PeftConfig
 
 from common.errors import UserError
-from common.models.adapters.adapters import AdapterOptions
+from common.models.adapters.options import AdapterOptions
 from common.models.vision.towers import TowerFreezing
 from common.units import parse_bytes
 from fuyou.layout.deferred import interleaved

@@ -26,10 +26,10 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import FinetuneError, UserError
-from common.models.adapters.adapters import ALL_LINEAR
-from common.models.classes import TaskType, task_type_of
-from common.models.meta import build_meta_model
+from common.models.adapters.options import ALL_LINEAR
+from common.models.meta_model import build_meta_model
 from common.models.miniature import TOKENS, VOCABULARY, miniature
+from common.models.task_type import TaskType, task_type_of
 from common.result_cache import read_cached, write_cached
 from fuyou.layout.record import Precision
 from fuyou.model.loss import targets_of

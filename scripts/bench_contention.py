@@ -30,7 +30,7 @@ import click
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(1, str(ROOT))  # not installed: run from a checkout
 
-from common.waiting import OF_THE_USER  # noqa: E402
+from common.openmp import WAITING_VARIABLES  # noqa: E402
 
 from cli.train.demo import DemoSize, write_checkpoint, write_data  # noqa: E402
 
@@ -99,7 +99,7 @@ def command(words: list[str], way: Way, hidden: Mapping[str, str], folder: Path)
     Raises:
         SystemExit: it failed; what it said is shown.
     """
-    clean = {name: value for name, value in os.environ.items() if name not in OF_THE_USER}
+    clean = {name: value for name, value in os.environ.items() if name not in WAITING_VARIABLES}
     environment = {**clean, "PYTHONPATH": str(ROOT), **hidden, **way.environment}
     began, before = time.monotonic(), os.times()
     log = folder / "log.txt"

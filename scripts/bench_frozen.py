@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import common.waiting  # noqa: F401
+import common.openmp  # noqa: F401
 
 import click
 import torch
@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import fuyou
 from common.data.demo_text import demo_documents, train_demo_tokenizer
-from common.models.adapters.adapters import AdapterOptions
+from common.models.adapters.options import AdapterOptions
 
 VOCABULARY, SEQUENCE, ROWS = 2048, 128, 8
 HIDDEN, LAYERS = 384, 8

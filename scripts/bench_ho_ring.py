@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import common.waiting  # noqa: F401
+import common.openmp  # noqa: F401
 
 import click
 import torch

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, cast
 
-import common.waiting  # noqa: F401
+import common.openmp  # noqa: F401
 
 import click
 import torch

@@ -16,14 +16,14 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
-import common.waiting  # noqa: F401
+import common.openmp  # noqa: F401
 
 import click
 import torch
 from transformers import LlamaConfig
 
 from common.hardware.machine import cpu_count
-from common.models.meta import build_meta_model
+from common.models.meta_model import build_meta_model
 from common.units import parse_bytes
 from fuyou import Engine
 from fuyou.layout.deferred import interleaved

@@ -28,7 +28,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import common.waiting  # noqa: F401
+import common.openmp  # noqa: F401
 
 import click
 import torch
@@ -43,7 +43,7 @@ from peers.runner import Contender, ContenderFailedError
 
 from common.errors import FinetuneError, UserError
 from common.hardware.machine import cpu_count, describe_machine, memory_available_bytes
-from common.models.meta import build_meta_model
+from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from common.units import format_bytes, parse_bytes
 

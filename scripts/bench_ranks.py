@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import common.waiting  # noqa: F401
+import common.openmp  # noqa: F401
 
 import click
 import torch
@@ -27,7 +27,7 @@ from netcluster import network_bytes
 
 import fcdp
 import fuyou
-from common.models.adapters.adapters import AdapterOptions
+from common.models.adapters.options import AdapterOptions
 from common.object_collectives import all_gather_object
 from fuyou.planner import describe_training
 from fuyou.planner.rates import TaskRates

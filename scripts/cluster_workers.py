@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import common.waiting  # noqa: F401
+import common.openmp  # noqa: F401
 
 import torch
 import torch.distributed as dist

@@ -11,14 +11,14 @@ With adapters, what is compared with the budget are the frozen weights, and byte
 
 import tempfile
 
-import common.waiting  # noqa: F401
+import common.openmp  # noqa: F401
 
 import click
 import torch
 from transformers import LlamaConfig, logging
 
 import fuyou
-from common.models.adapters.adapters import AdapterOptions
+from common.models.adapters.options import AdapterOptions
 from common.units import format_bytes, format_count, parse_bytes
 
 

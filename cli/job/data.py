@@ -11,7 +11,7 @@ from common.data import Batches, DataConfig, PackedBatches, RandomBatches, open_
 from common.data.images.batches import ImageBatches, any_images, open_image_data
 from common.data.images.encoding import load_processor
 from common.errors import UserError
-from common.models.classes import TaskType
+from common.models.task_type import TaskType
 from fuyou.model.family import Family
 
 RANDOM_TOKENS = "random tokens"

@@ -11,7 +11,7 @@ from cli.options.settings import Settings
 from common.errors import UserError
 from common.hardware.machine import pick_gpu, torch_name
 from common.models.presets import load_config
-from common.store.directories import usable
+from common.store.directories import usable_directories
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.record import Precision
 from fuyou.optimizer.clipping import ClipStatistics, clip_by_named
@@ -39,7 +39,9 @@ def directories_at_hand(settings: Settings) -> list[Path]:
     Raises:
         UserError: a directory of ``--ssd`` is not there, or cannot be used.
     """
-    return usable([Path(word).expanduser() for word in settings.ssd] or [_existing(settings.output_directory)])
+    return usable_directories(
+        [Path(word).expanduser() for word in settings.ssd] or [_existing(settings.output_directory)]
+    )
 
 
 def sequence_length(wanted: int | None, config: PreTrainedConfig) -> int:

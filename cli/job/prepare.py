@@ -24,10 +24,10 @@ from common.data.files import find_files
 from common.errors import UserError
 from common.hardware.machine import Gpu, pick_gpu
 from common.models.checkpoint.compressed import method_of
-from common.models.classes import task_type_of
-from common.models.meta import build_meta_model
+from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
-from common.store.directories import usable
+from common.models.task_type import task_type_of
+from common.store.directories import usable_directories
 from common.units import format_bytes
 from fuyou.layout.share import Share
 from fuyou.model.family import family_of
@@ -168,7 +168,7 @@ def _quantised_bytes(settings: Settings) -> int:
 
 def _directories(settings: Settings, checkpoint: Path | None) -> tuple[tuple[Path, ...], Path, str]:
     """Return directories for the store, the output directory (made here), and the name of the store's directory."""
-    ssd = tuple(usable([Path(word).expanduser() for word in settings.ssd])) if settings.ssd else ()
+    ssd = tuple(usable_directories([Path(word).expanduser() for word in settings.ssd])) if settings.ssd else ()
     output = settings.output_directory
     if checkpoint is not None and checkpoint.resolve() == output.resolve():
         raise UserError(f"--output {output} is the checkpoint that is to be read: give another directory.")

@@ -22,11 +22,7 @@ def peft_config_of(settings: Settings) -> "PeftConfig | None":
     """
     if not settings.trains_adapters:
         return None
-    from common.models.adapters.adapters import (  # peft takes a second to import
-        ALL_LINEAR,
-        AdapterOptions,
-        load_peft_config,
-    )
+    from common.models.adapters.options import ALL_LINEAR, AdapterOptions, load_peft_config
 
     if settings.peft_config is not None:
         return load_peft_config(settings.peft_config)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+from common.files import replace_file
 from common.store.errors import described
 
 HISTORY_FILE = "losses.jsonl"
@@ -24,11 +25,9 @@ class History:
 
     def __init__(self, path: Path, committed: int) -> None:
         kept = [line for line in _lines(path) if _step(line) <= committed] if committed else []
-        beside = path.with_suffix(".tmp")
         self._path = path
         with described("writing", path):
-            beside.write_text("".join(f"{line}\n" for line in kept))
-            beside.replace(path)
+            replace_file(path, "".join(f"{line}\n" for line in kept))
             self._file = path.open("a", buffering=1)
 
     def append(self, step: int, values: Mapping[str, float]) -> None:

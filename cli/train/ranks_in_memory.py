@@ -17,7 +17,7 @@ from cli.train.rank_process import RankProcess
 from cli.train.same_run import check_same_run
 from common.data import Batches
 from common.errors import FinetuneError
-from common.models.meta import build_meta_model
+from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from common.object_collectives import broadcast_from_rank0
 from common.units import format_bytes, format_seconds

@@ -1,4 +1,4 @@
-"""Batches for training: ``open_data`` for data files, ``RandomBatches`` where there are none."""
+"""Batches of tokens for training: ``open_data`` for data files, ``RandomBatches`` where there are none."""
 
 import contextlib
 import math
@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from common.data.encoding import Encoded, Encoder
+from common.data.counts import nothing_to_train
+from common.data.encoding import EncodedSegment, Encoder
 from common.data.files import find_files, read_records, reading
 from common.data.fitting import RowFitter
 from common.data.order import draw_rows
-from common.data.packing import TRAINED, Packer, Padder, cut, first_lengths, unpack
+from common.data.packing import TRAINED, Packer, Padder, cut_documents, first_lengths, unpack
 from common.data.shapes import examples_of_records, examples_of_text_file
 from common.data.token_file import Header, TokenFile, cache_key, remove_unfinished, write_token_file
 from common.errors import UserError
@@ -23,8 +24,8 @@ from common.memory.heap import return_free_memory
 from common.store.lock import DirectoryLock
 from common.units import format_count
 
-#: Where rows are not packed, batches are as long as a multiple of this.
-_WIDTHS = 64
+WIDTH_MULTIPLE = 64
+"""Number of tokens to a multiple of which batches are padded where rows are not packed."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,9 @@ class DataConfig:
     batch_size: int
     """Rows per step."""
     seed: int = 0
-    """Chooses the order of the rows, anew in every epoch."""
+    """Seed of the order of the rows, which is a new one in every epoch."""
     shuffle: bool = True
-    """If not, rows come in the order in which packing finished them, about that of the files."""
+    """Whether rows are shuffled; if not, they come in the order in which packing finished them, about the files'."""
     packed: bool = True
     """Whether documents share rows. If not, each has a row of its own, and batches are as long as their longest row."""
     labels_ahead: bool = False
@@ -69,19 +70,19 @@ class Batches(ABC):
     """Steps after which every row was seen: rows / batch size, rounded up."""
     rows: int
     tokens: int
-    """In one epoch, without padding."""
+    """Number of tokens of one epoch, without padding."""
     trainable_tokens: int
-    """Tokens of one epoch that carry loss."""
+    """Number of tokens of one epoch that carry loss."""
     description: str
-    """For the user: a line, and one more for each thing that is not done as the files have it."""
+    """Text for the user: a line, and one more for each thing that is not as the files have it."""
     labels_ahead: bool = False
-    """Whether the label of a position is what it is to predict; if not, the next position's label is that."""
+    """Whether the label of a position is the token to predict there; if not, it is the token at that position."""
     packed: bool = False
     """Whether documents share rows."""
 
     @abstractmethod
     def batch(self, step: int) -> dict[str, torch.Tensor]:
-        """``input_ids``, ``labels`` and ``position_ids`` of step ``step`` (from 0), int64 [batch_size, seq_len].
+        """Return ``input_ids``, ``labels`` and ``position_ids`` of a step (from 0), int64 [batch_size, seq_len].
 
         Several documents share a row, if they are packed, and ``position_ids`` restart at 0 with each. ``labels`` are
         -100 where no loss is wanted, and as the model's own loss takes them (``labels_ahead``).
@@ -92,7 +93,7 @@ class Batches(ABC):
 
 
 class PackedBatches(Batches):
-    """Batches of a packed token file. Memory is that of one batch, whatever the size of the data."""
+    """Batches of a packed token file. They take the memory of one batch, whatever the size of the data."""
 
     def __init__(self, file: TokenFile, config: DataConfig) -> None:
         header = file.header
@@ -107,13 +108,13 @@ class PackedBatches(Batches):
         self.description = _describe(header, config)
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
-        """As :meth:`Batches.batch`: rows that are read when they are asked for."""
+        """Read the rows of a step; see :meth:`Batches.batch`."""
         size = self._config.batch_size
         draws, seed = range(step * size, (step + 1) * size), self._config.seed if self._config.shuffle else None
         # Rows that are not packed stay with their like: neighbours, which are about as long.
-        rows = self._file.read(draw_rows(draws, self.rows, seed, run_on_all_ranks=1 if self._config.packed else size))
+        rows = self._file.read(draw_rows(draws, self.rows, seed, group_size=1 if self._config.packed else size))
         if not self._config.packed:
-            rows = rows[:, : _rounded(int(first_lengths(rows).max()))]
+            rows = rows[:, : rounded_width(int(first_lengths(rows).max()))]
         ids, labels, positions = unpack(rows)
         if not self._config.packed:  # padding comes last, where nothing sees it
             positions = np.broadcast_to(np.arange(rows.shape[1], dtype=np.int64), rows.shape).copy()
@@ -149,7 +150,7 @@ class RandomBatches(Batches):
         )
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
-        """As :meth:`Batches.batch`: drawn from the seed and ``step``."""
+        """Draw the tokens of a step from the seed and ``step``; see :meth:`Batches.batch`."""
         random = np.random.default_rng((self._seed, step))
         ids = torch.from_numpy(random.integers(self._vocab_size, size=self._shape, dtype=np.int64))
         labels = ids.clone()
@@ -162,7 +163,7 @@ class RandomBatches(Batches):
 
 
 def open_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir: Path) -> PackedBatches:
-    """Batches of the data in ``config.files``: tokenized and packed into a file in ``cache_dir``, or found there.
+    """Open batches of the data in ``config.files``: tokenized and packed into a file in ``cache_dir``, or found there.
 
     The file is used again as long as data files, tokenizer, ``seq_len`` and ``truncate`` are the same; it takes 4 bytes
     per token.
@@ -189,7 +190,9 @@ def open_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir:
 def _build(path: Path, files: list[Path], config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     seq_len = config.seq_len
     fitting = RowFitter(seq_len, config.truncate)
-    header = Header(seq_len, len(files), cut=fitting.cut, left_out=fitting.left_out, untrained=fitting.untrained)
+    header = Header(
+        seq_len=seq_len, files=len(files), cut=fitting.cut, left_out=fitting.left_out, untrained=fitting.untrained
+    )
     encoder = Encoder(tokenizer, fitting)
     with write_token_file(path, header) as out, reading(path.parent) as scratch:
 
@@ -197,8 +200,8 @@ def _build(path: Path, files: list[Path], config: DataConfig, tokenizer: PreTrai
             header.rows += 1
             out.add(row)
 
-        packer = (Packer if config.packed else Padder)(seq_len, _padding(tokenizer), write)
-        for piece in cut(_count_documents(_encode_files(files, encoder, scratch), header), seq_len):
+        packer = (Packer if config.packed else Padder)(seq_len, padding_id(tokenizer), write)
+        for piece in cut_documents(_count_documents(_encode_files(files, encoder, scratch), header), seq_len):
             trained = int(np.count_nonzero(piece & TRAINED))
             if not trained:
                 header.skipped_tokens += len(piece)
@@ -208,18 +211,19 @@ def _build(path: Path, files: list[Path], config: DataConfig, tokenizer: PreTrai
             packer.add(piece)
         packer.finish()
         if not header.rows:
-            raise UserError(_nothing_to_train(header, files, config))
+            is_empty = not (header.documents or header.left_out.records or header.untrained.records)
+            raise UserError(nothing_to_train(files, is_empty, _changes(header, config)))
 
 
 def _return_free_memory() -> None:
-    """Give the system back what reading and tokenizing used: allocators keep 100 MB and more for a next time."""
+    """Return to the system what reading and tokenizing used: allocators keep 100 MB and more for a next time."""
     import pyarrow
 
     pyarrow.default_memory_pool().release_unused()
     return_free_memory()
 
 
-def _encode_files(files: list[Path], encoder: Encoder, scratch: Path) -> Iterator[Encoded]:
+def _encode_files(files: list[Path], encoder: Encoder, scratch: Path) -> Iterator[EncodedSegment]:
     for file in files:
         records = read_records(file, scratch)
         is_text = file.suffix.lower() == ".txt"
@@ -227,15 +231,15 @@ def _encode_files(files: list[Path], encoder: Encoder, scratch: Path) -> Iterato
         yield from encoder.encode(examples)
 
 
-def _count_documents(documents: Iterator[Encoded], header: Header) -> Iterator[Encoded]:
+def _count_documents(documents: Iterator[EncodedSegment], header: Header) -> Iterator[EncodedSegment]:
     for document in documents:
         header.documents += document.ends
         yield document
 
 
-def _rounded(length: int) -> int:
-    """A few lengths only, so that what is planned and recorded for one batch serves others."""
-    return -(-length // _WIDTHS) * _WIDTHS
+def rounded_width(length: int) -> int:
+    """Round a length up: with few lengths, what is planned and recorded for one batch serves others."""
+    return -(-length // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
 
 
 def _moved_ahead(labels: np.ndarray) -> np.ndarray:
@@ -243,8 +247,8 @@ def _moved_ahead(labels: np.ndarray) -> np.ndarray:
     return np.concatenate([labels[:, 1:], np.full_like(labels[:, :1], -100)], axis=1)
 
 
-def _padding(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Any id the model has will do, as padding is never attended to and carries no loss."""
+def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return a token id to pad with. Any will do: padding is never attended to and carries no loss."""
     known = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     return next((int(token) for token in known if token is not None), 0)
 
@@ -256,40 +260,15 @@ def _describe(header: Header, config: DataConfig) -> str:
         f"{format_count(header.tokens)} tokens, {format_count(header.trainable_tokens)} of them trained on, "
         f"in {header.rows:,} rows of {header.seq_len:,} ({fill:.1%} full)"
     )
-    lines = [counts, *_not_as_written(header, config)]
+    lines = [counts, *_changes(header, config)]
     if not config.packed:
         lines.append("one document in each row: nothing keeps those that share a row apart in this model")
     return "\n".join(lines)
 
 
-def _not_as_written(header: Header, config: DataConfig) -> list[str]:
-    """What is cut and what is left out, each with the place of the first such record."""
-    longer = f"longer than a row of {header.seq_len:,} tokens"
-    if config.truncate:
-        too_long = f"{longer}, not even the beginning of an answer fits (a larger --seq-len has them)"
-    else:
-        too_long = f"{longer} (--drop-long; --truncate keeps what fits of them)"
-    lines = (
-        ("cut", header.cut, f"{longer}: the answers that fit are kept, with all before them (--drop-long drops them)"),
-        ("left out", header.left_out, too_long),
-        ("left out", header.untrained, "no completion, output or message of the assistant to train on"),
-    )
-    said = [
-        f"{what}: {tally.records:,} {'record' if tally.records == 1 else 'records'}, {format_count(tally.tokens)} "
-        f"tokens; first {tally.first}; {why}"
-        for what, tally, why in lines
-        if tally.records
-    ]
+def _changes(header: Header, config: DataConfig) -> list[str]:
+    lines = header.changes(header.seq_len, config.truncate)
     if header.skipped_tokens:
-        said.append(
-            f"left out: {format_count(header.skipped_tokens)} tokens of texts of one token, or of empty answers"
-        )
-    return said
-
-
-def _nothing_to_train(header: Header, files: list[Path], config: DataConfig) -> str:
-    named = ", ".join(str(file) for file in files[:3]) + (", ..." if len(files) > 3 else "")
-    if not (header.documents or header.left_out.records or header.untrained.records):
-        return f"The data is empty: no record with any text in {named}."
-    why = _not_as_written(header, config) or ["no completion, output or message of the assistant"]
-    return f"There is no token to train on in {named}: {'; '.join(why)}."
+        skipped = format_count(header.skipped_tokens)
+        lines.append(f"left out: {skipped} tokens of texts of one token, or of empty answers")
+    return lines

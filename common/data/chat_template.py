@@ -1,7 +1,7 @@
-"""Conversations through a tokenizer's chat template. What a template would drop or garble without a word is refused.
+"""Render conversations with a tokenizer's chat template, and refuse content that it would silently drop or garble.
 
-Templates are programs, of which each takes what its author thought of: whether one takes tools, or content of several
-parts, is seen from what it makes of them.
+Templates are programs, each of which supports what its author thought of: whether one takes tools, or content of
+several parts, is found by rendering them.
 """
 
 import json
@@ -17,27 +17,25 @@ from common.errors import UserError
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-_Messages = list[dict[str, Any]]
-
 
 class ChatTemplate:
     """A tokenizer's chat template.
 
     Args:
-        tokenizer: may have none: then every conversation is refused.
+        tokenizer: the tokenizer; without a template, every conversation is refused.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
 
     def marks_answers(self, chat: Chat) -> bool:
-        """Whether the template says itself which tokens the assistant generates."""
-        if not self._tokenizer.is_fast:  # only these know which characters a token comes from
+        """Return whether the template itself marks the tokens that the assistant generates."""
+        if not self._tokenizer.is_fast:  # only fast ones know which characters a token comes from
             return False
         return bool(_GENERATION_MARK.search(self._source(chat)))
 
     def render(self, chat: Chat, stop: int | None = None, *, ask: bool = False) -> list[int]:
-        """Return the token ids of the first ``stop`` messages; with ``ask``, up to where the assistant would speak."""
+        """Return the token ids of the first ``stop`` messages; with ``ask``, also the prompt for an answer."""
         messages = chat.messages[:stop]
         if not messages:
             return []
@@ -47,7 +45,7 @@ class ChatTemplate:
         return list(out["input_ids"])
 
     def render_marked(self, chat: Chat, stop: int | None = None) -> tuple[list[int], list[bool]]:
-        """Return the token ids of the first ``stop`` messages, and of each whether the template marks it."""
+        """Return the token ids of the first ``stop`` messages, and for each whether the template marks it."""
         out: Any = self._tokenizer.apply_chat_template(
             chat.messages[:stop], return_dict=True, return_assistant_tokens_mask=True, **chat.options
         )
@@ -60,7 +58,7 @@ class ChatTemplate:
         an object where it would put JSON into a string of JSON.
 
         Raises:
-            UserError: there is no template, or it passes over something that the conversation has.
+            UserError: there is no template, or it drops a part of the conversation.
         """
         if self._tokenizer.chat_template is None:
             raise UserError(
@@ -80,14 +78,14 @@ class ChatTemplate:
         return str(self._tokenizer.get_chat_template(tools=chat.options.get("tools")))
 
     def _text(self, chat: Chat) -> str | None:
-        """What the template writes; None if it refuses."""
+        """Return the text that the template writes; None if it refuses."""
         try:
             return str(self._tokenizer.apply_chat_template(chat.messages, tokenize=False, **chat.options))
-        except Exception:  # templates raise whatever they like
+        except Exception:  # templates raise any exception
             return None
 
     def _with_text(self, chat: Chat) -> Chat:
-        """Content of several texts as one, if need be."""
+        """Join content of several texts, if need be."""
         contents = [message["content"] for message in chat.messages if isinstance(message.get("content"), list)]
         written = self._text(chat)
         if written is not None and not any(str(content) in written for content in contents if content):
@@ -105,7 +103,7 @@ class ChatTemplate:
         return _changed(chat, _with_joined_texts)
 
     def _with_calls(self, chat: Chat) -> Chat:
-        """Arguments of calls as objects, if need be.
+        """Turn arguments of calls into objects, if need be.
 
         Raises:
             UserError: the template leaves calls out.
@@ -113,7 +111,7 @@ class ChatTemplate:
         written = self._text(chat)
         if written is None:
             other = _changed(chat, _with_parsed_arguments)
-            return other if self._text(other) is not None else chat  # which it refuses with its own words
+            return other if self._text(other) is not None else chat  # which it refuses later, with its own message
         without = _changed(chat, lambda message: {k: v for k, v in message.items() if k != "tool_calls"})
         if self._text(without) == written:
             raise UserError(
@@ -126,9 +124,9 @@ class ChatTemplate:
         return chat
 
     def _check_option(self, chat: Chat, name: str) -> None:
-        """Refuse what the template does not read."""
+        """Refuse an option that the template does not read."""
         if name in ("tools", "documents"):
-            written = self._text(chat)  # None: it refuses, and will say itself why
+            written = self._text(chat)  # None: it refuses, and says why when it is rendered
             rest = {key: value for key, value in chat.options.items() if key != name}
             read = written is None or written != self._text(replace(chat, options=rest))
         else:  # a switch may well make no difference to one conversation
@@ -150,14 +148,14 @@ def _with_joined_texts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _functions(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """The functions that a message calls, as far as it says so in the usual way."""
+    """Return the functions that a message calls in the usual format."""
     calls = message.get("tool_calls")
     found = [call.get("function", call) for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
     return [function for function in found if isinstance(function, dict)]
 
 
 def _argument_texts(message: dict[str, Any]) -> list[str]:
-    """Arguments that are JSON objects in a string, as OpenAI's format has them."""
+    """Return arguments that are JSON objects in a string, as in OpenAI's format."""
     texts = [function.get("arguments") for function in _functions(message)]
     return [text for text in texts if isinstance(text, str) and isinstance(_parsed(text), dict)]
 

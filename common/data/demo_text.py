@@ -1,4 +1,4 @@
-"""Real English text that ships with Python, and a tokenizer trained on it: data for a run without any downloads."""
+"""Make data for a run without downloads: English text that ships with Python, and a tokenizer trained on it."""
 
 import ast
 import functools
@@ -36,9 +36,10 @@ _CHAT_TEMPLATE = (
 
 @functools.cache
 def demo_documents() -> tuple[str, ...]:
-    """The chapters of Python's help system and the longer docstrings of its library: about a megabyte of English.
+    """Return the chapters of Python's help system and the longer docstrings of its library: about a megabyte of
+    English.
 
-    The same ones every time for the same version of Python.
+    They depend only on the version of Python.
     """
     return (*_help_topics(), *(text for module in _MODULES.split() for text in _docstrings(module)))
 
@@ -46,7 +47,7 @@ def demo_documents() -> tuple[str, ...]:
 def train_demo_tokenizer(vocab_size: int, directory: Path) -> None:
     """Train a byte-level BPE tokenizer on ``demo_documents`` and save it for ``AutoTokenizer``.
 
-    It puts BOS before every text, and has EOS, padding and a chat template that marks what the assistant says.
+    It puts BOS before every text, and has EOS, padding and a chat template that marks the assistant's tokens.
 
     Args:
         vocab_size: tokens, special ones included; at least 260 (a few hundred more to be of use).
@@ -92,7 +93,7 @@ def _help_topics() -> list[str]:
 
 
 def _docstrings(module: str) -> list[str]:
-    """The longer docstrings of a module of the standard library, read from its source without importing it."""
+    """Return the longer docstrings of a module of the standard library, read from its source without importing it."""
     base = Path(sysconfig.get_path("stdlib"), *module.split("."))
     source = next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
     if source is None:  # not in this version of Python

@@ -1,8 +1,8 @@
-"""From examples to token ids, and which of them carry loss.
+"""Encode examples as token ids, and find which of them carry loss.
 
-Every document ends with EOS, which is trained on; it starts with BOS where the tokenizer adds one by default.
-Where a prompt ends and its completion begins is found by tokenizing the prompt alone and both together and taking the
-common prefix, so that the ids are those the tokenizer gives the whole text.
+Every document ends with EOS, which is trained on; it starts with BOS where the tokenizer adds one by default. The end
+of a prompt is found by tokenizing the prompt alone and with its completion, and taking the common prefix, so that the
+ids are those of the whole text.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,30 +14,30 @@ from transformers import PreTrainedTokenizerBase
 
 from common.data.chat_template import ChatTemplate
 from common.data.fitting import RowFitter, TokenizedAnswer, run_ends
-from common.data.shapes import Chat, Example, Plain
+from common.data.shapes import Chat, Example, PlainText
 from common.errors import UserError
 
 _BATCH_EXAMPLES = 256
 _BATCH_CHARACTERS = 1 << 20  # an encoding takes some hundred bytes per token
 
 
-class Encoded(NamedTuple):
-    """Token ids of a document, or of the next segment of one."""
+class EncodedSegment(NamedTuple):
+    """The token ids of a document, or of a segment of one."""
 
     ids: np.ndarray
-    """uint32 [tokens]"""
+    """Token ids, uint32 [tokens]."""
     trained: np.ndarray
-    """bool [tokens]: this token carries loss."""
+    """Whether each token carries loss, bool [tokens]."""
     ends: bool
-    """The document ends here."""
+    """Whether the document ends here."""
 
 
 class Encoder:
     """Tokenizes examples with one tokenizer.
 
     Args:
-        tokenizer: of the checkpoint.
-        fitting: what becomes of records with a prompt that are too long, and their count; None: they stay as they are.
+        tokenizer: the checkpoint's tokenizer.
+        fitting: makes records with a prompt fit into rows, and counts them; None: they stay as they are.
 
     Raises:
         UserError: (while encoding) a conversation, but no chat template or one that refuses it.
@@ -50,25 +50,25 @@ class Encoder:
         self._prefix = self._default_prefix()
         self._template = ChatTemplate(tokenizer)
 
-    def encode(self, examples: Iterable[Example]) -> Iterator[Encoded]:
-        """The encoded documents, in the order of ``examples``; texts are tokenized in batches of bounded size."""
-        batch: list[Plain] = []
+    def encode(self, examples: Iterable[Example]) -> Iterator[EncodedSegment]:
+        """Encode documents in the order of ``examples``; texts are tokenized in batches of bounded size."""
+        batch: list[PlainText] = []
         characters = 0
         for example in examples:
             if isinstance(example, Chat):
-                yield from self._encode_plain(batch)
+                yield from self._encode_texts(batch)
                 batch, characters = [], 0
                 yield from self._encode_chat(example)
                 continue
             batch.append(example)
             characters += len(example.prompt) + len(example.completion)
             if len(batch) >= _BATCH_EXAMPLES or characters >= _BATCH_CHARACTERS:
-                yield from self._encode_plain(batch)
+                yield from self._encode_texts(batch)
                 batch, characters = [], 0
-        yield from self._encode_plain(batch)
+        yield from self._encode_texts(batch)
 
     def _default_prefix(self) -> list[int]:
-        """What the tokenizer puts before every text by default: BOS, or nothing."""
+        """Return the tokens that the tokenizer puts before every text by default: BOS, or none."""
         bare, full = self._tokenize(["a"])[0], list(self.tokenizer("a")["input_ids"])
         starts = [i for i in range(len(full)) if full[i : i + len(bare)] == bare]
         return full[: starts[0]] if starts else []
@@ -77,7 +77,7 @@ class Encoder:
         # Not verbose: documents longer than the model's context are cut later, which is no news.
         return list(self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]) if texts else []
 
-    def _encode_plain(self, batch: list[Plain]) -> Iterator[Encoded]:
+    def _encode_texts(self, batch: list[PlainText]) -> Iterator[EncodedSegment]:
         whole = self._tokenize([example.prompt + example.completion for example in batch])
         prompts = iter(self._tokenize([example.prompt for example in batch if example.prompt]))
         for example, ids in zip(batch, whole, strict=True):
@@ -94,18 +94,18 @@ class Encoder:
                 yield _encoded(part.ids, part.trained)
 
     def _closed(self, ids: list[int], trained: list[bool], *, trained_end: bool) -> tuple[list[int], list[bool]]:
-        """With EOS at the end."""
+        """Append EOS, unless it is there."""
         if self.eos is None or self._is_closed(ids):
             return ids, trained
         return [*ids, self.eos], [*trained, trained_end]
 
     def _is_closed(self, ids: list[int]) -> bool:
-        """EOS is there already, at most followed by white space, as many chat templates end."""
+        """Return whether the last token is EOS, or is white space behind EOS, as at the end of many chat templates."""
         if len(ids) > 1 and ids[-2] == self.eos and not str(self.tokenizer.decode(ids[-1:])).strip():
             return True
         return bool(ids) and ids[-1] == self.eos
 
-    def _encode_chat(self, chat: Chat) -> Iterator[Encoded]:
+    def _encode_chat(self, chat: Chat) -> Iterator[EncodedSegment]:
         try:
             parts = self._parts(self._template.adapted(chat))
         except UserError:
@@ -119,10 +119,10 @@ class Encoder:
             yield _encoded(part.ids, part.trained)
 
     def _parts(self, chat: Chat) -> list[TokenizedAnswer]:
-        """The conversation as one document; or as one for each answer, each as the model will see it.
+        """Return the conversation as one document; or as one for each answer, each as the model will see it.
 
-        The latter where a template renders a turn differently once others follow (Qwen3 drops earlier reasoning), and
-        does not mark itself what the assistant says.
+        The latter is for templates that render a turn differently once others follow (Qwen3 drops earlier reasoning)
+        and do not mark the assistant's tokens themselves.
         """
         wanted = chat.answers
         ids, trained = self._render(chat)
@@ -134,22 +134,23 @@ class Encoder:
         if turns_decide:
             if spans is None:
                 return [self._answer(chat, turn) for turn in wanted]
-            said = _within(spans, len(ids))
-            trained = said if trained is None else [a and b for a, b in zip(trained, said, strict=True)]
+            in_turns = _within(spans, len(ids))
+            trained = in_turns if trained is None else [a and b for a, b in zip(trained, in_turns, strict=True)]
         assert trained is not None
         ends = run_ends(trained) if spans is None else tuple(stop for _, stop in spans)
         return [TokenizedAnswer(*self._closed(ids, trained, trained_end=len(chat.messages) - 1 in wanted), ends)]
 
     def _render(self, chat: Chat, stop: int | None = None) -> tuple[list[int], list[bool] | None]:
-        """Token ids, and which of them the template marks as the assistant's; None if it does not say."""
+        """Return token ids, and which of them the template marks as the assistant's; None if it marks none."""
         if chat.prompt_messages is None and self._template.marks_answers(chat):
             return self._template.render_marked(chat, stop)
         return self._template.render(chat, stop), None
 
     def _spans(self, chat: Chat, whole: list[int], turns: list[int]) -> list[tuple[int, int]] | None:
-        """Where in ``whole`` some turns are, found by rendering growing prefixes of the conversation.
+        """Find where in ``whole`` some turns are, by rendering growing prefixes of the conversation.
 
-        None if a turn is rendered differently once others follow.
+        Returns:
+            None if a turn is rendered differently once others follow.
         """
         spans = []
         for turn in turns:
@@ -160,20 +161,20 @@ class Encoder:
         return spans
 
     def _answer(self, chat: Chat, turn: int) -> TokenizedAnswer:
-        """The conversation up to a turn, with loss on that one."""
+        """Return the conversation up to a turn, with loss on that one."""
         ids, marked = self._render(chat, turn + 1)
         start = self._start(chat, turn, ids)
         trained = [place >= start and (marked is None or marked[place]) for place in range(len(ids))]
         return TokenizedAnswer(*self._closed(ids, trained, trained_end=True))
 
     def _start(self, chat: Chat, turn: int, ids: list[int]) -> int:
-        """Where in ``ids`` the turn begins that they end with, behind what asks the assistant to speak."""
+        """Find where the last turn in ``ids`` begins, behind the prompt for an answer."""
         ask = chat.messages[turn]["role"] == "assistant"
         return _common_prefix(self._template.render(chat, turn, ask=ask), ids)
 
 
-def _encoded(ids: list[int], trained: list[bool], ends: bool = True) -> Encoded:
-    return Encoded(np.array(ids, dtype=np.uint32), np.array(trained, dtype=bool), ends)
+def _encoded(ids: list[int], trained: list[bool], ends: bool = True) -> EncodedSegment:
+    return EncodedSegment(np.array(ids, dtype=np.uint32), np.array(trained, dtype=bool), ends)
 
 
 def _within(spans: list[tuple[int, int]], length: int) -> list[bool]:

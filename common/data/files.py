@@ -1,4 +1,4 @@
-"""From what the user named to records: finding data files and reading them with ``datasets``.
+"""Find the data files that the user has named, and read their records with ``datasets``.
 
 Files are read as streams (``load_dataset(..., streaming=True)``): a few MiB at a time, nothing converted on
 disk, no network. What needs a whole file in memory: a ``.json`` file that is one list, and a file that is one line.
@@ -26,16 +26,16 @@ KNOWN_EXTENSIONS = ", ".join(READERS)
 
 
 class DataRecord(NamedTuple):
-    """What a file says in one place."""
+    """One record of a data file."""
 
     values: dict[str, Any]
-    """By column."""
+    """Values by column."""
     place: str
-    """``line 7``, or ``record 7`` where records may take several lines or have none."""
+    """Place in the file: ``line 7``, or ``record 7`` where records may take several lines or have none."""
 
 
 def find_files(names: tuple[str, ...]) -> list[Path]:
-    """The data files behind ``names``: each a file, or a directory searched recursively in sorted order.
+    """Return the data files behind ``names``: each a file, or a directory searched recursively in sorted order.
 
     In a directory, hidden entries and files that are not data (by extension) are passed over.
 
@@ -59,6 +59,11 @@ def find_files(names: tuple[str, ...]) -> list[Path]:
     return found
 
 
+def file_states(files: list[Path]) -> list[tuple[str, int, int]]:
+    """Return path, size and time of change of each file: what is prepared from them is kept while these stay equal."""
+    return [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+
+
 def _files_below(directory: Path) -> list[Path]:
     entries = [
         path
@@ -77,7 +82,7 @@ def _files_below(directory: Path) -> list[Path]:
 
 @contextmanager
 def reading(directory: Path) -> Iterator[Path]:
-    """While files are read: a scratch folder in ``directory`` for the lock files of ``datasets``, which keeps quiet.
+    """Make a scratch folder in ``directory`` for the lock files of ``datasets``, and keep that library quiet meanwhile.
 
     Its errors reach the user as ``UserError``, not as log lines and progress bars as well. Only one process at a time
     may do this in a directory: what a killed one has left there is removed.
@@ -103,7 +108,7 @@ def reading(directory: Path) -> Iterator[Path]:
 
 
 def read_records(path: Path, scratch: Path) -> Iterator[DataRecord]:
-    """The records of one file, in order. A text file gives one record per line, line break included, as ``text``.
+    """Read the records of one file, in order. A text file gives a record per line, line break included, as ``text``.
 
     Every value of a CSV file is a string, exactly as written (``007`` and ``NA`` stay what they are). In tables
     (Parquet, and a JSON list, which is read as one) all records have the keys of all others, within their values too:
@@ -127,7 +132,7 @@ def read_records(path: Path, scratch: Path) -> Iterator[DataRecord]:
 
 
 def _without_nones(value: Any) -> Any:
-    """``value`` without the keys inside it that have none."""
+    """Return ``value`` without the keys inside it whose values are None."""
     if isinstance(value, dict):
         return {key: _without_nones(item) for key, item in value.items() if item is not None}
     return [_without_nones(item) for item in value] if isinstance(value, list) else value
@@ -148,7 +153,7 @@ def _read(reader: str, path: Path, scratch: Path) -> Iterator[dict[str, Any]]:
 
 
 def _what_is_wrong(reader: str, path: Path, count: int, error: Exception) -> str:
-    """Where a file is broken, as well as can be found out, after ``count`` good records."""
+    """Say where a file is broken, as well as can be found out, after ``count`` good records."""
     if reader != "parquet" and (number := _line_not_text(path)) is not None:
         return f"{path}, line {number}, is not UTF-8 text: {error}."
     if reader == "json":
@@ -162,7 +167,7 @@ def _what_is_wrong(reader: str, path: Path, count: int, error: Exception) -> str
 
 
 def _line_not_text(path: Path) -> int | None:
-    """The first line that is not UTF-8."""
+    """Return the number of the first line that is not UTF-8."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -173,7 +178,7 @@ def _line_not_text(path: Path) -> int | None:
 
 
 def _open_stream(reader: str, path: Path, scratch: Path) -> Any:
-    """A streaming ``datasets`` dataset over one file."""
+    """Return a streaming ``datasets`` dataset over one file."""
     import datasets  # not at the top: 90 MB and a second that runs without data files need not pay
 
     def load(**options: Any) -> Any:
@@ -200,7 +205,7 @@ def _open_stream(reader: str, path: Path, scratch: Path) -> Any:
 
 
 def _has_record_per_line(path: Path) -> bool:
-    """JSON lines, which also occur as ``.json``, as opposed to one value over many lines."""
+    """Return whether this is JSON lines, which also occur as ``.json``, as opposed to one value over many lines."""
     if path.suffix.lower() == ".jsonl":
         return True
     with path.open("rb") as file:
@@ -216,7 +221,7 @@ def _has_record_per_line(path: Path) -> bool:
 
 
 def _parse_lines(path: Path, lines: Iterator[dict[str, Any]]) -> Iterator[DataRecord]:
-    """The objects of a JSON-lines file.
+    """Parse the objects of a JSON-lines file.
 
     ``datasets`` has a reader for these too, which makes one table of them: it refuses a column that first
     appears after 10 MiB, gives every record the keys of all others, and does not say which line is broken.

@@ -1,4 +1,4 @@
-"""Records that are longer than a row: cut so that every token trained on keeps what comes before it, or left out.
+"""Make records that are longer than a row fit: cut them so that answers keep what comes before them, or leave them out.
 
 A plain text goes on in the next row. A record with a question does not: its answer would be trained without it. So a
 long conversation keeps its beginning, the system prompt among it, up to the last answer that fits as a whole; where not
@@ -9,40 +9,26 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
 
+from common.data.counts import Tally
+
 
 class TokenizedAnswer(NamedTuple):
-    """Token ids of a record with a prompt, or of one of its answers with all that comes before it."""
+    """The token ids of a record with a prompt, or of one of its answers with all that comes before it."""
 
     ids: list[int]
     trained: list[bool]
-    """For each token, whether it carries loss."""
+    """Whether each token carries loss."""
     ends: tuple[int, ...] = ()
-    """Places behind its answers, in order, where it may be cut; where there is one answer, none are needed."""
+    """Places behind its answers, in order, where it may be cut; may be empty where there is one answer."""
 
     def before(self, stop: int) -> "TokenizedAnswer":
-        """The first ``stop`` tokens."""
+        """Return the first ``stop`` tokens."""
         return TokenizedAnswer(self.ids[:stop], self.trained[:stop])
 
     @property
     def teaches(self) -> bool:
-        """Whether a token carries loss that has one before it to be predicted from."""
+        """Whether any token carries loss and has one before it to be predicted from."""
         return any(self.trained[1:])
-
-
-@dataclass
-class Tally:
-    """How many records something was done to, and where the first of them is."""
-
-    records: int = 0
-    tokens: int = 0
-    """That are not trained on because of it."""
-    first: str = ""
-
-    def add(self, tokens: int, where: str) -> None:
-        """Count one record more, at ``where``, which lost so many ``tokens``."""
-        self.first = self.first or where
-        self.records += 1
-        self.tokens += tokens
 
 
 @dataclass
@@ -58,12 +44,12 @@ class RowFitter:
     truncate: bool = True
     cut: Tally = field(default_factory=Tally)
     left_out: Tally = field(default_factory=Tally)
-    """Too long, and not to be cut, or without any answer that begins within the row."""
+    """Records that are too long, and not to be cut, or without any answer that begins within the row."""
     untrained: Tally = field(default_factory=Tally)
-    """Without any answer to train on, however long the row."""
+    """Records without any answer to train on, however long the row."""
 
     def is_long(self, tokens: int) -> bool:
-        """Whether so many tokens are more than a row takes."""
+        """Return whether so many tokens are more than a row takes."""
         return self.seq_len is not None and tokens > self.seq_len
 
     def fit(self, parts: list[TokenizedAnswer], where: str) -> list[TokenizedAnswer]:
@@ -94,7 +80,7 @@ class RowFitter:
 
 
 def run_ends(trained: list[bool]) -> tuple[int, ...]:
-    """Places behind the runs of tokens that carry loss."""
+    """Return the places behind the runs of tokens that carry loss."""
     place, ends = 0, []
     for carries, run in groupby(trained):
         place += len(list(run))

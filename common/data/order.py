@@ -1,4 +1,4 @@
-"""A random order of rows that needs no memory, however many rows there are."""
+"""Draw rows in a random order that needs no memory, however many rows there are."""
 
 import numpy as np
 import numpy.typing as npt
@@ -6,33 +6,34 @@ import numpy.typing as npt
 _MASK = (1 << 64) - 1
 
 
-def draw_rows(draws: range, rows: int, seed: int | None, run_on_all_ranks: int = 1) -> np.ndarray:
-    """Return the rows at some places of an endless sequence of epochs, each of which has all of ``rows`` once.
+def draw_rows(draws: range, rows: int, seed: int | None, group_size: int = 1) -> np.ndarray:
+    """Return the rows at some places of an endless sequence of epochs, each of which has each of ``rows`` once.
 
     Args:
-        seed: chooses a fresh order for every epoch; None leaves the rows in theirs.
-        together: so many neighbours stay together; what is left over of ``rows`` comes last.
+        draws: places in that sequence.
+        seed: chooses a new order for every epoch; None leaves the rows in theirs.
+        group_size: number of neighbouring rows that stay together; rows left over come last in an epoch.
     """
     chosen = []
     while draws:
         epoch, start = divmod(draws[0], rows)
         places = np.arange(start, min(start + len(draws), rows))
         if seed is not None:
-            groups = rows // run_on_all_ranks
-            inside = places < groups * run_on_all_ranks
+            groups = rows // group_size
+            inside = places < groups * group_size
             if inside.any():
-                at, within = np.divmod(places[inside], run_on_all_ranks)
-                places[inside] = shuffled(at, groups, (seed, epoch)) * run_on_all_ranks + within
+                at, within = np.divmod(places[inside], group_size)
+                places[inside] = shuffled(at, groups, (seed, epoch)) * group_size + within
         chosen.append(places)
         draws = draws[len(places) :]
     return np.concatenate(chosen)
 
 
 def shuffled(indices: np.ndarray, count: int, key: tuple[int, int]) -> np.ndarray:
-    """Where a random permutation of ``range(count)``, chosen by ``key``, sends ``indices`` (int64, any shape).
+    """Return where a random permutation of ``range(count)``, chosen by ``key``, sends ``indices`` (int64, any shape).
 
-    The swap-or-not shuffle (Hoang, Morris, Rogaway, CRYPTO 2012): in each round every index has a partner, and a
-    coin that both share decides whether they trade places. Any element can be asked for alone.
+    This is the swap-or-not shuffle (Hoang, Morris, Rogaway, CRYPTO 2012): in each round every index has a partner, and
+    a coin that both share decides whether they trade places. Each element is computed independently.
     """
     at = indices.astype(np.int64)
     rounds = 16 + 6 * max(count - 1, 1).bit_length()
@@ -50,7 +51,7 @@ def _mix_int(value: int) -> int:
 
 
 def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """splitmix64 (Steele, Lea, Flood 2014): one well-mixed 64-bit word for each; uint64 arithmetic wraps."""
+    """Apply splitmix64 (Steele, Lea, Flood 2014): a well-mixed 64-bit word for each; uint64 arithmetic wraps."""
     value = value + np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

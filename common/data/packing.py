@@ -1,6 +1,6 @@
-"""Packing documents into rows of ``seq_len`` tokens, in one pass and bounded memory.
+"""Pack documents into rows of ``seq_len`` tokens, in one pass and bounded memory.
 
-A token is one 32-bit word: the id, and two bits that say what labels and positions follow from.
+A token is one 32-bit word: the id, and two bits from which labels and positions follow.
 """
 
 from bisect import bisect_left, insort
@@ -8,25 +8,25 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from common.data.encoding import Encoded
+from common.data.encoding import EncodedSegment
 
 ID_MASK = np.uint32((1 << 30) - 1)
 TRAINED = np.uint32(1 << 30)
-"""The token carries loss."""
+"""Bit of a token that carries loss."""
 STARTS = np.uint32(1 << 31)
-"""The token is the first of a document, of a later piece of a document, or of the padding."""
+"""Bit of the first token of a document, of a later piece of a document, or of the padding."""
 
 
-def cut(documents: Iterable[Encoded], seq_len: int) -> Iterator[np.ndarray]:
-    """Pieces (uint32 words, at most ``seq_len``) of the documents: longer ones are cut into consecutive pieces.
+def cut_documents(documents: Iterable[EncodedSegment], seq_len: int) -> Iterator[np.ndarray]:
+    """Cut documents into pieces of at most ``seq_len`` words, uint32: longer ones into consecutive pieces.
 
-    The first token of a piece carries no loss: nothing before it is there to predict it from. So a piece of one token
+    The first token of a piece carries no loss: there is nothing before it to predict it from. So a piece of one token
     would be useless, and where one would be left over, the piece before gives up its last token.
     """
     held = np.empty(0, dtype=np.uint32)
     for document in documents:
         held = np.concatenate([held, document.ids | np.where(document.trained, TRAINED, np.uint32(0))])
-        # Two tokens more than a piece: whatever is still to come, more than one will be left over.
+        # Two tokens more than a piece: whatever follows, more than one will be left over.
         while len(held) >= seq_len + 2 or (document.ends and len(held)):
             size = seq_len - 1 if len(held) == seq_len + 1 else seq_len
             piece, held = held[:size].copy(), held[size:]
@@ -35,15 +35,15 @@ def cut(documents: Iterable[Encoded], seq_len: int) -> Iterator[np.ndarray]:
 
 
 class Packer:
-    """Best fit over a bounded window of open rows.
+    """Packs pieces by best fit over a bounded window of open rows.
 
-    A piece goes into the open row with the least room that still holds it (of equals, the oldest). If none does, a
-    row is opened, and when that makes more than ``window`` of them, the fullest is closed. The result
-    depends on the order of the pieces only. Memory: ``4 * seq_len * (window + 1)`` bytes.
+    A piece goes into the open row with the least room that still holds it (of equals, the oldest). If none does, a row
+    is opened, and when that makes more than ``window`` of them, the fullest is closed. The result depends only on the
+    order of the pieces. Memory: ``4 * seq_len * (window + 1)`` bytes.
     """
 
     def __init__(self, seq_len: int, pad: int, write: Callable[[np.ndarray], object], window: int = 64) -> None:
-        """``write`` receives every finished row, uint32 [seq_len]."""
+        """Start without rows; ``write`` receives every finished one, uint32 [seq_len]."""
         self._seq_len = seq_len
         self._pad = pad
         self._write = write
@@ -83,12 +83,12 @@ class Packer:
 class Padder:
     """Gives every piece a row of its own, for models in which nothing keeps the documents of a row apart.
 
-    Pieces of about the same length come one after another: ``window`` of them are sorted at a time. Memory: ``4 *
-    seq_len * window`` bytes.
+    Pieces of similar length come one after another: ``window`` of them are sorted at a time. Memory: ``4 * seq_len *
+    window`` bytes.
     """
 
     def __init__(self, seq_len: int, pad: int, write: Callable[[np.ndarray], object], window: int = 1024) -> None:
-        """``write`` receives every row, uint32 [seq_len]."""
+        """Start without rows; ``write`` receives every one, uint32 [seq_len]."""
         self._seq_len, self._pad, self._write, self._window = seq_len, pad, write, window
         self._held: list[np.ndarray] = []
 
@@ -99,7 +99,7 @@ class Padder:
             self.finish()
 
     def finish(self) -> None:
-        """Write what is held, the shortest first."""
+        """Write the pieces that are held, the shortest first."""
         for piece in sorted(self._held, key=len):
             row = np.full(self._seq_len, self._pad, dtype=np.uint32)
             row[: len(piece)] = piece
@@ -110,13 +110,13 @@ class Padder:
 
 
 def first_lengths(rows: np.ndarray) -> np.ndarray:
-    """Return how many tokens the first document of each row has, int64 [rows], of words uint32 [rows, seq_len]."""
+    """Return the length of the first document of each row, int64 [rows], given words uint32 [rows, seq_len]."""
     starts = (rows[:, 1:] & STARTS) != 0
     return np.where(starts.any(1), starts.argmax(1) + 1, rows.shape[1])
 
 
 def unpack(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """``input_ids``, ``labels`` and ``position_ids``, each int64 [rows, seq_len], of words uint32 [rows, seq_len]."""
+    """Return ``input_ids``, ``labels`` and ``position_ids``, int64 [rows, seq_len], of words uint32 [rows, seq_len]."""
     ids = (rows & ID_MASK).astype(np.int64)
     labels = np.where(rows & TRAINED, ids, -100)
     places = np.arange(rows.shape[1], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The rows of a batch: what of each of its values belongs to which row.
+"""Take rows out of a batch, whose values belong to rows in several ways.
 
 Tokens, labels and masks have one row each, ``[B, ...]``. What comes with images does not: a row may have none, one or
 many, each of a size of its own (Qwen's ``pixel_values`` is ``[patches, ...]`` over all images of a batch). Such a value
@@ -14,15 +14,15 @@ from torch.nn.functional import pad
 from common.errors import UserError
 
 BatchValue = torch.Tensor | Sequence[torch.Tensor | None]
-"""A tensor with one row for each sequence, or a list with one entry for each."""
+"""Type of a batch's values: a tensor with one row for each sequence, or a list with one entry for each."""
 
 
-#: What has one number for each token; anything else in a batch is about images, or sound.
+#: Values with one number for each token; all others in a batch belong to images or sound.
 _OF_TOKENS = frozenset({"input_ids", "labels", "targets", "position_ids", "attention_mask"})
 
 
 def holds_images(batch: Mapping[str, BatchValue | None]) -> bool:
-    """Return whether anything in a batch is about images: what is neither of tokens nor has their shape ``[B, S]``."""
+    """Return whether a batch has values of images: those neither of tokens nor in their shape ``[B, S]``."""
     ids = batch["input_ids"]
     return any(
         not isinstance(value, torch.Tensor) or value.shape != ids.shape  # type: ignore[union-attr]
@@ -34,14 +34,14 @@ def holds_images(batch: Mapping[str, BatchValue | None]) -> bool:
 def take_rows(batch: Mapping[str, BatchValue | None], start: int, stop: int) -> dict[str, torch.Tensor]:
     """Return rows ``start`` to ``stop`` of a batch, as the model takes them.
 
-    Lists become one tensor: entries one after the other along their first dimension, the others filled up with zeros to
-    the largest, as processors do for a batch of images of several sizes. What no row has is left out.
+    Lists become one tensor: entries one after the other along their first dimension, and padded with zeros to the
+    largest in the others, as processors do for images of several sizes. Values that no row has are left out.
 
     Args:
         batch: ``input_ids`` int64 ``[B, S]`` among others; 3-D ``position_ids`` are ``[axes, B, S]``.
 
     Raises:
-        UserError: a value has not one entry for each row.
+        UserError: a value does not have one entry for each row.
     """
     ids = batch["input_ids"]
     assert isinstance(ids, torch.Tensor)
@@ -69,7 +69,7 @@ def take_rows(batch: Mapping[str, BatchValue | None], start: int, stop: int) -> 
 
 
 def _joined(entries: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All of ``entries``, which differ in their first dimension, and filled up with zeros where they do in others."""
+    """Concatenate ``entries`` along their first dimension, padded with zeros where they differ in others."""
     sizes = [max(sizes) for sizes in zip(*(entry.shape[1:] for entry in entries), strict=True)]
     filled = []
     for entry in entries:

@@ -1,4 +1,4 @@
-"""What a record means: the four record shapes, told apart by column names, turned into examples to tokenize.
+"""Turn records into examples to tokenize: four record shapes are told apart by their column names.
 
 Where columns of several shapes have values, the more structured shape wins (``messages``, then ``prompt`` and
 ``completion``, then Alpaca, then ``text``): public data sets often carry a flattened ``text`` beside the real thing.
@@ -14,7 +14,7 @@ from common.data.files import DataRecord
 from common.errors import UserError, did_you_mean
 
 SEGMENT_CHARACTERS = 1 << 17
-"""Longer texts are tokenized in segments of about this size, several at once on as many cores."""
+"""Number of characters of the segments in which longer texts are tokenized, several at once on as many cores."""
 
 ALPACA_PROMPT = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
@@ -27,28 +27,28 @@ ALPACA_PROMPT_WITH_INPUT = (
 )
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "document")
-"""Of messages, as chat templates know them."""
+"""Roles of messages that chat templates know."""
 
-_MEANT = {
+_ROLE_SYNONYMS = {
     **dict.fromkeys(("gpt", "model", "bot", "chatbot", "ai", "chatgpt", "agent"), "assistant"),
     **dict.fromkeys(("human", "prompter", "customer"), "user"),
     **dict.fromkeys(("observation", "tool_response", "tool_result"), "tool"),
 }
-"""Other names that people give to roles. No template knows them, and on none of them would be trained."""
+"""Other names that people give to roles. No template knows them, and none would be trained on."""
 
 KNOWN_SHAPES = "text | messages | prompt, completion | instruction, output (and optionally input)"
 
 
 @dataclass(frozen=True)
-class Plain:
-    """A document, or a segment of one, as text. Loss is wanted on ``completion`` only."""
+class PlainText:
+    """A document, or a segment of one, as text. Only ``completion`` carries loss."""
 
     prompt: str
     completion: str
     begins: bool = True
-    """The document starts here: it gets the tokenizer's prefix (BOS, if it has one)."""
+    """Whether the document starts here: then it gets the tokenizer's prefix (BOS, if it has one)."""
     ends: bool = True
-    """The document ends here: it gets an EOS."""
+    """Whether the document ends here: then it gets an EOS."""
     where: str = ""
     """File and line, for messages about it."""
 
@@ -59,17 +59,17 @@ class Chat:
 
     messages: list[dict[str, Any]]
     prompt_messages: int | None = None
-    """Loss is wanted on everything after the first so many messages; None: on what the assistant says."""
+    """Number of messages behind which everything carries loss; None: the assistant's messages carry loss."""
     where: str = ""
     """File and line, for messages about it."""
     options: dict[str, Any] = field(default_factory=dict)
-    """What else the template takes: ``tools``, ``documents``, and switches by their names."""
+    """Other arguments of the template: ``tools``, ``documents``, and switches by their names."""
     untrained: frozenset[int] = frozenset()
-    """Messages of weight 0, by their place: no loss is wanted on them."""
+    """Places of messages of weight 0, which carry no loss."""
 
     @property
     def answers(self) -> list[int]:
-        """Places of the messages that loss is wanted on."""
+        """Places of the messages that carry loss."""
         first = self.prompt_messages
         return [
             place
@@ -78,31 +78,31 @@ class Chat:
         ]
 
 
-Example = Plain | Chat
+Example = PlainText | Chat
 
 
 def examples_of_text_file(lines: Iterable[DataRecord]) -> Iterator[Example]:
-    """A text file is one document, blank lines included: paragraphs of a book belong together.
+    """Return a text file as one document, blank lines included: paragraphs of a book belong together.
 
-    Texts that have nothing to do with each other go into separate files, or into ``text`` records.
+    Unrelated texts go into separate files, or into ``text`` records.
     """
     segment: list[str] = []
     size, begins = 0, True
     for line in lines:
         if size >= SEGMENT_CHARACTERS:
-            yield Plain("", "".join(segment), begins, ends=False)
+            yield PlainText("", "".join(segment), begins, ends=False)
             segment, size, begins = [], 0, False
         segment.append(line.values["text"])
         size += len(line.values["text"])
     if not begins or "".join(segment).strip():
-        yield Plain("", "".join(segment), begins, ends=True)
+        yield PlainText("", "".join(segment), begins, ends=True)
 
 
 def examples_of_records(records: Iterable[DataRecord], file: str) -> Iterator[Example]:
-    """The examples of a file of records. Records whose text is missing or empty are passed over.
+    """Return the examples of a file of records; those whose text is missing or empty are skipped.
 
     Raises:
-        UserError: a record of no known shape (names its columns), or with values that do not fit its shape.
+        UserError: a record has no known shape, or values that do not fit its shape.
     """
     for values, place in records:
         where = f"{file}, {place}"
@@ -141,9 +141,9 @@ def _text(record: dict[str, Any], where: str) -> Iterator[Example]:
         limit = start + SEGMENT_CHARACTERS
         stop = text.rfind("\n", start + 1, limit) + 1 or text.rfind(" ", start + 1, limit)
         stop = stop if stop > 0 else limit
-        yield Plain("", text[start:stop], begins=start == 0, ends=False)
+        yield PlainText("", text[start:stop], begins=start == 0, ends=False)
         start = stop
-    yield Plain("", text[start:], begins=start == 0, ends=True)
+    yield PlainText("", text[start:], begins=start == 0, ends=True)
 
 
 def _messages(record: dict[str, Any], where: str) -> Iterator[Example]:
@@ -157,7 +157,7 @@ def _prompt_completion(record: dict[str, Any], where: str) -> Iterator[Example]:
     if not isinstance(prompt, list) and not isinstance(completion, list):
         text = _string(record, "completion", where)
         if text:
-            yield Plain(_string(record, "prompt", where), text, where=where)
+            yield PlainText(_string(record, "prompt", where), text, where=where)
         return
     asked, _ = _conversation(prompt, "prompt", where, role="user")
     answer, untrained = _conversation(completion, "completion", where, role="assistant", trains=ROLES)
@@ -170,7 +170,7 @@ def _alpaca(record: dict[str, Any], where: str) -> Iterator[Example]:
     fields = {name: _string(record, name, where) for name in ("instruction", "input", "output")}
     template = ALPACA_PROMPT_WITH_INPUT if fields["input"].strip() else ALPACA_PROMPT
     if fields["output"]:
-        yield Plain(template.format(**fields), fields["output"], where=where)
+        yield PlainText(template.format(**fields), fields["output"], where=where)
 
 
 def _string(record: dict[str, Any], column: str, where: str) -> str:
@@ -183,7 +183,7 @@ def _string(record: dict[str, Any], column: str, where: str) -> str:
 
 
 def _template_options(record: dict[str, Any], where: str) -> dict[str, Any]:
-    """What a record has for the chat template beside its messages."""
+    """Return a record's arguments for the chat template beside its messages."""
     options: dict[str, Any] = {}
     for column in ("tools", "documents", "chat_template_kwargs"):
         kind = dict if column == "chat_template_kwargs" else list
@@ -203,14 +203,14 @@ def _template_options(record: dict[str, Any], where: str) -> dict[str, Any]:
 def _conversation(
     value: Any, column: str, where: str, role: str | None = None, trains: Collection[str] = ()
 ) -> tuple[list[dict[str, Any]], list[int]]:
-    """A list of messages, and the places of those that have the weight 0.
+    """Return a list of messages, and the places of those that have the weight 0.
 
     Args:
-        value: of ``column``; a bare string becomes one message of ``role``, where that is given.
-        trains: roles that loss is wanted on, of which a weight may be 1.
+        value: the value of ``column``; a bare string becomes one message of ``role``, where that is given.
+        trains: roles that carry loss, whose messages may have a weight of 1.
 
     Raises:
-        UserError: this is no conversation; names the message.
+        UserError: this is no conversation; the message names the place.
     """
     if value is None:
         return [], []
@@ -225,7 +225,7 @@ def _conversation(
         )
     messages, untrained = [], []
     for place, item in enumerate(value):
-        # As transformers does it: of a key that is null, most templates know nothing, or write None.
+        # As in transformers: most templates ignore a key that is null, or write None.
         message = {key: field for key, field in item.items() if field is not None}
         which = f"{where}: message {place + 1} of {column!r}"
         _check_role(message["role"], which)
@@ -242,7 +242,7 @@ def _conversation(
 
 
 def _is_weight(weight: Any, trained: bool) -> bool:
-    """Whether this is 0, or 1 where there is loss at all."""
+    """Return whether this is 0, or 1 where there is loss at all."""
     return isinstance(weight, int | float) and not isinstance(weight, bool) and weight in ((0, 1) if trained else (0,))
 
 
@@ -251,6 +251,6 @@ def _check_role(role: Any, which: str) -> None:
     if role in ROLES:
         return
     name = str(role).strip().lower()
-    meant = name if name in ROLES else _MEANT.get(name)
+    meant = name if name in ROLES else _ROLE_SYNONYMS.get(name)
     advice = f" Write {meant!r} instead." if meant else did_you_mean(name, ROLES)
     raise UserError(f"{which} has the role {role!r}, which is none of {', '.join(ROLES)}.{advice}")

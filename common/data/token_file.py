@@ -9,15 +9,17 @@ import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from common.data.fitting import Tally
+from common.data.counts import DataCounts
+from common.data.files import file_states
 from common.errors import FinetuneError
+from common.files import TEMPORARY_SUFFIX, file_when_complete
 from common.store.errors import described
 
 FORMAT_VERSION = 3
@@ -27,44 +29,20 @@ _HEADER_BYTES = 4096
 _SUM_BYTES = 4
 _LONGEST_PLACE = 240
 """Characters, of four bytes at most; three places and all numbers take less than a header."""
-_UNFINISHED = ".tmp"
 
 
-@dataclass
-class Header:
+@dataclass(kw_only=True)
+class Header(DataCounts):
     """What is in a token file."""
 
     seq_len: int
     files: int = 0
     documents: int = 0
-    rows: int = 0
-    tokens: int = 0
-    """Without padding."""
-    trainable_tokens: int = 0
     skipped_tokens: int = 0
-    """In pieces without any trainable token, which are left out: computing them would change nothing."""
-    cut: Tally = field(default_factory=Tally)
-    left_out: Tally = field(default_factory=Tally)
-    untrained: Tally = field(default_factory=Tally)
-    """Records that are not there as they were written; see :class:`common.data.fitting.RowFitter`."""
-    digest: str = ""
-    """Of all rows in order: the same data, wherever they lie."""
+    """Number of tokens in pieces without any trainable one, which are left out: computing them would change nothing."""
 
-    @classmethod
-    def parse(cls, block: bytes) -> "Header":
-        """From what :meth:`written` gave.
-
-        Raises:
-            ValueError: it is not that.
-        """
-        values = json.loads(block)
-        if not isinstance(values, dict) or set(values) != {field.name for field in fields(cls)}:
-            raise ValueError("not the header of a token file")
-        tallies = {name: Tally(**values[name]) for name in ("cut", "left_out", "untrained")}
-        return cls(**(values | tallies))
-
-    def written(self) -> bytes:
-        """As JSON; of places in files, the end, for which there is room."""
+    def to_json(self) -> bytes:
+        """Return the header as JSON, with the ends of long places in files, so that it fits."""
         for tally in (self.cut, self.left_out, self.untrained):
             if len(tally.first) > _LONGEST_PLACE:
                 tally.first = "..." + tally.first[-_LONGEST_PLACE:]
@@ -74,14 +52,14 @@ class Header:
 def cache_key(
     files: list[Path], seq_len: int, tokenizer: PreTrainedTokenizerBase, truncate: bool, packed: bool = True
 ) -> str:
-    """Changes with everything that the token file depends on; files are known by path, size and time of change."""
-    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    text = json.dumps([FORMAT_VERSION, seq_len, truncate, packed, stats, tokenizer_identity(tokenizer)])
+    """Return a hash of everything that the token file depends on."""
+    identity = tokenizer_identity(tokenizer)
+    text = json.dumps([FORMAT_VERSION, seq_len, truncate, packed, file_states(files), identity])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of what decides the ids that a tokenizer gives: vocabulary, rules, special tokens, chat template."""
+    """Return a hash of what decides a tokenizer's ids: vocabulary, rules, special tokens, chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         rules = json.loads(backend.to_str())
@@ -95,10 +73,11 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 class TokenFile:
-    """Reads a token file. ``header`` says what is in it."""
+    """A packed token file that is read; ``header`` says what is in it."""
 
     def __init__(self, path: Path) -> None:
-        """
+        """Open the file and check its header and size.
+
         Raises:
             ValueError: not a complete token file of this version.
             OSError: it cannot be opened.
@@ -118,7 +97,7 @@ class TokenFile:
             raise
 
     def read(self, rows: np.ndarray) -> np.ndarray:
-        """The words of the given rows, uint32 [len(rows), seq_len].
+        """Read the words of the given rows, uint32 [len(rows), seq_len].
 
         Raises:
             FinetuneError: a row is not what was written.
@@ -158,42 +137,35 @@ class TokenFileWriter:
         file.seek(_HEADER_BYTES)
 
     def add(self, row: np.ndarray) -> None:
-        """``row``: words, uint32 [seq_len]."""
+        """Append a row of words, uint32 [seq_len]."""
         self._file.write(row.data)
         self._file.write(_sum(row.data))
         self._digest.update(row.data)
 
     def finish(self, header: Header) -> None:
-        """Complete the header and write it; on return all is on the drive."""
+        """Complete the header and write it."""
         header.digest = self._digest.hexdigest()
-        block = header.written().ljust(_HEADER_BYTES - _SUM_BYTES)
+        block = header.to_json().ljust(_HEADER_BYTES - _SUM_BYTES)
         self._file.seek(0)
         self._file.write(block + _sum(block))
-        self._file.flush()
-        os.fsync(self._file.fileno())
 
 
 @contextmanager
 def write_token_file(path: Path, header: Header) -> Iterator[TokenFileWriter]:
-    """A file to add rows to, which takes its name ``path`` only when complete.
+    """Open a file to add rows to, which takes its name ``path`` only when complete.
 
     ``header`` is written last, so the caller fills it in on the way. On any error nothing is left behind. Only one
     process at a time may do this in a directory.
     """
-    unfinished = path.with_name(path.name + _UNFINISHED)
-    try:
-        with described("writing", unfinished), unfinished.open("wb") as file:
-            writer = TokenFileWriter(file)
-            yield writer
-            writer.finish(header)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with described("writing", path), file_when_complete(path) as file:
+        writer = TokenFileWriter(file)
+        yield writer
+        writer.finish(header)
 
 
 def remove_unfinished(directory: Path) -> None:
     """Remove token files that a killed process was writing. Nobody may be writing one there."""
-    for unfinished in directory.glob(f"*{_UNFINISHED}"):
+    for unfinished in directory.glob(f"*{TEMPORARY_SUFFIX}"):
         unfinished.unlink(missing_ok=True)
 
 

@@ -1,1 +1,1 @@
-"""The machine: GPUs, drives, memory, and presets of those that are not here."""
+"""Hardware: this machine's GPUs, drives and memory, and presets of others."""

@@ -1,4 +1,4 @@
-"""What lies under a directory: its file system, and the drive that this one is on, as the kernel tells."""
+"""Find the file system and the drive that a directory is on, as the kernel tells."""
 
 import os
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from common.mounts import Mount, mounts
 
 IN_MEMORY = ("tmpfs", "ramfs")
 OVER_A_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "ceph", "9p", "glusterfs", "beegfs", "gpfs")
-"""Names of file systems, or what follows ``fuse.`` in them."""
+"""Names of file systems, without a leading ``fuse.``."""
 
 
 @dataclass(frozen=True)
@@ -18,16 +18,16 @@ class Drive:
 
     directory: Path
     file_system: str
-    """``ext4``, ``xfs``, ``tmpfs``, ``nfs4``, ...; empty where the kernel does not tell."""
+    """Kind of file system: ``ext4``, ``xfs``, ``tmpfs``, ``nfs4``, ...; empty where the kernel does not tell."""
     device: str | None
     """Name of the whole drive: ``nvme0n1``. None where there is none, or several behind one."""
     model: str | None
-    """As the drive says it."""
+    """Model, as the drive reports it."""
     is_rotational: bool
     link: str | None
-    """``16.0 GT/s PCIe x4``."""
+    """PCI Express link in use: ``16.0 GT/s PCIe x4``."""
     full_link: str | None
-    """What the drive could have: it is in a slower slot if this is more."""
+    """Link that the drive supports: its slot is slower if this is more."""
     numa_node: int | None
 
     @property
@@ -45,22 +45,20 @@ class Drive:
 
 
 def drive_of(directory: Path, sys: Path = Path("/sys"), listed: Path = Path("/proc/self/mountinfo")) -> Drive:
-    """The drive that ``directory`` is on. ``sys`` and ``listed`` (the mounts) are for tests."""
+    """Return the drive that ``directory`` is on. ``sys`` and ``listed`` (the mounts) are for tests."""
     mount = _mount_of(directory.resolve(), listed)
     device = _whole_drive(sys, mount.device, mount.source)
     if device is None:
         return Drive(directory, mount.file_system, None, None, False, None, None, None)
     link, full_link = _links(device)
     node = _text(device / "device/numa_node") or _text(device / "device/device/numa_node")
-    return Drive(
-        directory, mount.file_system, device.name, _text(device / "device/model") or None,
-        _text(device / "queue/rotational") == "1", link, full_link,
-        int(node) if node and int(node) >= 0 else None,
-    )  # fmt: skip
+    model, is_rotational = _text(device / "device/model") or None, _text(device / "queue/rotational") == "1"
+    numa_node = int(node) if node and int(node) >= 0 else None
+    return Drive(directory, mount.file_system, device.name, model, is_rotational, link, full_link, numa_node)
 
 
 def _mount_of(directory: Path, listed: Path) -> Mount:
-    """The mount that ``directory`` is in, by the file that lists them."""
+    """Return the mount that ``directory`` is in, by the file that lists them."""
     best = Mount("/", "", "", "", "", "")
     for mount in mounts(listed):
         # Of equally long ones the later: it hides what was mounted there before.
@@ -70,7 +68,7 @@ def _mount_of(directory: Path, listed: Path) -> Mount:
 
 
 def _whole_drive(sys: Path, number: str, source: str) -> Path | None:
-    """Its folder in /sys: the drive of a partition, or the only one behind a volume."""
+    """Return a device's folder in /sys: the drive of a partition, or the only drive behind a volume."""
     for link in (sys / "dev/block" / number, sys / "class/block" / os.path.basename(source)):
         if number and link.exists():
             device = link.resolve()
@@ -86,7 +84,7 @@ def _whole_drive(sys: Path, number: str, source: str) -> Path | None:
 
 
 def _links(device: Path) -> tuple[str | None, str | None]:
-    """What the drive's PCI Express link carries, and could."""
+    """Return the drive's PCI Express link in use, and the one that it supports."""
     for folder in device.resolve().parents:
         if (folder / "current_link_speed").exists():
             found = [

@@ -1,4 +1,4 @@
-"""What this machine has: memory, processors and GPUs, as far as this process may use them."""
+"""This machine's memory, processors and GPUs, as far as this process may use them."""
 
 import math
 import os
@@ -16,15 +16,15 @@ from common.units import format_bytes
 
 
 def memory_limit_bytes(proc_self: Path = PROC_SELF) -> int:
-    """Host memory this process may use at most: physical memory or a control group's limit, whichever is less."""
+    """Return the host memory that this process may use: all of it, or a control group's limit if that is less."""
     limits = [group.memory_limit() for group in own_groups("memory", proc_self)]
     return min([psutil.virtual_memory().total, *(limit for limit in limits if limit is not None)])
 
 
 def memory_available_bytes(proc_self: Path = PROC_SELF) -> int:
-    """Host memory this process can still take without swapping or being killed.
+    """Return the host memory that this process can still take without swapping or being killed.
 
-    Page cache that yields counts as available, in the host's account as in a control group's.
+    Page cache that the kernel can drop counts as available, both for the host and for control groups.
     """
     rooms = [psutil.virtual_memory().available]
     for group in own_groups("memory", proc_self):
@@ -35,14 +35,14 @@ def memory_available_bytes(proc_self: Path = PROC_SELF) -> int:
 
 
 def cpu_count(proc_self: Path = PROC_SELF) -> int:
-    """Processors this process may run on: its affinity, or a control group's share of time rounded up."""
+    """Return how many processors this process may use: its affinity, or a control group's share of time rounded up."""
     shares = [group.processors() for group in own_groups("cpu", proc_self)]
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([affinity, *(math.ceil(share) for share in shares if share is not None)]))
 
 
 def huge_pages_enabled(switch: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled")) -> bool:
-    """Whether private memory gets huge pages when asked to by ``madvise(MADV_HUGEPAGE)``."""
+    """Return whether private memory gets huge pages by ``madvise(MADV_HUGEPAGE)``."""
     try:
         return "[never]" not in switch.read_text()
     except OSError:
@@ -51,28 +51,28 @@ def huge_pages_enabled(switch: Path = Path("/sys/kernel/mm/transparent_hugepage/
 
 @dataclass(frozen=True)
 class Gpu:
-    """One NVIDIA GPU that CUDA programs started from here would see."""
+    """An NVIDIA GPU that CUDA programs started from here would see."""
 
     index: int
     """Place among the visible GPUs: in CUDA_VISIBLE_DEVICES' order, else in that of the PCI bus, as in nvidia-smi.
 
-    PyTorch may count differently ("fastest first"): take :func:`torch_index` for that."""
+    PyTorch may count differently ("fastest first"): see :func:`torch_index`."""
     uuid: str
-    """``GPU-`` and a UUID, or ``MIG-`` and a UUID for a slice of one."""
+    """Identifier: ``GPU-`` and a UUID, or ``MIG-`` and a UUID for a slice of one."""
     name: str
-    """As the driver says it: ``NVIDIA GeForce RTX 4090``."""
+    """Name, as the driver reports it: ``NVIDIA GeForce RTX 4090``."""
     memory_bytes: int
-    """All of its memory, used or not."""
+    """Bytes of all its memory, used or not."""
     pci_bus_id: str
-    """As in /sys/bus/pci/devices: ``0000:65:00.0``. Empty where the driver does not tell."""
+    """Address in /sys/bus/pci/devices: ``0000:65:00.0``. Empty where the driver does not tell."""
     numa_node: int | None
-    """Host memory node it is attached to; None where the kernel does not tell."""
+    """Host memory node that it is attached to; None where the kernel does not tell."""
 
 
 def list_gpus() -> list[Gpu]:
-    """The NVIDIA GPUs there are, less those that CUDA_VISIBLE_DEVICES hides; empty without a driver.
+    """Return the NVIDIA GPUs that CUDA_VISIBLE_DEVICES does not hide; empty without a driver.
 
-    Asks the driver's management library, so it neither starts CUDA nor takes memory on a GPU.
+    The driver's management library is asked, which neither starts CUDA nor takes memory on a GPU.
     """
     import pynvml
 
@@ -87,7 +87,7 @@ def list_gpus() -> list[Gpu]:
 
 
 def nvlink_peers() -> list[set[int]]:
-    """For each GPU of :func:`list_gpus`, which others it reaches over NVLink, switches included; empty without a
+    """Return for each GPU of :func:`list_gpus` which others it reaches over NVLink, switches included; empty without a
     driver."""
     import pynvml
 
@@ -116,7 +116,7 @@ def _over_nvlink(handle: Any, other: Any) -> bool:
 
 
 def _visible_handles() -> Iterator[Any]:
-    """The management library's handles, in CUDA_VISIBLE_DEVICES' order; like CUDA, stops at the first bad entry."""
+    """Yield the management library's handles, in CUDA_VISIBLE_DEVICES' order, up to the first bad entry, like CUDA."""
     import pynvml
 
     handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
@@ -141,7 +141,7 @@ def _visible_handles() -> Iterator[Any]:
 
 
 def _describe(index: int, handle: Any) -> Gpu:
-    """What the management library knows about one GPU."""
+    """Return what the management library knows about a GPU."""
     import pynvml
 
     try:
@@ -163,18 +163,18 @@ def _describe(index: int, handle: Any) -> Gpu:
 
 
 def _text(value: str | bytes) -> str:
-    """The management library's older bindings answer in bytes."""
+    """Return text; older bindings of the management library answer in bytes."""
     return value.decode() if isinstance(value, bytes) else value
 
 
 def pick_gpu(spec: str) -> Gpu | None:
-    """The GPU meant by ``--gpu auto|cpu|NAME|INDEX``; None stands for the CPU.
+    """Return the GPU meant by ``--gpu auto|cpu|NAME|INDEX``; None stands for the CPU.
 
     ``auto`` is the first GPU, or the CPU where there is none that PyTorch can use. One or two digits are an index; all
     else is part of a name, in any case and with any punctuation: ``4090``, ``rtx-4090``, ``A100-80G``. A UUID will do.
 
     Raises:
-        UserError: no such GPU. Says which there are.
+        UserError: no such GPU; the message lists those that there are.
     """
     spec = spec.strip()
     if spec.lower() == "cpu":
@@ -201,21 +201,21 @@ def pick_gpu(spec: str) -> Gpu | None:
 
 
 def _matches(spec: str, gpu: Gpu) -> bool:
-    """Whether every part of ``spec`` occurs in the GPU's name, or it begins its UUID."""
+    """Return whether every part of ``spec`` occurs in the GPU's name, or ``spec`` is its UUID."""
     name = re.sub(r"[^a-z0-9]", "", gpu.name.lower())
     parts = re.findall(r"[a-z0-9]+", spec.lower())
     return gpu.uuid == spec or (bool(parts) and all(part in name for part in parts))
 
 
 def _torch_has_cuda() -> bool:
-    """Whether this PyTorch was built with CUDA. Does not start CUDA."""
+    """Return whether this PyTorch was built with CUDA, without starting CUDA."""
     import torch
 
     return torch.backends.cuda.is_built()
 
 
 def torch_index(gpu: Gpu) -> int:
-    """PyTorch's number for ``gpu``, as in ``torch.device("cuda", number)``. Starts CUDA.
+    """Return PyTorch's number for ``gpu``, as in ``torch.device("cuda", number)``. Starts CUDA.
 
     Raises:
         UserError: PyTorch does not see that GPU.
@@ -234,7 +234,7 @@ def torch_index(gpu: Gpu) -> int:
 
 
 def torch_name(gpu: Gpu | None) -> str:
-    """``"cuda:1"`` as PyTorch counts; ``"cpu"`` for None.
+    """Return the name of PyTorch's device: ``"cuda:1"``, or ``"cpu"`` for None.
 
     Raises:
         UserError: PyTorch does not see that GPU.
@@ -243,7 +243,7 @@ def torch_name(gpu: Gpu | None) -> str:
 
 
 def describe_machine() -> str:
-    """One line: ``4 processors, 23.5 GiB of memory (22.9 GiB available), no NVIDIA GPU``."""
+    """Describe the machine: ``4 processors, 23.5 GiB of memory (22.9 GiB available), no NVIDIA GPU``."""
     gpus = [f"{gpu.name} with {format_bytes(gpu.memory_bytes)}" for gpu in list_gpus()] or ["no NVIDIA GPU"]
     memory = f"{format_bytes(memory_limit_bytes())} of memory ({format_bytes(memory_available_bytes())} available)"
     return ", ".join([f"{cpu_count()} processors", memory, *gpus])

@@ -1,7 +1,7 @@
-"""GPUs and drives that need not be there: what data sheets and published measurements say of them.
+"""Presets of GPUs and drives: what data sheets and published measurements say of them.
 
-The files are ``configs/gpus`` and ``configs/drives``; every number in them has its source above it. What no source
-says is left out there and None here.
+The files are in ``configs/gpus`` and ``configs/drives``; every number in them has its source above it. A number without
+a source is left out there and None here.
 """
 
 import re
@@ -15,49 +15,49 @@ from common.errors import UserError, did_you_mean
 from common.presets import preset_files
 from common.units import parse_bytes
 
-#: Part of a link's rate that copies reach, where no measurement is at hand: it is 24.5 of 31.5 GB/s on an A100, 25.6 of
+#: Part of a link's rate that copies reach, where there is no measurement: it is 24.5 of 31.5 GB/s on an A100, 25.6 of
 #: 31.5 on an RTX 4090, and 56.3 of 63 on an RTX 5090.
 COPY_FRACTION = 0.8
 
 
 @dataclass(frozen=True)
 class GpuPreset:
-    """One kind of GPU."""
+    """The facts about a kind of GPU."""
 
     name: str
     """Name of the preset: ``rtx-4090``."""
     title: str
-    """What the driver calls it: ``NVIDIA GeForce RTX 4090``."""
+    """The driver's name for it: ``NVIDIA GeForce RTX 4090``."""
     memory_bytes: int
-    """All of its memory."""
+    """Bytes of all its memory."""
     link_bytes_per_second: float
-    """What its PCI Express lanes carry, in each direction."""
+    """Rate of its PCI Express lanes, in each direction."""
     upload_bytes_per_second: float
-    """What copies from page-locked host memory reach, while nothing goes the other way."""
+    """Rate of copies from page-locked host memory, while nothing goes the other way."""
     download_bytes_per_second: float
-    """What copies to page-locked host memory reach, while nothing goes the other way."""
+    """Rate of copies to page-locked host memory, while nothing goes the other way."""
     bf16_flops_per_second: float
     """Peak of dense bf16 matrix products with fp32 accumulation."""
     block_flops_per_second: float | None
-    """What a transformer block reaches, where somebody has measured it."""
+    """Rate that a transformer block reaches, if it has been measured."""
 
 
 @dataclass(frozen=True)
 class DrivePreset:
-    """One kind of SSD."""
+    """The facts about a kind of SSD."""
 
     name: str
     """Name of the preset: ``samsung-990-pro-2tb``."""
     title: str
-    """What its maker calls it."""
+    """Its maker's name for it."""
     capacity_bytes: int
-    """As sold."""
+    """Capacity, as sold."""
     read_bytes_per_second: float
-    """Sequential."""
+    """Rate of sequential reads."""
     write_bytes_per_second: float
-    """Sequential, into the fast cache if it has one."""
+    """Rate of sequential writes, into the fast cache if it has one."""
     sustained_write_bytes_per_second: float | None
-    """Sequential, when the fast cache is full: what training meets after a few steps."""
+    """Rate of sequential writes when the fast cache is full, as in training after a few steps."""
     cache_bytes: int | None
     """Bytes that an empty drive takes at the fast rate; None if there is no such cache or its size is not known."""
     endurance_bytes: int | None
@@ -68,7 +68,7 @@ Preset = TypeVar("Preset", GpuPreset, DrivePreset)
 
 
 def gpu_preset(name: str) -> GpuPreset:
-    """The GPU called ``name``: ``rtx-4090``, ``4090``, ``A100``, or as the driver writes it.
+    """Return the GPU called ``name``: ``rtx-4090``, ``4090``, ``A100``, or as the driver writes it.
 
     Raises:
         UserError: no such preset, or several.
@@ -77,7 +77,7 @@ def gpu_preset(name: str) -> GpuPreset:
 
 
 def drive_preset(name: str) -> DrivePreset:
-    """The drive called ``name``: ``intel-p5510-3.84tb``, ``p5510`` or ``990 Pro 4TB``.
+    """Return the drive called ``name``: ``intel-p5510-3.84tb``, ``p5510`` or ``990 Pro 4TB``.
 
     Raises:
         UserError: no such preset, or several.
@@ -86,12 +86,12 @@ def drive_preset(name: str) -> DrivePreset:
 
 
 def gpu_names() -> list[str]:
-    """Names of all GPU presets, sorted."""
+    """Return the names of all GPU presets, sorted."""
     return sorted(_gpus())
 
 
 def drive_names() -> list[str]:
-    """Names of all drive presets, sorted."""
+    """Return the names of all drive presets, sorted."""
     return sorted(_drives())
 
 
@@ -106,7 +106,7 @@ def _drives() -> dict[str, DrivePreset]:
 
 
 def _load(folder: str, read: Callable[[str, dict[str, Any]], Preset]) -> dict[str, Preset]:
-    """Presets by name."""
+    """Load the presets of a folder, by name."""
     return {
         name: read(name, tomllib.loads(file.read_text(encoding="utf-8"))) for name, file in preset_files(folder).items()
     }
@@ -161,7 +161,7 @@ def _find(kind: str, name: str, presets: dict[str, Preset]) -> Preset:
 
 
 def drive_preset_of(model: str) -> DrivePreset | None:
-    """The preset of a drive that calls itself ``model``; None if there is none, or several."""
+    """Return the preset of a drive that calls itself ``model``; None if there is none, or several."""
     words = _words(model)
     found = [preset for preset in _drives().values() if _words(preset.title) <= words]
     return found[0] if len(found) == 1 else None
@@ -172,5 +172,5 @@ def _words(name: str) -> set[str]:
 
 
 def _key(name: str) -> str:
-    """A name without case and punctuation."""
+    """Return a name without case and punctuation."""
     return re.sub(r"[^a-z0-9]", "", name.lower())

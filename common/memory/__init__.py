@@ -1,1 +1,1 @@
-"""Host memory: buffers, limits of control groups, what the heap keeps, what a run has taken."""
+"""Host memory: buffers, limits of control groups, the heap's free memory, and a meter of what a run takes."""

@@ -1,4 +1,4 @@
-"""Host memory for I/O: allocated once, page-aligned, on huge pages, shareable, page-locked for CUDA.
+"""Host memory for I/O: allocated once, page-aligned, on huge pages, shareable and page-locked for CUDA.
 
 Direct I/O into scattered 4 KiB pages runs at a third of the speed that it reaches on huge pages, and the first touch
 of a page costs more than copying it. So every buffer is one mapping, advised to use huge pages and touched at once.
@@ -18,7 +18,7 @@ from common.units import format_bytes
 PAGE = 4096
 HUGE_PAGE = 2 << 20
 _MAP_FIXED = 0x10
-#: Since Linux 6.1: make huge pages now, of shared memory too, whatever the system's default for it is.
+#: Advice since Linux 6.1: make huge pages now, of shared memory too, whatever the system's default is.
 _MADV_COLLAPSE = 25
 _ALLOCATE_PIECE_BYTES = 16 << 20
 #: Some drivers refuse one registration of 512 GiB or more; pieces of this size always work.
@@ -26,18 +26,18 @@ _REGISTER_PIECE_BYTES = 64 << 30
 
 
 def round_up(value: int, unit: int) -> int:
-    """The smallest multiple of ``unit`` that is not below ``value``."""
+    """Return the smallest multiple of ``unit`` that is not below ``value``."""
     return -(-value // unit) * unit
 
 
 class HostBuffer:
-    """One mapping of host memory of exactly the size asked for (rounded up to whole pages).
+    """A mapping of host memory of exactly the size asked for (rounded up to whole pages).
 
     Args:
         nbytes: size in bytes.
-        shared: back it by an anonymous memory file that another process can map through :attr:`fd`. It has no name in
-            any file system, so nothing is left behind however the processes die.
-        fd: map this existing memory file instead of making one.
+        shared: whether to back it by an anonymous memory file that another process can map through :attr:`fd`. It has
+            no name in any file system, so nothing is left behind however the processes die.
+        fd: descriptor of an existing memory file to map instead of making one.
     """
 
     def __init__(self, nbytes: int, *, shared: bool = False, fd: int | None = None):
@@ -53,23 +53,23 @@ class HostBuffer:
             self._map, self._start = _map_aligned(self.fd, self.nbytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._advise(mmap.MADV_HUGEPAGE, 0, self.nbytes)
-        #: The bytes, as numpy sees them: ``uint8 [nbytes]``.
+        #: The bytes as a numpy array: ``uint8 [nbytes]``.
         self.array: np.ndarray = np.frombuffer(self._map, np.uint8, self.nbytes, self._start)
         # from_numpy holds the array and so the mapping; frombuffer on the mapping itself would not.
         self._tensor: torch.Tensor = torch.from_numpy(self.array)
 
     def touch(self) -> "HostBuffer":
-        """Write a zero in every page, so that no page fault and no shortage strikes in the training loop."""
+        """Write a zero into every page, so that neither page faults nor shortage occur in the training loop."""
         if self.fd is not None:
             self._allocate(self.fd)
         self.array[::PAGE] = 0
         return self
 
     def _allocate(self, fd: int) -> None:
-        """Give the memory file its pages, huge ones where the kernel can; a shortage is an error here, SIGBUS later.
+        """Allocate the memory file's pages, huge ones where possible; a shortage is an error here, but SIGBUS later.
 
-        It makes huge pages only from small ones. Piece by piece, those freed by one piece serve the next: three times
-        as fast as all at once, and as fast as small pages.
+        The kernel makes huge pages only from small ones. Piece by piece, those freed by one piece serve the next: three
+        times as fast as all at once, and as fast as small pages.
         """
         for start in range(0, self.nbytes, _ALLOCATE_PIECE_BYTES):
             piece = min(_ALLOCATE_PIECE_BYTES, self.nbytes - start)
@@ -86,12 +86,12 @@ class HostBuffer:
             self._map.madvise(advice, self._start + start, nbytes)
 
     def tensor(self, dtype: torch.dtype, offset: int, count: int) -> torch.Tensor:
-        """``dtype [count]`` over the bytes from ``offset``."""
+        """Return a tensor ``dtype [count]`` over the bytes from ``offset``."""
         size = torch.empty((), dtype=dtype).element_size()
         return self._tensor[offset : offset + count * size].view(dtype)
 
     def bytes(self, offset: int, nbytes: int) -> np.ndarray:
-        """``uint8 [nbytes]`` from ``offset``, for the store."""
+        """Return the bytes from ``offset``, ``uint8 [nbytes]``, for the store."""
         return self.array[offset : offset + nbytes]
 
     def page_lock(self) -> None:
@@ -116,7 +116,7 @@ class HostBuffer:
             self._locked.append(base + offset)
 
     def close(self) -> None:
-        """Unregister and forget. The pages go back when the last tensor over them is dropped."""
+        """Unregister the mapping and drop it. The pages are freed when the last tensor over them is dropped."""
         for address in self._locked:
             torch.cuda.cudart().cudaHostUnregister(address)
         self._locked.clear()
@@ -127,10 +127,10 @@ class HostBuffer:
 
 
 def _map_aligned(fd: int, nbytes: int) -> tuple[mmap.mmap, int]:
-    """A mapping that holds ``nbytes`` bytes of the memory file ``fd``, and the offset at which it holds them.
+    """Return a mapping that holds ``nbytes`` bytes of the memory file ``fd``, and the offset at which it holds them.
 
     Shared memory gets huge pages only at an address that is a multiple of ``HUGE_PAGE``, and Python cannot ask for one.
-    So this maps private memory with room to spare, and the file over the aligned part of it; both go together.
+    So this maps private memory with room to spare, and the file over the aligned part of it; both are unmapped as one.
     """
     room = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof(ctypes.c_char.from_buffer(room))
@@ -138,9 +138,13 @@ def _map_aligned(fd: int, nbytes: int) -> tuple[mmap.mmap, int]:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     mapped = libc.mmap(
-        ctypes.c_void_p(address + start), ctypes.c_size_t(nbytes), mmap.PROT_READ | mmap.PROT_WRITE,
-        mmap.MAP_SHARED | _MAP_FIXED, fd, ctypes.c_long(0),
-    )  # fmt: skip
+        ctypes.c_void_p(address + start),
+        ctypes.c_size_t(nbytes),
+        mmap.PROT_READ | mmap.PROT_WRITE,
+        mmap.MAP_SHARED | _MAP_FIXED,
+        fd,
+        ctypes.c_long(0),
+    )
     if mapped != address + start:
         error = ctypes.get_errno()
         raise OSError(error, f"mapping {format_bytes(nbytes)} of shared memory: {os.strerror(error)}")

@@ -1,4 +1,4 @@
-"""The control groups that this process lives in: what bounds its memory and its processors inside a container.
+"""The control groups of this process, which limit its memory and processors inside a container.
 
 ``/proc/meminfo`` and psutil describe the whole host, so a budget taken from them gets a container killed. A group's
 limit holds for all below it; the effective one is therefore the least over the process's own group and every
@@ -18,25 +18,25 @@ PROC_SELF = Path("/proc/self")
 
 @dataclass(frozen=True)
 class ControlGroup:
-    """One directory of a cgroup file system."""
+    """A control group: a directory of a cgroup file system."""
 
     path: Path
     """The group's directory."""
     version: int
-    """1 or 2: decides the names of the files inside."""
+    """Version of the hierarchy, 1 or 2: decides the names of the files inside."""
 
     def _number(self, name: str) -> int | None:
-        """The single number in file ``name``; None where there is no such file, or it says ``max``."""
+        """Return the single number in file ``name``; None where there is no such file, or it says ``max``."""
         text = _read(self.path / name).strip()
         return int(text) if text.lstrip("-").isdigit() else None
 
     def _table(self, name: str) -> dict[str, int]:
-        """The ``key number`` lines in file ``name``; empty where there is no such file."""
+        """Return the ``key number`` lines in file ``name``; empty where there is no such file."""
         rows = (line.split() for line in _read(self.path / name).splitlines())
         return {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdigit()}
 
     def memory_limit(self) -> int | None:
-        """Bytes this group allows, or None without a limit."""
+        """Return the bytes that this group allows, or None without a limit."""
         if self.version == 2:
             limits = [self._number("memory.max"), self._number("memory.high")]
         else:
@@ -49,27 +49,27 @@ class ControlGroup:
         return min((limit for limit in limits if limit is not None and limit < 2**62), default=None)
 
     def memory_in_use(self) -> int:
-        """Bytes charged to this group, less the page cache that the kernel takes back on demand."""
+        """Return the bytes charged to this group, less the page cache that the kernel takes back on demand."""
         usage = self._number("memory.current" if self.version == 2 else "memory.usage_in_bytes") or 0
         inactive = self._table("memory.stat").get("inactive_file" if self.version == 2 else "total_inactive_file", 0)
         return max(0, usage - inactive)
 
     def memory_peak(self) -> int | None:
-        """Most bytes ever charged to this group, page cache included; None where the kernel does not record it."""
+        """Return the most bytes ever charged to this group, page cache included; None where it is not recorded."""
         return self._number("memory.peak" if self.version == 2 else "memory.max_usage_in_bytes")
 
     def memory_unreclaimable(self) -> int:
-        """Bytes of anonymous and shared memory: what the kernel cannot take back without swap."""
+        """Return the bytes of anonymous and shared memory, which the kernel cannot take back without swap."""
         stat = self._table("memory.stat")
         anonymous, shared = ("anon", "shmem") if self.version == 2 else ("total_rss", "total_shmem")
         return stat.get(anonymous, 0) + stat.get(shared, 0)
 
     def out_of_memory_kills(self) -> int:
-        """How many processes of this group the kernel has killed because the group had reached its limit."""
+        """Return how many processes of this group the kernel has killed because the group had reached its limit."""
         return self._table("memory.events" if self.version == 2 else "memory.oom_control").get("oom_kill", 0)
 
     def processors(self) -> float | None:
-        """Processors' worth of time this group may use, 1.5 for instance, or None without a limit."""
+        """Return how many processors' time this group may use, 1.5 for instance, or None without a limit."""
         if self.version == 2:
             quota, _, period = _read(self.path / "cpu.max").strip().partition(" ")
         else:
@@ -78,7 +78,7 @@ class ControlGroup:
 
 
 def own_groups(controller: str, proc_self: Path = PROC_SELF) -> list[ControlGroup]:
-    """This process's group for ``controller`` ("memory", "cpu"), then its ancestors up to the mount point.
+    """Return this process's group for ``controller`` ("memory", "cpu"), then its ancestors up to the mount point.
 
     Empty where there are no control groups. ``proc_self`` is for tests.
     """
@@ -98,7 +98,7 @@ def own_groups(controller: str, proc_self: Path = PROC_SELF) -> list[ControlGrou
 
 
 def _membership(controller: str, proc_self: Path) -> tuple[int, str] | None:
-    """Version of the hierarchy that has ``controller``, and our path in it."""
+    """Return the version of the hierarchy that has ``controller``, and this process's path in it."""
     unified = None
     for line in _read(proc_self / "cgroup").splitlines():
         hierarchy, controllers, path = line.split(":", 2)
@@ -110,7 +110,7 @@ def _membership(controller: str, proc_self: Path) -> tuple[int, str] | None:
 
 
 def _mounts(controller: str, version: int, proc_self: Path) -> Iterator[tuple[str, Path]]:
-    """(root of the mounted part, mount point) of the mounts of that hierarchy."""
+    """Yield (root of the mounted part, mount point) of the mounts of that hierarchy."""
     for mount in mounts(proc_self / "mountinfo"):
         if (version == 2 and mount.file_system == "cgroup2") or (
             version == 1 and mount.file_system == "cgroup" and controller in mount.options.split(",")
@@ -119,7 +119,7 @@ def _mounts(controller: str, version: int, proc_self: Path) -> Iterator[tuple[st
 
 
 def _read(path: Path) -> str:
-    """A small file's text, or nothing where it is absent or closed to us."""
+    """Return a small file's text, or nothing where it is absent or not readable."""
     try:
         return path.read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""What malloc keeps of what was freed, given back before it counts."""
+"""Return freed memory that malloc keeps to the system, before it counts against a budget."""
 
 import ctypes
 import mmap
@@ -8,36 +8,36 @@ _STATM = Path("/proc/self/statm")
 
 
 def return_free_memory() -> None:
-    """Give what is free in the heap back to the system, where the C library can (glibc)."""
+    """Return free memory of the heap to the system, where the C library can (glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 class Heap:
-    """Keeps this process's heap from growing by what is free in it.
+    """Keeps free memory in this process's heap from piling up.
 
     Tensors of a few MiB that come and go leave holes that glibc does not return: 100 to 200 MiB while a hundred blocks
     compute one after the other in 35 MiB, see docs/experiments.md. Returning them costs page faults, so it is done only
     when they are many.
 
     Args:
-        slack: bytes by which the process may grow in between. All that is allocated for good must be there already.
+        slack: bytes by which the process may grow in between. Whatever stays must have been allocated before.
     """
 
     def __init__(self, slack: int) -> None:
         self._slack = slack
         self._least = self._resident()
 
-    def tidy(self) -> None:
-        """Give back what is free, if the process has grown by more than the slack. Costs 20 us otherwise."""
+    def trim(self) -> None:
+        """Return free memory to the system, if the process has grown by more than the slack. Costs 20 us otherwise."""
         if self._resident() > self._least + self._slack:
             return_free_memory()
             self._least = self._resident()
 
     def _resident(self) -> int:
-        """Bytes of this process that are in memory."""
+        """Return the resident bytes of this process; 0 where the kernel does not tell."""
         try:
             return int(_STATM.read_text().split()[1]) * mmap.PAGESIZE
-        except OSError:  # no such thing on this system
+        except OSError:
             return 0

@@ -1,12 +1,14 @@
-"""Hugging Face causal language models whose weights never all are in memory.
+"""Hugging Face models whose weights are never all in memory at once.
 
-``presets``    a model's configuration, from a directory or by a preset's name
-``meta``       the model itself, with parameters on the meta device
-``structure``  its list of blocks, and what stands outside of it
-``shards``     safetensors files: what is in them, and one tensor at a time
-``conversion`` names and layouts on disk against those in the model, both ways
-``sources``    where weights come from: a checkpoint, or random numbers
-``export``     weights going back into a checkpoint directory
-``adapters``   PEFT adapters: put in, begun, written, merged
-``flops``      what a token costs
+``presets``      a model's configuration, from a directory or by a preset's name
+``task_type``    which class of transformers a configuration stands for
+``meta_model``   the model itself, with parameters on the meta device
+``structure``    its list of blocks, and what stands outside of it
+``label_shift``  whether its own loss shifts labels
+``flops``        what a token costs
+``miniature``    a tiny configuration of the same family
+``checkpoint``   reading, converting, decompressing and writing weights
+``adapters``     PEFT adapters: injected, initialised, saved, merged
+``attention``    its memory, and documents that share a row
+``vision``       towers that turn images into input of a language model
 """

@@ -1,4 +1,4 @@
-"""What a token costs in floating-point operations. One multiply-add is two.
+"""Count the floating-point operations of a token. One multiply-add is two.
 
 Conventions, the usual ones for reporting throughput:
 
@@ -16,20 +16,20 @@ import re
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from common.models.meta import build_meta_model
+from common.models.meta_model import build_meta_model
 from common.models.structure import find_blocks
 from common.models.vision.towers import tower_parameters
 
 
 def model_flops_per_token(model: PreTrainedModel | PreTrainedConfig, seq_len: int) -> float:
-    """FLOPs of forward and backward per token, in sequences of ``seq_len`` tokens, recomputation not counted."""
+    """Return the FLOPs of forward and backward per token, in sequences of ``seq_len`` tokens, without recomputation."""
     model = build_meta_model(model) if isinstance(model, PreTrainedConfig) else model
     trained = active_parameters(model, model, trained=True)
     return 4.0 * active_parameters(model, model) + 2 * trained + 3 * _attention_forward(model, seq_len)
 
 
 def hardware_flops_per_token(model: PreTrainedModel | PreTrainedConfig, seq_len: int) -> float:
-    """FLOPs per token with the forward of every block done again in the backward pass."""
+    """Return the FLOPs per token with the forward of every block done again in the backward pass."""
     model = build_meta_model(model) if isinstance(model, PreTrainedConfig) else model
     _, blocks = find_blocks(model)
     again = 2.0 * active_parameters(model, blocks) + _attention_forward(model, seq_len)
@@ -37,9 +37,10 @@ def hardware_flops_per_token(model: PreTrainedModel | PreTrainedConfig, seq_len:
 
 
 def active_parameters(model: PreTrainedModel, part: nn.Module, trained: bool = False) -> float:
-    """Parameters of ``part``, a module of ``model``, that one token uses: of routed experts only those it visits.
+    """Count the parameters of ``part``, a module of ``model``, that one token uses: of routed experts those it visits.
 
-    ``trained`` leaves out those that are frozen.
+    Args:
+        trained: whether to leave out frozen parameters.
     """
     config = model.config.get_text_config()
     experts = _first(config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts") or 0
@@ -56,7 +57,7 @@ def active_parameters(model: PreTrainedModel, part: nn.Module, trained: bool = F
 
 
 def _attention_forward(model: PreTrainedModel, seq_len: int) -> float:
-    """Scores and weighted values: 2 products of 2 FLOPs x width x seq_len per token and layer; 0 without attention."""
+    """Count scores and weighted values: 2 products of 2 FLOPs x width x seq_len per token and layer with attention."""
     config = model.config.get_text_config()
     # Where layers differ, transformers has a configuration for each.
     layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers

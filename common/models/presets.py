@@ -1,4 +1,4 @@
-"""What the user calls a model: a checkpoint directory, the name of a preset, or a transformers configuration."""
+"""Find the model that the user names: a checkpoint directory, a preset, or a transformers configuration."""
 
 import os
 import tomllib
@@ -8,24 +8,24 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from common.errors import UserError, did_you_mean
 from common.models.checkpoint.compressed import accept_config
-from common.models.classes import model_class, refusal
+from common.models.task_type import model_class, refusal
 from common.presets import preset_files
 
 
 def preset_names() -> list[str]:
-    """Names of all model presets, sorted."""
+    """Return the names of all model presets, sorted."""
     return sorted(preset_files("models"))
 
 
 def load_config(model: str | os.PathLike[str] | PreTrainedConfig) -> tuple[PreTrainedConfig, Path | None]:
-    """The configuration of a model, and its checkpoint directory if it has one.
+    """Return the configuration of a model, and its checkpoint directory if it has one.
 
     Args:
         model: a directory with config.json, a preset's name, or a configuration (returned as it is).
 
     Raises:
         UserError: no such directory or preset; the directory is no checkpoint; or its configuration is not one that
-            :func:`common.models.classes.model_class` finds a class of transformers for.
+            :func:`common.models.task_type.model_class` finds a class of transformers for.
     """
     if isinstance(model, PreTrainedConfig):
         _refuse_unsupported(model, model.model_type)

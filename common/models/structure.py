@@ -1,4 +1,4 @@
-"""What the engine has to know about a model: its list of blocks, and what stands outside of it."""
+"""The structure of a model: its list of blocks, and what stands outside of it."""
 
 import re
 
@@ -9,8 +9,8 @@ from common.errors import UserError
 
 
 def find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """The dotted name of the model's list of blocks, and the list: of all ``ModuleList``s the one with most parameters,
-    in a vision-language model of those of its language model.
+    """Return the dotted name of the model's list of blocks, and the list: the ``ModuleList`` with most parameters, in a
+    vision-language model that of its language model.
 
     Raises:
         UserError: there is no such list; it holds less than half of what is neither embedding nor head; a parameter of
@@ -46,7 +46,7 @@ def language_model(model: PreTrainedModel) -> tuple[str, PreTrainedModel]:
 
 
 def parameter_names(model: nn.Module) -> list[tuple[str, ...]]:
-    """The names of every parameter, in ``named_parameters()`` order: one, or several if it is tied."""
+    """Return the names of every parameter, in ``named_parameters()`` order: one, or several if it is tied."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -54,9 +54,9 @@ def parameter_names(model: nn.Module) -> list[tuple[str, ...]]:
 
 
 def stored_names(model: PreTrainedModel) -> dict[str, str]:
-    """The name under which transformers initialises and stores a parameter, by each of its names.
+    """Return the name under which transformers initialises and stores a parameter, by each of its names.
 
-    Of a tied parameter's names it is the one that the others are tied to: mostly the input embedding's.
+    For a tied parameter it is the name that the others are tied to: mostly the input embedding's.
     """
     tied_to = model.all_tied_weights_keys
     return {
@@ -67,7 +67,7 @@ def stored_names(model: PreTrainedModel) -> dict[str, str]:
 
 
 def fp32_parameters(model: PreTrainedModel) -> list[str]:
-    """Names of parameters that their family keeps in fp32 even when the rest of the model is bf16.
+    """Return the names of parameters that their family keeps in fp32 even when the rest of the model is bf16.
 
     (transformers' ``_keep_in_fp32_modules_strict``: mostly router weights and biases.)
     """
@@ -75,7 +75,7 @@ def fp32_parameters(model: PreTrainedModel) -> list[str]:
 
 
 def keeps_fp32(model: PreTrainedModel, name: str) -> bool:
-    """Whether the family keeps this parameter or persistent buffer in fp32 whatever dtype the rest has."""
+    """Return whether the family keeps this parameter or persistent buffer in fp32 whatever dtype the rest has."""
     patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)
 
@@ -85,7 +85,7 @@ def _count(module: nn.Module) -> int:
 
 
 def _embeddings(model: PreTrainedModel) -> list[nn.Module]:
-    """Input and output embeddings, each parameter in one of them only."""
+    """Return input and output embeddings, only the first if they are tied."""
     modules = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
     tied = len(modules) == 2 and modules[0].weight is modules[1].weight
     return modules[:1] if tied else modules

@@ -1,4 +1,4 @@
-"""Records on SSD: striped over a directory per drive, read and written past the page cache, committed by a manifest."""
+"""A store of records on SSD: striped over a directory per drive, past the page cache, committed by a manifest."""
 
 from common.store.directories import remove
 from common.store.errors import StoreError

@@ -1,9 +1,9 @@
-"""A checksum for every record and drive, fast enough to take of everything that is written.
+"""Checksums for every record and drive, fast enough to be computed for everything that is written.
 
-A page is 512 words of 64 bits; its hash is their sum, each times an odd constant of its place, modulo 2^64. So no
-change of a single word goes unnoticed, and no exchange of words but by chance. The hash of a page is mixed with the
-page's number and all are added up, so a record may be written in any pieces, in any order, by any number of threads.
-Two different contents agree by a chance of one in 2^64 or so: this finds damage, not forgery.
+A page is 512 words of 64 bits; its hash is the sum of the words, each times an odd constant of its place, modulo 2^64:
+any change of a single word changes it, and exchanged words go unnoticed only by chance. The hash of a page is mixed
+with the page's number and all are added up, so a record may be written in any pieces, in any order, by any number of
+threads. Two different contents agree with a probability of about 2^-64: this finds damage, not forgery.
 """
 
 import threading
@@ -19,7 +19,7 @@ _WORDS = ALIGNMENT // 8
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """SplitMix64's finaliser: every bit of the result depends on every bit of the value."""
+    """Apply SplitMix64's finaliser: every bit of the result depends on every bit of the value."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -30,7 +30,7 @@ _FACTORS = _mix((np.arange(_WORDS, dtype=np.uint64) + np.uint64(1)) * _STEP) | n
 
 
 def checksum(data: np.ndarray, first_page: int) -> int:
-    """Of whole pages, uint8, of which the first has number ``first_page``. Checksums of parts add up modulo 2^64."""
+    """Return the checksum of bytes, uint8, whose first page has number ``first_page``. Parts add up modulo 2^64."""
     rest = data.nbytes % ALIGNMENT
     if rest:  # a record's last page is filled up with zeros
         padded = np.zeros(whole_pages(data.nbytes), np.uint8)
@@ -41,14 +41,14 @@ def checksum(data: np.ndarray, first_page: int) -> int:
     return int(_mix(hashes + _mix(numbers * _STEP)).sum())
 
 
-class Sums:
-    """The checksums of one extent, one for each directory, while its bytes pass by; and whether they are right.
+class ExtentChecksums:
+    """The checksums of one extent, one for each directory, computed and checked while its bytes are read or written.
 
     Args:
-        extent: all of it passes by, every byte once, in pieces of whole pages.
-        directories: of its store, in order.
-        what: holds it, for messages.
-        expected: what they must come to, if that is known.
+        extent: the extent; every byte of it is added once, in pieces of whole pages.
+        directories: the directories of its store, in order.
+        what: what the extent holds, for messages.
+        expected: the checksums that it must have, if they are known.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class Sums:
         self._lock = threading.Lock()
 
     def add(self, directory: int, offset: int, data: np.ndarray) -> None:
-        """Bytes of the file in ``directory``, from ``offset`` on, have passed by.
+        """Add bytes of the file in directory number ``directory``, from ``offset`` on.
 
         Raises:
-            StoreError: they were the last ones, and what has passed by is not what was expected.
+            StoreError: they were the last ones, and the checksums are not the expected ones.
         """
         value = checksum(data, (offset - self._extent.offset) // ALIGNMENT)
         with self._lock:
@@ -76,8 +76,8 @@ class Sums:
 
     @property
     def values(self) -> tuple[int, ...]:
-        """One for each directory, once everything has passed by."""
-        assert not self._left, f"{self._left} bytes of {self._what} have not passed by"
+        """The checksum of each directory, once every byte has been added."""
+        assert not self._left, f"{self._left} bytes of {self._what} have not been added"
         return tuple(self._totals)
 
     def _compare(self, expected: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""The directories of a store: what must hold before one is made, and who is who when it is opened again."""
+"""The directories of a store: checks before they are filled, and which is which when the store is opened again."""
 
 import contextlib
 import errno
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import FinetuneError, UserError
+from common.files import TEMPORARY_SUFFIX
 from common.store.errors import StoreError, described, opened
 from common.store.layout import ALIGNMENT, Layout
 from common.store.manifest import MANIFEST_FILE
@@ -21,10 +22,10 @@ from common.units import format_bytes
 
 IDENTITY_FILE = "store.json"
 FORMAT = 1
-"""Version of what lies in the directories. Another one is refused, not guessed at."""
+"""Version of the format of the directories. Any other is refused, not guessed at."""
 
 SMALL_FILES_BYTES = 1 << 20
-"""Room asked for beside the extents: identity and manifest, each twice while they are replaced."""
+"""Bytes needed beside the extents: for identity and manifest, each twice while it is replaced."""
 
 
 @dataclass(frozen=True)
@@ -32,26 +33,26 @@ class Identity:
     """What each directory says about itself in ``store.json``."""
 
     store: str
-    """Random name of the store, the same in all of its directories."""
+    """Random name of the store, equal in all of its directories."""
     index: int
-    """Which of the directories this is; stripe k lies in number k % count."""
+    """Number of this directory, from 0; stripe k lies in number k % count."""
     count: int
-    """How many directories the store has."""
+    """Number of directories of the store."""
     complete: bool
-    """False while the store is being made: a crash leaves such a directory, and it holds nothing of value."""
+    """Whether the store has been made; a crash before that leaves a directory that holds nothing of value."""
     layout: Layout
-    """Where every extent lies."""
+    """Place of every extent."""
     replaces: str = ""
-    """Name of the store whose place it is to take, or has taken."""
+    """Name of the store that this one replaces, or has replaced."""
 
     def write(self, directory: Path) -> None:
-        """Put it there, atomically."""
+        """Write the identity into ``directory``, atomically."""
         content = {"format": FORMAT, **vars(self), "layout": self.layout.to_dict()}
         write_sealed(directory / IDENTITY_FILE, content)
 
     @classmethod
     def read(cls, directory: Path) -> "Identity | None":
-        """What ``directory`` says, or None if it holds no store.
+        """Read the identity in ``directory``; None if it holds no store.
 
         Raises:
             UserError: another version of the format.
@@ -78,20 +79,20 @@ class Identity:
         return identity
 
 
-def prepare(
+def create_directories(
     directories: Sequence[Path], layout: Layout, overwrite: bool, later: Collection[str] = (), replaces: str = ""
 ) -> tuple[list[Path], Identity]:
     """Check everything; only then fill ``directories`` with preallocated files and identities.
 
     Args:
-        later: files that get their size and no space: that comes with :func:`reserve`.
-        replaces: name of the store whose place it will take.
+        later: files that get their size but no space yet: :func:`reserve` gives it to them.
+        replaces: name of the store that the new one will replace.
 
     Raises:
         UserError: the directories cannot take this store.
         StoreError: the file system refused on the way; what was made is removed again.
     """
-    paths = usable(directories)
+    paths = usable_directories(directories)
     if len(paths) != layout.directories:
         raise ValueError(f"the layout is for {layout.directories} directories, and {len(paths)} were given")
     replaceable = [_replaceable_files(path, layout, overwrite) for path in paths]
@@ -102,13 +103,13 @@ def prepare(
     identity = Identity(uuid.uuid4().hex, 0, len(paths), False, layout, replaces)
     identities = [replace(identity, index=index) for index in range(len(paths))]
     try:
-        for path, its in zip(paths, identities, strict=True):
-            its.write(path)
+        for path, own_identity in zip(paths, identities, strict=True):
+            own_identity.write(path)
             for name, nbytes in layout.file_bytes().items():
                 _make_file(path / name, nbytes, sparse=name in later)
             sync_directory(path)
-        for path, its in zip(paths, identities, strict=True):
-            replace(its, complete=True).write(path)
+        for path, own_identity in zip(paths, identities, strict=True):
+            replace(own_identity, complete=True).write(path)
     except BaseException:
         with contextlib.suppress(FinetuneError):  # what went wrong first is what the user should hear
             remove(paths)
@@ -116,14 +117,14 @@ def prepare(
     return paths, replace(identity, complete=True)
 
 
-def find(directories: Sequence[Path]) -> tuple[list[Path], Identity]:
-    """The directories of one store in the order of their indices, and the identity of the first.
+def find_directories(directories: Sequence[Path]) -> tuple[list[Path], Identity]:
+    """Return the directories of one store in the order of their indices, and the identity of the first.
 
     Raises:
-        UserError: a directory is missing, foreign, given twice, or holds no store, or only what is left of one.
+        UserError: a directory is missing, foreign, given twice, or holds no store, or only the remains of one.
         StoreError: an identity or a file is damaged.
     """
-    paths = usable(directories)
+    paths = usable_directories(directories)
     identities = {}
     for path in paths:
         identity = Identity.read(path)
@@ -179,20 +180,20 @@ def remove(directories: Iterable[Path]) -> None:
         if identity is None:
             continue
         files = identity.layout.file_bytes()
-        beside = [*(name + ".tmp" for name in files), MANIFEST_FILE + ".tmp", IDENTITY_FILE + ".tmp"]
+        temporary = [name + TEMPORARY_SUFFIX for name in (*files, MANIFEST_FILE, IDENTITY_FILE)]
         # Each group is gone for good before the next one goes, so that a power cut does not change their order.
-        for names in ([MANIFEST_FILE], [*beside, CLOCK_FILE, *files], [IDENTITY_FILE]):
+        for names in ([MANIFEST_FILE], [*temporary, CLOCK_FILE, *files], [IDENTITY_FILE]):
             for name in names:
                 with described("removal", directory / name):
                     (directory / name).unlink(missing_ok=True)
             sync_directory(directory)
 
 
-def usable(directories: Sequence[Path]) -> list[Path]:
-    """The directories as paths, each there, writable and given once.
+def usable_directories(directories: Sequence[Path]) -> list[Path]:
+    """Return the directories as paths: each exists, is writable and is given once.
 
     Raises:
-        UserError: otherwise.
+        UserError: one does not, or is not.
     """
     if not directories:
         raise UserError("A store needs at least one directory: give --ssd.")
@@ -217,7 +218,7 @@ def usable(directories: Sequence[Path]) -> list[Path]:
 
 
 def _replaceable_files(directory: Path, layout: Layout, overwrite: bool) -> list[Path]:
-    """The files that the new store may delete in ``directory``."""
+    """Return the files that a new store may delete in ``directory``."""
     identity = Identity.read(directory)
     if identity is not None and identity.complete and not overwrite:
         raise UserError(f"{directory} holds a run already: add --resume to continue it or --overwrite to replace it.")
@@ -231,7 +232,7 @@ def _replaceable_files(directory: Path, layout: Layout, overwrite: bool) -> list
 
 
 def freed_by(files: Iterable[Path]) -> dict[int, int]:
-    """Bytes that the removal of ``files`` would free, by the number of their device."""
+    """Return the bytes that the removal of ``files`` would free, by the number of their device."""
     freed: dict[int, int] = defaultdict(int)
     for file in files:
         if file.exists():
@@ -244,13 +245,13 @@ def check_space(paths: Sequence[Path], nbytes: int, freed: Mapping[int, int], wh
     """Compare bytes needed and bytes free on every file system, of which several directories may share one.
 
     Args:
-        paths: each is to take as much. They exist, or their parents do.
-        nbytes: of the extents in each; small files are added.
-        freed: what will be free as well, from :func:`freed_by`.
-        what: the space is ``for the store``, say.
+        paths: directories, each of which is to take as much. They exist, or their parents do.
+        nbytes: bytes of the extents in each; small files are added.
+        freed: bytes that will be free as well, from :func:`freed_by`.
+        what: what the space is for, for messages: ``for the store``.
 
     Raises:
-        UserError: somewhere it is too little.
+        UserError: a file system has too little space.
     """
     sharing: dict[int, list[Path]] = defaultdict(list)
     for path in paths:
@@ -272,7 +273,7 @@ def check_space(paths: Sequence[Path], nbytes: int, freed: Mapping[int, int], wh
 
 
 def reserve(directories: Iterable[Path], layout: Layout) -> None:
-    """Give every file of a store the space that it may have been made without.
+    """Allocate the space of every file of a store that was made without it.
 
     Raises:
         StoreError: there is too little.
@@ -282,24 +283,24 @@ def reserve(directories: Iterable[Path], layout: Layout) -> None:
             _give_space(directory / name, nbytes)
 
 
-def hollow(path: Path) -> None:
-    """Give back the space of a file whose content nobody needs; atomically, it keeps its name and its size."""
-    beside = path.with_name(path.name + ".tmp")
+def sparsify(path: Path) -> None:
+    """Give back the space of a file whose content nobody needs, atomically; it keeps its name and its size."""
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     with described("giving back the space", path):
         nbytes = path.stat().st_size
-        beside.unlink(missing_ok=True)
-        _make_file(beside, nbytes, sparse=True)
-        os.replace(beside, path)
+        temporary.unlink(missing_ok=True)
+        _make_file(temporary, nbytes, sparse=True)
+        os.replace(temporary, path)
     sync_directory(path.parent)
 
 
 def _make_file(path: Path, nbytes: int, sparse: bool = False) -> None:
-    """Make ``path``; unless it is ``sparse``, its bytes are really its own: no later write finds the drive full."""
+    """Make the file ``path``; unless it is ``sparse``, with its space, so that no later write finds the drive full."""
     _give_space(path, nbytes, os.O_CREAT | os.O_EXCL, sparse)
 
 
 def _give_space(path: Path, nbytes: int, flags: int = 0, sparse: bool = False) -> None:
-    """Let ``path`` have its bytes, or only its size if it is ``sparse``; durably."""
+    """Give the file ``path`` its size, and unless it is ``sparse`` its space; durably."""
     with opened(path, f"preallocating {format_bytes(nbytes)}", os.O_RDWR | flags) as descriptor:
         if sparse:
             os.ftruncate(descriptor, nbytes)
@@ -318,7 +319,7 @@ def _allocate(descriptor: int, nbytes: int) -> None:
 
 
 def _check_file(path: Path, nbytes: int) -> None:
-    """Refuse a file of the store that is not there or too short."""
+    """Refuse a file of the store that is missing or has the wrong size."""
     with described("opening", path):
         size = path.stat().st_size
     if size != nbytes or size % ALIGNMENT:

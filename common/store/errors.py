@@ -1,4 +1,4 @@
-"""What can go wrong between a record and a drive."""
+"""Errors between a record and a drive, with advice for the user."""
 
 import errno
 import os
@@ -16,11 +16,11 @@ class StoreError(FinetuneError):
     def __init__(self, message: str, error_number: int | None = None) -> None:
         super().__init__(message)
         self.error_number = error_number
-        """The operating system's errno, where it was the operating system that refused."""
+        """The operating system's errno, if it was the operating system that refused."""
 
 
 def describe_os_error(doing: str, path: Path, error: OSError) -> StoreError:
-    """The ``StoreError`` for an ``error`` met while ``doing`` (``"writing 4 MiB at offset 8192"``) to ``path``."""
+    """Return the ``StoreError`` for an ``error`` while ``doing`` (``"writing 4 MiB at offset 8192"``) to ``path``."""
     what = f"{doing} of {path.name} in {path.parent} failed: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         what += f". {_free_space(path.parent)}Free some space there, then continue with --resume."
@@ -33,10 +33,10 @@ def describe_os_error(doing: str, path: Path, error: OSError) -> StoreError:
 
 @contextmanager
 def described(doing: str, path: Path) -> Iterator[None]:
-    """An ``OSError`` met in here names ``path``, which those of files that are open do not; see above.
+    """Turn an ``OSError`` inside the context into a ``StoreError`` that names ``path``, as those of open files do not.
 
     Raises:
-        StoreError: there was one.
+        StoreError: see :func:`describe_os_error`.
     """
     try:
         yield
@@ -54,10 +54,10 @@ def _free_space(directory: Path) -> str:
 
 @contextmanager
 def opened(path: Path, doing: str, flags: int) -> Iterator[int]:
-    """A descriptor of ``path`` while it is used for ``doing``.
+    """Open ``path`` while the context lasts; ``doing`` says what for.
 
     Raises:
-        StoreError: the system has refused something meanwhile.
+        StoreError: the system refused something in the context.
     """
     with described(doing, path):
         descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)

@@ -1,4 +1,4 @@
-"""Device memory to and from the drives through kvikio (GPUDirect Storage where it works, its bounce buffers elsewhere).
+"""Move device memory to and from the drives with kvikio (GPUDirect Storage where it works, bounce buffers elsewhere).
 
 Only device memory comes here: for host memory kvikio makes the same POSIX calls as ``posix.py``. The logic is tested
 with a stand-in for kvikio and, on host memory, with kvikio itself; it has not been run on a GPU yet.
@@ -28,7 +28,7 @@ _setting = threading.Lock()
 
 
 def why_unavailable() -> str | None:
-    """Why kvikio cannot be used here, in one sentence, or None if it can."""
+    """Return why kvikio cannot be used here, in one sentence, or None if it can."""
     try:
         import kvikio  # noqa: F401
     except ImportError as error:
@@ -41,7 +41,7 @@ def why_unavailable() -> str | None:
 
 
 def require() -> None:
-    """Raises UserError if kvikio cannot be used here."""
+    """Raise a UserError if kvikio cannot be used here."""
     if reason := why_unavailable():
         raise UserError(f"--io kvikio is not possible: {reason} --io posix works everywhere.")
 
@@ -49,7 +49,7 @@ def require() -> None:
 def configure(threads: int) -> None:
     """Give kvikio's process-wide pool at least ``threads`` threads, and direct reads (both are off by default).
 
-    To be called before files are opened. Changing the number resets the pool, so it only ever grows.
+    Call it before files are opened. Changing the number resets the pool, so it only ever grows.
     """
     import kvikio.defaults
 
@@ -61,7 +61,7 @@ def configure(threads: int) -> None:
 
 
 class KvikioFile:
-    """One file of the store, for device memory: flat contiguous uint8 tensors.
+    """A file of the store, read into and written from device memory: flat contiguous uint8 tensors.
 
     Each call moves at most one stripe, which is kvikio's task size: one task per call, so no sibling task can still be
     writing into the tensor when the call fails (kvikio up to 26.08 did that with larger calls).

@@ -1,4 +1,4 @@
-"""Where every record lies: files of whole pages, striped over all directories.
+"""The places of all records: in files of whole pages, striped over all directories.
 
 A *file* here is a logical one: every directory holds a file of that name, all equally long, and an extent takes the
 same byte range in each of them.
@@ -9,35 +9,35 @@ from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
 ALIGNMENT = 4096
-"""Bytes: direct I/O needs address, offset and length in whole pages."""
+"""Bytes of a page: direct I/O needs address, offset and length in whole pages."""
 
 LARGEST_UNIT = 4 << 20
-"""Bytes of the largest single I/O. Larger ones gain nothing; smaller ones cost calls."""
+"""Bytes of the largest single I/O call. Larger ones gain nothing; smaller ones cost more calls."""
 
 LARGEST_FILE = 1 << 60
-"""Bytes. Nothing that says it is larger is believed."""
+"""Bytes above which a stated size is taken for damage."""
 
 
 def whole_pages(nbytes: int) -> int:
-    """``nbytes`` rounded up to a multiple of ``ALIGNMENT``."""
+    """Round ``nbytes`` up to a multiple of ``ALIGNMENT``."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """One striped byte range."""
+    """A striped byte range."""
 
     file: str
-    """The logical file that holds it, such as ``weights.0``."""
+    """Name of the logical file that holds it, such as ``weights.0``."""
     offset: int
-    """Where it starts inside that file, the same in every directory. A multiple of ``ALIGNMENT``."""
+    """Start inside that file in every directory, in bytes; a multiple of ``ALIGNMENT``."""
     nbytes: int
-    """Its logical length; any positive number."""
+    """Logical length in bytes; any positive number."""
     unit: int
     """Bytes of one stripe: a multiple of ``ALIGNMENT``, at most ``LARGEST_UNIT``."""
 
     def bytes_per_directory(self, directories: int) -> int:
-        """Bytes that it takes in each directory (in the fullest one, to be exact)."""
+        """Return the bytes that it takes in each directory (in the fullest one, to be exact)."""
         full_rows = (self.nbytes - 1) // (self.unit * directories)
         last_row = self.nbytes - full_rows * self.unit * directories
         return full_rows * self.unit + min(self.unit, whole_pages(last_row))
@@ -48,14 +48,14 @@ class TransferPiece(NamedTuple):
 
     directory: int
     offset: int
-    """Where it starts in the file of that directory, in bytes."""
+    """Start in the file of that directory, in bytes."""
     start: int
-    """Where it starts in the caller's buffer, in bytes."""
+    """Start in the caller's buffer, in bytes."""
     nbytes: int
 
 
 def pieces(extent: Extent, directories: int, offset: int, nbytes: int) -> Iterator[TransferPiece]:
-    """The I/O calls for bytes ``[offset, offset + nbytes)`` of ``extent``, in the order of those bytes.
+    """Yield the I/O calls for bytes ``[offset, offset + nbytes)`` of ``extent``, in the order of those bytes.
 
     Stripe k lies in directory k % ``directories``, at ``extent.offset + (k // directories) * extent.unit``.
     """
@@ -71,11 +71,11 @@ def pieces(extent: Extent, directories: int, offset: int, nbytes: int) -> Iterat
 class Layout:
     """All extents of a store, in the order in which they were allocated.
 
-    The same calls give the same layout, and a layout survives ``to_dict`` and ``from_dict`` unchanged.
+    Equal calls give equal layouts, and a layout survives ``to_dict`` and ``from_dict`` unchanged.
     """
 
     def __init__(self, directories: int) -> None:
-        """An empty layout over this number of directories."""
+        """Make an empty layout over this number of directories."""
         if directories < 1:
             raise ValueError(f"a layout needs at least one directory, not {directories}")
         self.directories = directories
@@ -83,7 +83,7 @@ class Layout:
         self._file_bytes: dict[str, int] = {}
 
     def allocate(self, file: str, nbytes: int) -> Extent:
-        """The next ``nbytes`` bytes of ``file``, spread as evenly over the directories as whole pages allow.
+        """Allocate the next ``nbytes`` bytes of ``file``, as evenly over the directories as whole pages allow.
 
         Raises:
             ValueError: ``nbytes`` is not positive, or ``file`` is not a plain file name.
@@ -105,8 +105,8 @@ class Layout:
         self._extents.setdefault(name, []).append(extent)
         self._file_bytes[name] = extent.offset + extent.bytes_per_directory(self.directories)
 
-    def spread(self, directories: int) -> "Layout":
-        """The same extents, in the same order, over another number of directories."""
+    def restriped(self, directories: int) -> "Layout":
+        """Return a layout of these extents, in their order, over another number of directories."""
         other = Layout(directories)
         for name, extents in self._extents.items():
             for extent in extents:
@@ -114,21 +114,21 @@ class Layout:
         return other
 
     def extents(self, file: str) -> list[Extent]:
-        """The extents of ``file``, in the order in which they were allocated."""
+        """Return the extents of ``file``, in the order in which they were allocated."""
         return list(self._extents.get(file, ()))
 
     def file_bytes(self) -> dict[str, int]:
-        """Bytes that each file takes in *each* directory."""
+        """Return the bytes that each file takes in *each* directory."""
         return dict(self._file_bytes)
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON can carry: ``{"directories": n, "files": {name: [[offset, nbytes, unit], ...]}}``."""
+        """Return the layout for JSON: ``{"directories": n, "files": {name: [[offset, nbytes, unit], ...]}}``."""
         files = {name: [astuple(extent)[1:] for extent in extents] for name, extents in self._extents.items()}
         return {"directories": self.directories, "files": files}
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> "Layout":
-        """The layout that ``to_dict`` described.
+        """Return the layout that ``to_dict`` described.
 
         Raises:
             ValueError, TypeError, KeyError, AttributeError: it describes something else.

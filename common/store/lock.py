@@ -1,8 +1,8 @@
-"""One run for each directory, by a lock that goes with its owners: the kernel drops it when the last of them is gone.
+"""A lock that lets one run use a directory; the kernel drops it when the last process that owns it is gone.
 
 The lock is ``flock`` on the directory itself, so there is no file that a crash could leave behind. Its owners are all
 processes that hold the descriptor: the engine hands it to the optimizer process, which may outlive a killed engine by
-the write that it has under way, and nobody may write to the same place before that has ended.
+one write, and nobody else may write to that place before it has ended.
 """
 
 import errno
@@ -17,16 +17,16 @@ from common.errors import UserError
 from common.store.errors import describe_os_error
 
 PATIENCE_SECONDS = 5.0
-"""How long to wait for processes of a run that was just killed."""
+"""Seconds to wait for processes of a run that was just killed."""
 
 _UNSUPPORTED = (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
-"""From network file systems, which lock files that are open for writing, and no directories."""
+"""Error numbers of network file systems that lock files which are open for writing, but no directories."""
 LOCK_FILE = ".lock"
-"""Where a directory cannot be locked, this is, and stays."""
+"""Name of the file that is locked, and stays, where a directory cannot be locked."""
 
 
 class DirectoryLock:
-    """Holds ``directories`` until it is closed or the process ends, whatever ends it.
+    """A lock on ``directories``, held until it is closed or the process ends, whatever ends it.
 
     Raises:
         UserError: another run has one of them.
@@ -35,7 +35,7 @@ class DirectoryLock:
 
     def __init__(self, directories: Iterable[Path], patience: float = PATIENCE_SECONDS) -> None:
         self.descriptors: list[int] = []
-        """Whoever gets them is an owner too."""
+        """Descriptors of the locks: a process that gets them is an owner, too."""
         try:
             self.add(directories, patience)
         except BaseException:
@@ -43,13 +43,13 @@ class DirectoryLock:
             raise
 
     def add(self, directories: Iterable[Path], patience: float = PATIENCE_SECONDS) -> None:
-        """Hold these as well. Raises as the class does."""
+        """Lock these directories as well. Raises as the class does."""
         deadline = time.monotonic() + patience
         for directory in directories:
             self.descriptors.append(_lock(directory, deadline))
 
     def close(self) -> None:
-        """Let go; other owners may go on holding it. Calling it again does nothing."""
+        """Release the lock; other owners may still hold it. Calling it again does nothing."""
         while self.descriptors:
             os.close(self.descriptors.pop())
 
@@ -90,7 +90,7 @@ def _lock(directory: Path, deadline: float) -> int:
 
 
 def _owner(descriptor: int) -> str:
-    """Who took the lock, where the kernel tells: `` (process 123)``."""
+    """Return who took the lock, where the kernel tells it: `` (process 123)``."""
     status = os.fstat(descriptor)
     wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     try:

@@ -22,7 +22,7 @@ def commit_manifest(directory: Path, content: dict[str, Any]) -> None:
 
 
 def load_manifest(directory: Path) -> dict[str, Any] | None:
-    """The last committed content (as JSON gives it back: tuples are lists), or None if nothing was ever committed.
+    """Return the last committed content (as JSON has it: tuples are lists); None if nothing was ever committed.
 
     Raises:
         StoreError: the manifest is damaged.

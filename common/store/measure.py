@@ -1,4 +1,4 @@
-"""Which way to device memory is faster here: kvikio, or direct I/O into page-locked memory and a copy?"""
+"""Measure which way to device memory is faster: kvikio, or direct I/O into page-locked memory and a copy."""
 
 import os
 import time
@@ -17,7 +17,7 @@ from common.store.layout import LARGEST_UNIT
 from common.store.posix import PosixFile
 
 SAMPLE_BYTES = 32 * LARGEST_UNIT
-"""Bytes moved per measurement: enough to keep the queue of a drive full, a tenth of a second on a fast one."""
+"""Bytes moved per measurement: enough to keep the queue of a drive full, and a tenth of a second on a fast one."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class DeviceRates:
     kvikio_read: float
     kvikio_write: float
     posix_read: float
-    """Direct I/O into page-locked memory, and the copy to the device."""
+    """Rate of direct I/O into page-locked memory, and the copy to the device."""
     posix_write: float
 
 
@@ -68,7 +68,7 @@ def measure_device_rates(
                 kvikio.read(at, there)
 
             def rate(work: Callable[[int, torch.Tensor, torch.Tensor], None]) -> float:
-                def in_a_slot(at: int) -> None:
+                def with_buffers(at: int) -> None:
                     host, there = slots.get()
                     try:
                         work(at, host, there)
@@ -77,9 +77,9 @@ def measure_device_rates(
 
                 seconds = []
                 for _ in range(3):  # the first time warms up extents, bounce buffers and streams
-                    begin = time.perf_counter()
-                    list(pool.map(in_a_slot, range(0, nbytes, LARGEST_UNIT)))
-                    seconds.append(time.perf_counter() - begin)
+                    start_time = time.perf_counter()
+                    list(pool.map(with_buffers, range(0, nbytes, LARGEST_UNIT)))
+                    seconds.append(time.perf_counter() - start_time)
                 return nbytes / min(seconds[1:])
 
             return DeviceRates(

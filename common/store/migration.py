@@ -1,12 +1,12 @@
-"""One store takes another's place, on other drives: a crash at any instant leaves one of the two whole.
+"""Replace a store by one on other drives: a crash at any instant leaves one of the two whole.
 
-A store lies in a folder of the same name on each of its drives. Its successor is made in folders beside those, filled,
-synced and committed, while the old one stays as it was. The instant of change is the removal of the old manifest: until
-then the old store counts, and whatever lies beside it is thrown away after a crash; from then on the new one does, and
-after a crash the rest of the old one is removed and the new folders get the old names.
+A store lies in a folder of one name on each of its drives. Its successor is made in folders beside those, filled,
+synced and committed, while the old one stays as it was. The change takes place when the old manifest is removed: until
+then the old store is the run's, and a successor is discarded after a crash; from then on the new one is, and after a
+crash the rest of the old one is removed and the new folders get the old names.
 
-Old files that hold nothing committed give their space back first, and their successors get it at the end: so this needs
-no more room than the larger of the two stores, but for files of which there is one copy only.
+Old files that hold nothing committed give their space back first, and their successors get it at the end. So a
+migration needs no more space than the larger of the two stores, except for files that exist in one copy only.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ from common.store.directories import (
     IDENTITY_FILE,
     Identity,
     check_space,
-    find,
+    find_directories,
     freed_by,
-    hollow,
     remove,
     reserve,
+    sparsify,
 )
 from common.store.errors import StoreError, describe_os_error, described
 from common.store.layout import Layout
@@ -34,80 +34,80 @@ from common.store.store import Store
 from common.store.throttle import CLOCK_FILE
 
 SCRATCH = "scratch"
-"""Folder inside a store's for what does not outlive a run; a store of its own."""
+"""Name of the folder inside a store's for what does not outlive a run: a store of its own."""
 _SUFFIX = ".new"
 _MOVED_FILE = "moved.json"
-"""In a directory of an old store that no longer counts, until it is removed: where the new one is."""
+"""Name of the file that says where the new store is, in a directory of an old one that is about to be removed."""
 
 
-def beside(folder: Path) -> Path:
-    """Where the successor of what lies in ``folder`` is made."""
+def successor_folder(folder: Path) -> Path:
+    """Return the folder in which the successor of the store in ``folder`` is made."""
     return folder.with_name(folder.name + _SUFFIX)
 
 
-def unmoved(directory: Path) -> Path:
-    """The folder that a run has, or will have once it has moved, for one that it has now."""
+def final_folder(directory: Path) -> Path:
+    """Return the folder that a store in ``directory`` has once it is promoted; the same if it is no successor."""
     return directory.with_name(directory.name.removesuffix(_SUFFIX))
 
 
-def lock_all(folders: Sequence[Path]) -> DirectoryLock:
-    """Lock all that lies in ``folders`` and beside them.
+def lock_folders(folders: Sequence[Path]) -> DirectoryLock:
+    """Lock ``folders`` and those of their successors, as far as they exist.
 
     Raises:
         UserError: another process has one of them.
         StoreError: one cannot be opened.
     """
     while True:
-        there = _there(folders)
-        held = DirectoryLock(there)
-        if _there(folders) == there:
-            return held
-        held.close()  # while we waited, another process has put other folders there
+        existing = _existing(folders)
+        lock = DirectoryLock(existing)
+        if _existing(folders) == existing:
+            return lock
+        lock.close()  # while we waited, another process has made other folders
 
 
-def settle(folders: Sequence[Path]) -> list[Path]:
-    """Finish or undo what a crash has left half done. Returns the directories of the store that counts, in order.
+def recover(folders: Sequence[Path]) -> list[Path]:
+    """Finish or undo a migration that a crash has interrupted; return the directories of the run's store, in order.
 
     Args:
-        folders: one for each drive, locked; there may be nothing.
+        folders: a folder for each drive, locked; they need not exist.
 
     Raises:
-        UserError, StoreError: as :func:`common.store.directories.find`. Nothing was changed.
+        UserError, StoreError: as :func:`common.store.directories.find_directories`. Nothing was changed.
     """
     named = [folder for folder in folders if _holds_store(folder)]
-    new = [beside(folder) for folder in folders if beside(folder).is_dir()]
+    new = [successor_folder(folder) for folder in folders if successor_folder(folder).is_dir()]
     if not new:
-        whole = [directory for members in _stores(named) if _whole(members) for directory in members]
-        _forget_move(whole)
-        if not whole:
+        committed = [directory for members in _stores(named) if _is_committed(members) for directory in members]
+        _remove_moved_files(committed)
+        if not committed:
             _refuse_remains(folders)
         return _find(named, [folder for folder in folders if folder.is_dir() and folder not in named], folders)
     for members in _stores(named):
-        if _whole(members):
-            ordered, identity = find(named)
+        if _is_committed(members):
+            ordered, identity = find_directories(named)
             remove(new)  # and only then, there is space to reserve
             reserve(ordered, identity.layout)
-            discard(folders)
-            _forget_move(ordered)
+            discard_successors(folders)
+            _remove_moved_files(ordered)
             return ordered
     candidates = _stores([*named, *new])
     for members in candidates:
-        if _whole(members):
-            return promote(find(members)[0], folders)
+        if _is_committed(members):
+            return promote(find_directories(members)[0], folders)
     _refuse_remains(folders)
     # What was committed comes first: it is what the user has to complete.
     best = min(candidates, key=lambda members: not any(map(load_manifest, members)), default=folders)
-    return find(best)[0]
+    return find_directories(best)[0]
 
 
 def remove_folder(folder: Path, shared: bool = False) -> None:
-    """Remove a store's folder, if it is there, with all that we put into it.
+    """Remove a store's folder, if it exists, with all files that this program makes in it.
 
     Args:
-        shared: other things may be in it; then it stays, without the store.
+        shared: whether other files may be in it; then it stays, without the store.
 
     Raises:
-        StoreError: a drive refused, or there are other things in it.
+        StoreError: a drive refused, or there are other files in it.
     """
     for path in filter(Path.is_dir, (folder / SCRATCH, folder)):
         remove([path])
@@ -121,14 +121,14 @@ def remove_folder(folder: Path, shared: bool = False) -> None:
 
 
 def refuse_foreign_files(folders: Iterable[Path], shared: bool = False) -> None:
-    """A folder that could not be removed in the end would be in the way of its successor.
+    """Refuse folders with files of others: they could not be removed in the end, and would be in a successor's way.
 
     Args:
-        folders: of stores, of nothing yet, or not there.
-        shared: stores in them are no obstacle: they will have gone by then.
+        folders: folders of stores, empty ones, or ones that do not exist.
+        shared: whether stores inside them are no obstacle, since they will have been removed by then.
 
     Raises:
-        UserError: there is something in one of them that we did not put there.
+        UserError: one of them holds a file that this program did not make.
     """
     for folder in filter(Path.is_dir, folders):
         identity = Identity.read(folder)
@@ -140,7 +140,7 @@ def refuse_foreign_files(folders: Iterable[Path], shared: bool = False) -> None:
 
 
 def remove_leftovers(store: Store) -> None:
-    """Remove what a killed run may have left in a store: scratch, and files that were to replace others."""
+    """Remove what a killed run may have left in a store: scratch files and temporary ones."""
     for directory in store.directories:
         remove_folder(directory / SCRATCH)
         for name in store.layout.file_bytes():
@@ -148,27 +148,30 @@ def remove_leftovers(store: Store) -> None:
                 (directory / f"{name}.tmp").unlink(missing_ok=True)
 
 
-def discard(folders: Sequence[Path]) -> None:
-    """Remove what lies beside ``folders``."""
-    for directory in map(beside, folders):
+def discard_successors(folders: Sequence[Path]) -> None:
+    """Remove the successors of the stores in ``folders``."""
+    for directory in map(successor_folder, folders):
         remove_folder(directory)
 
 
 def make_successor(old: Store, folders: Sequence[Path], layout: Layout, spare: Collection[str]) -> Store:
-    """An empty store beside ``folders``, to be filled and committed; the old one still counts.
+    """Make an empty store beside ``folders``, to be filled and committed; the old one is still the run's.
 
     Args:
-        old: in folders of the same name; closed, or its spare files keep their space.
-        folders: on all drives that the run is to have; they exist or do not.
-        spare: files of both stores that hold nothing committed: what is in the old ones is lost, and the new ones have
-            no space yet.
+        old: the store, in folders of that name; closed, since otherwise its spare files keep their space.
+        folders: the run's folders on all drives that it is to have; they need not exist.
+        spare: files of both stores that hold nothing committed: the content of the old ones is lost, and the new ones
+            have no space yet.
 
     Raises:
         UserError: there is too little space, or a file that belongs to no run. Nothing was changed.
         StoreError: a drive refused; what was made is removed again.
     """
-    everywhere, new = list(dict.fromkeys([*old.directories, *folders])), [beside(folder) for folder in folders]
-    refuse_foreign_files(everywhere)
+    all_folders, new = (
+        list(dict.fromkeys([*old.directories, *folders])),
+        [successor_folder(folder) for folder in folders],
+    )
+    refuse_foreign_files(all_folders)
     _check_space(old, folders, layout, spare)
     try:
         for directory in new:
@@ -176,33 +179,33 @@ def make_successor(old: Store, folders: Sequence[Path], layout: Layout, spare: C
             sync_directory(directory.parent)
         for directory in old.directories:
             for name in spare:
-                hollow(directory / name)
+                sparsify(directory / name)
         return Store.create(new, layout, io="posix", overwrite=True, later=spare, replaces=old.id)
     except BaseException as error:
         with contextlib.suppress(FinetuneError):
-            give_up(old, folders)
+            abandon_successor(old, folders)
         if isinstance(error, OSError):
-            raise describe_os_error("making", Path(error.filename or beside(folders[0])), error) from error
+            raise describe_os_error("making", Path(error.filename or successor_folder(folders[0])), error) from error
         raise
 
 
-def give_up(old: Store, folders: Sequence[Path]) -> None:
+def abandon_successor(old: Store, folders: Sequence[Path]) -> None:
     """Undo :func:`make_successor`."""
-    remove(filter(Path.is_dir, map(beside, folders)))
+    remove(filter(Path.is_dir, map(successor_folder, folders)))
     reserve(old.directories, old.layout)
-    discard(folders)
+    discard_successors(folders)
 
 
 def promote(new: Sequence[Path], folders: Sequence[Path]) -> list[Path]:
-    """Let a committed successor be the run: its directories, under the names they have now, in order.
+    """Let a committed successor replace the old store; return its directories under their new names, in order.
 
     Args:
         new: its directories, in order; some may have been renamed before a crash.
-        folders: those of the old store and of the new one. Both are closed.
+        folders: the folders of the old store and of the new one. Both are closed.
 
     Raises:
-        UserError: a folder holds what is neither of them. Nothing was changed.
-        StoreError: a drive refused. The new store counts all the same; calling :func:`settle` goes on.
+        UserError: a folder holds another store than these two. Nothing was changed.
+        StoreError: a drive refused. The new store is the run's all the same; :func:`recover` finishes the change.
     """
     old, identity = [folder for folder in folders if folder.is_dir() and folder not in new], Identity.read(new[0])
     assert identity is not None
@@ -211,8 +214,8 @@ def promote(new: Sequence[Path], folders: Sequence[Path]) -> list[Path]:
         if other is not None and other.store != identity.replaces:
             raise UserError(f"{directory} holds another run than {new[0]}. Give --ssd the directories of one run.")
     try:
-        for directory in old:  # before anything else of it: without its manifest it does not count
-            write_sealed(directory / _MOVED_FILE, {"to": [str(unmoved(path)) for path in new]})
+        for directory in old:  # before anything else of it: without its manifest it is not the run's
+            write_sealed(directory / _MOVED_FILE, {"to": [str(final_folder(path)) for path in new]})
             (directory / MANIFEST_FILE).unlink(missing_ok=True)
             sync_directory(directory)
         for directory in old:
@@ -222,7 +225,7 @@ def promote(new: Sequence[Path], folders: Sequence[Path]) -> list[Path]:
         for directory in new:
             folder = directory
             if directory not in folders:
-                folder = unmoved(directory)
+                folder = final_folder(directory)
                 os.rename(directory, folder)
                 sync_directory(folder.parent)
             named.append(folder)
@@ -232,28 +235,28 @@ def promote(new: Sequence[Path], folders: Sequence[Path]) -> list[Path]:
 
 
 def clear_stale(folders: Sequence[Path], overwrite: bool) -> None:
-    """Remove what a crash has left beside the folders of a new run.
+    """Remove successors that a crash has left beside the folders of a new run.
 
     Raises:
-        UserError: it is a run, and not to be overwritten.
+        UserError: one is committed, and not to be overwritten.
     """
     if not overwrite:
-        for members in _stores([beside(folder) for folder in folders if beside(folder).is_dir()]):
+        for members in _stores([successor_folder(folder) for folder in folders if successor_folder(folder).is_dir()]):
             if any(map(load_manifest, members)):
                 raise UserError(
                     f"{members[0]} holds a run already: add --resume to continue it or --overwrite to replace it."
                 )
-    discard(folders)
-    _forget_move(folder for folder in folders if overwrite or not _holds_store(folder))
+    discard_successors(folders)
+    _remove_moved_files(folder for folder in folders if overwrite or not _holds_store(folder))
 
 
-def _forget_move(directories: Iterable[Path]) -> None:
+def _remove_moved_files(directories: Iterable[Path]) -> None:
     for directory in directories:
         (directory / _MOVED_FILE).unlink(missing_ok=True)
 
 
 def _refuse_remains(folders: Sequence[Path]) -> None:
-    """What is left of a run that has moved is not to be taken for a run, nor to be overwritten in good faith."""
+    """Refuse the remains of a run that has moved: they are no run, nor may a new run overwrite them unawares."""
     for folder in folders:
         moved = read_sealed(folder / _MOVED_FILE)
         if moved is not None:
@@ -264,19 +267,25 @@ def _refuse_remains(folders: Sequence[Path]) -> None:
 
 
 def _find(named: Sequence[Path], empty: Sequence[Path], folders: Sequence[Path]) -> list[Path]:
-    """The directories of the only store. Of the folders, some are named for it, and others are there without one."""
+    """Return the directories of the only store.
+
+    Args:
+        named: the folders that hold a store.
+        empty: the folders that exist and hold none.
+        folders: all folders, which need not exist.
+    """
     try:
-        return find(named or empty or folders)[0]
+        return find_directories(named or empty or folders)[0]
     except UserError as error:
         if not named or not empty:
             raise
         raise UserError(f"{empty[0]} holds no run to continue. {error}") from None
 
 
-def _there(folders: Sequence[Path]) -> dict[Path, int]:
-    """What is there of the folders and those beside them, and which inode it is."""
+def _existing(folders: Sequence[Path]) -> dict[Path, int]:
+    """Return the inodes of those folders, and of their successors', that exist."""
     found = {}
-    for path in (place for folder in folders for place in (folder, beside(folder))):
+    for path in (place for folder in folders for place in (folder, successor_folder(folder))):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             status = path.stat()
             if path.is_dir():
@@ -289,7 +298,7 @@ def _holds_store(folder: Path) -> bool:
 
 
 def _stores(directories: Sequence[Path]) -> list[list[Path]]:
-    """The directories of each store among them."""
+    """Group directories by the store that they belong to."""
     stores: dict[str, list[Path]] = {}
     for directory in directories:
         identity = Identity.read(directory)
@@ -298,10 +307,10 @@ def _stores(directories: Sequence[Path]) -> list[list[Path]]:
     return list(stores.values())
 
 
-def _whole(members: Sequence[Path]) -> bool:
-    """Whether these are all directories of a store with something committed in it."""
+def _is_committed(members: Sequence[Path]) -> bool:
+    """Return whether these are all directories of a store that has something committed in it."""
     try:
-        return load_manifest(find(members)[0][0]) is not None
+        return load_manifest(find_directories(members)[0][0]) is not None
     except UserError:
         return False
     except StoreError:
@@ -311,12 +320,12 @@ def _whole(members: Sequence[Path]) -> bool:
 
 
 def _check_space(old: Store, folders: Sequence[Path], layout: Layout, spare: Collection[str]) -> None:
-    """Both while the two stores are there, and when the new one has all its space."""
+    """Check the space for both stores at once, and for the new one when it has all its files."""
     what = f"to move the run from {len(old.directories)} to {len(folders)} drives"
     new = layout.file_bytes()
-    for gone, kept in (
+    for removed, made in (
         (spare, [name for name in new if name not in spare]),
         (list(old.layout.file_bytes()), list(new)),
     ):
-        freed = freed_by(directory / name for directory in old.directories for name in gone)
-        check_space(folders, sum(new[name] for name in kept), freed, what)
+        freed = freed_by(directory / name for directory in old.directories for name in removed)
+        check_space(folders, sum(new[name] for name in made), freed, what)

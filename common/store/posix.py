@@ -1,4 +1,4 @@
-"""Plain ``preadv`` and ``pwritev`` with O_DIRECT: the backend that runs everywhere.
+"""Read and write files with plain ``preadv`` and ``pwritev`` and O_DIRECT: the backend that runs everywhere.
 
 Direct I/O moves whole pages between page-aligned addresses. What is not like that (the odd tail of a record, a
 buffer at an odd address) passes through a page-aligned bounce buffer, so that no byte of a file is ever reached both
@@ -23,14 +23,14 @@ Bytes = npt.NDArray[np.uint8]
 """A flat, contiguous view of somebody's memory."""
 
 VectoredCall = Callable[[int, list[memoryview], int], int]
-"""``os.preadv`` or ``os.pwritev``: descriptor, buffers, offset; bytes moved."""
+"""Type of ``os.preadv`` and ``os.pwritev``, which take descriptor, buffers and offset, and return the bytes moved."""
 
 BOUNCE_BYTES = 1 << 20
 """Bytes of the bounce buffer that a thread gets with its first transfer that needs one."""
 
 
 class PosixFile:
-    """One preallocated file of whole pages. Any number of threads may use it at once."""
+    """A preallocated file of whole pages. Any number of threads may use it at once."""
 
     def __init__(self, path: Path) -> None:
         """Open ``path`` for reading and writing.
@@ -73,7 +73,7 @@ class PosixFile:
             done += take
 
     def _transfer(self, doing: str, call: VectoredCall, offset: int, pages: Bytes) -> None:
-        """Move whole pages, going on where the kernel stopped short. (Python repeats calls that signals cut off.)"""
+        """Move whole pages, continuing where the kernel stopped short. (Python repeats calls that signals cut off.)"""
         memory, done = pages.data, 0
         while done < pages.nbytes:
             try:
@@ -106,12 +106,12 @@ class PosixFile:
 
 
 def address_of(view: Bytes) -> int:
-    """The address of the first byte of ``view``."""
+    """Return the address of the first byte of ``view``."""
     return int(view.__array_interface__["data"][0])
 
 
 def aligned_bytes(nbytes: int) -> Bytes:
-    """Fresh page-aligned memory of its own, zeroed."""
+    """Return new page-aligned memory, zeroed."""
     return np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
 
 
@@ -119,7 +119,7 @@ _own = threading.local()
 
 
 def bounce_buffer() -> Bytes:
-    """The calling thread's bounce buffer, of ``BOUNCE_BYTES`` bytes."""
+    """Return the calling thread's bounce buffer, of ``BOUNCE_BYTES`` bytes."""
     try:
         return _own.bounce
     except AttributeError:
@@ -128,7 +128,7 @@ def bounce_buffer() -> Bytes:
 
 
 def _open_direct(path: Path) -> tuple[int, bool]:
-    """A descriptor for ``path``, and whether it is a direct one: some tmpfs, FUSE and overlays cannot."""
+    """Return a descriptor for ``path``, and whether it is a direct one: some tmpfs, FUSE and overlays have none."""
     flags = os.O_RDWR | os.O_CLOEXEC
     descriptor = -1
     try:

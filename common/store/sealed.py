@@ -1,17 +1,17 @@
-"""Small JSON files that are either whole or known to be damaged."""
+"""Sealed files: small JSON files with a checksum, which are either whole or known to be damaged."""
 
-import contextlib
 import hashlib
 import json
 import os
 from pathlib import Path
 from typing import Any
 
-from common.store.errors import StoreError, describe_os_error, opened
+from common.files import replace_file
+from common.store.errors import StoreError, describe_os_error, described, opened
 
 
 def write_sealed(path: Path, content: dict[str, Any]) -> None:
-    """Replace ``path`` by ``content`` with a checksum: after a crash at any instant the old or the new file is there.
+    """Replace ``path`` by ``content`` and a checksum: after a crash at any instant the old or the new file is there.
 
     Raises:
         StoreError: the file system refused; the old file is untouched.
@@ -19,27 +19,14 @@ def write_sealed(path: Path, content: dict[str, Any]) -> None:
     """
     # Through JSON once, so that the checksum covers what a reader will see (keys become strings, tuples lists).
     content = json.loads(json.dumps(content))
-    text = json.dumps({"blake2b": _checksum(content), "content": content}, indent=1)
-    beside = path.with_name(path.name + ".tmp")
-    try:
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        try:
-            rest = memoryview(text.encode() + b"\n")
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(beside, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
-        raise describe_os_error("writing", path, error) from error
+    text = json.dumps({"blake2b": _checksum(content), "content": content}, indent=1) + "\n"
+    with described("writing", path):
+        replace_file(path, text, durable=True)
     sync_directory(path.parent)
 
 
 def read_sealed(path: Path) -> dict[str, Any] | None:
-    """The content of ``path``, or None if there is no such file.
+    """Return the content of ``path``, or None if there is no such file.
 
     Raises:
         StoreError: the file is damaged or cannot be read.

@@ -1,4 +1,4 @@
-"""Records on all drives at once: every read and write is cut into stripes, one I/O call each, on threads per drive."""
+"""A store reads and writes records on all drives at once: one I/O call per stripe, on a pool of threads per drive."""
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -12,7 +12,7 @@ import numpy as np
 from common.errors import UserError, did_you_mean
 from common.store import directories as placement
 from common.store import kvikio_backend
-from common.store.checksums import Sums
+from common.store.checksums import ExtentChecksums
 from common.store.errors import StoreError, described
 from common.store.kvikio_backend import KvikioFile
 from common.store.layout import ALIGNMENT, Extent, Layout, pieces, whole_pages
@@ -24,10 +24,10 @@ Io = Literal["auto", "kvikio", "posix"]
 
 
 class Store:
-    """A set of directories, one per drive, and the extents that are striped over them.
+    """Directories, one per drive, and the extents that are striped over them.
 
-    Reads and writes go past the page cache and return futures; several may be under way at once, in any order. Two
-    that overlap, one of them a write, must be ordered by the caller, who waits for the first. A buffer belongs to the
+    Reads and writes go past the page cache and return futures; several may be under way at once, in any order. The
+    caller orders two that overlap, one of them a write, by waiting for the first. A buffer belongs to the
     store until its future is done; the future of a failed transfer is done only when nothing touches the buffer any
     more. Use it from any number of threads, but not across a fork: other processes ``open`` the directories themselves.
     """
@@ -41,7 +41,7 @@ class Store:
         io: Io = "auto",
         threads: int = 4,
         overwrite: bool = False,
-        pace: IoThrottle | None = None,
+        throttle: IoThrottle | None = None,
         clocks: Sequence[Path] | None = None,
         later: Collection[str] = (),
         replaces: str = "",
@@ -54,11 +54,11 @@ class Store:
                 needs CUDA in this process: one that must stay without CUDA says ``posix``.
             threads: I/O threads per directory; four keep a drive busy.
             overwrite: replace stores that the directories hold.
-            pace: make every drive look this slow. Other stores on it must be opened with the same pace.
-            clocks: with ``pace``, the directories of another store, one for each of these on the same drive: the two
-                stores share the drives' time.
-            later: files that get no space yet, but with :func:`common.store.directories.reserve`.
-            replaces: name of the store whose place it will take.
+            throttle: makes every drive look this slow. Other stores on it must be opened with an equal one.
+            clocks: with ``throttle``, the directories of another store, one for each of these on the same drive: the
+                two stores share the drives' time.
+            later: files that get their space later, from :func:`common.store.directories.reserve`.
+            replaces: name of the store that this one will replace.
 
         Raises:
             UserError: a directory is missing, not writable, given twice or in use, or there is too little space; in
@@ -66,11 +66,17 @@ class Store:
             StoreError: a file system refused; what was made is removed again.
         """
         _check_io(io)
-        return cls(*placement.prepare(directories, layout, overwrite, later, replaces), io, threads, pace, clocks)
+        return cls(
+            *placement.create_directories(directories, layout, overwrite, later, replaces),
+            io,
+            threads,
+            throttle,
+            clocks,
+        )
 
     @classmethod
     def open(
-        cls, directories: Sequence[Path], *, io: Io = "auto", threads: int = 4, pace: IoThrottle | None = None
+        cls, directories: Sequence[Path], *, io: Io = "auto", threads: int = 4, throttle: IoThrottle | None = None
     ) -> "Store":
         """Open the store that ``directories`` hold, given in any order; the rest as in ``create``.
 
@@ -79,7 +85,7 @@ class Store:
             StoreError: an identity or a file is damaged.
         """
         _check_io(io)
-        return cls(*placement.find(directories), io, threads, pace)
+        return cls(*placement.find_directories(directories), io, threads, throttle)
 
     def __init__(
         self,
@@ -87,24 +93,24 @@ class Store:
         identity: placement.Identity,
         io: Io,
         threads: int,
-        pace: IoThrottle | None = None,
+        throttle: IoThrottle | None = None,
         clocks: Sequence[Path] | None = None,
     ) -> None:
-        """Use ``Store.create`` or ``Store.open``."""
+        """Open the files; callers use ``Store.create`` or ``Store.open``."""
         self.id = identity.store
         """Random name of the store: a manifest that names it cannot be taken for another run's."""
         self.directories = tuple(directories)
-        """In the order of the stripes."""
+        """The directories, in the order of the stripes."""
         self.layout = identity.layout
         self.bytes_read = 0
-        """Bytes asked of the drives, in whole pages."""
+        """Bytes read from the drives, in whole pages."""
         self.bytes_written = 0
         self._counting = threading.Lock()
         self._closed = False
         self._file_bytes = self.layout.file_bytes()
         self._files: dict[str, list[PosixFile]] = {}
         self._device_files: dict[str, list[KvikioFile]] = {}
-        self._pace = pace
+        self._throttle = throttle
         self._clocks: list[DriveClock] = []
         self._pools: list[ThreadPoolExecutor] = []
         # Their own threads: a sync takes as long as the drive likes, and reads must not queue behind it.
@@ -115,11 +121,11 @@ class Store:
                 for path in directories:
                     self._files[name].append(PosixFile(path / name))
             self.device_reads, self.device_writes = _device_directions(directories, io, threads)
-            """Whether CUDA tensors can be read into, and written from."""
+            """Whether kvikio reads into CUDA tensors, and writes from them."""
             if self.device_reads or self.device_writes:
                 for name, files in self._files.items():
                     self._device_files[name] = [KvikioFile(file.path, file) for file in files]
-            if pace is not None:
+            if throttle is not None:
                 for path in directories if clocks is None else clocks:
                     self._clocks.append(_join_clock(path))
             # A pool for each drive, so that a slow one does not collect the threads of the others.
@@ -134,7 +140,12 @@ class Store:
         return all(file.direct for files in self._files.values() for file in files)
 
     def read(
-        self, extent: Extent, buffer: Any, offset: int = 0, nbytes: int | None = None, sums: Sums | None = None
+        self,
+        extent: Extent,
+        buffer: Any,
+        offset: int = 0,
+        nbytes: int | None = None,
+        sums: ExtentChecksums | None = None,
     ) -> "Future[None]":
         """Fill the first ``nbytes`` bytes of ``buffer`` with those from ``offset`` on in ``extent``.
 
@@ -144,7 +155,7 @@ class Store:
                 address; or a contiguous CUDA tensor, if ``device_reads``.
             offset: any, but a multiple of 4096 for device memory.
             nbytes: to the end of the extent if not given.
-            sums: see the bytes pass by: whole pages, in host memory.
+            sums: checksums to which the bytes are added: whole pages, in host memory.
 
         Raises:
             ValueError, TypeError: the range or the buffer cannot be right. What the drive refuses is in the future.
@@ -152,7 +163,12 @@ class Store:
         return self._start("read", extent, buffer, offset, nbytes, sums)
 
     def write(
-        self, extent: Extent, buffer: Any, offset: int = 0, nbytes: int | None = None, sums: Sums | None = None
+        self,
+        extent: Extent,
+        buffer: Any,
+        offset: int = 0,
+        nbytes: int | None = None,
+        sums: ExtentChecksums | None = None,
     ) -> "Future[None]":
         """Write the first ``nbytes`` bytes of ``buffer`` to ``extent``, from ``offset`` on; arguments as in ``read``.
 
@@ -162,12 +178,8 @@ class Store:
         return self._start("write", extent, buffer, offset, nbytes, sums)
 
     def read_now(self, extent: Extent, buffer: Any, offset: int = 0, nbytes: int | None = None) -> None:
-        """``read``, and wait. Raises StoreError if a drive fails."""
+        """Read, and wait. Raises StoreError if a drive fails."""
         self.read(extent, buffer, offset, nbytes).result()
-
-    def write_now(self, extent: Extent, buffer: Any, offset: int = 0, nbytes: int | None = None) -> None:
-        """``write``, and wait. Raises StoreError if a drive fails."""
-        self.write(extent, buffer, offset, nbytes).result()
 
     def sync(self, files: Iterable[str]) -> None:
         """Return when all finished writes to these files are durable. Writes still under way are not waited for.
@@ -214,7 +226,7 @@ class Store:
         buffer: Any,
         offset: int,
         nbytes: int | None,
-        sums: Sums | None,
+        sums: ExtentChecksums | None,
     ) -> "Future[None]":
         self._check_open()
         nbytes = extent.nbytes - offset if nbytes is None else nbytes
@@ -240,11 +252,11 @@ class Store:
         for directory, at, start, length in calls:
             work, part = getattr(files[directory], direction), flat[start : start + length]
             if sums is not None:
-                work = partial(_seen_by, sums, directory, work)
-            if self._pace is None:
+                work = partial(_move_and_add, sums, directory, work)
+            if self._throttle is None:
                 transfer.submit(self._pools[directory], work, at, part)
             else:
-                seconds = self._pace.seconds(direction, whole_pages(at % ALIGNMENT + length))
+                seconds = self._throttle.seconds(direction, whole_pages(at % ALIGNMENT + length))
                 transfer.submit(self._pools[directory], self._clocks[directory].during, seconds, work, at, part)
         return transfer.future
 
@@ -253,7 +265,7 @@ class Store:
             raise StoreError("The store is closed.")
 
     def _check_range(self, direction: str, extent: Extent, offset: int, nbytes: int) -> None:
-        """An extent of another layout, or a range beyond its end, would read or destroy other records."""
+        """Refuse an extent of another layout, or a range beyond its end: it would read or destroy other records."""
         end = extent.offset + extent.bytes_per_directory(len(self.directories))
         if end > self._file_bytes.get(extent.file, 0):
             raise ValueError(f"{extent} is not in this store's layout")
@@ -265,7 +277,7 @@ class Store:
             )
 
     def _flat_tensor(self, direction: str, tensor: Any, offset: int) -> Any:
-        """``tensor``, on a device, as flat uint8."""
+        """Return ``tensor``, on a device, as flat uint8."""
         import torch
 
         if not (self.device_reads if direction == "read" else self.device_writes):
@@ -280,7 +292,7 @@ class Store:
 
 
 def _flat_bytes(direction: str, buffer: Any) -> Any:
-    """The memory of ``buffer`` as flat uint8; the result keeps it alive."""
+    """Return the memory of ``buffer`` as flat uint8; the result keeps it alive."""
     try:
         flat = np.frombuffer(buffer, dtype=np.uint8)
     except TypeError:
@@ -294,7 +306,9 @@ def _flat_bytes(direction: str, buffer: Any) -> Any:
     return flat
 
 
-def _seen_by(sums: Sums, directory: int, work: Callable[[int, Any], None], offset: int, part: Any) -> None:
+def _move_and_add(
+    sums: ExtentChecksums, directory: int, work: Callable[[int, Any], None], offset: int, part: Any
+) -> None:
     work(offset, part)
     sums.add(directory, offset, part)
 
@@ -310,7 +324,7 @@ def _join_clock(directory: Path) -> DriveClock:
 
 
 def _check_io(io: str) -> None:
-    """Refuse what cannot work before anything is written."""
+    """Refuse a way that cannot work, before anything is written."""
     choices = ("auto", "kvikio", "posix")
     if io not in choices:
         raise UserError(f"--io {io} is unknown; it is one of {', '.join(choices)}.{did_you_mean(io, choices)}")
@@ -319,7 +333,7 @@ def _check_io(io: str) -> None:
 
 
 def _device_directions(directories: list[Path], io: Io, threads: int) -> tuple[bool, bool]:
-    """Whether kvikio is to read, and to write, device memory. ``auto`` measures: it needs (and initialises) CUDA."""
+    """Return whether kvikio is to read, and to write, device memory. ``auto`` measures, and so initialises CUDA."""
     if io == "posix" or (io == "auto" and kvikio_backend.why_unavailable()):
         return False, False
     if io == "kvikio":

@@ -1,9 +1,9 @@
 """Drives made to look slower, so that a machine can stand in for one with other drives.
 
-Each drive has one clock, shared by everybody who uses the drive in any process: the moment until which the drive is
-spoken for. An I/O call of n bytes takes the next n / rate seconds on that clock, does its real I/O, and sleeps until
-its own share has passed. Reads and writes share the clock, so r bytes read and w written take r / R + w / W together,
-whoever moves them. The moments are absolute: a sleep that ends late delays its caller, but not the drive.
+Each drive has one clock, shared by all processes that use the drive: the time until which the drive is reserved. An I/O
+call of n bytes reserves the next n / rate seconds on that clock, does its real I/O, and sleeps until these have passed.
+Reads and writes share the clock, so r bytes read and w written take r / R + w / W together, whoever moves them.
+Times are absolute: a sleep that ends late delays its caller, but not the drive.
 """
 
 import contextlib
@@ -22,19 +22,19 @@ from typing import Any, Literal
 from common.errors import UserError
 
 CLOCK_FILE = "drive-clock.tmp"
-"""The clock's name in its directory. No file of a store can have it: theirs do not end in ``.tmp``."""
+"""Name of the clock's file. No file of a store can have it: theirs do not end in ``.tmp``."""
 
 _NANOSECONDS = struct.Struct("=q")
 _STALE = 60 * 10**9
-"""Nanoseconds. A clock further ahead than any queue of I/O calls reaches was left behind before the machine started."""
+"""Nanoseconds by which a clock is ahead if it was left behind before the machine started: no queue is so long."""
 _WAKE_UP = 200_000
-"""Nanoseconds by which a caller may wake up late and find that the drive did not stand still meanwhile. A single caller
+"""Nanoseconds by which a caller may wake up late without losing them: they count as time of the drive. A single caller
 would otherwise see 5% less than the rate with calls of 2 ms."""
 
 
 @dataclass(frozen=True)
 class IoThrottle:
-    """How fast a drive is to look. It can only be slowed down: rates above the real ones change nothing."""
+    """The rates that a drive is slowed down to; rates above the real ones change nothing."""
 
     read_bytes_per_second: float
     """Rate of a drive that does nothing but read; ``math.inf`` leaves reads as they are."""
@@ -47,12 +47,12 @@ class IoThrottle:
                 raise UserError(f"A drive's rate must be positive, in bytes per second, and {rate} is not.")
 
     def seconds(self, direction: Literal["read", "write"], nbytes: int) -> float:
-        """How long the drive is busy with ``nbytes`` bytes."""
+        """Return how long the drive is busy with ``nbytes`` bytes."""
         return nbytes / (self.read_bytes_per_second if direction == "read" else self.write_bytes_per_second)
 
 
 class DriveClock:
-    """The clock of one drive: eight bytes of a file that every user maps, in nanoseconds of ``time.monotonic_ns``.
+    """The clock of a drive: eight bytes of a file that every process maps, in nanoseconds of ``time.monotonic_ns``.
 
     Any number of threads and processes may use it, each process (or store) with an object of its own.
     """
@@ -79,14 +79,14 @@ class DriveClock:
         self._lock = threading.Lock()  # flock is the descriptor's, and so does not part threads
 
     def during(self, seconds: float, work: Callable[..., None], *arguments: Any) -> None:
-        """Take the drive's next ``seconds``, run ``work(*arguments)``, and return when both have ended."""
+        """Reserve the drive's next ``seconds``, run ``work(*arguments)``, and return when both have ended."""
         end = self._reserve(round(seconds * 1e9))
         work(*arguments)
         while (left := end - time.monotonic_ns()) > 0:
             time.sleep(left * 1e-9)
 
     def _reserve(self, nanoseconds: int) -> int:
-        """The moment at which the drive has done this as well."""
+        """Reserve the drive's next ``nanoseconds``; return the time at which they have passed."""
         with self._lock:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             try:
@@ -101,7 +101,7 @@ class DriveClock:
         return end
 
     def close(self) -> None:
-        """Leave the clock, and remove it if it was made here: others who have it go on with it."""
+        """Leave the clock, and remove its file if it was made here: others who have it keep using it."""
         if self._made_here:
             with contextlib.suppress(OSError):
                 self._path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""One future for many I/O calls."""
+"""A transfer is one future for many I/O calls."""
 
 import threading
 import traceback
@@ -8,10 +8,10 @@ from typing import Any
 
 
 class Transfer:
-    """Runs pieces of work on executors; its future completes when *all* of them have ended, also after a failure.
+    """Pieces of work on executors, with a future that completes when *all* of them have ended, also after a failure.
 
-    That order is the point: whoever sees the future done may reuse or free the buffer, because nothing writes into it
-    any more. The pieces hold the buffer until then, and let go of it afterwards even if the future is kept.
+    So whoever sees the future done may reuse or free the buffer, because nothing writes into it any more. The pieces
+    hold the buffer until then, and release it afterwards even if the future is kept.
     """
 
     def __init__(self, pieces: int) -> None:

@@ -1,45 +1,44 @@
-"""Read records again, and compare them with the checksums of what was written."""
+"""Verify a store: read records again, and compare them with the checksums of what was written."""
 
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
-from common.store.checksums import Sums
+from common.store.checksums import ExtentChecksums
 from common.store.errors import StoreError
 from common.store.layout import Extent
 from common.store.posix import aligned_bytes
 from common.store.store import Store
 
 PIECE_BYTES = 16 << 20
-"""Read at once."""
+"""Bytes of one read."""
 PIECES = 4
-"""Under way at once; so this is done in 64 MiB of memory."""
+"""Number of reads that are under way at once, so this takes 64 MiB of memory."""
 
 
 @dataclass(frozen=True)
-class Sealed:
-    """An extent, and what was written to it."""
+class ChecksummedExtent:
+    """An extent, and the checksums of what was written to it."""
 
     what: str
-    """``block 7, optimizer states``, for messages."""
+    """Name of its content, for messages: ``block 7, optimizer states``."""
     extent: Extent
     sums: tuple[int, ...]
-    """One for each directory."""
+    """Checksum of each directory."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        place = self.extent
+        """Return this for JSON."""
         return {
             "what": self.what,
-            "extent": [place.file, place.offset, place.nbytes, place.unit],
+            "extent": list(astuple(self.extent)),
             "sums": [f"{value:016x}" for value in self.sums],
         }
 
     @classmethod
-    def from_dict(cls, content: dict[str, Any]) -> "Sealed":
-        """From :meth:`to_dict`.
+    def from_dict(cls, content: dict[str, Any]) -> "ChecksummedExtent":
+        """Return what :meth:`to_dict` described.
 
         Raises:
             TypeError, ValueError, KeyError: it describes something else.
@@ -49,20 +48,20 @@ class Sealed:
         return cls(str(content["what"]), Extent(str(file), int(offset), int(nbytes), int(unit)), sums)
 
 
-def verify(store: Store, sealed: Iterable[Sealed]) -> tuple[int, list[str]]:
-    """Read all of ``sealed``. Returns the bytes read, and a sentence for each that is damaged or cannot be read."""
+def verify(store: Store, sealed: Iterable[ChecksummedExtent]) -> tuple[int, list[str]]:
+    """Read all of ``sealed``; return the bytes read, and a sentence for each that is damaged or cannot be read."""
     read, damage = 0, []
     for one in sealed:
         read += one.extent.nbytes
         try:
-            read_all(store, one.extent, Sums(one.extent, store.directories, one.what, one.sums))
+            read_all(store, one.extent, ExtentChecksums(one.extent, store.directories, one.what, one.sums))
         except StoreError as error:
             damage.append(str(error))
     return read, damage
 
 
-def read_all(store: Store, extent: Extent, sums: Sums) -> None:
-    """Let all of ``extent`` pass by ``sums``.
+def read_all(store: Store, extent: Extent, sums: ExtentChecksums) -> None:
+    """Read all of ``extent`` and add it to ``sums``.
 
     Raises:
         StoreError: a drive fails, or ``sums`` finds damage.
@@ -81,5 +80,5 @@ def read_all(store: Store, extent: Extent, sums: Sums) -> None:
         for future, _ in under_way:
             future.result()
     finally:
-        for future, _ in under_way:  # nothing may write into a buffer that is given back
+        for future, _ in under_way:  # nothing may write into a buffer that is freed
             future.exception()

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from common.hardware.machine import memory_limit_bytes
 from common.models.flops import hardware_flops_per_token
-from common.models.meta import build_meta_model
+from common.models.meta_model import build_meta_model
 from fcdp.comms.levels import make_levels
 from fcdp.comms.rank_level import CommLevel
 from fcdp.comms.reduce_scatter import scatter

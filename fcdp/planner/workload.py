@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 
 from common.errors import UserError
 from common.models.flops import active_parameters, model_flops_per_token
-from common.models.meta import build_meta_model
+from common.models.meta_model import build_meta_model
 from common.models.structure import find_blocks
 from fcdp.grouping import find_units, whole_units
 

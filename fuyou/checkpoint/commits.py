@@ -8,7 +8,7 @@ import torch
 
 from common.errors import FinetuneError, UserError
 from common.store import Store, StoreError, commit_manifest, load_manifest
-from common.store.verify import Sealed, verify
+from common.store.verify import ChecksummedExtent, verify
 from fuyou.checkpoint.state import TrainingState, random_states
 from fuyou.layout.checksums import RecordSums
 from fuyou.layout.record import FROZEN_FILE, weights_file
@@ -140,7 +140,7 @@ def check_records(store: Store, state: TrainingState) -> None:
         )
 
 
-def sealed_records(store: Store, state: TrainingState) -> list[Sealed]:
+def sealed_records(store: Store, state: TrainingState) -> list[ChecksummedExtent]:
     """Return the checksums of a committed state.
 
     Raises:
@@ -148,7 +148,7 @@ def sealed_records(store: Store, state: TrainingState) -> list[Sealed]:
     """
     there = {extent for file in (weights_file(state.slot), FROZEN_FILE) for extent in store.layout.extents(file)}
     try:
-        sealed = [Sealed.from_dict(one) for one in state.checksums]
+        sealed = [ChecksummedExtent.from_dict(one) for one in state.checksums]
         listed = {one.extent for one in sealed if len(one.sums) == len(store.directories)}
     except (TypeError, ValueError, KeyError):
         sealed, listed = [], set()

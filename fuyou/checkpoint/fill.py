@@ -60,7 +60,7 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
             # An emulated device never writes a gradient. Low bits read as one are full of denormal numbers, which
             # make Adam five times slower than it is.
             low.zero_()
-        plane.heap.tidy()
+        plane.heap.trim()
 
 
 def _fill_compressed(plane: DataPlane, source: WeightSource, record: Record, target: int) -> None:
@@ -79,7 +79,7 @@ def _fill_compressed(plane: DataPlane, source: WeightSource, record: Record, tar
             slot.compressed.encode(source.read_compressed(slot.name), stored)
     _keep_own(record, encoded, payload)
     plane.create(record, target)
-    plane.heap.tidy()
+    plane.heap.trim()
 
 
 def _keep_own(record: Record, encoded: torch.Tensor, payload: torch.Tensor) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 
 from common.errors import FinetuneError
 from common.store import DirectoryLock, Extent, Store, commit_manifest
-from common.store.checksums import Sums
-from common.store.migration import give_up, lock_all, make_successor, promote, settle
+from common.store.checksums import ExtentChecksums
+from common.store.migration import abandon_successor, lock_folders, make_successor, promote, recover
 from common.store.posix import Bytes, aligned_bytes
-from common.store.verify import PIECE_BYTES, Sealed, verify
+from common.store.verify import PIECE_BYTES, ChecksummedExtent, verify
 from fuyou.checkpoint.commits import check_records, sealed_records
 from fuyou.checkpoint.state import TrainingState
 from fuyou.layout.record import weights_file
@@ -56,9 +56,9 @@ def open_run(
         UserError: there is none, a drive is missing, another process has it, or there is too little space.
         FinetuneError: a drive refused, or something is damaged.
     """
-    held = lock_all(drives.everywhere)
+    held = lock_folders(drives.everywhere)
     try:
-        directories = settle(drives.everywhere)
+        directories = recover(drives.everywhere)
         moves = set(directories) != set(drives.folders)
         if moves:
             restripe(directories, drives, load, held)
@@ -87,7 +87,7 @@ def restripe(
     """
     with Store.open(directories, io="posix") as old:
         state = load(old)
-    layout = old.layout.spread(len(drives.folders))
+    layout = old.layout.restriped(len(drives.folders))
     spare = [weights_file(slot) for slot in range(state.slots) if slot != state.slot]
     new = make_successor(old, drives.folders, layout, spare)
     try:
@@ -96,7 +96,7 @@ def restripe(
             copied = _copy_all(old, state, new)
             commit_manifest(new.directories[0], replace(state, store=new.id, checksums=copied).to_dict())
     except BaseException:
-        give_up(old, drives.folders)
+        abandon_successor(old, drives.folders)
         raise
     promote(new.directories, drives.everywhere)
 
@@ -116,7 +116,7 @@ def _copy_all(old: Store, state: TrainingState, new: Store) -> list[dict[str, An
     return [one.to_dict() for one in sealed]
 
 
-def copy_record(sealed: Sealed, source: Store, place: Extent, target: Store) -> Sealed:
+def copy_record(sealed: ChecksummedExtent, source: Store, place: Extent, target: Store) -> ChecksummedExtent:
     """Copy a part of a record to its ``place`` in another store, in 64 MiB of memory.
 
     Raises:
@@ -125,8 +125,8 @@ def copy_record(sealed: Sealed, source: Store, place: Extent, target: Store) -> 
     nbytes = sealed.extent.nbytes
     if place.nbytes != nbytes:
         raise ValueError(f"{sealed.what} has {nbytes} bytes, and its new place {place.nbytes}")
-    seen = Sums(sealed.extent, source.directories, sealed.what, sealed.sums)
-    written = Sums(place, target.directories, sealed.what)
+    seen = ExtentChecksums(sealed.extent, source.directories, sealed.what, sealed.sums)
+    written = ExtentChecksums(place, target.directories, sealed.what)
     free = [aligned_bytes(min(PIECE_BYTES, nbytes)) for _ in range(_READS + _WRITES)]
     reading: deque[tuple[Future[None], Bytes, int, int]] = deque()
     writing: deque[tuple[Future[None], Bytes]] = deque()
@@ -150,4 +150,4 @@ def copy_record(sealed: Sealed, source: Store, place: Extent, target: Store) -> 
         forward()
     for done, _ in writing:
         done.result()
-    return Sealed(sealed.what, place, written.values)
+    return ChecksummedExtent(sealed.what, place, written.values)

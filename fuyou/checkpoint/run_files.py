@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.store import DirectoryLock, Layout, Store
-from common.store.migration import clear_stale, lock_all, remove_leftovers
+from common.store.migration import clear_stale, lock_folders, remove_leftovers
 from common.store.sealed import sync_directory
 from fuyou.checkpoint.cluster_commits import find_common_state
 from fuyou.checkpoint.commits import load_state
@@ -106,7 +106,7 @@ def create_run(
     try:
         for folder in made:
             folder.mkdir()
-        lock = lock_all(folders)
+        lock = lock_folders(folders)
         for folder in made:
             sync_directory(folder.parent)  # or a power cut takes the folder, with every commit in it
         clear_stale(folders, overwrite)

@@ -7,7 +7,7 @@ from pathlib import Path
 from common.errors import FinetuneError, UserError
 from common.store import DirectoryLock, Store, load_manifest
 from common.store.directories import IDENTITY_FILE, Identity
-from common.store.migration import beside, unmoved
+from common.store.migration import final_folder, successor_folder
 from common.store.verify import verify
 from fuyou.checkpoint.commits import CLUSTER, sealed_records
 from fuyou.checkpoint.run_files import rank_folder
@@ -47,10 +47,10 @@ def find_runs(places: Iterable[Path], may_have_none: Container[Path] = ()) -> li
             if identity is not None:
                 found += 1
                 runs.setdefault(identity.store, []).append(directory)
-                if directory != unmoved(directory) or beside(directory).is_dir():
+                if directory != final_folder(directory) or successor_folder(directory).is_dir():
                     raise UserError(
-                        f"The run in {unmoved(directory)} was moving to other drives when it was killed. Continue it "
-                        "with --resume, which settles where it lies, and verify it then."
+                        f"The run in {final_folder(directory)} was moving to other drives when it was killed. Continue "
+                        "it with --resume, which settles where it lies, and verify it then."
                     )
         if not found and place not in may_have_none:
             inside = [path for path in _inside(place) if any((part / IDENTITY_FILE).exists() for part in _inside(path))]

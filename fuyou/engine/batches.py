@@ -5,7 +5,7 @@ from typing import Any
 from common.data import restarts
 from common.data.rows import holds_images
 from common.errors import FinetuneError, UserError
-from common.models.classes import TaskType
+from common.models.task_type import TaskType
 from fuyou.engine.opening import OpenRun
 from fuyou.model.loss import targets_of
 

@@ -12,7 +12,7 @@ from common.errors import UserError
 from common.memory.meter import PeakMeter
 from common.models.presets import load_config
 from common.store import Layout
-from common.store.directories import usable
+from common.store.directories import usable_directories
 from fuyou.checkpoint.cluster_commits import ClusterCommits
 from fuyou.checkpoint.commits import Commits, sealed_records
 from fuyou.checkpoint.fill import fill_store
@@ -111,7 +111,7 @@ class OpenRun:
         """Meet the other ranks, settle what all must have alike, and start what takes long to start."""
         store = config.store
         self._ssd, leaving = [Path(path) for path in store.ssd], [Path(path) for path in store.leave_ssd]
-        usable([*self._ssd, *leaving])
+        usable_directories([*self._ssd, *leaving])
         if leaving and not store.resume:
             raise UserError("leave_ssd is for a run that goes on: leave it out.")
         self.model_config, self.checkpoint = load_config(model)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
 from common.store import Extent
-from common.store.verify import Sealed
+from common.store.verify import ChecksummedExtent
 from fuyou.layout.record import Record, RecordExtents
 
 Part = Literal["parameters", "states"]
@@ -29,7 +29,9 @@ class RecordSums:
         sealed: checksums that a manifest lists.
     """
 
-    def __init__(self, records: Sequence[Record], extents: Sequence[RecordExtents], sealed: Iterable[Sealed] = ()):
+    def __init__(
+        self, records: Sequence[Record], extents: Sequence[RecordExtents], sealed: Iterable[ChecksummedExtent] = ()
+    ):
         self._records = records
         self._places: dict[tuple[int, Part], tuple[Extent, ...]] = {
             (index, part): getattr(places, part) for index, places in enumerate(extents) for part in PARTS
@@ -47,12 +49,12 @@ class RecordSums:
         """Return the checksums that a part must have when it is read in ``step``; None if it is not checked then."""
         return self._sums.get(self._places[record, part][slot]) if (step + record) % CHECK_EVERY == 0 else None
 
-    def sealed(self, slot: int) -> list[Sealed]:
+    def sealed(self, slot: int) -> list[ChecksummedExtent]:
         """Return all checksums of ``slot``, and of what is frozen."""
         found = []
         for record in self._records:
             for part in PARTS:
                 for place in self._places[record.index, part][slot if record.trainable else 0 :][:1]:
                     if place in self._sums:
-                        found.append(Sealed(sealed_name(record, part), place, self._sums[place]))
+                        found.append(ChecksummedExtent(sealed_name(record, part), place, self._sums[place]))
         return found

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from common.data.isolation import Documents
+from common.data.documents import Documents
 from fuyou.model.block_links import EMBEDDING, BlockLinks, Key, argument_paths, shared_dictionaries
 from fuyou.model.hidden_edits import HiddenEdit
 

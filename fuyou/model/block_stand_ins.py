@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from common.data.isolation import Documents
+from common.data.documents import Documents
 from common.errors import UserError
 from fuyou.model.block_calls import BlockCalls
 from fuyou.model.block_links import BlockLinks

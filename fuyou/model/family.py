@@ -9,9 +9,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import UserError
 from common.models.attention.isolation import Isolation, find_isolation
-from common.models.classes import TaskType, task_type_of
+from common.models.label_shift import shifts_labels
 from common.models.miniature import miniature
-from common.models.own_loss import shifts_labels
+from common.models.task_type import TaskType, task_type_of
 
 _known: dict[tuple[type, str], "Family"] = {}
 

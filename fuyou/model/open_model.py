@@ -13,8 +13,8 @@ from common.errors import UserError, did_you_mean
 from common.models.adapters.adapters import Adapters
 from common.models.checkpoint.compressed import CompressedParameter, method_of
 from common.models.checkpoint.sources import CheckpointSource, RandomSource, WeightSource
-from common.models.classes import task_type_of
-from common.models.meta import build_meta_model
+from common.models.meta_model import build_meta_model
+from common.models.task_type import task_type_of
 from common.models.vision.towers import DEFAULT_FREEZING, TowerFreezing
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.record import Precision

@@ -23,9 +23,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from common.data.isolation import Documents
+from common.data.documents import Documents
 from common.errors import FinetuneError, UserError
-from common.models.attention.isolation import Separator, takes_positions
+from common.models.attention.isolation import DocumentSeparator, takes_positions
 from common.models.structure import find_blocks
 from common.models.vision.towers import tower_parameters
 from fuyou.model.block_calls import BlockCalls
@@ -212,10 +212,10 @@ class StreamedModel:
         return family_of(self.model)
 
     @cached_property
-    def _separator(self) -> Separator:
+    def _separator(self) -> DocumentSeparator:
         self.family.check_documents(masked=False)
         assert self.family.isolation is not None
-        return Separator(self.model, self.family.isolation)
+        return DocumentSeparator(self.model, self.family.isolation)
 
     def _apart(self, documents: Documents | None) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if documents is None else self._separator.apart(documents)

@@ -58,7 +58,7 @@ class Setup:
     """Share of this process in every record. Parameters that several nodes update are written by the engine."""
     resident: list[int] = field(default_factory=list)
     """Records whose states stay in memory once they have been read."""
-    pace: IoThrottle | None = None
+    throttle: IoThrottle | None = None
     """Limit of the drives' speed, for experiments; None: as fast as they are."""
 
 

@@ -14,7 +14,7 @@ import torch
 
 from common.memory.buffers import HostBuffer
 from common.store import Extent, Layout, Store
-from common.store.checksums import Sums
+from common.store.checksums import ExtentChecksums
 from fuyou.layout.checksums import sealed_name
 from fuyou.layout.record import PAGE_ELEMENTS, Record, RecordExtents, allocate_extents
 from fuyou.layout.record_parts import Chunk
@@ -54,7 +54,7 @@ class RecordUpdater:
         self._records = setup.records
         self._shared = HostBuffer(setup.shared.nbytes, fd=shared_fd).touch()
         directories = [Path(path) for path in setup.directories]
-        self._store = Store.open(directories, io=setup.io, threads=setup.io_threads, pace=setup.pace)
+        self._store = Store.open(directories, io=setup.io, threads=setup.io_threads, throttle=setup.throttle)
         # The training files' places follow from the records alone; the store's layout holds just these, in this order.
         self._extents: list[RecordExtents] = allocate_extents(
             Layout(len(setup.directories)), self._records, setup.slots
@@ -116,14 +116,14 @@ class RecordUpdater:
             sums = None
             if message.expected is not None:
                 what = sealed_name(self._records[message.record], "states")
-                sums = Sums(extent, self._store.directories, what, message.expected)
+                sums = ExtentChecksums(extent, self._store.directories, what, message.expected)
             for chunk in self._chunks(message.record):
                 memory = self._resident_memory(message.record, chunk) if resident else self._ring.take(chunk)
                 if not message.in_memory:
                     self._start_reading(memory, extent, self._records[message.record].precision.state_bytes, sums)
                 self._read.put(memory)
 
-    def _start_reading(self, memory: ChunkMemory, extent: Extent, width: int, sums: Sums | None) -> None:
+    def _start_reading(self, memory: ChunkMemory, extent: Extent, width: int, sums: ExtentChecksums | None) -> None:
         first, nbytes = memory.chunk.start * width, (memory.chunk.stop - memory.chunk.start) * width
         memory.read_times.append(time.monotonic())
         memory.reading = self._store.read(extent, memory.buffer.bytes(memory.offset, nbytes), first, nbytes, sums)

@@ -10,7 +10,7 @@ import numpy as np
 
 from common.intervals import merge
 from common.store import Store
-from common.store.checksums import Sums
+from common.store.checksums import ExtentChecksums
 from fuyou.layout.checksums import sealed_name
 from fuyou.layout.record import Record, RecordExtents
 from fuyou.optimizer.protocol import Written
@@ -25,8 +25,8 @@ class WriteBack:
     slot: int
     pending: int
     """Chunks that are not written yet."""
-    parameters: Sums
-    states: Sums
+    parameters: ExtentChecksums
+    states: ExtentChecksums
     intervals: list[tuple[float, float]] = field(default_factory=list)
     """Times at which reads and writes of the record started and ended."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -67,8 +67,8 @@ class RecordWriter:
             index,
             slot,
             chunks,
-            Sums(extents.parameters[slot], directories, sealed_name(record, "parameters")),
-            Sums(extents.states[slot], directories, sealed_name(record, "states")),
+            ExtentChecksums(extents.parameters[slot], directories, sealed_name(record, "parameters")),
+            ExtentChecksums(extents.states[slot], directories, sealed_name(record, "states")),
         )
 
     def write(self, write: WriteBack, memory: ChunkMemory, parameters: np.ndarray) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from common.data.rows import take_rows
 from common.errors import FinetuneError
-from common.models.classes import TaskType
+from common.models.task_type import TaskType
 from fuyou.layout.record import Record
 from fuyou.layout.visits import BEFORE_HEAD_PHASES, FORWARD_PHASES, Phase
 from fuyou.model.block_calls import BlockCalls
@@ -157,7 +157,7 @@ class StepComputation:
             self._finish_gradient(task)
         self._buffers.device.end_compute(task)
         self._plane.executor.finish(task)
-        self._plane.heap.tidy()
+        self._plane.heap.trim()
 
     # -- visits ---------------------------------------------------------------------------------------------------
 

@@ -78,7 +78,7 @@ class OptimizerHandlers:
             shared=buffers.shared,
             share=shape.share,
             resident=self._resident,
-            pace=device.throttle,
+            throttle=device.throttle,
             threads=max(1, optimizer_threads(device) // shape.share.ranks_per_node),
         )
         self._link.set_up(setup, self._answered, executor.fail, self._locks)

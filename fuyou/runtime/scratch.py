@@ -35,8 +35,10 @@ class Scratch:
         if any(self._activations.values()) or self._gradients:
             for path in self._directories:
                 path.mkdir(exist_ok=True)
-            pace = buffers.device.throttle
-            self._opened = Store.create(self._directories, layout, io="posix", overwrite=True, pace=pace, clocks=clocks)
+            throttle = buffers.device.throttle
+            self._opened = Store.create(
+                self._directories, layout, io="posix", overwrite=True, throttle=throttle, clocks=clocks
+            )
 
     def handlers(self) -> dict[Op, Handler]:
         """Return what does each kind of task that reads or writes here."""

@@ -105,7 +105,7 @@ class SmallStep:
                 flat = gradients[record.kind].values(task.gradient, record.numel, record.precision.dtype)
                 self._take(record, flat.clone())
 
-        nothing = SimpleNamespace(tidy=lambda: None)
+        nothing = SimpleNamespace(trim=lambda: None)
         device = SimpleNamespace(
             torch_device=torch.device("cpu"), begin_compute=lambda task: None, end_compute=lambda task: None
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.store import Store
-from common.store.checksums import Sums
+from common.store.checksums import ExtentChecksums
 from fuyou.layout.checksums import RecordSums, sealed_name
 from fuyou.layout.record import Record, RecordExtents
 from fuyou.optimizer.absent_gradients import MissedUpdates
@@ -33,13 +33,13 @@ class StoredRecords:
         place, sums = self.extents[record.index].parameters[slot], None
         expected = self.sums.expected(record.index, "parameters", slot, step)
         if expected is not None:
-            sums = Sums(place, self.store.directories, sealed_name(record, "parameters"), expected)
+            sums = ExtentChecksums(place, self.store.directories, sealed_name(record, "parameters"), expected)
         return self.store.read(place, buffer, sums=sums)
 
     def write_parameters(self, record: Record, slot: int, values: np.ndarray) -> Future:
         """Write what the optimizer process does not: all of a record's parameters, or all that this rank stores."""
         place = self.extents[record.index].parameters[slot]
-        sums = Sums(place, self.store.directories, sealed_name(record, "parameters"))
+        sums = ExtentChecksums(place, self.store.directories, sealed_name(record, "parameters"))
         noted: Future[None] = Future()
 
         def note(done: Future) -> None:

@@ -8,13 +8,13 @@ The format is checked by a test, event by event; Perfetto itself, which is a web
 """
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import UserError
+from common.files import replace_file
 from common.intervals import Interval
 from fuyou.layout.record import Record
 from fuyou.layout.visits import Phase
@@ -177,9 +177,7 @@ def write_spans(path: Path, spans: Iterable[Span], begin: float) -> None:
         events += _lane_events(lanes[resource, label], begin, group, thread)
     content = {"traceEvents": events, "displayTimeUnit": "ms"}
     try:
-        beside = path.with_name(path.name + ".tmp")
-        beside.write_text(json.dumps(content))
-        os.replace(beside, path)
+        replace_file(path, json.dumps(content))
     except OSError as error:
         raise UserError(f"The trace cannot be written to {path}: {error.strerror}.") from error
 

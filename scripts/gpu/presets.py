@@ -14,7 +14,7 @@ import fuyou
 import fuyou.model.open_model
 from common.errors import UserError
 from common.models.checkpoint.sources import RandomSource
-from common.models.meta import build_meta_model
+from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from common.units import format_bytes
 from gpu.journal import DATA_PREFIX, Check, Settings, Skip, describe

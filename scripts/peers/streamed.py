@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from common.errors import UserError
-from common.models.meta import build_meta_model
+from common.models.meta_model import build_meta_model
 from fuyou import Engine
 from fuyou.layout.record import Precision
 from fuyou.model.model_records import model_records

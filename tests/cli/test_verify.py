@@ -4,7 +4,7 @@ import re
 import shutil
 from pathlib import Path
 
-from common.store.migration import beside
+from common.store.migration import successor_folder
 from tests.cli.conftest import Finetune
 
 SMALL = ("--batch-size", 1, "--seq-len", 16, "--gpu", "cpu", "--steps", 2, "--no-save")
@@ -37,7 +37,7 @@ def test_a_whole_run_and_a_damaged_one(finetune: Finetune, checkpoint: Path, tmp
     of_ranks = finetune("--verify", *copies)
     assert of_ranks.status == 0 and f"{copies[1]}/{folder.name}/rank-1: step 2," in of_ranks.out
     (folder,) = drives[0].iterdir()
-    moving = shutil.copytree(folder, beside(folder))
+    moving = shutil.copytree(folder, successor_folder(folder))
     wrong = finetune("--verify", *drives)
     assert wrong.status == 2 and f"The run in {folder} was moving to other drives when it was killed" in wrong.err
     shutil.rmtree(moving)

@@ -4,22 +4,22 @@ import os
 import subprocess
 import sys
 
-from common.waiting import OF_THE_USER, SPIN_ROUNDS, wait_asleep
+from common.openmp import SPIN_ROUNDS, WAITING_VARIABLES, let_threads_sleep
 
 import pytest
 
 
-@pytest.mark.parametrize("name", OF_THE_USER)
+@pytest.mark.parametrize("name", WAITING_VARIABLES)
 def test_what_the_user_has_set_wins(name: str) -> None:
     environment = {name: "17"}
-    wait_asleep(environment)
+    let_threads_sleep(environment)
     assert environment == {name: "17"}
 
 
 @pytest.mark.parametrize("module", ["cli.main", "fuyou.optimizer.process"])
 def test_the_library_in_use_reads_it_in_every_process_of_ours(module: str) -> None:
     """What libgomp says of itself once our module has loaded PyTorch, or the command is about to."""
-    clean = {name: value for name, value in os.environ.items() if name not in OF_THE_USER}
+    clean = {name: value for name, value in os.environ.items() if name not in WAITING_VARIABLES}
     code = f"import {module}, torch, os; print(os.environ['OMP_WAIT_POLICY'], os.environ['GOMP_SPINCOUNT'])"
     done = subprocess.run(
         [sys.executable, "-c", code], env={**clean, "OMP_DISPLAY_ENV": "verbose"}, capture_output=True, text=True,

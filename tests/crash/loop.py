@@ -32,8 +32,8 @@ from typing import Any
 import click
 import psutil
 
-from common.models.adapters.adapters import AdapterOptions
-from common.store.migration import beside
+from common.models.adapters.options import AdapterOptions
+from common.store.migration import successor_folder
 from tests.helpers.crash.points import NOTHING_THERE
 from tests.helpers.crash.runs import Outcome, Run, execute, start_server
 
@@ -193,7 +193,7 @@ class Loop:
     def _kill_someone(self, engine: int, run: Run) -> None:
         """After a random time, every other one counted from when records begin to move; now and then nobody."""
         victim = self._random.choice((*VICTIMS, *VICTIMS, "nobody"))
-        seconds, new = min(self._seconds, 5.0), [beside(path / "fuyou") for path in (*run.ssd, *run.leaving)]
+        seconds, new = min(self._seconds, 5.0), [successor_folder(path / "fuyou") for path in (*run.ssd, *run.leaving)]
         if run.leaves and self._random.random() < 0.5:
             deadline = time.monotonic() + seconds
             while time.monotonic() < deadline and not any(path.exists() for path in new):

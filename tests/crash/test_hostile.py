@@ -21,7 +21,7 @@ from common.presets import preset_files
 from common.store import Layout, StoreError
 from common.store.directories import FORMAT, IDENTITY_FILE, Identity
 from common.store.sealed import write_sealed
-from common.store.verify import Sealed
+from common.store.verify import ChecksummedExtent
 from fcdp.planner.cluster import load_cluster
 from fuyou.checkpoint.state import FORMAT as STATE_FORMAT
 from fuyou.checkpoint.state import TrainingState
@@ -92,7 +92,7 @@ def test_a_state_of_any_content_is_taken_or_refused(changed: dict) -> None:
 def test_a_checksum_of_any_content_is_taken_or_refused(field: str, value: object) -> None:
     good = {"what": "head, parameters", "extent": ["weights.0", 0, 4096, 4096], "sums": ["00ff"]}
     try:
-        sealed = Sealed.from_dict({**good, field: value})
+        sealed = ChecksummedExtent.from_dict({**good, field: value})
     except (TypeError, ValueError, KeyError):
         return
     assert isinstance(hash(sealed.extent), int) and all(isinstance(number, int) for number in sealed.sums)

@@ -12,8 +12,8 @@ import pytest
 from common.errors import FinetuneError, UserError
 from common.store import Layout, Store, StoreError, commit_manifest, load_manifest, remove
 from common.store import migration as succession
-from common.store.checksums import Sums
-from common.store.verify import Sealed, verify
+from common.store.checksums import ExtentChecksums
+from common.store.verify import ChecksummedExtent, verify
 from fuyou.checkpoint.commits import sealed_records
 from fuyou.checkpoint.restripe import Drives, open_run
 from fuyou.checkpoint.state import TrainingState
@@ -58,9 +58,9 @@ def make_run(ssd: list[Path]) -> dict[str, bytes]:
         for index, place in enumerate(places[len(SIZES) :]):
             what, data = f"record {index}", np.random.default_rng(index).integers(0, 256, place.nbytes, dtype=np.uint8)
             contents[what] = data.tobytes()
-            sums = Sums(place, store.directories, what)
+            sums = ExtentChecksums(place, store.directories, what)
             store.write(place, data, sums=sums).result()
-            sealed.append(Sealed(what, place, sums.values))
+            sealed.append(ChecksummedExtent(what, place, sums.values))
         store.sync(layout.file_bytes())
         state = {**STATE.to_dict(), "store": store.id, "checksums": [one.to_dict() for one in sealed]}
         commit_manifest(store.directories[0], state)
@@ -80,7 +80,7 @@ def on(ssd: list[Path], leaving: Sequence[Path] = ()) -> Drives:
 def contents_of(drives: Drives) -> dict[str, bytearray]:
     lock, store, state = open_run(drives, load, io="posix")
     with lock, store:
-        assert store.layout == store.layout.spread(len(drives.folders)) and state.step == 7
+        assert store.layout == store.layout.restriped(len(drives.folders)) and state.step == 7
         contents = {}
         for one in sealed_records(store, state):
             contents[one.what] = bytearray(one.extent.nbytes)

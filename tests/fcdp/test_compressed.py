@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.models.adapters.adapters import ALL_LINEAR, AdapterOptions
+from common.models.adapters.options import ALL_LINEAR, AdapterOptions
 from tests.common.models.checkpoint.compressed.writing import compress
 from tests.helpers.fcdp import engine_cases as cases
 from tests.helpers.fcdp.engine_cases import Run

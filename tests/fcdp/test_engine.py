@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common.errors import FinetuneError, UserError
-from common.models.adapters.adapters import ALL_LINEAR, AdapterOptions
+from common.models.adapters.options import ALL_LINEAR, AdapterOptions
 from common.store import load_manifest
 from fuyou.checkpoint.cluster_commits import ClusterCommits, LocalCommit, agreed_step
 from fuyou.layout.record import PAGE_ELEMENTS

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.models.adapters.adapters import ALL_LINEAR, AdapterOptions
+from common.models.adapters.options import ALL_LINEAR, AdapterOptions
 from tests.helpers.fcdp import engine_cases as cases
 from tests.helpers.fcdp.engine_cases import Outcome, Run
 from tests.helpers.fcdp.pool import Pool

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from common.errors import UserError
-from common.models.adapters.adapters import AdapterOptions
+from common.models.adapters.options import AdapterOptions
 from common.models.checkpoint.sources import RandomSource
-from common.models.meta import build_meta_model
+from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from fcdp.checkpoint.manifest import Manifest
 from fcdp.config import TrainerConfig

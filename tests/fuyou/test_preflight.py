@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import fuyou
 from common.errors import UserError
-from common.models.adapters.adapters import AdapterOptions
+from common.models.adapters.options import AdapterOptions
 from common.result_cache import CACHE_VARIABLE
 from fuyou import preflight
 from fuyou.runtime.compute import StepComputation

@@ -1,1 +1,1 @@
-"""Images in data: found, encoded and put into batches."""
+"""Training data with images: found, encoded and put into batches."""

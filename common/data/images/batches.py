@@ -1,18 +1,17 @@
-"""Batches of conversations with images: one conversation is one row, padded; pixels are made when a batch is asked for.
+"""Batches of conversations with images: each conversation is one row, padded; pixels are made when a batch is read.
 
-What is kept on disk is where the conversations are said to have tokens that are trained on: one JSON line each, with a
-CRC-32 before it. Images stay where they are.
+An index file on disk has a JSON line for each conversation, with a CRC-32 before it: which of its tokens carry loss,
+and the names of its images, which stay where they are.
 """
 
 import contextlib
 import hashlib
 import json
 import math
-import os
 import shutil
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,48 +19,38 @@ import numpy as np
 import torch
 from transformers import ProcessorMixin
 
-from common.data.batches import Batches, DataConfig
-from common.data.files import DataRecord, find_files, read_records, reading
-from common.data.fitting import Tally
+from common.data.batches import Batches, DataConfig, padding_id, rounded_width
+from common.data.counts import DataCounts, nothing_to_train
+from common.data.files import DataRecord, file_states, find_files, read_records, reading
 from common.data.images.content import has_images, with_images
 from common.data.images.encoding import ImageEncoder, ImageRow, processor_identity
 from common.data.order import draw_rows
 from common.data.shapes import Chat, examples_of_records
 from common.data.token_file import tokenizer_identity
 from common.errors import FinetuneError, UserError
+from common.files import file_when_complete
+from common.result_cache import read_cached, write_cached
 from common.store.errors import described
 from common.store.lock import DirectoryLock
 from common.units import format_count
 
 _FORMAT_VERSION = 1
 _SUM = 9  # bytes of a line's checksum and the space behind it
-_LENGTHS = 64
-"""Rows are padded to a multiple of this many tokens."""
 
 
-@dataclass
-class _Header:
+@dataclass(kw_only=True)
+class _Header(DataCounts):
     """The first line of an index file."""
 
-    rows: int = 0
-    tokens: int = 0
-    trainable_tokens: int = 0
     images: int = 0
     longest: int = 0
-    cut: Tally = field(default_factory=Tally)
-    left_out: Tally = field(default_factory=Tally)
-    untrained: Tally = field(default_factory=Tally)
-    digest: str = ""
-
-    @staticmethod
-    def read(line: bytes) -> "_Header":
-        content: dict[str, Any] = json.loads(_checked(line))
-        content.update({name: Tally(**one) for name, one in content.items() if isinstance(one, dict)})
-        return _Header(**content)
+    """Number of tokens of the longest row."""
 
 
 def any_images(files: tuple[str, ...], scratch: Path) -> bool:
-    """Return whether the data files hold conversations with images; looks at all records until it finds one.
+    """Return whether the data files hold conversations with images.
+
+    The files are searched once; what was found is cached for as long as they stay as they are.
 
     Args:
         scratch: a directory, made if it is not there.
@@ -69,16 +58,23 @@ def any_images(files: tuple[str, ...], scratch: Path) -> bool:
     Raises:
         UserError: a file is missing or cannot be read.
     """
-    suspects = [file for file in find_files(files) if _names_images(file)]
-    if not suspects:
-        return False
-    scratch.mkdir(parents=True, exist_ok=True)
-    with DirectoryLock([scratch], patience=math.inf), reading(scratch) as folder:
-        return any(has_images(record.values) for file in suspects for record in read_records(file, folder))
+    paths = find_files(files)
+    key = {"files": [list(state) for state in file_states(paths)]}
+    cached = read_cached("images", key, _FORMAT_VERSION)
+    if cached is not None:
+        return bool(cached["found"])
+    suspects = [file for file in paths if _names_images(file)]
+    found = False
+    if suspects:
+        scratch.mkdir(parents=True, exist_ok=True)
+        with DirectoryLock([scratch], patience=math.inf), reading(scratch) as folder:
+            found = any(has_images(record.values) for file in suspects for record in read_records(file, folder))
+    write_cached("images", key, _FORMAT_VERSION, found=found)
+    return found
 
 
 def _names_images(file: Path) -> bool:
-    """Whether the word occurs where a file with images must have it: found without reading its records one by one."""
+    """Return whether the word "image" occurs in a file's columns or text, without parsing its records."""
     match file.suffix.lower():
         case ".parquet":
             import pyarrow.parquet
@@ -104,18 +100,17 @@ class ImageBatches(Batches):
     """
 
     def __init__(self, path: Path, config: DataConfig, processor: ProcessorMixin) -> None:
-        """
+        """Open the index file and check that it is complete.
+
         Raises:
             ValueError: not a complete index file.
             OSError: it cannot be opened.
         """
         self._encoder, self._config, self._path = ImageEncoder(processor), config, path
-        tokenizer = processor.tokenizer
-        known = (tokenizer.pad_token_id, tokenizer.eos_token_id)
-        self._pad = next((int(token) for token in known if token is not None), 0)
+        self._pad = padding_id(processor.tokenizer)
         self._file = path.open("rb")
         try:
-            header = _Header.read(self._file.readline())
+            header = _Header.parse(_checked(self._file.readline()))
             self._starts = np.fromfile(path.with_suffix(".starts"), np.int64)
             if len(self._starts) != header.rows:
                 raise ValueError(f"{path} is not complete")
@@ -124,9 +119,9 @@ class ImageBatches(Batches):
             raise
         self.rows, self.tokens, self.trainable_tokens = header.rows, header.tokens, header.trainable_tokens
         self.steps_per_epoch = -(-header.rows // config.batch_size)
-        self.seq_len = min(config.seq_len, -(-header.longest // _LENGTHS) * _LENGTHS)
+        self.seq_len = min(config.seq_len, rounded_width(header.longest))
         self.digest = header.digest
-        self.description = _describe(header, self.seq_len)
+        self.description = _describe(header, self.seq_len, config)
 
     def batch(self, step: int) -> dict[str, Any]:
         """Return ``input_ids``, ``labels`` and ``attention_mask`` of step ``step`` (from 0), ``[batch_size, seq_len]``
@@ -185,42 +180,39 @@ def open_image_data(config: DataConfig, processor: ProcessorMixin, cache_dir: Pa
     with DirectoryLock([cache_dir], patience=math.inf):  # of several ranks on a machine, the first one makes it for all
         with unusable:
             return ImageBatches(path, config, processor)
-        _build(path, files, config.seq_len, config.truncate, ImageEncoder(processor))
+        _build(path, files, config, ImageEncoder(processor))
     return ImageBatches(path, config, processor)
 
 
 def _cache_key(files: list[Path], config: DataConfig, processor: ProcessorMixin) -> str:
-    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     identity = [tokenizer_identity(processor.tokenizer), processor_identity(processor)]
     return hashlib.sha256(
-        json.dumps([_FORMAT_VERSION, config.seq_len, config.truncate, stats, identity]).encode()
+        json.dumps([_FORMAT_VERSION, config.seq_len, config.truncate, file_states(files), identity]).encode()
     ).hexdigest()[:16]
 
 
-def _build(path: Path, files: list[Path], seq_len: int, truncate: bool, encoder: ImageEncoder) -> None:
+def _build(path: Path, files: list[Path], config: DataConfig, encoder: ImageEncoder) -> None:
     """Write the index file, which takes its name only when it is complete."""
-    lines, unfinished = path.with_suffix(".lines"), path.with_suffix(".tmp")
+    lines, seq_len = path.with_suffix(".lines"), config.seq_len
     try:
         with described("writing", lines), lines.open("wb") as out, reading(path.parent) as scratch:
-            header, sizes = _write_rows(_rows(files, encoder, seq_len if truncate else None, scratch), seq_len, out)
+            rows = _rows(files, encoder, seq_len if config.truncate else None, scratch)
+            header, sizes = _write_rows(rows, seq_len, out)
         if not header.rows:
-            raise UserError(_nothing_left(header, files, seq_len))
+            is_empty = not (header.left_out.records or header.untrained.records)
+            raise UserError(nothing_to_train(files, is_empty, header.changes(seq_len, config.truncate)))
         first = _line(asdict(header))
         starts = len(first) + np.cumsum([0, *sizes[:-1]], dtype=np.int64)
-        with described("writing", unfinished), unfinished.open("wb") as whole, lines.open("rb") as written:
+        with described("writing", path), file_when_complete(path) as whole, lines.open("rb") as written:
             whole.write(first)
             shutil.copyfileobj(written, whole)
-            whole.flush()
-            os.fsync(whole.fileno())
             starts.tofile(path.with_suffix(".starts"))
-            unfinished.replace(path)
     finally:
         lines.unlink(missing_ok=True)
-        unfinished.unlink(missing_ok=True)
 
 
 def _write_rows(rows: Iterator[ImageRow], seq_len: int, out: BinaryIO) -> tuple[_Header, list[int]]:
-    """Write the rows that can be trained on, a line each; return what they are together and the lines' lengths."""
+    """Write the rows that can be trained on, a line each; return their counts and the lines' lengths."""
     header, digest, sizes = _Header(), hashlib.blake2b(digest_size=8), []
     for row in rows:
         if row.tokens > seq_len:
@@ -265,27 +257,10 @@ def _checked(line: bytes) -> bytes:
     return text
 
 
-def _describe(header: _Header, seq_len: int) -> str:
+def _describe(header: _Header, seq_len: int, config: DataConfig) -> str:
     text = (
         f"{header.rows:,} conversations with {header.images:,} images: {format_count(header.tokens)} tokens, "
         f"{format_count(header.trainable_tokens)} of them trained on, each in a row of {seq_len:,} "
         f"({header.tokens / (header.rows * seq_len):.1%} full)"
     )
-    longer = "longer than --seq-len"
-    for tally, what in (
-        (header.cut, f"cut behind the last answer that fits: {{}} {longer} (--drop-long drops them)"),
-        (header.left_out, f"left out: {{}} {longer}"),
-        (header.untrained, "left out: {} without an answer of the assistant"),
-    ):
-        if tally.records:
-            text += f"\n{what.format(f'{tally.records:,}')}; first {tally.first}"
-    return text
-
-
-def _nothing_left(header: _Header, files: list[Path], seq_len: int) -> str:
-    named = ", ".join(str(file) for file in files[:3]) + (", ..." if len(files) > 3 else "")
-    if header.left_out.records:
-        return (
-            f"All {header.left_out.records:,} conversations in {named} are longer than --seq-len {seq_len:,}: raise it."
-        )
-    return f"There is nothing to train on in {named}: {header.untrained.records:,} conversations without an answer."
+    return "\n".join([text, *header.changes(config.seq_len, config.truncate)])

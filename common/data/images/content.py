@@ -1,4 +1,4 @@
-"""Conversations with images: the ways in which data files put them, brought into one.
+"""Bring conversations with images, which data files write in several ways, into one form.
 
 A message's ``content`` is a string or a list of parts. An image is a part, ``{"type": "image"}`` with ``path``, ``url``
 or ``image``, or OpenAI's ``{"type": "image_url", "image_url": {"url": ...}}``; or a part without any of these, or
@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlparse
 from common.errors import UserError
 
 PLACEHOLDER = "<image>"
-"""In a string, where an image is to go."""
+"""Text in a string that stands for an image."""
 
 _KEYS = ("image", "path", "url", "image_url", "bytes")
 _COLUMNS = ("images", "image")
@@ -37,35 +37,35 @@ def has_images(record: dict[str, Any]) -> bool:
 
 
 def with_images(record: dict[str, Any], where: str, directory: Path) -> dict[str, Any]:
-    """Return a record whose messages have lists of parts as contents, and whose images one ``url`` each: the absolute
-    path of a file that is there, or a ``data:`` URL.
+    """Return a record whose messages have lists of parts as contents, and whose images have one ``url`` each: the
+    absolute path of an existing file, or a ``data:`` URL.
 
     Args:
         where: file and line, for error messages.
-        directory: of the data file, from which relative paths are read.
+        directory: the data file's, to which relative paths refer.
 
     Raises:
-        UserError: the record has no messages, an image is not there, or placeholders and images differ in number.
+        UserError: the record has no messages, an image does not exist, or placeholders and images differ in number.
     """
     given: Any = next((record[column] for column in _COLUMNS if record.get(column)), [])
     column = iter(given if isinstance(given, list) else [given])
-    made = {name: value for name, value in record.items() if name not in _COLUMNS}
+    result = {name: value for name, value in record.items() if name not in _COLUMNS}
     columns = [name for name in _CONVERSATIONS if isinstance(record.get(name), list)]
     if not columns:
         raise UserError(f'{where} has images, but no "messages": a list of {{"role": ..., "content": ...}}.')
     for name in columns:
-        made[name] = [
+        result[name] = [
             {**message, "content": list(_parts(message.get("content"), column, where, directory))}
             if isinstance(message, dict)
             else message
             for message in record[name]
         ]
     left = sum(1 for _ in column)
-    if left and not any(part["type"] == "image" for name in columns for one in made[name] for part in one["content"]):
+    if left and not any(part["type"] == "image" for name in columns for one in result[name] for part in one["content"]):
         raise UserError(f"{where} has {left} images, but no {PLACEHOLDER} in its messages to say where they go.")
     if left:
         raise UserError(f"{where} has {left} more images than places for them in its messages.")
-    return made
+    return result
 
 
 def _parts(content: Any, column: Iterator[Any], where: str, directory: Path) -> Iterator[dict[str, Any]]:
@@ -99,7 +99,7 @@ def _next_image(column: Iterator[Any], where: str, directory: Path) -> dict[str,
 
 
 def _image(value: Any, where: str, directory: Path) -> dict[str, Any]:
-    """An image part of what a data file has in its place."""
+    """Return the image part for a value of a data file."""
     while isinstance(value, dict):  # OpenAI's image_url, or what the datasets library makes of an image
         value = next((value[key] for key in ("bytes", "url", "path") if value.get(key)), None)
     if isinstance(value, bytes):

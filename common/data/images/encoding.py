@@ -1,4 +1,4 @@
-"""Conversations with images become token ids and tensors of pixels, by the family's own processor."""
+"""Encode conversations with images as token ids and tensors of pixels, with the family's own processor."""
 
 import json
 from dataclasses import dataclass, replace
@@ -15,23 +15,23 @@ from common.errors import FinetuneError, UserError
 
 @dataclass(frozen=True)
 class ImageRow:
-    """A conversation of a data set: what is put into the processor, and what of its result is trained on."""
+    """A conversation of a data set: the processor's input, and which tokens of the result are trained on."""
 
     messages: list[dict[str, Any]]
-    """See :func:`common.data.images.content.with_images`."""
+    """Messages, in the form of :func:`common.data.images.content.with_images`."""
     trained: list[tuple[int, int]]
     """Ranges of tokens that carry loss."""
     tokens: int
     where: str
     """File and line."""
     options: dict[str, Any]
-    """What else the chat template takes."""
+    """Other arguments of the chat template."""
     cut: int = 0
-    """Tokens that the conversation had behind these."""
+    """Number of tokens that were cut off behind these."""
 
     @property
     def trained_tokens(self) -> int:
-        """How many tokens carry loss."""
+        """Number of tokens that carry loss."""
         return sum(stop - start for start, stop in self.trained)
 
 
@@ -39,7 +39,7 @@ def load_processor(checkpoint: Path) -> ProcessorMixin:
     """Return the processor of a vision-language checkpoint, which makes token ids and pixels of conversations.
 
     Raises:
-        UserError: it has none that transformers can load here, or one without a chat template.
+        UserError: transformers cannot load one here, or it has no chat template.
     """
     from transformers import AutoProcessor
 
@@ -48,7 +48,7 @@ def load_processor(checkpoint: Path) -> ProcessorMixin:
         processor = AutoProcessor.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
         if not isinstance(processor, ProcessorMixin):
             raise OSError("no processor_config.json or preprocessor_config.json")
-    except Exception as error:  # each processor's class fails in its own way
+    except Exception as error:  # each class of processors fails in its own way
         if "orchvision" in str(error) or "PIL" in str(error) or "Pillow" in str(error):
             advice = " Install what it needs: pip install 'fuyou[images]'."
         raise UserError(
@@ -60,7 +60,7 @@ def load_processor(checkpoint: Path) -> ProcessorMixin:
 
 
 def processor_identity(processor: ProcessorMixin) -> str:
-    """Return text that changes with whatever decides which tokens and pixels a processor gives, its tokenizer apart."""
+    """Return text that changes with all that decides a processor's tokens and pixels, its tokenizer apart."""
     return json.dumps([type(processor).__name__, processor.to_json_string(), processor.chat_template], default=str)
 
 
@@ -71,17 +71,17 @@ class ImageEncoder:
         self._processor = processor
 
     def rows(self, chat: Chat, limit: int | None = None) -> list[ImageRow]:
-        """Find which tokens carry loss: one row for the conversation, as a rule.
+        """Return the rows of a conversation, one as a rule, with the tokens that carry loss.
 
         Some templates render a turn differently once others follow. Such a conversation becomes one row per answer,
         each as the model will see it.
 
         Args:
-            chat: whose contents are lists of parts.
-            limit: a longer conversation ends behind the last answer that is within this many tokens, if one is.
+            chat: the conversation, whose contents are lists of parts.
+            limit: number of tokens; a longer conversation ends behind the last answer within them, if there is one.
 
         Raises:
-            UserError: an image is none, or the template refuses the conversation.
+            UserError: an image cannot be read, or the template refuses the conversation.
         """
         messages = self._opened(chat.messages, chat.where)
         whole = self._ids(messages, chat)
@@ -105,10 +105,10 @@ class ImageEncoder:
         return [replace(kept, cut=len(whole) - kept.tokens)]
 
     def tensors(self, row: ImageRow) -> dict[str, torch.Tensor]:
-        """Return what the processor gives for a row, each value ``[1, tokens]`` or about its images; and ``labels``.
+        """Return the processor's values for a row, each ``[1, tokens]`` or of its images; and ``labels``.
 
         Raises:
-            FinetuneError: it is not what it was when the data were prepared: an image has been changed since.
+            FinetuneError: an image has changed since the data were prepared.
         """
         made = self._process(self._opened(row.messages, row.where), row.where, row.options)
         ids = made["input_ids"]
@@ -140,7 +140,7 @@ class ImageEncoder:
         return {name: value for name, value in made.items() if isinstance(value, torch.Tensor)}
 
     def _opened(self, messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-        """The same messages with images that are read."""
+        """Return the messages with their images read."""
         return [{**one, "content": [self._open(part, where) for part in one["content"]]} for one in messages]
 
     @staticmethod

@@ -1,1 +1,1 @@
-"""Adapters of ``peft``: made, filled, saved and merged without holding the model."""
+"""Adapters of ``peft``: injected, initialised, saved and merged without holding the model."""

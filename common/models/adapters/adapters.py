@@ -1,160 +1,57 @@
 """PEFT adapters on a model whose weights are not in memory.
 
-``peft`` itself puts them in, decides their names and draws their first values; here it does so on a model whose own
-weights are one NaN each, stretched to the right shape. So nothing large is made, the random numbers are those of
-``peft.get_peft_model`` on the real model, and a method whose first values depend on the weights shows itself by NaN.
-First values are drawn again when they are asked for (:mod:`common.models.adapters.first_values`).
+``peft`` itself injects them, decides their names and draws their initial values; here it does so on a model whose own
+weights are one NaN each, expanded to the right shape. So nothing large is made, the random numbers are those of
+``peft.get_peft_model`` on the real model, and initial values that depend on the weights are found by their NaNs.
+Initial values are drawn again when they are needed (:mod:`common.models.adapters.initial_values`).
 """
 
 import json
-import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model, get_peft_model_state_dict
+from peft import PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 
 from common.errors import UserError, did_you_mean
-from common.models.adapters.first_values import FirstValues
-from common.models.checkpoint.saving import NonFiniteWeights, begin, first_nonfinite, move_into_place, save_tensors
+from common.models.adapters.initial_values import InitialValues
+from common.models.adapters.options import CONFIG, check_supported
+from common.models.checkpoint.saving import (
+    NonFiniteWeights,
+    first_nonfinite,
+    make_staging_folder,
+    move_into_place,
+    save_tensors,
+)
 from common.models.checkpoint.sources import WeightSource
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""What an adapter directory consists of."""
+WEIGHTS = "adapter_model.safetensors"
+"""Name of the file with the adapters' weights in an adapter directory."""
 
 MERGED = "merged"
-"""Folder inside an adapter directory for the model with these adapters merged into it."""
-
-METHODS = (PeftType.LORA, PeftType.LOHA, PeftType.LOKR, PeftType.IA3)
-"""Methods whose adapters belong to one module each and whose layers know how to merge themselves."""
-
-ALL_LINEAR = "all-linear"
-
-#: Fields of a LoRA configuration that this project cannot honour, and why.
-_NOT_HONOURED = {
-    "modules_to_save": "makes trainable copies of whole modules",
-    "trainable_token_indices": "trains rows of the embedding",
-    "layer_replication": "uses blocks several times",
-    "eva_config": "needs activations of the whole model beforehand",
-    "corda_config": "needs activations of the whole model beforehand",
-    "lora_ga_config": "needs gradients of the whole model beforehand",
-    "megatron_config": "is for Megatron's layers",
-}
-
-
-@dataclass(frozen=True)
-class AdapterOptions:
-    """LoRA in a few words; whatever else ``peft`` offers comes from a file, see :func:`load_peft_config`."""
-
-    rank: int
-    """Of the two factors that each adapted weight gets."""
-    alpha: float | None = None
-    """The product is multiplied by ``alpha / rank``; None: twice the rank."""
-    dropout: float = 0.0
-    """Probability with which an input element of an adapter is dropped in training."""
-    targets: tuple[str, ...] = (ALL_LINEAR,)
-    """Names of the adapted modules (``q_proj``), or ``all-linear``: every linear layer but the head."""
-    rslora: bool = False
-    """Multiply by ``alpha / sqrt(rank)`` instead (Kalajdzievski, arXiv:2312.03732)."""
-    dora: bool = False
-    """Train magnitudes apart from directions (Liu et al., arXiv:2402.09353)."""
-
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise UserError(f"--lora-rank must be at least 1, not {self.rank}.")
-        if self.alpha is not None and self.alpha <= 0:
-            raise UserError(f"--lora-alpha must be positive, not {self.alpha:g}.")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"--lora-dropout must be at least 0 and less than 1, not {self.dropout:g}.")
-        if not self.targets:
-            raise UserError(f"--lora-targets needs at least one name, or {ALL_LINEAR}.")
-
-    def peft_config(self) -> LoraConfig:
-        """The same for ``peft``."""
-        whole = self.targets == (ALL_LINEAR,)
-        alpha = 2 * self.rank if self.alpha is None else self.alpha
-        return LoraConfig(
-            task_type="CAUSAL_LM",
-            r=self.rank,
-            lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,  # type: ignore[arg-type]  # any number will do
-            lora_dropout=self.dropout,
-            target_modules=ALL_LINEAR if whole else list(self.targets),
-            use_rslora=self.rslora,
-            use_dora=self.dora,
-        )
-
-
-def load_peft_config(path: str | os.PathLike[str]) -> PeftConfig:
-    """A configuration as ``peft`` writes it: ``adapter_config.json``, or the directory that holds one.
-
-    Raises:
-        UserError: there is none, ``peft`` cannot read it, or it asks for what cannot be done here.
-    """
-    file = Path(path).expanduser()
-    if file.is_dir():
-        file = file / CONFIG
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError("it is not a table of settings")
-        config = PeftConfig.from_peft_type(**{"peft_type": "LORA", "task_type": "CAUSAL_LM", **content})
-    except OSError as error:
-        raise UserError(f"--peft-config {path}: {file} cannot be read: {error.strerror}.") from error
-    except Exception as error:  # bad JSON, an unknown method, a field that the method does not have, bad values
-        raise UserError(f"--peft-config {file} is not a configuration that peft can read: {error}") from error
-    config.inference_mode = False
-    try:
-        check_supported(config)
-    except UserError as error:
-        raise UserError(f"--peft-config {file}: {error}") from error
-    return config
-
-
-def check_supported(config: PeftConfig) -> None:
-    """Refuse what cannot be trained here.
-
-    Raises:
-        UserError: names the method or the field.
-    """
-    known = ", ".join(method.value for method in METHODS)
-    if config.peft_type not in METHODS:
-        name = getattr(config.peft_type, "value", config.peft_type)
-        raise UserError(
-            f"peft_type {name} cannot be trained with weights that stream: there are {known} (LoRA with rsLoRA, DoRA, "
-            "rank and alpha patterns)."
-        )
-    for field, why in _NOT_HONOURED.items():
-        if getattr(config, field, None):
-            raise UserError(f"{field} in the adapter configuration {why}, which is not possible here: leave it out.")
-    start = getattr(config, "init_lora_weights", True)
-    if start not in (True, False, "gaussian", "orthogonal"):
-        raise UserError(
-            f"init_lora_weights = {start!r} changes or looks at the base weights, which are only streamed: there are "
-            "true, false, gaussian and orthogonal."
-        )
+"""Name of the folder inside an adapter directory for the model with these adapters merged into it."""
 
 
 class Adapters:
-    """Adapters that have been put into a model; ``model`` is changed in place and used from then on.
+    """Adapters that have been injected into a model; ``model`` is changed in place and used from then on.
 
     Args:
-        model: from :func:`common.models.meta.build_meta_model`, in the dtype that its weights compute in.
-        config: of the method. Whatever ``peft`` fills in by itself is filled in.
-        seed: of the first values: they are those of ``torch.manual_seed(seed); peft.get_peft_model(model, config)``.
+        model: from :func:`common.models.meta_model.build_meta_model`, in the dtype that its weights compute in.
+        config: the method's configuration. Whatever ``peft`` fills in by itself is filled in.
+        seed: chooses the initial values: those of ``torch.manual_seed(seed); peft.get_peft_model(model, config)``.
 
     Attributes:
         model: the adapted model. Its weights are frozen and on the meta device, as are those of the adapters, which
             are fp32 whatever the model computes in (``peft``'s own rule).
-        names: the adapters' parameters, in the model's order.
-        base_names: of every other parameter, its name before adapters came in, by its name now.
-        buffer_names: of every buffer, its name now, by its name before.
+        names: names of the adapters' parameters, in the model's order.
+        base_names: the name of every other parameter before adapters were injected, by its name now.
+        buffer_names: the name of every buffer now, by its name before.
 
     Raises:
         UserError: the configuration does not fit the model, or cannot be trained here.
@@ -166,10 +63,10 @@ class Adapters:
         self._dtype = model.dtype
         before = {id(parameter): name for name, parameter in model.named_parameters()}
         buffers = dict(model.named_buffers(remove_duplicate=False))
-        with _stretched(model) as originals:
-            self._first = FirstValues(lambda module: isinstance(module, BaseTunerLayer), set(originals))
+        with _nan_placeholders(model) as originals:
+            self._initial = InitialValues(lambda module: isinstance(module, BaseTunerLayer), set(originals))
             self._wrapped = self._inject(seed)
-            self._first.empty(model)
+            self._initial.empty(model)
             self.base_names = {
                 name: before[id(originals[id(parameter)])]
                 for name, parameter in model.named_parameters()
@@ -178,8 +75,8 @@ class Adapters:
         now = {id(buffer): name for name, buffer in model.named_buffers()}
         self.buffer_names = {name: now[id(buffer)] for name, buffer in buffers.items()}
         self.names = tuple(name for name, _ in model.named_parameters() if name not in self.base_names)
-        #: Magnitudes of DoRA are norms of weights, and made when these are read.
-        self._norms = {name for name in self.names if self._first.is_unknown(model, name)}
+        #: Names of DoRA's magnitudes, which are norms of weights, and made when these are read.
+        self._norms = {name for name in self.names if self._initial.is_unknown(model, name)}
         unknown = next((name for name in self.names if name in self._norms and not _is_magnitude(name)), None)
         if unknown is not None:
             raise UserError(
@@ -189,12 +86,12 @@ class Adapters:
 
     @property
     def kept_nbytes(self) -> int:
-        """Of first values that are in memory until they are forgotten: 0, unless they are drawn in an unusual way."""
-        return self._first.kept_nbytes()
+        """Bytes of initial values that stay in memory until they are forgotten: 0, unless drawn in an unusual way."""
+        return self._initial.kept_nbytes()
 
     @property
     def trainable_names(self) -> tuple[str, ...]:
-        """What is trained: the adapters, and with ``bias = "all"`` or ``"lora_only"`` the model's own biases."""
+        """Names of what is trained: the adapters, and with ``bias = "all"`` or ``"lora_only"`` the model's biases."""
         return tuple(name for name, parameter in self.model.named_parameters() if parameter.requires_grad)
 
     @property
@@ -204,27 +101,27 @@ class Adapters:
 
     @property
     def described(self) -> dict[str, Any]:
-        """The configuration as JSON, without what is as ``peft`` has it by default."""
-        usual = type(self.config)().to_dict()
-        own = {key: value for key, value in self.config.to_dict().items() if value != usual.get(key)}
+        """The configuration for JSON, without fields that have ``peft``'s defaults."""
+        defaults = type(self.config)().to_dict()
+        own = {key: value for key, value in self.config.to_dict().items() if value != defaults.get(key)}
         for key in ("base_model_name_or_path", "inference_mode", "auto_mapping", "peft_version"):
             own.pop(key, None)
         result: dict[str, Any] = json.loads(json.dumps(own, default=sorted, sort_keys=True))
         return result
 
     def source(self, weights: WeightSource) -> "AdaptedSource":
-        """``weights`` (of the model as it was) with the adapters' first values, under the names of now."""
+        """Return a source of ``weights`` (of the model before) and the adapters' initial values, by their names now."""
         return AdaptedSource(self, weights)
 
     def initial_value(self, name: str, weights: WeightSource) -> torch.Tensor:
-        """An adapter parameter's first value, in the adapter's dtype."""
+        """Return an adapter parameter's initial value, in the adapter's dtype."""
         if name not in self._norms:
-            return self._first.value(self.model, name)
+            return self._initial.value(self.model, name)
         path, _, adapter = name.removesuffix(".weight").rpartition(".lora_magnitude_vector.")
         layer: Any = self.model.get_submodule(path)
         ((_, weight),) = weights.read([self.base_names[f"{path}.base_layer.weight"]])
         lora_a, lora_b = (
-            self._first.value(self.model, f"{path}.{factor}.{adapter}.weight").to(self._dtype)
+            self._initial.value(self.model, f"{path}.{factor}.{adapter}.weight").to(self._dtype)
             for factor in ("lora_A", "lora_B")
         )
         # As peft.tuners.lora.dora.DoraLinearLayer.update_layer, in the model's dtype.
@@ -234,15 +131,15 @@ class Adapters:
         return norm.to(layer.lora_magnitude_vector[adapter].weight.dtype)
 
     def forget_initial_values(self) -> None:
-        """Give their memory back, once they are elsewhere."""
-        self._first.forget()
+        """Free the memory of initial values, once they are elsewhere."""
+        self._initial.forget()
 
     def save(self, directory: Path, values: Mapping[str, torch.Tensor], allow_nonfinite: bool = False) -> None:
         """Write an adapter directory, for ``PeftModel.from_pretrained`` (and for vLLM's and others' LoRA loaders).
 
         Args:
             directory: made if it does not exist; an adapter in it is replaced.
-            values: all that is trained, by name in the model.
+            values: all trained parameters, by name in the model.
             allow_nonfinite: whether they may hold NaNs and infinities.
 
         Raises:
@@ -254,7 +151,7 @@ class Adapters:
         state = get_peft_model_state_dict(
             self._wrapped, {f"{prefix}{name}": value for name, value in values.items()}, save_embedding_layers=False
         )
-        folder = begin(directory)
+        folder = make_staging_folder(directory)
         save_tensors(folder / WEIGHTS, state)
         self.config.inference_mode = True
         try:
@@ -265,7 +162,7 @@ class Adapters:
         move_into_place(directory, [directory / CONFIG], last=[WEIGHTS, CONFIG])
 
     def merge(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Weights with their adapters added, under the names of the model as it was.
+        """Return weights with their adapters added, under the names that they had before.
 
         Args:
             values: parameters on the CPU, whole modules at a time (a block's, for instance): the weights and all their
@@ -294,8 +191,8 @@ class Adapters:
                 _set_parameter(self.model, name, parameter)
 
     def changed(self, merged: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return those of the weights from :meth:`merge` that training can have changed: of adapted modules, and what
-        was trained itself."""
+        """Return those of the weights from :meth:`merge` that training can have changed: those of adapted modules, and
+        those that were trained themselves."""
         layers = self.layers
         now = {before: name for name, before in self.base_names.items()}
         return {
@@ -310,7 +207,7 @@ class Adapters:
             with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that fan_in_fan_out is set where a family needs it
                 torch.default_generator.manual_seed(seed)
-                with self._first:
+                with self._initial:
                     return get_peft_model(self.model, self.config)
         except (ValueError, KeyError, TypeError, RuntimeError, NotImplementedError) as error:
             raise UserError(f"peft cannot adapt this {type(self.model).__name__}: {error}{self._near()}") from error
@@ -330,17 +227,17 @@ class Adapters:
 
 
 class AdaptedSource:
-    """A :class:`WeightSource` for an adapted model."""
+    """A :class:`WeightSource` of an adapted model."""
 
     def __init__(self, adapters: Adapters, weights: WeightSource) -> None:
         self._adapters, self._weights = adapters, weights
 
     def check(self) -> None:
-        """See :meth:`WeightSource.check`."""
+        """Check the weights; see :meth:`WeightSource.check`."""
         self._weights.check()
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """See :meth:`WeightSource.read`."""
+        """Read parameters; see :meth:`WeightSource.read`."""
         base = self._adapters.base_names
         now = {base[name]: name for name in names if name in base}
         for before, value in self._weights.read([base[name] for name in names if name in base]):
@@ -350,19 +247,21 @@ class AdaptedSource:
                 yield name, self._adapters.initial_value(name, self._weights)
 
     def read_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See :meth:`WeightSource.read_buffers`. Read these before adapters change the modules' names."""
+        """Read buffers; see :meth:`WeightSource.read_buffers`. Do so before adapters change the modules' names."""
         return self._weights.read_buffers()
 
     def read_compressed(self, name: str) -> Iterator[Mapping[str, torch.Tensor]]:
-        """See :meth:`WeightSource.read_compressed`."""
+        """Read components; see :meth:`WeightSource.read_compressed`."""
         return self._weights.read_compressed(self._adapters.base_names[name])
 
 
 @contextmanager
-def _stretched(model: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
-    """Replace meta parameters by NaN on the CPU, one number each, and put them back.
+def _nan_placeholders(model: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
+    """Replace meta parameters by expanded NaNs on the CPU while the context lasts.
 
-    Gives the meta parameter of each replacement, by the replacement's identity. Whether it trains is taken over.
+    Yields:
+        The meta parameter of each replacement, by the replacement's identity. Meta parameters get ``requires_grad`` of
+        their replacements.
     """
     replaced: dict[int, nn.Parameter] = {}
     originals: dict[int, nn.Parameter] = {}

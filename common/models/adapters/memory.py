@@ -1,7 +1,7 @@
-"""What adapters take while a module computes with them, beside what the module takes without them.
+"""Memory that adapters take while a module computes with them, beside that of the module itself.
 
-Factors are what PyTorch's allocator was seen to hand out for one adapted linear layer, from above: bf16 and fp32, with
-dropout and without, wide and narrow (tests/common/models/adapters/test_memory.py measures again).
+Factors are upper bounds of what PyTorch's allocator was seen to hand out for one adapted linear layer: bf16 and fp32,
+with dropout and without, wide and narrow (tests/common/models/adapters/test_memory.py measures again).
 """
 
 import math
@@ -17,10 +17,10 @@ from torch import nn
 #: Bytes per token for each input and output element of a layer that are kept until the backward pass: a fp32 copy of
 #: the input; and with dropout what that makes of it and its mask, or with IA3 both sides of a product.
 SAVED, SAVED_MORE = 4, 7
-#: The same on the way, in one layer at a time: products, scaled and added.
+#: Bytes for each such element in passing, in one layer at a time: products, scaled and added.
 PASSING = 9
 #: Bytes for each element of a weight where the adapter is made as large as the weight: kept for the backward pass
-#: (LoHa, LoKr, parameters of experts), and on the way.
+#: (LoHa, LoKr, parameters of experts), and in passing.
 SAVED_WEIGHT, PASSING_WEIGHT = 4, 16
 #: DoRA takes its norm of the weight with the adapter added, which it makes by way of a unit matrix of the input's size.
 UNIT_MATRIX = 4
@@ -28,19 +28,19 @@ UNIT_MATRIX = 4
 
 @dataclass(frozen=True)
 class AdapterMemory:
-    """Bytes of device memory."""
+    """Bytes of device memory that adapters take."""
 
     fixed: int = 0
-    """Whatever the batch."""
+    """Bytes whatever the batch."""
     per_token: int = 0
-    """Of a micro-batch."""
+    """Bytes for each token of a micro-batch."""
 
     @staticmethod
     def most(several: Iterable["AdapterMemory"]) -> "AdapterMemory":
-        """Enough for each of them."""
-        of_all = list(several)
+        """Return what is enough for each of several modules."""
+        amounts = list(several)
         return AdapterMemory(
-            max((one.fixed for one in of_all), default=0), max((one.per_token for one in of_all), default=0)
+            max((one.fixed for one in amounts), default=0), max((one.per_token for one in amounts), default=0)
         )
 
 
@@ -48,7 +48,7 @@ NO_ADAPTERS = AdapterMemory()
 
 
 def adapter_memory(module: nn.Module) -> AdapterMemory:
-    """What the adapters inside ``module`` take when it runs forward and backward."""
+    """Return what the adapters inside ``module`` take when it runs forward and backward."""
     layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
     widths = [_width(layer) for layer in layers]
     saved, passing = zip(*(_weights(layer) for layer in layers), strict=True) if layers else ((), ())
@@ -56,13 +56,13 @@ def adapter_memory(module: nn.Module) -> AdapterMemory:
 
 
 def _width(layer: BaseTunerLayer) -> int:
-    """Elements per token at both ends of a layer, and between its factors; of an embedding, only its output's."""
+    """Return the elements per token at both ends of a layer and between its factors; of an embedding, at its output."""
     *_, outputs, inputs = _shape(layer)
     return 2 * _rank(layer) + (inputs if isinstance(layer.get_base_layer(), nn.Embedding) else inputs + outputs)
 
 
 def _weights(layer: BaseTunerLayer) -> tuple[int, int]:
-    """Bytes that are kept until the backward pass, and that are there on the way."""
+    """Return the bytes that are kept until the backward pass, and those in passing."""
     shape = _shape(layer)
     elements = math.prod(shape)
     if isinstance(layer, ParamWrapper) or not isinstance(layer, LoraLayer | IA3Layer):
@@ -75,7 +75,7 @@ def _weights(layer: BaseTunerLayer) -> tuple[int, int]:
 
 
 def _shape(layer: BaseTunerLayer) -> tuple[int, ...]:
-    """Of the adapted weight: ``[outputs, inputs]`` (some families have it the other way round), or experts before."""
+    """Return the adapted weight's shape: ``[outputs, inputs]``, in some families reversed, or with experts first."""
     if isinstance(layer, ParamWrapper):
         return tuple(layer.get_param().shape)
     weight: torch.Tensor = layer.get_base_layer().get_parameter("weight")

@@ -1,9 +1,9 @@
-"""Attention within each document of packed rows, without a mask: what transformers calls an attention implementation.
+"""Attention within each document of packed rows, without a mask: an attention implementation for transformers.
 
 A row is cut where its documents begin, and every piece goes through the kernel that the document alone would go
 through. So no mask of ``[S, S]`` exists, and the work is that of the documents: the sum of their squared lengths
-instead of the square of the row's. On a CPU one operator does all pieces of a call, whose results have the same shapes
-wherever the cuts are: what records a block's operators finds the same ones in every batch.
+instead of the square of the row's. On a CPU one operator does all pieces of a call, and its results have the same
+shapes wherever the cuts are: a recording of a block's operators holds for every batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,11 +15,11 @@ from torch.utils.flop_counter import register_flop_formula
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from common.data.isolation import documents_at_work
+from common.data.documents import current_documents
 
-#: The name under which transformers knows this. It has no function of that name for masks, so it makes none.
+#: The name under which transformers knows this. It has no mask function of that name, so it makes no mask.
 BY_DOCUMENT = "by_document"
-#: With a sliding window, so many queries at least go through a kernel at once: their mask stays small.
+#: Least number of queries that go through a kernel at once with a sliding window: their mask stays small.
 _WINDOW_QUERIES = 256
 #: In 16 bits, lengths are rounded up to a multiple of this: PyTorch's CPU kernel compiles matrix products for each new
 #: length and keeps them for good, megabytes each (torch 2.13, processors with bf16 instructions).
@@ -29,17 +29,22 @@ _aten = torch.ops.aten
 
 
 class _Piece(NamedTuple):
-    """Queries of one document, and the keys that they may see."""
+    """Queries of one document, and the keys that they may attend to."""
 
     row: int
     queries: slice
     keys: slice
     banded: bool
-    """Whether a window hides some of the keys; if not, queries and keys are the same tokens, and causal."""
+    """Whether a window hides some of the keys; if not, both are the same tokens, and attention is causal."""
 
 
 def _pieces(spans: Sequence[int], window: int) -> Iterator[_Piece]:
-    """``spans``: row, first token and end of each document, one after another; ``window``: 0 for none."""
+    """Cut a batch into pieces.
+
+    Args:
+        spans: row, first token and end of each document, one after another.
+        window: tokens that a token attends to; 0 for all.
+    """
     for row, start, end in zip(spans[::3], spans[1::3], spans[2::3], strict=True):
         if not window or end - start <= window:
             yield _Piece(row, slice(start, end), slice(start, end), False)
@@ -51,10 +56,11 @@ def _pieces(spans: Sequence[int], window: int) -> Iterator[_Piece]:
 
 
 def _mask(piece: _Piece, window: int, like: torch.Tensor, padded: bool = False) -> torch.Tensor | None:
-    """0 where a query sees a key and minus infinity elsewhere, ``[queries, keys]``; None: it is causal and no more.
+    """Return 0 where a query sees a key and minus infinity elsewhere, ``[queries, keys]``; None: it is merely causal.
 
-    ``padded``: for lengths that are rounded up. No query sees a key behind the piece's; those behind its queries see
-    some key, whichever, so that all numbers are finite.
+    Args:
+        padded: whether lengths are rounded up. No query sees a padding key; padding queries see some key, whichever, so
+            that all numbers are finite.
     """
     if not piece.banded:
         return None
@@ -69,7 +75,7 @@ def _mask(piece: _Piece, window: int, like: torch.Tensor, padded: bool = False) 
 
 
 def _parts(piece: _Piece, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Of each ``[B, H, S, D]``, the piece's tokens: ``[1, H, tokens, D]``."""
+    """Return the piece's tokens of each ``[B, H, S, D]``: ``[1, H, tokens, D]``."""
     row = slice(piece.row, piece.row + 1)
     return query[row, :, piece.queries], key[row, :, piece.keys], value[row, :, piece.keys]
 
@@ -79,7 +85,7 @@ def _rounded(length: int) -> int:
 
 
 def _pad(*parts: torch.Tensor) -> list[torch.Tensor]:
-    """Each ``[.., tokens, D]`` with zeros behind, to a rounded number of tokens. Causal attention does not see them."""
+    """Append zeros to each ``[.., tokens, D]``, to a rounded number of tokens. Causal attention does not see them."""
     return [functional.pad(part, (0, 0, 0, _rounded(part.shape[-2]) - part.shape[-2])) for part in parts]
 
 
@@ -92,13 +98,14 @@ def attention_by_document(
     Args:
         query: ``[B, H, S, D]``.
         key: ``[B, G, S, D]``; each of its heads is shared by ``H / G`` of the query's.
-        value: the same.
+        value: ``[B, G, S, D]``.
         spans: row, first token and end of each document, one after another; together they cover every token.
         window: how many tokens a token sees, itself included; 0 for all.
         scale: what scores are multiplied by.
 
     Returns:
-        ``[B, S, H, D]``, and for the backward pass the logarithm of each softmax's denominator, ``[B, S, H]``.
+        The result ``[B, S, H, D]``, and for the backward pass the logarithm of each softmax's denominator ``[B, S,
+        H]``.
     """
     rows, heads, length, _ = query.shape
     result = query.new_empty(rows, length, heads, query.shape[-1])
@@ -127,9 +134,16 @@ def _(query: Any, key: Any, value: Any, spans: Any, window: int, scale: float) -
 
 @torch.library.custom_op("fuyou::attention_by_document_backward", mutates_args=())
 def attention_by_document_backward(
-    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, result: torch.Tensor,
-    statistics: torch.Tensor, spans: Sequence[int], window: int, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    result: torch.Tensor,
+    statistics: torch.Tensor,
+    spans: Sequence[int],
+    window: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key and value, given that of the result and what the forward pass had."""
     gradients = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     narrow = query.dtype.itemsize == 2
@@ -168,7 +182,7 @@ def _backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
 attention_by_document.register_autograd(_backward, setup_context=_save)
 
 
-#: What records and plans know it by.
+#: How recordings and plans name the operator.
 OPERATOR = torch.ops.fuyou.attention_by_document.default
 AUTOGRAD_NODE = "GeneratedBackwardFor_fuyou_attention_by_document"
 """Beginning of the name that PyTorch gives its backward pass, which uses nothing but what :func:`_save` saves."""
@@ -185,22 +199,41 @@ def _statistics_dtype(query: torch.Tensor) -> torch.dtype:
 
 
 def _by_document(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    attention_mask: torch.Tensor | None, dropout: float = 0.0, scaling: float | None = None,
-    is_causal: bool | None = None, sliding_window: int | None = None, position_bias: torch.Tensor | None = None,
-    softcap: float | None = None, s_aux: torch.Tensor | None = None, **kwargs: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Attention as transformers calls it, ``[B, H, S, D]`` to ``[B, S, H, D]``, within documents if some are at work.
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    position_bias: torch.Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend as transformers asks, ``[B, H, S, D]`` to ``[B, S, H, D]``, within the current documents if there are any.
 
     Raises:
-        NotImplementedError: the family asks for something that is not cut at documents here.
+        NotImplementedError: the family uses a feature that is not cut at documents here.
     """
-    documents = documents_at_work()
+    documents = current_documents()
     if documents is None:
         return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal, position_bias,
-            softcap=softcap, s_aux=s_aux, **kwargs,
-        )  # fmt: skip
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout,
+            scaling,
+            is_causal,
+            position_bias,
+            softcap=softcap,
+            s_aux=s_aux,
+            **kwargs,
+        )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     wanted = (documents.rows, documents.length)
     if not causal or any((one.shape[0], one.shape[2]) != wanted for one in (query, key)):

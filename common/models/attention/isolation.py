@@ -1,12 +1,12 @@
-"""Keep the documents of packed rows apart, in the way that holds for a family: found by experiment, not by its name.
+"""Keep the documents of packed rows apart, in a way that is found by experiment for each family.
 
 Two things mix the tokens of a row. *Attention* that goes through transformers' interface is cut at documents there
 (:mod:`common.models.attention.documents`); where a family has its own, it may look at position ids that restart and
 make a mask. *Other modules* (recurrent layers, short convolutions, attention of a family's own that heeds no positions)
 are called once for each document, with that document's part of every argument.
 
-Which of them a family needs is tried out on a small model of it: each document must get the logits that it gets alone,
-and other tokens in one document must not move the logits of the others. A family for which no way holds is not packed.
+Which of them a family needs is tried out on a small model: each document must get the logits that it gets alone, and
+other tokens in one document must not change the logits of the others. A family for which no way holds is not packed.
 """
 
 import inspect
@@ -20,16 +20,16 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from common.data.isolation import Documents, documents_apart, documents_at_work
+from common.data.documents import Documents, current_documents, separate_documents
 from common.models.attention.documents import BY_DOCUMENT
 from common.models.structure import find_blocks
 
-#: Documents of five rows, longer than the windows of a small model. Neither the number of rows nor their length is any
-#: other size in it, such as its number of heads: what goes by them is told by its shape.
+#: Lengths of the documents of five rows, longer than the windows of a small model. The number of rows and their length
+#: are no other size in it, such as its number of heads: so shapes tell which dimensions are rows and tokens.
 _LENGTHS = ((9, 17, 11), (16, 10, 11), (20, 17), (8, 8, 21), (11, 26))
-#: A difference counts as rounding up to this part of what a document does to the next one if nothing keeps them apart.
+#: Part of the effect of one document on the next, without isolation, up to which a difference counts as rounding.
 _ROUNDING = 1e-3
-#: An experiment says something if documents that are not kept apart move each other's logits by this part of them.
+#: Part of the logits by which documents must change each other's without isolation, for an experiment to be valid.
 _VISIBLE = 1e-3
 
 
@@ -38,24 +38,19 @@ class Isolation:
     """A way to keep documents apart."""
 
     attention_by_document: bool
-    """Whether attention is cut at documents where transformers' interface calls it; if not, the family's own handling
-    of position ids does what is done."""
+    """Whether attention is cut at documents where transformers' interface calls it; if not, it is left to the family's
+    own handling of position ids."""
     modules: tuple[str, ...] = ()
-    """Classes of the modules that are called once for each document."""
-
-    @property
-    def makes_masks(self) -> bool:
-        """Whether the family makes a mask of ``[S, S]`` for each row."""
-        return not self.attention_by_document
+    """Names of the classes of modules that are called once for each document."""
 
 
-class Separator:
-    """Keeps documents apart in one model.
+class DocumentSeparator:
+    """Keeps documents apart in a model.
 
     Args:
-        model: of the family that ``isolation`` was found for; on any device. Its modules are wrapped, which changes
-            nothing where no documents are at work.
-        isolation: the way.
+        model: a model of the family that ``isolation`` was found for; on any device. Its modules are wrapped, which
+            changes nothing outside of :meth:`apart`.
+        isolation: the way in which documents are kept apart.
     """
 
     def __init__(self, model: nn.Module, isolation: Isolation):
@@ -74,7 +69,7 @@ class Separator:
         try:
             for config in self._configs:
                 config._attn_implementation = BY_DOCUMENT
-            with documents_apart(documents):
+            with separate_documents(documents):
                 yield
         finally:
             for config in self._configs:
@@ -88,7 +83,7 @@ class Separator:
 
 
 def takes_positions(model: nn.Module) -> bool:
-    """Return whether the model is told the tokens' positions: not where they follow from the order alone."""
+    """Return whether the model takes the tokens' positions: some families derive them from the order alone."""
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
@@ -114,7 +109,7 @@ def _name(kind: type) -> str:
 
 def _once_for_each(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        documents = documents_at_work()
+        documents = current_documents()
         if documents is None:
             return forward(*args, **kwargs)
         results = []
@@ -128,7 +123,7 @@ def _once_for_each(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class _Part:
-    """One document's part of a module's arguments."""
+    """The part of a module's arguments that belongs to one document."""
 
     documents: Documents
     row: int
@@ -136,8 +131,8 @@ class _Part:
     end: int
 
     def of(self, value: Any) -> Any:
-        """``value`` for this document, by its shape: rows come first, then tokens; of four dimensions the last two may
-        be tokens."""
+        """Return ``value`` for this document, by its shape: rows come first, then tokens; with four dimensions the last
+        two may be tokens."""
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             return value
         rows, length, tokens = self.documents.rows, self.documents.length, slice(self.start, self.end)
@@ -158,7 +153,7 @@ class _Part:
 
 
 def _joined(documents: Documents, results: list[Any]) -> Any:
-    """The results of all documents as one: states ``[1, tokens, H]`` become ``[B, S, H]``, all else becomes None."""
+    """Join the results of all documents: states ``[1, tokens, H]`` become ``[B, S, H]``, all else becomes None."""
     lengths = [end - start for _, start, end in documents.spans()]
     structure = tree_flatten(results[0])[1]
     joined: list[Any] = []
@@ -172,7 +167,7 @@ def _joined(documents: Documents, results: list[Any]) -> Any:
 
 
 def _mixing(model: PreTrainedModel, batch: "_Experiment") -> set[str]:
-    """Classes of the modules in the blocks, as few and as far outside as can be, in which documents see each other."""
+    """Return the classes of modules in the blocks, as few and as far outside as can be, that mix documents."""
     _, blocks = find_blocks(model)
     with _calls(blocks.modules()) as calls:
         batch.packed(batch.ids)
@@ -187,7 +182,7 @@ def _mixing(model: PreTrainedModel, batch: "_Experiment") -> set[str]:
 
 @contextmanager
 def _calls(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, tuple[Any, Any]]]:
-    """Note what each of ``modules`` is first called with while the context is open."""
+    """Record the arguments of the first call of each of ``modules`` while the context is open."""
     calls: dict[nn.Module, tuple[Any, Any]] = {}
 
     def note(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -215,7 +210,7 @@ def _leaking(modules: Iterable[nn.Module], calls: Mapping[nn.Module, Any], batch
 
 
 class _Experiment:
-    """Packed rows of random tokens, and what a model makes of them."""
+    """Packed rows of random tokens, and the logits that a model gives for them."""
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
@@ -225,21 +220,21 @@ class _Experiment:
         assert documents is not None
         self.documents = documents
         self.positions = self.positions.to(device)
-        #: Which tokens are not those of the first document of their row, bool ``[B, S]``.
+        #: Whether a token is behind the first document of its row, bool ``[B, S]``.
         self.later = (torch.arange(documents.length) >= torch.tensor([[row[0]] for row in _LENGTHS])).to(device)
         vocabulary, generator = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(7)
         self.ids, other = (
             torch.randint(min(5, vocabulary // 2), vocabulary, self.positions.shape, generator=generator).to(device)
             for _ in range(2)
         )
-        #: The same tokens but for those of the first documents.
+        #: Tokens that differ from ``ids`` in the first documents only.
         self.changed = torch.where(self.later, self.ids, other)
-        self._separator = Separator(model, Isolation(False))
+        self._separator = DocumentSeparator(model, Isolation(False))
 
     @contextmanager
     def separated(self, isolation: Isolation) -> Iterator[None]:
         """Let :meth:`packed` keep documents apart in this way while the context is open."""
-        before, self._separator = self._separator, Separator(self.model, isolation)
+        before, self._separator = self._separator, DocumentSeparator(self.model, isolation)
         try:
             yield
         finally:
@@ -247,26 +242,26 @@ class _Experiment:
             self._separator = before
 
     def packed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits of all documents together, kept apart."""
+        """Return the logits of all documents together, kept apart."""
         positions = {"position_ids": self.positions} if takes_positions(self.model) else {}
         with self._separator.apart(self.documents):
             return self.model(input_ids=ids, **positions, use_cache=False).logits
 
     def as_one(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits of rows that are one document each."""
+        """Return the logits of rows that are one document each."""
         return self.model(input_ids=ids, use_cache=False).logits
 
     def alone(self) -> torch.Tensor:
-        """Logits of each document alone, put together."""
+        """Return the logits of each document alone, put together."""
         parts = [self.as_one(self.ids[row : row + 1, start:end]) for row, start, end in self.documents.spans()]
         return torch.cat(parts, 1).view(*self.ids.shape, -1)
 
     def moved(self, one: torch.Tensor, two: torch.Tensor) -> float:
-        """The largest difference between two results ``[B, S, ..]``, outside the first documents."""
+        """Return the largest difference between two results ``[B, S, ..]``, outside the first documents."""
         return float((one - two)[self.later].abs().max())
 
     def mixes(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
-        """Whether other hidden states in the first documents change what ``module`` gives for the others."""
+        """Return whether other hidden states in the first documents change the results of ``module`` for the others."""
         leaves, spec = tree_flatten((args, kwargs))
         shape = self.ids.shape
         hidden = next((leaf for leaf in leaves if _is_hidden(leaf, shape)), None)
@@ -283,23 +278,20 @@ class _Experiment:
 
 
 def _is_hidden(value: Any, shape: tuple[int, ...]) -> bool:
-    """Whether these are states of tokens, ``[B, S, H]``, where ``shape`` is ``[B, S]``."""
+    """Return whether these are states of tokens, ``[B, S, H]``, where ``shape`` is ``[B, S]``."""
     return (
-        isinstance(value, torch.Tensor)
-        and value.dim() == 3
-        and value.shape[:2] == shape
-        and value.is_floating_point()
-    )  # fmt: skip
+        isinstance(value, torch.Tensor) and value.dim() == 3 and value.shape[:2] == shape and value.is_floating_point()
+    )
 
 
 def documents_are_isolated(model: PreTrainedModel, how: Isolation) -> bool:
-    """Try out whether ``how`` keeps the documents of packed rows apart: each gets the logits that it gets alone.
+    """Try out whether a way keeps the documents of packed rows apart: each gets the logits that it gets alone.
 
     Args:
         model: a small model of the family, with values (see :mod:`common.models.miniature`).
-        how: the way.
+        how: the way to keep them apart.
     """
-    with _at_rest(model):
+    with _inference_mode(model):
         return _holds(_Experiment(model), how)
 
 
@@ -310,10 +302,10 @@ def find_isolation(model: PreTrainedModel) -> Isolation | None:
         model: a small model of the family, with values.
 
     Returns:
-        None: none holds.
+        None if no way holds.
     """
     interface = any(config._attn_implementation == "sdpa" for config in _configs(model))
-    with _at_rest(model):
+    with _inference_mode(model):
         for by_document in (True, False) if interface else (False,):
             with suppress(Exception):  # whatever a family's own code does with what it does not expect
                 batch = _Experiment(model)
@@ -326,8 +318,8 @@ def find_isolation(model: PreTrainedModel) -> Isolation | None:
 
 
 @contextmanager
-def _at_rest(model: nn.Module) -> Iterator[None]:
-    """Without dropout and gradients."""
+def _inference_mode(model: nn.Module) -> Iterator[None]:
+    """Compute without dropout and gradients while the context lasts."""
     was_training = model.training
     model.eval()
     try:
@@ -345,28 +337,28 @@ def _holds(batch: _Experiment, how: Isolation) -> bool:
     with batch.separated(how):
         packed, changed = (batch.packed(ids) for ids in (batch.ids, batch.changed))
     away = float((packed - batch.alone()).abs().max())
-    return max(away, batch.moved(packed, changed)) <= _ROUNDING * seen and _told_alike(batch, how)
+    return max(away, batch.moved(packed, changed)) <= _ROUNDING * seen and _gets_equal_arguments(batch, how)
 
 
-def _told_alike(batch: _Experiment, how: Isolation) -> bool:
-    """Whether the modules that are called once for each document are told what they are told of a document alone.
+def _gets_equal_arguments(batch: _Experiment, how: Isolation) -> bool:
+    """Return whether the modules that are called once for each document get the arguments that they get for it alone.
 
-    Biases that go by the place in the row (ALiBi) are not: up to a constant, which does not matter but to rounding, and
+    Biases by the place in the row (ALiBi) are not equal: they differ by a constant, which matters only to rounding, but
     in bf16 that loses the differences between neighbours far from the row's beginning.
     """
     modules = [module for module in batch.model.modules() if _is_one_of(module, how.modules)]
     row, start, end = list(batch.documents.spans())[2]
     part = _Part(batch.documents, row, start, end)
-    with batch.separated(how), _calls(modules) as run_on_all_ranks:
+    with batch.separated(how), _calls(modules) as packed_calls:
         batch.packed(batch.ids)
-    with _calls(modules) as alone:
+    with _calls(modules) as single_calls:
         batch.as_one(batch.ids[row : row + 1, start:end])
     return all(
         torch.allclose(here.expand_as(there), there, rtol=1e-3, atol=1e-3)
         for module in modules
-        if module in run_on_all_ranks
+        if module in packed_calls
         for here, there in zip(
-            tree_leaves(tree_map(part.of, run_on_all_ranks[module])), tree_leaves(alone[module]), strict=True
+            tree_leaves(tree_map(part.of, packed_calls[module])), tree_leaves(single_calls[module]), strict=True
         )
         if isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor) and here.is_floating_point()
     )

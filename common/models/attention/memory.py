@@ -8,25 +8,25 @@ from transformers import PreTrainedConfig
 #: Bytes that a block's forward and backward pass hold at once for each score ``[H, S, S]`` where attention is "eager".
 #: Measured on a CPU with gpt-oss, BLOOM, Gemma 2 and GPT-J: 14 to 19 in fp32, 17 to 25 in bf16.
 _EAGER_BYTES = 25
-#: The same for each element of a mask ``[S, S]`` that a kernel is given; measured with Gemma 3 in bf16: 6.2.
+#: Bytes for each element of a mask ``[S, S]`` that a kernel is given; measured with Gemma 3 in bf16: 6.2.
 _MASK_BYTES = 8
 _WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention", "window_size")
 
 
 @dataclass(frozen=True)
 class AttentionMemory:
-    """What one row of ``S`` tokens takes."""
+    """Memory that attention takes for a row of ``S`` tokens."""
 
     eager_heads: int = 0
-    """Heads whose scores are computed one product at a time; 0: a kernel computes them in pieces."""
+    """Number of heads whose scores are computed one product at a time; 0: a kernel computes them in pieces."""
     window: int = 0
-    """Tokens that a token of some layers sees; 0: all, in every layer."""
+    """Number of tokens that a token of some layers sees; 0: all, in every layer."""
     width: int = 4
     """Bytes of an element in the compute dtype."""
 
     @staticmethod
     def of(config: PreTrainedConfig, width: int) -> "AttentionMemory":
-        """What a model of this configuration takes, as transformers will compute its attention."""
+        """Return what a model of this configuration takes, as transformers will compute its attention."""
         text = config.get_text_config()
         eager = text._attn_implementation == "eager" and bool(getattr(text, "num_attention_heads", 0))
         windows = [getattr(text, name, None) for name in _WINDOWS]
@@ -34,14 +34,14 @@ class AttentionMemory:
         return AttentionMemory(text.num_attention_heads if eager else 0, window, width)
 
     def mask_bytes(self, seq_len: int) -> int:
-        """Bytes of the masks that are there from the forward to the backward pass."""
+        """Return the bytes of the masks that are held from the forward to the backward pass."""
         windowed = 0 < self.window < seq_len
         if self.eager_heads:
             return (1 + windowed) * self.width * seq_len**2
         return windowed * seq_len**2  # boolean; without a window there is none
 
     def workspace_bytes(self, seq_len: int) -> int:
-        """Bytes that computing one block takes."""
+        """Return the bytes that computing one block takes."""
         if self.eager_heads:
             return self.eager_heads * _EAGER_BYTES * seq_len**2
         return (0 < self.window < seq_len) * _MASK_BYTES * seq_len**2

@@ -1,4 +1,4 @@
-"""Names and layouts on disk against names and layouts in the model.
+"""Convert names and layouts of tensors on disk to those in the model, and back.
 
 Checkpoints on the hub and transformers' modules differ: prefixes come and go, old names live on, experts that are
 stored one by one are fused in the model. transformers keeps the rules for this (``conversion_mapping``) and applies
@@ -25,35 +25,35 @@ from transformers.core_model_loading import (
 class Conversion:
     """Tensors on disk that together make one parameter, or (one fused on disk, several in the model) several."""
 
-    first: str
-    """The name in the model; of several, the first."""
+    target: str
+    """Name of the parameter in the model; of several, the first."""
 
     rule: WeightConverter | None
-    """None if the tensor on disk is the parameter."""
+    """Rule of transformers that makes the parameter; None if the tensor on disk is the parameter."""
 
     parts: list[tuple[str, str]] = field(default_factory=list)
-    """(pattern of the rule, name on disk), in the order in which they are put together."""
+    """Pairs (pattern of the rule, name on disk), in the order in which they are put together."""
 
     def convert(self, model: PreTrainedModel, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The parameters, by name in the model. Memory at the peak: the tensors read and about as much again."""
+        """Return the parameters, by name in the model. Peak memory: the tensors read and about as much again."""
         if self.rule is None:
-            return {self.first: read(self.parts[0][1])}
+            return {self.target: read(self.parts[0][1])}
         rule = copy.deepcopy(self.rule)  # a rule collects the tensors that it is given
         for pattern, name in self.parts:
-            rule.add_tensor(self.first, name, pattern, read(name))  # type: ignore[arg-type]  # or a Future
-        converted = rule.convert(self.first, model=model, config=model.config)
+            rule.add_tensor(self.target, name, pattern, read(name))  # type: ignore[arg-type]  # or a Future
+        converted = rule.convert(self.target, model=model, config=model.config)
         if isinstance(converted, tuple):  # transformers 5.0 returns its record of errors, too
             converted = converted[0]
         return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
 
 def plan_conversions(model: PreTrainedModel, stored: Iterable[str]) -> tuple[list[Conversion], list[str]]:
-    """How the tensors on disk become the model's parameters and persistent buffers.
+    """Plan how the tensors on disk become the model's parameters and persistent buffers.
 
-    The same matching as ``transformers.core_model_loading.convert_and_load_state_dict_in_model``.
+    Names are matched as in ``transformers.core_model_loading.convert_and_load_state_dict_in_model``.
 
     Returns:
-        The conversions, and the names on disk that the model has no use for.
+        The conversions, and the names on disk that the model does not use.
     """
     wanted = model.state_dict()
     rules = get_model_conversion_mapping(model)
@@ -77,8 +77,9 @@ def plan_conversions(model: PreTrainedModel, stored: Iterable[str]) -> tuple[lis
 
 
 def to_disk(model: PreTrainedModel, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Names and layouts that ``save_pretrained`` writes, of some of a model's parameters: for instance a block's.
+    """Return some of a model's parameters (for instance a block's) by the names and in the layouts of a checkpoint.
 
-    What is fused on disk but not in the model has to be in one call. The results may be views of the arguments.
+    Names and layouts are those that ``save_pretrained`` writes. Parameters that are fused on disk but not in the model
+    have to come in one call. The results may be views of the arguments.
     """
     return revert_weight_conversion(model, dict(named))

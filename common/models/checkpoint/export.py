@@ -1,4 +1,4 @@
-"""Weights going back into a Hugging Face checkpoint directory, a few at a time."""
+"""Write weights into a Hugging Face checkpoint directory, a few at a time."""
 
 import copy
 import json
@@ -12,9 +12,9 @@ from common.errors import FinetuneError
 from common.models.checkpoint.conversion import to_disk
 from common.models.checkpoint.saving import (
     NonFiniteWeights,
-    begin,
-    discard,
+    discard_staging_folder,
     first_nonfinite,
+    make_staging_folder,
     move_into_place,
     save_tensors,
 )
@@ -23,30 +23,41 @@ from common.models.checkpoint.sources import CheckpointSource
 from common.models.structure import fp32_parameters, stored_names
 
 _TOKENIZER_FILES = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
-    "spiece.model", "sentencepiece*.model", "*.tiktoken", "chat_template*", "additional_chat_templates",
-    "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
-)  # fmt: skip
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "additional_chat_templates",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+)
 
 
 class CheckpointWriter:
-    """Writes what ``model.save_pretrained`` would, without ever holding the model.
+    """Writes the files that ``model.save_pretrained`` would, without ever holding the model.
 
     Nothing that looks like a checkpoint appears in ``directory`` before :meth:`finish`: files are written into a hidden
     folder inside it, and the one without which transformers loads nothing (the index) is moved into place last.
 
     Args:
         directory: made if it does not exist. A checkpoint in it is replaced, by :meth:`finish`.
-        model: from :func:`common.models.meta.build_meta_model`; its persistent buffers are written as they are.
-        config: as it was loaded (``model.config`` has been changed for training).
-        dtype: of the weights on disk. Parameters that the family insists on keeping in fp32 are written in fp32.
-        shard_bytes: a shard is written when the next tensor would make it larger. Memory: this, and what is added at
-            once.
+        model: from :func:`common.models.meta_model.build_meta_model`; its persistent buffers are written as they are.
+        config: the configuration as it was loaded (``model.config`` has been changed for training).
+        dtype: dtype of the weights on disk. Parameters that the family keeps in fp32 are written in fp32.
+        shard_bytes: a shard is written when the next tensor would make it larger. Memory: this, and the parameters of
+            one :meth:`add`.
         source: the checkpoint that training began with, if there was one. Every tensor in it that no added parameter
-            takes the place of goes into the new one as it is, whether the model has a use for it or not; and what is
-            added gets the names that it has there.
+            replaces goes into the new one as it is, whether the model uses it or not; and added parameters get the
+            names that they have there.
         allow_nonfinite: whether tensors may hold NaNs and infinities. If not, nothing is written from the first such
-            tensor on, and :meth:`finish` refuses: until then all ranks may have to read on together.
+            tensor on, and :meth:`finish` refuses: until then all ranks may have to keep reading together.
     """
 
     def __init__(
@@ -71,7 +82,7 @@ class CheckpointWriter:
         self._allows_nonfinite = allow_nonfinite
         self._nonfinite: str | None = None
         self._source = source
-        #: Names on disk, by those that ``save_pretrained`` would give.
+        #: Names on disk, by the names that ``save_pretrained`` would give.
         self._names: dict[str, list[str]] = {}
         if source is not None:
             meta: dict[str, torch.Tensor] = {
@@ -84,13 +95,13 @@ class CheckpointWriter:
         self._shard_of: dict[str, int] = {}
         self._shards = 0
         self._total_size = 0
-        self._folder = begin(directory)
+        self._folder = make_staging_folder(directory)
 
     def add(self, named: dict[str, torch.Tensor]) -> None:
-        """Take some parameters, for instance a block's; they are copied.
+        """Add some parameters, for instance a block's; they are copied.
 
         Args:
-            named: by name in the model. What a checkpoint on the hub stores as one tensor has to come in one call.
+            named: parameters by name in the model. Those that are one tensor on disk have to come in one call.
 
         Raises:
             FinetuneError: a name or a shape is not the model's.
@@ -107,7 +118,7 @@ class CheckpointWriter:
         self._append(copies)
 
     def finish(self) -> None:
-        """Write what is left, the index and the configurations, and move all into place.
+        """Write the last shard, the index and the configurations, and move all into place.
 
         Raises:
             NonFiniteWeights: a tensor holds a NaN or an infinity; the directory is left as it was.
@@ -134,11 +145,11 @@ class CheckpointWriter:
         self._move_into_place(self._name_shards())
 
     def discard(self) -> None:
-        """Remove what an unfinished export has left, this one or an earlier one."""
-        discard(self.directory)
+        """Remove the files of an unfinished export, this one or an earlier one."""
+        discard_staging_folder(self.directory)
 
     def _append(self, named: dict[str, torch.Tensor]) -> None:
-        """Put tensors, by name in the model, under their names on disk."""
+        """Append tensors, by name in the model, under their names on disk."""
         if self._nonfinite is None and not self._allows_nonfinite:
             self._nonfinite = first_nonfinite(named)
             if self._nonfinite is not None:
@@ -159,7 +170,7 @@ class CheckpointWriter:
         self._shard_size += value.nbytes
 
     def _copy_untouched(self, source: CheckpointSource) -> None:
-        """Write every tensor of the source that nothing written takes the place of, in the order of its files."""
+        """Write every tensor of the source that no written one replaces, in the order of its files."""
         replaced = {part for name in self._written for part in source.made_from(name)}
         weights = {part for name in self._shapes for part in source.made_from(name)}  # masks may well be infinite
         for name in source.shards.tensors:
@@ -168,7 +179,7 @@ class CheckpointWriter:
                 if not self._allows_nonfinite and name in weights and first_nonfinite({name: value}) is not None:
                     self.discard()
                     raise NonFiniteWeights(name)
-                # What stands for fewer bits is written as the numbers that it stands for: the configuration says so.
+                # A compressed tensor is written dequantised: the configuration says nothing of compression any more.
                 self._put(name, value.to(self.dtype) if name in source.shards.compressed else value)
 
     def _flush(self) -> None:
@@ -181,7 +192,7 @@ class CheckpointWriter:
         self._shard, self._shard_size = {}, 0
 
     def _name_shards(self) -> list[str]:
-        """Give files their final names, and write the index if there are several. Returns them in moving order."""
+        """Give files their final names, and write the index if there are several; return the names in moving order."""
         if self._shards == 1:
             (self._folder / "shard-1").rename(self._folder / SINGLE)
             return [SINGLE]
@@ -211,7 +222,7 @@ class CheckpointWriter:
 
 
 def copy_tokenizer_files(source: Path, directory: Path) -> list[str]:
-    """Copy a checkpoint's tokenizer, chat templates and processor. Returns what was copied, by name."""
+    """Copy a checkpoint's tokenizer, chat templates and processor; return the names of the copied files."""
     found = sorted({path for pattern in _TOKENIZER_FILES for path in source.glob(pattern)})
     if source.resolve() == directory.resolve():
         return [path.name for path in found]

@@ -1,4 +1,4 @@
-"""Files of a checkpoint or an adapter: whole and on the drive before they get the names by which others load them."""
+"""Save files of a checkpoint or an adapter: they get their names when all are complete and on the drive."""
 
 import os
 import re
@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 from common.errors import FinetuneError
 from common.store.errors import described, opened
 
-INCOMPLETE = ".export-incomplete"
-"""Folder, inside the directory that files are for, of what is not finished."""
+STAGING_FOLDER = ".export-incomplete"
+"""Name of the folder for unfinished files, inside the directory that they are for."""
 
 
 class NonFiniteWeights(FinetuneError):
-    """What is to be exported holds a NaN or an infinity; nothing was put in place."""
+    """Weights to export hold a NaN or an infinity; no file was put in place."""
 
     def __init__(self, name: str):
         self.name = name
@@ -34,30 +34,30 @@ def first_nonfinite(tensors: Mapping[str, torch.Tensor]) -> str | None:
     for name, value in tensors.items():
         if value.is_floating_point() and value.numel():
             wide = value.to(torch.bfloat16) if value.element_size() == 1 else value  # fp8 cannot be compared
-            # One pass and no copy: NaN is passed on.
+            # One pass and no copy: aminmax propagates NaN.
             if not all(torch.isfinite(bound) for bound in torch.aminmax(wide)):
                 return name
     return None
 
 
-def begin(directory: Path) -> Path:
-    """The empty folder in which files for ``directory`` are made; both are made if need be."""
-    discard(directory)
-    folder = directory / INCOMPLETE
+def make_staging_folder(directory: Path) -> Path:
+    """Make the empty folder in which files for ``directory`` are made, and that directory if need be."""
+    discard_staging_folder(directory)
+    folder = directory / STAGING_FOLDER
     folder.mkdir(parents=True)
     return folder
 
 
-def discard(directory: Path) -> None:
-    """Remove what was not finished, now or by a process that was killed."""
-    shutil.rmtree(directory / INCOMPLETE, ignore_errors=True)
+def discard_staging_folder(directory: Path) -> None:
+    """Remove unfinished files, of this process or of one that was killed."""
+    shutil.rmtree(directory / STAGING_FOLDER, ignore_errors=True)
 
 
 def save_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write a new safetensors file.
 
     ``safetensors`` (0.8) makes files that only their owner may read, by way of a temporary file beside them, which it
-    leaves there if it is killed. So this is for the folder that :func:`begin` makes, and the user's umask decides.
+    leaves there if it is killed. So use it in the folder of :func:`make_staging_folder`; the user's umask decides.
 
     Raises:
         StoreError: the file system refused.
@@ -76,14 +76,14 @@ def move_into_place(directory: Path, replaced: Iterable[Path], last: Sequence[st
     """Sync what the folder of ``directory`` holds, move it to ``directory``, and remove the folder.
 
     Args:
-        directory: that was given to :func:`begin`.
+        directory: the directory that was given to :func:`make_staging_folder`.
         replaced: older files, if they exist; removed before anything is moved.
-        last: names of the files that are moved after all others, in this order: nobody loads the rest without them.
+        last: names of files that are moved after all others, in this order: without them nobody loads the rest.
 
     Raises:
         StoreError: the file system refused.
     """
-    folder = directory / INCOMPLETE
+    folder = directory / STAGING_FOLDER
     with described("writing", folder):
         names = [*sorted({file.name for file in folder.iterdir()} - set(last)), *last]
         for name in names:
@@ -97,7 +97,7 @@ def move_into_place(directory: Path, replaced: Iterable[Path], last: Sequence[st
 
 
 def _os_error(error: SafetensorError) -> Exception:
-    """What the system has refused, which is only in the text; else the error itself."""
+    """Return the system's error, which only the text of ``error`` tells; else the error itself."""
     found = re.search(r"\(os error (\d+)\)", str(error))
     return OSError(int(found[1]), os.strerror(int(found[1]))) if found else error
 

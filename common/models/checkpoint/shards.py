@@ -1,4 +1,4 @@
-"""safetensors files on disk: what is in them, whether they are whole, and one tensor at a time.
+"""Read safetensors files: what is in them, whether they are whole, and one tensor at a time.
 
 Layout of a file (https://huggingface.co/docs/safetensors): 8 bytes with the header's length, little-endian; the header,
 JSON with dtype, shape and byte range of every tensor; the tensors.
@@ -26,27 +26,27 @@ DTYPES = {
 }  # fmt: skip
 
 _WRAPPERS = re.compile(r"(?:(?<=^)|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-"""Modules that training libraries put around others, in names."""
+"""Parts of names that stand for wrappers of training libraries."""
 
 _HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+"""Largest header that the format allows."""
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor in a file."""
 
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
     name: str
-    """In the file: where a training library has put names of its own wrappers into it, not the model's name."""
+    """Name in the file, which differs from the model's where a training library has put its wrappers into it."""
 
 
 class Shards:
     """The safetensors files of a checkpoint directory.
 
-    Their headers are read, and checked against the files' sizes, once, when it is made.
+    Their headers are read, and checked against the files' sizes, when it is made.
 
     Raises:
         UserError: the directory has no safetensors.
@@ -56,7 +56,7 @@ class Shards:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._opened: tuple[Path, safe_open] | tuple[None, None] = (None, None)
-        found: dict[str, Stored] = {}
+        found: dict[str, StoredTensor] = {}
         for file, expected in _shard_files(directory).items():
             header = read_header(file)
             for name in expected:
@@ -65,12 +65,12 @@ class Shards:
             found.update(header)
         names = without_wrappers(found)
         self.files = {names[name]: stored for name, stored in found.items()}
-        """What is in the files, by the name that the model has for it."""
+        """Tensors in the files, by the names without wrappers."""
         self.tensors = self.files
-        """What can be read, by name."""
+        """Tensors that can be read, by name."""
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor in its own dtype, in memory of its own.
+        """Read a tensor in its own dtype, into memory of its own.
 
         The file is read, not mapped: mapped pages would count as this process's memory until the file is closed.
         """
@@ -78,11 +78,11 @@ class Shards:
         return self._from_file(stored, lambda file: file.get_tensor(stored.name))
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows ``start`` to ``stop`` of a tensor."""
+        """Read rows ``start`` to ``stop`` of a tensor."""
         stored = self.files[name]
         return self._from_file(stored, lambda file: file.get_slice(stored.name)[start:stop])
 
-    def _from_file(self, stored: Stored, read: Callable[[safe_open], torch.Tensor]) -> torch.Tensor:
+    def _from_file(self, stored: StoredTensor, read: Callable[[safe_open], torch.Tensor]) -> torch.Tensor:
         path = stored.file
         try:
             if path != self._opened[0]:  # opening parses the header again, too slow to do for each of many experts
@@ -93,8 +93,8 @@ class Shards:
 
 
 def without_wrappers(names: Iterable[str]) -> dict[str, str]:
-    """Return every name without what DDP, FSDP and ``torch.compile`` put into the names of a model that they wrap:
-    ``module.`` before all of them, ``_orig_mod.`` and the like anywhere. Names that would be alike stay as they are."""
+    """Return every name without the wrappers of DDP, FSDP and ``torch.compile``: ``module.`` before all of them,
+    ``_orig_mod.`` and the like anywhere. If names would become equal, all stay as they are."""
     found = list(names)
     plain = {name: _WRAPPERS.sub("", name) for name in found}
     while plain and all(name.startswith("module.") for name in plain.values()):
@@ -102,12 +102,12 @@ def without_wrappers(names: Iterable[str]) -> dict[str, str]:
     return plain if len(set(plain.values())) == len(found) else {name: name for name in found}
 
 
-def read_header(file: Path) -> dict[str, Stored]:
-    """The tensors that a safetensors file says it holds, and does hold.
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Return the tensors that a safetensors file says it holds, and does hold.
 
     Raises:
         FinetuneError: it is missing, is no safetensors file, or is shorter or longer than its header says.
-        UserError: it holds numbers in a format that only quantized checkpoints have.
+        UserError: it holds numbers in a dtype that only quantized checkpoints have.
     """
     try:
         size = file.stat().st_size
@@ -122,7 +122,9 @@ def read_header(file: Path) -> dict[str, Stored]:
             odd = sorted({entry["dtype"] for _, entry in entries} - DTYPES.keys())
             if odd:
                 raise UserError(f"{file} is quantized ({', '.join(odd)}). Give the checkpoint that it was made from.")
-            found = {name: Stored(file, DTYPES[entry["dtype"]], tuple(entry["shape"]), name) for name, entry in entries}
+            found = {
+                name: StoredTensor(file, DTYPES[entry["dtype"]], tuple(entry["shape"]), name) for name, entry in entries
+            }
     except OSError as error:
         raise FinetuneError(f"Cannot read {file}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
@@ -148,8 +150,8 @@ def read_header(file: Path) -> dict[str, Stored]:
 
 
 def _shard_files(directory: Path) -> dict[Path, list[str]]:
-    """The files of a checkpoint, each with the tensors that the index expects in it; order of preference as in
-    transformers: a single file, then an index."""
+    """Return the files of a checkpoint, each with the tensors that the index expects in it. As in transformers, a
+    single file is preferred to an index."""
     if (directory / SINGLE).is_file():
         return {directory / SINGLE: []}
     index = directory / INDEX

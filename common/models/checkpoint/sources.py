@@ -1,4 +1,4 @@
-"""Where weights come from: a checkpoint or random numbers, in the memory of about one parameter."""
+"""Sources of weights: a checkpoint or random numbers, in the memory of about one parameter."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,39 +13,39 @@ from transformers import PreTrainedModel
 from common.errors import FinetuneError, UserError
 from common.models.checkpoint.compressed import CompressedParameter, CompressedShards, Placements
 from common.models.checkpoint.conversion import Conversion, plan_conversions
-from common.models.checkpoint.missing import explain_missing, refuse_compressed
-from common.models.meta import unset_buffers
+from common.models.checkpoint.missing_weights import explain_missing, refuse_compressed
+from common.models.meta_model import unset_buffers
 from common.models.structure import parameter_names, stored_names
 
 
 class WeightSource(Protocol):
-    """Gives a model's parameters one at a time."""
+    """A source that gives a model's parameters one at a time."""
 
     def check(self) -> None:
-        """Find out that all parameters are there and have the right shape, before anything is written.
+        """Check that all parameters are there and have the right shape, before anything is written.
 
         Raises:
-            FinetuneError, UserError: with the name of what is missing or wrong, and its file.
+            FinetuneError, UserError: a parameter is missing or wrong; the message names it, and its file.
         """
         ...
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters in the order of ``names``, each made when it is asked for.
+        """Read parameters in the order of ``names``, each when it is needed.
 
         Args:
-            names: as in ``model.named_parameters()``; a tied parameter's other names will do as well.
+            names: names from ``model.named_parameters()``, or other names of tied parameters.
 
         Yields:
-            name and CPU tensor, in the source's own dtype or fp32. The tensor is the caller's.
+            Name and CPU tensor, in the source's own dtype or fp32. The tensor is the caller's.
         """
         ...
 
     def read_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Persistent buffers that the source has values for."""
+        """Read the persistent buffers that the source has values for."""
         ...
 
     def read_compressed(self, name: str) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Components of the tensors that a compressed parameter is made of, as they are in the source, one by one."""
+        """Read the components of the tensors that a compressed parameter is made of, as in the source, one by one."""
         ...
 
 
@@ -53,10 +53,10 @@ class CheckpointSource:
     """Weights from a checkpoint directory of safetensors files.
 
     Args:
-        directory: with ``model.safetensors``, or shards and ``model.safetensors.index.json``.
-        model: from :func:`common.models.meta.build_meta_model`.
+        directory: holds ``model.safetensors``, or shards and ``model.safetensors.index.json``.
+        model: from :func:`common.models.meta_model.build_meta_model`.
 
-    What is compressed (:mod:`common.models.checkpoint.compressed`) is read as the numbers that it stands for.
+    Compressed tensors (:mod:`common.models.checkpoint.compressed`) are dequantised.
 
     Memory: one tensor; for a parameter that is put together from several (fused experts), up to twice that parameter.
 
@@ -72,7 +72,7 @@ class CheckpointSource:
         self.aliases = {alias: names for names in parameter_names(model) for alias in names}
         conversions, unused = plan_conversions(model, self.shards.tensors)
         self.unused: list[str] = unused
-        """Names on disk that the model has no use for."""
+        """Names on disk that the model does not use."""
         self._made_by: dict[str, Conversion] = {}
         self._stored_shape: dict[str, tuple[int, ...]] = {}
         for conversion in conversions:
@@ -81,7 +81,7 @@ class CheckpointSource:
                 self._stored_shape[name] = shape
 
     def check(self) -> None:
-        """Every parameter is there, in a floating-point dtype and with the model's shape; tied ones agree."""
+        """Check that every parameter is there, floating-point and in the model's shape, and that tied ones agree."""
         missing = [name for name in self.shapes if not self._sources(name)]
         missing += [name for name in unset_buffers(self.model) if name not in self._made_by]
         refuse_compressed(self.shards, self.unused)
@@ -93,7 +93,7 @@ class CheckpointSource:
             self._check_tied(self._sources(name))
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """See :meth:`WeightSource.read`."""
+        """Read parameters; see :meth:`WeightSource.read`."""
         made: dict[str, torch.Tensor] = {}
         for position, name in enumerate(names):
             if not self._sources(name):
@@ -108,24 +108,24 @@ class CheckpointSource:
             yield name, made.pop(source)
 
     def read_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Persistent buffers found in the checkpoint, by name in the model."""
+        """Read the persistent buffers in the checkpoint, by name in the model."""
         persistent = self.model.state_dict().keys() - self.aliases.keys()
         for name in sorted(persistent & self._made_by.keys()):
             yield name, self._made_by[name].convert(self.model, self.shards.read)[name]
 
     def stored_as(self, name: str) -> str | None:
-        """The name on disk of the one tensor that is the parameter ``name`` as it is; None if it has to be made."""
+        """Return the name on disk of the tensor that is the parameter ``name``; None if it has to be converted."""
         conversion = self._made_by[self._sources(name)[0]]
         stored = conversion.parts[0][1]
         return stored if conversion.rule is None and stored not in self.shards.compressed else None
 
     def compressed(self, name: str) -> CompressedParameter | None:
-        """How the checkpoint has the parameter ``name``, if that is compressed and can be kept as it is."""
+        """Return how the checkpoint has the parameter ``name``, if that is compressed and can be kept as it is."""
         sources = self._sources(name)
         return self._compressed(sources[0]) if sources else None
 
     def read_compressed(self, name: str) -> Iterator[Mapping[str, torch.Tensor]]:
-        """See :meth:`WeightSource.read_compressed`."""
+        """Read components; see :meth:`WeightSource.read_compressed`."""
         for _, part in self._made_by[self._sources(name)[0]].parts:
             yield self.shards.components(part)
 
@@ -136,25 +136,25 @@ class CheckpointSource:
         return CompressedParameter.of(self._made_by[source], self.shards, self._placements, shape)
 
     def _convert(self, source: str) -> dict[str, torch.Tensor]:
-        """What the conversion that makes ``source`` makes, piece by piece where that is possible."""
+        """Return the result of the conversion that makes ``source``, made piece by piece where that is possible."""
         compressed = self._compressed(source)
         if compressed is None:
             return self._made_by[source].convert(self.model, self.shards.read)
         return {source: compressed.assemble(self.read_compressed(source)).view(self._stored_shape[source])}
 
     def made_from(self, name: str) -> list[str]:
-        """Return the names on disk of all tensors that the parameter or buffer ``name`` is made from; of a tied
-        parameter that is stored under several names, those of all of them."""
+        """Return the names on disk of all tensors that the parameter or buffer ``name`` is made from; for a tied
+        parameter that is stored under several names, those for all of them."""
         aliases = self.aliases.get(name, (name,))
         return [part for alias in aliases if alias in self._made_by for _, part in self._made_by[alias].parts]
 
     def stored_names(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """Return for the names that ``save_pretrained`` gives to tensors the names that the checkpoint has for the same
-        ones: several where it holds a tied parameter more than once, none where it stores them in another way."""
+        """Return the checkpoint's names of tensors by those that ``save_pretrained`` gives: several where it holds a
+        tied parameter more than once, none where it has another layout."""
         found: dict[str, list[str]] = {}
         for conversion in plan_conversions(self.model, names)[0]:
             written = [name for _, name in conversion.parts]
-            for alias in self.aliases.get(conversion.first, (conversion.first,)):
+            for alias in self.aliases.get(conversion.target, (conversion.target,)):
                 parts = [name for _, name in self._made_by[alias].parts] if alias in self._made_by else []
                 if len(parts) == len(written):
                     for name, part in zip(written, parts, strict=True):
@@ -162,7 +162,7 @@ class CheckpointSource:
         return found
 
     def _sources(self, name: str) -> list[str]:
-        """Those of a parameter's names that the checkpoint has: a tied one may be stored under any of them."""
+        """Return those of a parameter's names that the checkpoint has: a tied one may be stored under any of them."""
         return [alias for alias in self.aliases[name] if alias in self._made_by]
 
     def _check_one(self, name: str, shape: tuple[int, ...]) -> None:
@@ -183,7 +183,7 @@ class CheckpointSource:
                 )
 
     def _check_tied(self, sources: list[str]) -> None:
-        """Two copies of a tied parameter must be equal. (transformers unties the model if they are not.)"""
+        """Refuse copies of a tied parameter that differ. (transformers unties the model then.)"""
         for other in sources[1:]:
             first, second = (self._made_by[name].parts[0][1] for name in (sources[0], other))
             rows = self.shards.tensors[first].shape[0]
@@ -197,7 +197,7 @@ class CheckpointSource:
                     )
 
     def _convert_shapes(self, conversion: Conversion) -> dict[str, tuple[int, ...]]:
-        """Run a conversion on the meta device: what it makes, at no cost."""
+        """Return the shapes that a conversion makes, by running it on the meta device."""
 
         def read(name: str) -> torch.Tensor:
             stored = self.shards.tensors[name]
@@ -210,18 +210,18 @@ class CheckpointSource:
             files = sorted({self.shards.tensors[name].file.name for name in names})
             raise FinetuneError(
                 f"{', '.join(files)} in {self.shards.directory}: {names[0]} and {len(names) - 1} more cannot be made "
-                f"into {conversion.first}: {error}"
+                f"into {conversion.target}: {error}"
             ) from error
         return {name: tuple(value.shape) for name, value in made.items()}
 
 
 class RandomSource:
-    """A family's own initialisation, as ``AutoModelForCausalLM.from_config`` applies it, one module at a time.
+    """Weights from a family's own initialisation, as ``from_config`` applies it, one module at a time.
 
     Values depend on ``seed`` and the module's name, not on the order of reading. All are fp32.
 
     Args:
-        model: from :func:`common.models.meta.build_meta_model`. While a module's values are being made, it holds them.
+        model: from :func:`common.models.meta_model.build_meta_model`. It holds a module's values while they are made.
 
     Memory: the parameters of one module that holds parameters itself (a linear layer, a layer's fused experts).
     """
@@ -239,24 +239,24 @@ class RandomSource:
             )
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """See :meth:`WeightSource.read`."""
+        """Read parameters; see :meth:`WeightSource.read`."""
         for path, group in groupby(names, key=lambda name: self._stored_name[name].rpartition(".")[0]):
             values = self._initialise(path)
             for name in group:
                 yield name, values.pop(self._stored_name[name])
 
     def read_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Nothing: the model has all its buffers."""
+        """Read nothing: the model has all its buffers."""
         return iter(())
 
     def read_compressed(self, name: str) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Nothing: random numbers are not compressed."""
+        """Read nothing: random numbers are not compressed."""
         return iter(())
 
     def _initialise(self, path: str) -> dict[str, torch.Tensor]:
         module = self.model.get_submodule(path)
         on_meta = dict(module.named_parameters(recurse=False))
-        # NaN, so that what is left out shows.
+        # NaN, so that a parameter that is not initialised is found.
         real = {
             name: nn.Parameter(torch.full(parameter.shape, torch.nan, dtype=torch.float32), requires_grad=False)
             for name, parameter in on_meta.items()
@@ -287,7 +287,7 @@ class RandomSource:
         return int.from_bytes(digest, "little") >> 1
 
     def _initialisers(self, path: str) -> list[tuple[PreTrainedModel, nn.Module]]:
-        """A module and all around it, innermost first, each with the (sub-)model whose ``_init_weights`` is for it."""
+        """Return a module and all around it, innermost first, each with the (sub-)model that initialises it."""
         chain: list[tuple[PreTrainedModel, nn.Module]] = [(self.model, self.model)]
         module: nn.Module = self.model
         for part in path.split(".") if path else ():

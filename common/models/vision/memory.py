@@ -1,4 +1,4 @@
-"""What images take while towers compute, and until the backward pass: estimates from above, per token of the sequence.
+"""Upper estimates of the memory that images take in towers and until the backward pass, per token of the sequence.
 
 An image becomes as many tokens as it has patches, or fewer: a tower's patches are merged, mostly four to one. No more
 images come in a micro-batch than its tokens have room for.
@@ -14,17 +14,17 @@ from common.models.vision.towers import tower_parameters
 
 @dataclass(frozen=True)
 class ImageMemory:
-    """Numbers (elements, not bytes) per token of a micro-batch, if all of its tokens are of images."""
+    """Numbers of elements (not bytes) per token of a micro-batch, if all of its tokens belong to images."""
 
     working: int = 0
-    """While the embedding runs, forward or backward."""
+    """Elements while the embedding runs, forward or backward."""
     kept: int = 0
-    """Features that are added between blocks (Qwen3-VL's deepstack), with their gradients, from pass to pass."""
+    """Elements from pass to pass: features that are added between blocks (Qwen3-VL's deepstack), and gradients."""
 
 
 NO_IMAGES = ImageMemory()
 
-#: Numbers that a layer of a tower makes, in hidden sizes and in widths of its feed-forward network, from above.
+#: Upper bounds of the elements that a layer of a tower makes, in hidden sizes and in feed-forward widths.
 _HIDDEN_SIZES, _WIDTHS = 24, 4
 _DEPTHS = ("depth", "num_hidden_layers", "num_layers")
 
@@ -59,7 +59,7 @@ def _towers(config: PreTrainedConfig) -> list[PreTrainedConfig]:
 
 
 def _patches_per_token(config: PreTrainedConfig, tower: PreTrainedConfig) -> int:
-    """Patches of a tower that become one token."""
+    """Return how many patches of a tower become one token."""
     for part in (tower, config):
         for name in ("spatial_merge_size", "pooling_kernel_size", "scale_factor"):
             value = getattr(part, name, None)

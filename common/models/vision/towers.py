@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TowerFreezing:
-    """What of a vision-language model's towers is not trained; the names are LLaMA-Factory's."""
+    """The parts of a vision-language model's towers that are not trained; the names are LLaMA-Factory's."""
 
     freeze_vision_tower: bool = True
     freeze_multi_modal_projector: bool = True
@@ -35,7 +35,7 @@ class TowerFreezing:
         ]
 
     def without_adapters(self, config: "PeftConfig", model: PreTrainedModel) -> None:
-        """Let adapters leave out what this freezes, unless ``config`` says itself what they leave out."""
+        """Exclude what this freezes from adapters, unless ``config`` itself excludes modules."""
         frozen = self.frozen(model)
         if frozen and hasattr(config, "exclude_modules") and not config.exclude_modules:
             whole = _whole_modules(frozen, [name for name, _ in model.named_parameters()])
@@ -43,7 +43,7 @@ class TowerFreezing:
 
 
 def _whole_modules(chosen: Iterable[str], names: Iterable[str]) -> list[str]:
-    """The outermost modules all of whose parameters (of ``names``) are ``chosen``, sorted."""
+    """Return the outermost modules all of whose parameters (of ``names``) are ``chosen``, sorted."""
     chosen = set(chosen)
     mixed = {prefix for name in names if name not in chosen for prefix in accumulate(name.split("."), "{}.{}".format)}
     found = set()

@@ -13,7 +13,7 @@ from typing import Any
 from common.errors import FinetuneError, UserError
 from common.store import load_manifest
 from common.store.directories import Identity
-from common.store.migration import beside
+from common.store.migration import successor_folder
 from fuyou.checkpoint.commits import CLUSTER
 from fuyou.checkpoint.restripe import Drives
 from fuyou.layout.share import Share
@@ -213,7 +213,7 @@ def _candidates(drives: Drives) -> Iterator[Path]:
     places: dict[Path, None] = {}
     for folder in drives.everywhere:
         parent = folder.parent
-        for path in (folder, beside(folder), parent, *_entries(parent), *_entries(folder)):
+        for path in (folder, successor_folder(folder), parent, *_entries(parent), *_entries(folder)):
             places[path] = None
     return iter(path for path in places if path.is_dir())
 
@@ -243,7 +243,10 @@ def _read_shard(members: list[StoreDirectory], drives: Drives) -> LocalShard | N
         share, run = Share(nodes, ranks, *divmod(cluster["rank"], ranks)), cluster["run"]
         steps += [int(cluster["previous"]["step"])] if cluster["previous"] is not None else []
     paths = [by_index[index] for index in sorted(by_index)]
-    own, places = set(drives.folders), {path: folder for folder in drives.folders for path in (folder, beside(folder))}
+    own, places = (
+        set(drives.folders),
+        {path: folder for folder in drives.folders for path in (folder, successor_folder(folder))},
+    )
     around = set(places) | {path.parent for path in drives.everywhere} | set(drives.leaving)
     return LocalShard(
         tuple(paths),

@@ -15,9 +15,9 @@ from typing import Any
 
 from common.errors import FinetuneError, UserError
 from common.store import DirectoryLock, Store, StoreError, commit_manifest, load_manifest
-from common.store.directories import Identity, check_space, freed_by, hollow, reserve
+from common.store.directories import Identity, check_space, freed_by, reserve, sparsify
 from common.store.manifest import MANIFEST_FILE
-from common.store.migration import beside, refuse_foreign_files, remove_folder, unmoved
+from common.store.migration import final_folder, refuse_foreign_files, remove_folder, successor_folder
 from common.store.sealed import sync_directory
 from common.store.verify import verify
 from fuyou.checkpoint.cluster_commits import common_step
@@ -173,7 +173,7 @@ class _Resharding:
             spare: files of the slot that does not count.
             replaces: identities of all old stores, separated by spaces.
         """
-        folders = [beside(folder) for folder in self._drives.folders]
+        folders = [successor_folder(folder) for folder in self._drives.folders]
         what = f"for the run's part of rank {self._rank} of {self._share.world_size}"
         new, old = target.layout.file_bytes(), [path for shard in mine.values() for path in shard.directories]
         for gone, kept in (
@@ -189,7 +189,7 @@ class _Resharding:
             sync_directory(its.parent)
         for path in old:
             for name in spare:
-                hollow(path / name)
+                sparsify(path / name)
         return Store.create(folders, target.layout, io="posix", overwrite=True, later=spare, replaces=replaces)
 
     def _fill(
@@ -249,7 +249,7 @@ class _Resharding:
         replaced = {name for some in names for replaces in some for name in replaces}
         superfluous = self._superfluous(scan, stores, replaced, others)
         found = [one.shard.directories for one in chosen.members.values() if one.reader == self._rank]
-        unnamed = [directories for directories in found if any(path != unmoved(path) for path in directories)]
+        unnamed = [directories for directories in found if any(path != final_folder(path) for path in directories)]
         if not any(self._gather(bool(superfluous or unnamed))):
             return False
         for turn in range(self._share.world_size):  # several ranks may see the same
@@ -262,13 +262,13 @@ class _Resharding:
             self._gather(None)
         for directories in unnamed:
             for path in directories:
-                if path != unmoved(path):
-                    _refuse_others(unmoved(path), list(replaced))
-                    remove_folder(unmoved(path))
-                    path.rename(unmoved(path))
+                if path != final_folder(path):
+                    _refuse_others(final_folder(path), list(replaced))
+                    remove_folder(final_folder(path))
+                    path.rename(final_folder(path))
                     sync_directory(path.parent)
         for directories in found:
-            with Store.open(list(map(unmoved, directories)), io="posix") as store:
+            with Store.open(list(map(final_folder, directories)), io="posix") as store:
                 layout = store.layout
             reserve(store.directories, layout)
         self._gather(None)
@@ -294,7 +294,7 @@ class _Resharding:
                 paths.append(one.path)
         # Folders on drives to leave whose removal had all but ended, and new ones that had just been begun.
         paths += [path for path in self._drives.leaving if path.is_dir() and not any(path.iterdir())]
-        places = map(beside, self._drives.everywhere)
+        places = map(successor_folder, self._drives.everywhere)
         return paths + [path for path in places if path.is_dir() and Identity.read(path) is None]
 
 

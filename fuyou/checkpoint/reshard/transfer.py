@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from common.store import Extent, Layout, Store
-from common.store.checksums import Sums
+from common.store.checksums import ExtentChecksums
 from common.store.posix import aligned_bytes
-from common.store.verify import Sealed
+from common.store.verify import ChecksummedExtent
 from fuyou.layout.checksums import PARTS, Part, sealed_name
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Record, allocate_extents
@@ -148,7 +148,7 @@ class RecordTransfer:
         self._sources, self._stores, self._targets, self._agreement = sources, stores, targets, agreement
         self._rank = agreement.share.rank if agreement is not None else 0
 
-    def fill(self, store: Store) -> list[Sealed]:
+    def fill(self, store: Store) -> list[ChecksummedExtent]:
         """Fill this rank's new ``store``, and return the checksums of what it holds then. Collective.
 
         Nothing is synced yet.
@@ -157,7 +157,7 @@ class RecordTransfer:
         sealed = []
         for record in target.records:
             sums = {
-                part: Sums(target.extent(record.index, part), store.directories, sealed_name(record, part))
+                part: ExtentChecksums(target.extent(record.index, part), store.directories, sealed_name(record, part))
                 for part in (PARTS if record.trainable else PARTS[:1])
             }
             longest = max(one.records[record.index].units for one in self._targets)
@@ -166,10 +166,12 @@ class RecordTransfer:
                     piece = _Piece(record.index, kind, start, min(start + PIECE_ELEMENTS, longest))
                     self._write(store, piece, self._gather(piece), sums[kind.part])
             for part, written in sums.items():
-                sealed.append(Sealed(sealed_name(record, part), target.extent(record.index, part), written.values))
+                sealed.append(
+                    ChecksummedExtent(sealed_name(record, part), target.extent(record.index, part), written.values)
+                )
         return sealed
 
-    def _write(self, store: Store, piece: _Piece, data: torch.Tensor | None, sums: Sums) -> None:
+    def _write(self, store: Store, piece: _Piece, data: torch.Tensor | None, sums: ExtentChecksums) -> None:
         if data is None:
             return
         target, kind = self._targets[self._rank], piece.kind

@@ -111,7 +111,9 @@ class Scratch:
 
 
 @contextmanager
-def open_scratch(directories: Sequence[Path], records: Sequence[Record], pace: IoThrottle | None) -> Iterator[Scratch]:
+def open_scratch(
+    directories: Sequence[Path], records: Sequence[Record], throttle: IoThrottle | None
+) -> Iterator[Scratch]:
     """Open a store of scratch files, in a new folder in each of ``directories``; it is always removed afterwards.
 
     Raises:
@@ -127,7 +129,7 @@ def open_scratch(directories: Sequence[Path], records: Sequence[Record], pace: I
     try:
         for folder in folders:
             folder.mkdir()
-        store = Store.create(folders, layout, io="posix", pace=pace)
+        store = Store.create(folders, layout, io="posix", throttle=throttle)
         yield Scratch(store, records, transfers)
     finally:
         if store is not None:

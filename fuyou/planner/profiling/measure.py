@@ -14,7 +14,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
-from common.models.meta import build_meta_model
+from common.models.meta_model import build_meta_model
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Precision
 from fuyou.model.model_records import model_records
@@ -78,7 +78,7 @@ def measure(workload: ProfiledWorkload, device: Device) -> Profile:
         FinetuneError: a drive or the optimizer process failed.
     """
     start = time.monotonic()
-    pace = device.throttle
+    throttle = device.throttle
     link = OptimizerLink()  # imports PyTorch while the model is built
     bench: OptimizerBench | None = None
     try:
@@ -87,12 +87,12 @@ def measure(workload: ProfiledWorkload, device: Device) -> Profile:
         block_bytes = _largest_block(shape) * workload.precision.parameter_bytes
         records = scratch_records(workload.chunk_elements, workload.precision)
         link.wait_until_up()
-        with open_scratch(workload.directories, records, pace) as scratch:
+        with open_scratch(workload.directories, records, throttle) as scratch:
             drives = scratch.measure()
             copies = measure_link(device, block_bytes)
             parts, blocks = _parts(stack, shape, device, workload)
             threads = optimizer_threads(device)
-            bench = OptimizerBench(link, scratch, workload.precision, workload.chunk_elements, threads, pace)
+            bench = OptimizerBench(link, scratch, workload.precision, workload.chunk_elements, threads, throttle)
             adam, contention = _contention(bench, blocks if device.shares_host_memory else None)
     finally:
         if bench is not None:

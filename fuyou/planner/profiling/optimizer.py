@@ -103,7 +103,7 @@ class OptimizerBench:
         scratch: the store with the records of :func:`scratch_records`.
         precision: types of parameters and states.
         chunk_elements, threads: as the run has them.
-        pace: rates of emulated drives.
+        throttle: rates of emulated drives.
 
     Attributes:
         updating: the load that updates one chunk in each piece of work, and writes nothing.
@@ -118,7 +118,7 @@ class OptimizerBench:
         precision: Precision,
         chunk_elements: int,
         threads: int,
-        pace: IoThrottle | None,
+        throttle: IoThrottle | None,
     ):
         self._link, records = link, scratch.records
         written = [record.index for record in records[-_WRITTEN_RECORDS:]]
@@ -146,7 +146,7 @@ class OptimizerBench:
                 shared=shared,
                 threads=threads,
                 resident=[record.index for record in records],
-                pace=pace,
+                throttle=throttle,
             ),
             self._heard,
             self._failed,

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from common.data.encoding import Encoder
 from common.data.files import DataRecord, read_records, reading
-from common.data.shapes import SEGMENT_CHARACTERS, Chat, Example, Plain, examples_of_records, examples_of_text_file
+from common.data.shapes import SEGMENT_CHARACTERS, Chat, Example, PlainText, examples_of_records, examples_of_text_file
 from common.errors import UserError
 from tests.common.data.conftest import (
     MARKED_TEMPLATE,
@@ -58,7 +58,7 @@ def test_text(bos: bool) -> None:
     start = "<s>" if bos else ""
     whole = f"{start}The fox.</s>"
     assert encode_records(tokenizer, {"text": "The fox."}, {"text": " "}, {"text": None}) == [(whole, whole)]
-    ids = next(Encoder(tokenizer).encode([Plain("", "The fox.")])).ids.tolist()
+    ids = next(Encoder(tokenizer).encode([PlainText("", "The fox.")])).ids.tolist()
     assert ids == [*tokenizer("The fox.")["input_ids"], tokenizer.eos_token_id]
 
 
@@ -111,7 +111,7 @@ def test_token_across_the_border_is_trained(tokenizer: PreTrainedTokenizerFast) 
     text = "Write a response that appropriately completes the request."
     within = 0
     for at in range(1, len(text)):
-        [encoded] = Encoder(tokenizer).encode([Plain(text[:at], text[at:])])
+        [encoded] = Encoder(tokenizer).encode([PlainText(text[:at], text[at:])])
         assert encoded.ids.tolist() == [*tokenizer(text)["input_ids"], 2]
         trained = tokenizer.decode(encoded.ids[encoded.trained].tolist())
         assert f"{text}</s>".endswith(trained)
@@ -204,7 +204,9 @@ def test_prompt_and_completion_as_messages(template: str) -> None:
 def test_order_is_kept() -> None:
     tokenizer = make_tokenizer(PLAIN_TEMPLATE)
     chat = Chat(CONVERSATION[1:3])
-    texts = [whole for whole, _ in encode(tokenizer, Plain("", "A"), chat, Plain("", "B"), Plain("C", "D"), chat)]
+    texts = [
+        whole for whole, _ in encode(tokenizer, PlainText("", "A"), chat, PlainText("", "B"), PlainText("C", "D"), chat)
+    ]
     assert texts == ["<s>A</s>", rendered(chat.messages), "<s>B</s>", "<s>CD</s>", rendered(chat.messages)]
 
 

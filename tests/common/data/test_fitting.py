@@ -211,7 +211,9 @@ def test_nothing_fits(tmp_path: Path) -> None:
 
 
 def test_long_names_of_files_fit_into_the_header(tmp_path: Path) -> None:
-    header = Header(8, 10**9, 10**15, 1, 10**15, 10**15, 10**15)
+    header = Header(
+        seq_len=8, files=10**9, documents=10**15, rows=1, tokens=10**15, trainable_tokens=10**15, skipped_tokens=10**15
+    )
     for tally in (header.cut, header.left_out, header.untrained):
         tally.add(10**15, "/" + "\U0001f43a" * 1000 + "/chats.jsonl, line 1000000000")
     with write_token_file(tmp_path / "a.tokens", header) as out:

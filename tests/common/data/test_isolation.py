@@ -3,7 +3,7 @@
 import torch
 
 from common.data import Documents, restarts
-from common.data.isolation import documents_apart, documents_at_work
+from common.data.documents import current_documents, separate_documents
 
 
 def test_documents_begin_where_positions_do_not_go_up_by_one() -> None:
@@ -23,9 +23,9 @@ def test_rows_of_one_document_have_none_to_keep_apart() -> None:
 
 def test_documents_are_at_work_inside_the_context_only() -> None:
     documents = Documents.of(torch.tensor([[0, 0]]))
-    with documents_apart(documents):
-        assert documents_at_work() is documents
-        with documents_apart(None):
-            assert documents_at_work() is None
-        assert documents_at_work() is documents
-    assert documents_at_work() is None
+    with separate_documents(documents):
+        assert current_documents() is documents
+        with separate_documents(None):
+            assert current_documents() is None
+        assert current_documents() is documents
+    assert current_documents() is None

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.data.encoding import Encoded
-from common.data.packing import ID_MASK, STARTS, TRAINED, Packer, cut, unpack
+from common.data.encoding import EncodedSegment
+from common.data.packing import ID_MASK, STARTS, TRAINED, Packer, cut_documents, unpack
 
 PAD = 7
 
@@ -104,18 +104,18 @@ def test_packer_fills_rows_and_stays_within_its_window() -> None:
     assert sum(lengths) / (len(closed_at) * 256) > 0.96
 
 
-def segments_of(lengths: list[list[int]]) -> Iterator[Encoded]:
+def segments_of(lengths: list[list[int]]) -> Iterator[EncodedSegment]:
     """Documents given as lengths of their segments; ids count up over all."""
     numbers = iter(range(10**9))
     for document in lengths:
         for place, length in enumerate(document):
             ids = np.array([next(numbers) for _ in range(length)], dtype=np.uint32)
-            yield Encoded(ids, np.ones(length, dtype=bool), ends=place == len(document) - 1)
+            yield EncodedSegment(ids, np.ones(length, dtype=bool), ends=place == len(document) - 1)
 
 
 @given(st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=4), max_size=12), st.integers(3, 17))
 def test_cut_keeps_every_token_in_order(lengths: list[list[int]], seq_len: int) -> None:
-    pieces = list(cut(segments_of(lengths), seq_len))
+    pieces = list(cut_documents(segments_of(lengths), seq_len))
     assert [int(word & ID_MASK) for piece in pieces for word in piece] == list(range(sum(map(sum, lengths))))
     expected_ends = np.cumsum([sum(document) for document in lengths if sum(document)]).tolist()
     ends = np.cumsum([len(piece) for piece in pieces]).tolist()
@@ -131,6 +131,6 @@ def test_cut_keeps_every_token_in_order(lengths: list[list[int]], seq_len: int) 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 15, 16, 17, 18])
 def test_segments_do_not_matter(length: int) -> None:
-    at_once = [piece.tolist() for piece in cut(segments_of([[length]]), 8)]
-    one_by_one = [piece.tolist() for piece in cut(segments_of([[1] * length]), 8)]
+    at_once = [piece.tolist() for piece in cut_documents(segments_of([[length]]), 8)]
+    one_by_one = [piece.tolist() for piece in cut_documents(segments_of([[1] * length]), 8)]
     assert at_once == one_by_one

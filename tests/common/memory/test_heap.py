@@ -20,11 +20,11 @@ seen = [resident()]
 pieces = [bytearray(64 << 10) for _ in range(640)]  # 40 MiB, below the size that gets a mapping of its own
 del pieces[::2]
 seen.append(resident())
-heap.tidy()
+heap.trim()
 seen.append(resident())
 more = [bytearray(64 << 10) for _ in range(64)]
 del more[::2]
-heap.tidy()
+heap.trim()
 print(*seen, resident())
 """
 

@@ -43,9 +43,9 @@ class Child:
             [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=fds
         )
         self.pid = self.process.pid
-        self.all_gather_object("ready", 0)
+        self.tell("ready", 0)
 
-    def all_gather_object(self, verb: str, number: int) -> None:
+    def tell(self, verb: str, number: int) -> None:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         print(verb, number, file=self.process.stdin, flush=True)
@@ -79,7 +79,7 @@ def two() -> Iterator[tuple[Child, Child, int]]:
 
 
 def test_agrees_with_psutil(child: Child) -> None:
-    child.all_gather_object("private", 30 * MIB)
+    child.tell("private", 30 * MIB)
     assert proportional_set_bytes([child.pid]) == pytest.approx(
         psutil.Process(child.pid).memory_full_info().pss, abs=MIB
     )
@@ -88,7 +88,7 @@ def test_agrees_with_psutil(child: Child) -> None:
 def test_private_memory_counts_in_full_and_the_dead_count_nothing(two: tuple[Child, Child, int]) -> None:
     first, second, _ = two
     before = proportional_set_bytes([first.pid, second.pid])
-    first.all_gather_object("private", 50 * MIB)
+    first.tell("private", 50 * MIB)
     assert proportional_set_bytes([first.pid, second.pid, first.pid]) - before == pytest.approx(50 * MIB, abs=SLACK)
     first.end()
     assert proportional_set_bytes([first.pid, 2**22 + 1]) == 0
@@ -99,7 +99,7 @@ def test_shared_memory_counts_once(two: tuple[Child, Child, int]) -> None:
     first, second, fd = two
     with PeakMeter(lambda: [first.pid, second.pid]) as meter:
         for child in (first, second):
-            child.all_gather_object("shared", fd)
+            child.tell("shared", fd)
             assert meter.sample() - meter.baseline_bytes == pytest.approx(40 * MIB, abs=SLACK)
             # What was written into it was private memory for a moment: 40 + 40, never three times 40.
             assert meter.peak_bytes - meter.baseline_bytes == pytest.approx(80 * MIB, abs=SLACK)
@@ -108,21 +108,21 @@ def test_shared_memory_counts_once(two: tuple[Child, Child, int]) -> None:
 def test_shared_memory_counts_in_full_though_outsiders_map_it(two: tuple[Child, Child, int]) -> None:
     first, outsider, fd = two
     with PeakMeter(lambda: [first.pid]) as meter:
-        first.all_gather_object("shared", fd)
+        first.tell("shared", fd)
         alone = meter.sample()
-        outsider.all_gather_object("shared", fd)
+        outsider.tell("shared", fd)
         assert proportional_set_bytes([first.pid]) < alone - 15 * MIB
         assert meter.sample() == pytest.approx(alone, abs=SLACK)
 
 
 def test_remembers_a_peak_that_is_over(child: Child) -> None:
     with PeakMeter(lambda: [child.pid]) as meter:
-        child.all_gather_object("private", 60 * MIB)
+        child.tell("private", 60 * MIB)
         time.sleep(0.1)
-        child.all_gather_object("private", 0)
+        child.tell("private", 0)
     assert meter.peak_bytes - meter.baseline_bytes == pytest.approx(60 * MIB, abs=SLACK)
     after = meter.peak_bytes
-    child.all_gather_object("private", 200 * MIB)
+    child.tell("private", 200 * MIB)
     time.sleep(0.05)
     assert meter.peak_bytes == after, "it has stopped"
 
@@ -131,7 +131,7 @@ def test_sees_a_spike_that_no_sample_fell_into(child: Child, monkeypatch: pytest
     monkeypatch.setattr(memory_meter, "_SHORTEST_PAUSE_S", 1.5)
     with PeakMeter(lambda: [child.pid]) as meter:
         time.sleep(0.1)
-        child.all_gather_object("spike", 70 * MIB)
+        child.tell("spike", 70 * MIB)
         assert meter.peak_bytes - meter.baseline_bytes < SLACK, "nobody has looked yet"
         deadline = time.monotonic() + 60
         while meter.peak_bytes - meter.baseline_bytes < SLACK and time.monotonic() < deadline:
@@ -144,12 +144,12 @@ def test_a_process_that_comes_and_goes_counts_while_it_is_there() -> None:
     with PeakMeter(lambda: list(pids)) as meter:
         first = Child()
         pids.append(first.pid)
-        first.all_gather_object("private", 30 * MIB)
+        first.tell("private", 30 * MIB)
         time.sleep(0.1)
         first.end()
         second = Child()
         pids[1:] = [second.pid]
-        second.all_gather_object("private", 30 * MIB)
+        second.tell("private", 30 * MIB)
         time.sleep(0.1)
         second.end()
     own = 20 * MIB  # what an interpreter takes by itself, libraries shared with us aside

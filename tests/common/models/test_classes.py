@@ -5,10 +5,10 @@ import torch
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config, T5Config
 
 from common.errors import UserError
-from common.models.classes import TaskType, model_class, task_type_of
-from common.models.meta import build_meta_model
+from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from common.models.structure import find_blocks
+from common.models.task_type import TaskType, model_class, task_type_of
 from common.models.vision.towers import TowerFreezing, projector_parameters, tower_parameters
 from tests.helpers.families import family_config
 from tests.helpers.vision_families import FAMILIES

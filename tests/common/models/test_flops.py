@@ -4,7 +4,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from common.models.flops import active_parameters, hardware_flops_per_token, model_flops_per_token
-from common.models.meta import build_meta_model
+from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from common.models.structure import find_blocks
 from tests.helpers.families import FAMILIES, MIXED, family_config

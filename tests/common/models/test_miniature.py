@@ -15,7 +15,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from common.models.meta import build_meta_model
+from common.models.meta_model import build_meta_model
 from common.models.miniature import TOKENS, VOCABULARY, miniature
 
 

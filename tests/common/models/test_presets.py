@@ -4,7 +4,7 @@ import pytest
 from transformers import LlamaConfig
 
 from common.errors import UserError
-from common.models.meta import build_meta_model
+from common.models.meta_model import build_meta_model
 from common.models.presets import load_config, preset_names
 from tests.helpers.families import family_config
 

@@ -4,7 +4,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from common.errors import UserError
-from common.models.meta import build_meta_model
+from common.models.meta_model import build_meta_model
 from common.models.structure import find_blocks, fp32_parameters, parameter_names
 from tests.helpers.families import FAMILIES, family_config
 

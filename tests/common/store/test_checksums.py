@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.store import ALIGNMENT, Layout, Store, StoreError
-from common.store.checksums import Sums, checksum
-from common.store.verify import Sealed, verify
+from common.store.checksums import ExtentChecksums, checksum
+from common.store.verify import ChecksummedExtent, verify
 from tests.common.store.conftest import noise
 
 MASK = (1 << 64) - 1
@@ -78,12 +78,12 @@ def test_any_pieces_give_the_checksums_of_the_whole(
     cuts = data.draw(st.sets(st.integers(1, max(1, nbytes // ALIGNMENT))))
     edges = [0, *sorted(cut * ALIGNMENT for cut in cuts if cut * ALIGNMENT < nbytes), nbytes]
     with Store.create(paths, layout, io="posix") as store:
-        written = Sums(extent, store.directories, "it")
+        written = ExtentChecksums(extent, store.directories, "it")
         parts = data.draw(st.permutations(list(itertools.pairwise(edges))))
         for future in [store.write(extent, content[a:b], a, b - a, written) for a, b in parts]:
             future.result()
-        sealed = Sealed("it", extent, written.values)
-        assert Sealed.from_dict(sealed.to_dict()) == sealed
+        sealed = ChecksummedExtent("it", extent, written.values)
+        assert ChecksummedExtent.from_dict(sealed.to_dict()) == sealed
         assert verify(store, [sealed]) == (nbytes, [])
         at = data.draw(st.integers(0, nbytes - 1))
         stripe, skip = divmod(at, extent.unit)
@@ -97,7 +97,7 @@ def test_any_pieces_give_the_checksums_of_the_whole(
         assert str(paths[directory] / "weights.0") in damage
         assert not any(str(path) in damage for path in paths if path != paths[directory])
         buffer = np.empty(nbytes, np.uint8)
-        future = store.read(extent, buffer, sums=Sums(extent, store.directories, "it", sealed.sums))
+        future = store.read(extent, buffer, sums=ExtentChecksums(extent, store.directories, "it", sealed.sums))
         with pytest.raises(StoreError, match="it is damaged"):
             future.result()
 
@@ -107,4 +107,4 @@ def test_an_unreadable_drive_is_damage_too(tmp_path: Path, monkeypatch: pytest.M
     extent = layout.allocate("weights.0", 5000)
     with Store.create([tmp_path], layout, io="posix") as store:
         monkeypatch.setattr(store, "read", lambda *_: (_ for _ in ()).throw(StoreError("the drive is gone")))
-        assert verify(store, [Sealed("it", extent, (0,))]) == (5000, ["the drive is gone"])
+        assert verify(store, [ChecksummedExtent("it", extent, (0,))]) == (5000, ["the drive is gone"])

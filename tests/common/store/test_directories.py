@@ -82,7 +82,7 @@ def test_unknown_backends_are_refused_before_anything_is_written(make_directorie
 def test_an_existing_run_is_kept_unless_overwritten(make_directories):
     paths = make_directories(2)
     with Store.create(paths, a_layout(2)) as first:
-        first.write_now(first.layout.extents("weights.0")[0], noise(10_000))
+        first.write(first.layout.extents("weights.0")[0], noise(10_000)).result()
     commit_manifest(paths[0], {"step": 3})
     refused(paths, "holds a run already: add --resume to continue it or --overwrite to replace it")
     smaller = Layout(2)
@@ -167,7 +167,7 @@ def test_a_file_system_without_preallocation_will_do(make_directories, monkeypat
 
     monkeypatch.setattr(os, "posix_fallocate", fallocate)
     with Store.create(make_directories(1), a_layout(1)) as store:
-        store.write_now(store.layout.extents("weights.1")[0], noise(10_000))
+        store.write(store.layout.extents("weights.1")[0], noise(10_000)).result()
 
 
 def test_what_a_crash_during_creation_left_is_replaced_without_asking(make_directories):

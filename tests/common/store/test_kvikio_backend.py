@@ -99,7 +99,7 @@ def test_device_tensors_travel_and_host_memory_sees_the_same(stand_in, make_dire
         }  # fmt: skip
         for extent in extents:
             data = noise(extent.nbytes, extent.nbytes)
-            store.write_now(extent, on_device(torch.from_numpy(data.copy())))
+            store.write(extent, on_device(torch.from_numpy(data.copy()))).result()
             on_host = np.zeros(extent.nbytes, np.uint8)
             store.read_now(extent, on_host)
             np.testing.assert_array_equal(on_host, data)
@@ -239,9 +239,9 @@ def test_on_a_real_device(make_directories, io):
             device_data = data.cuda()
             torch.cuda.synchronize()
             if store.device_writes:
-                store.write_now(extent, device_data)
+                store.write(extent, device_data).result()
             else:
-                store.write_now(extent, data.numpy())
+                store.write(extent, data.numpy()).result()
             if store.device_reads:
                 back = torch.zeros(extent.nbytes, dtype=torch.uint8, device="cuda")
                 torch.cuda.synchronize()

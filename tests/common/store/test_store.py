@@ -104,8 +104,8 @@ def test_bytes_lie_where_striping_says_and_tails_are_zero(make_directories, dire
     with store:
         data = noise(nbytes, seed=nbytes)
         for neighbour in (before, after):
-            store.write_now(neighbour, np.full(nbytes, 255, np.uint8))
-        store.write_now(extent, data)
+            store.write(neighbour, np.full(nbytes, 255, np.uint8)).result()
+        store.write(extent, data).result()
         store.sync(["weights.0"])
     raw = [np.fromfile(path / "weights.0", np.uint8) for path in paths]
     assert {file.nbytes for file in raw} == {store.layout.file_bytes()["weights.0"]}
@@ -138,7 +138,7 @@ def test_reopened_in_any_order_it_holds_the_same(make_directories, order):
     first = Twin(paths)
     for seed, extent in enumerate(first.extents):
         first.bytes[extent][:] = noise(extent.nbytes, seed)
-        first.store.write_now(extent, first.bytes[extent])
+        first.store.write(extent, first.bytes[extent]).result()
     first.store.close()
     with Store.open([paths[index] for index in order]) as again:
         assert again.layout == first.store.layout
@@ -153,9 +153,9 @@ def test_reopened_in_any_order_it_holds_the_same(make_directories, order):
 def test_counters_count_whole_pages(make_directories):
     store, (one, odd, large) = make_store(make_directories(3), [1, 4097, 5 * MIB + 13], ["weights.0"])
     with store:
-        store.write_now(one, b"x")
+        store.write(one, b"x").result()
         assert (store.bytes_read, store.bytes_written) == (0, 4096)
-        store.write_now(odd, noise(4097))
+        store.write(odd, noise(4097)).result()
         assert store.bytes_written == 4096 + 8192
         store.read_now(large, memory(large.nbytes))
         assert store.bytes_read == 5 * MIB + 4096
@@ -171,7 +171,7 @@ def test_many_threads_at_once(make_directories):
         try:
             for turn in range(5):
                 data = noise(extent.nbytes, seed * 10 + turn)
-                store.write_now(extent, data)
+                store.write(extent, data).result()
                 got = memory(extent.nbytes)
                 store.read_now(extent, got)
                 np.testing.assert_array_equal(got, data)
@@ -200,7 +200,7 @@ def test_anything_with_a_writable_buffer_will_do(make_directories, buffer):
     store, (extent,) = make_store(make_directories(1), [300], ["scratch"])
     with store:
         data = noise(300).tobytes()
-        store.write_now(extent, data)
+        store.write(extent, data).result()
         store.read_now(extent, buffer)
         assert bytes(memoryview(buffer).cast("B"))[:300] == data
 
@@ -258,7 +258,7 @@ def test_a_failed_write_is_done_only_when_its_other_pieces_are(make_directories,
             future.result()
         assert not active
         monkeypatch.undo()
-        store.write_now(extent, memory(16 * MIB))  # and the store goes on working
+        store.write(extent, memory(16 * MIB)).result()  # and the store goes on working
 
 
 def test_a_failed_read_lets_go_of_its_buffer(make_directories, monkeypatch):
@@ -337,7 +337,7 @@ def test_on_a_file_system_in_memory(tmp_path):
     with tempfile.TemporaryDirectory(dir=shm) as name, Twin([name]).store as store:
         extent = store.layout.extents("scratch")[4]
         data = noise(extent.nbytes)
-        store.write_now(extent, data)
+        store.write(extent, data).result()
         got = memory(extent.nbytes, 3)
         store.read_now(extent, got)
         np.testing.assert_array_equal(got, data)

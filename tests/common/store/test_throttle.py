@@ -111,11 +111,11 @@ def make(paths, nbytes, **options):
 @pytest.mark.parametrize("what", ["read", "write", "mixed"])
 def test_a_paced_store_moves_its_bytes_at_the_pace(make_directories, directories, what):
     nbytes = 20 * MIB * directories + 13
-    store, (one, other) = make(make_directories(directories), nbytes, pace=PACE)
+    store, (one, other) = make(make_directories(directories), nbytes, throttle=PACE)
     data, got = memory(nbytes), memory(nbytes)
     with store:
         data[:] = noise(nbytes)
-        store.write_now(one, data)
+        store.write(one, data).result()
 
         def move():
             futures = []
@@ -132,7 +132,7 @@ def test_a_paced_store_moves_its_bytes_at_the_pace(make_directories, directories
 
 
 def write_elsewhere(paths, run_on_all_ranks, goes_on, seconds):
-    with Store.open(paths, io="posix", pace=PACE) as store:
+    with Store.open(paths, io="posix", throttle=PACE) as store:
         extent = store.layout.extents("weights.0")[1]
         data = memory(extent.nbytes)
         while True:
@@ -140,7 +140,7 @@ def write_elsewhere(paths, run_on_all_ranks, goes_on, seconds):
             if not goes_on.value:
                 return
             begin = time.monotonic()
-            store.write_now(extent, data)
+            store.write(extent, data).result()
             seconds.value = time.monotonic() - begin
             run_on_all_ranks.wait(300)
 
@@ -149,7 +149,7 @@ def test_two_processes_share_a_drive(make_directories):
     paths, nbytes = make_directories(1), 32 * MIB
     context = multiprocessing.get_context("spawn")
     run_on_all_ranks, goes_on, theirs = context.Barrier(2), context.Value("b", True), context.Value("d", 0.0)
-    store, (one, _) = make(paths, nbytes, pace=PACE)
+    store, (one, _) = make(paths, nbytes, throttle=PACE)
     taken = []
     with store:
         child = context.Process(target=write_elsewhere, args=(paths, run_on_all_ranks, goes_on, theirs))
@@ -180,8 +180,8 @@ def shared(mine, theirs, nbytes):
 def test_a_second_store_can_share_the_drives_of_the_first(make_directories, tmp_path):
     paths, nbytes = make_directories(1), 20 * MIB
     (tmp_path / "scratch").mkdir()
-    store, (one, _) = make(paths, nbytes, pace=PACE)
-    scratch, (there, _) = make([tmp_path / "scratch"], nbytes, pace=PACE, clocks=store.directories)
+    store, (one, _) = make(paths, nbytes, throttle=PACE)
+    scratch, (there, _) = make([tmp_path / "scratch"], nbytes, throttle=PACE, clocks=store.directories)
     with store, scratch:
         takes(
             lambda: wait([store.read(one, memory(nbytes)), scratch.write(there, memory(nbytes))]),
@@ -193,7 +193,7 @@ def test_a_clock_left_by_a_crash_goes_with_the_store(make_directories):
     paths = make_directories(1)
     make(paths, 1)[0].close()
     (paths[0] / CLOCK_FILE).write_bytes(b"\x00" * 8)
-    with Store.open(paths, io="posix", pace=PACE) as store:
+    with Store.open(paths, io="posix", throttle=PACE) as store:
         store.read_now(store.layout.extents("weights.0")[0], memory(1))
     remove(paths)
     assert not list(paths[0].iterdir())

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from common.errors import UserError
-from common.models.adapters.adapters import AdapterOptions
+from common.models.adapters.options import AdapterOptions
 from common.models.presets import load_config
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.record import Kind, Precision

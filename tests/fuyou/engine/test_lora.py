@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from common.errors import UserError
-from common.models.adapters.adapters import AdapterOptions
+from common.models.adapters.options import AdapterOptions
 from fuyou.layout.record import Kind
 from fuyou.schedule.memory_planner import MemoryPlanner
 from tests.helpers.adapters import DTYPES, InMemory, compare, train

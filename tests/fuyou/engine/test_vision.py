@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText
 
 import fuyou
 from common.errors import UserError
-from common.models.adapters.adapters import AdapterOptions
+from common.models.adapters.options import AdapterOptions
 from common.models.vision.towers import tower_parameters
 from fuyou.model.block_calls import BlockCalls
 from tests.helpers.vision_families import NAMED, OTHERS, PlainLoop, image_batch, save_checkpoint, text_batch

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from common.errors import UserError
 from common.memory.buffers import PAGE
-from common.models.adapters.adapters import AdapterOptions
+from common.models.adapters.options import AdapterOptions
 from fuyou.layout.frozen_weights import ROW_ELEMENTS, FrozenDtype
 from tests.helpers.adapters import InMemory, compare, train
 from tests.helpers.engines import batches, directories

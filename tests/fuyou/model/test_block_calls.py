@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 from transformers.modeling_outputs import CausalLMOutput
 
 from common.errors import UserError
-from common.models.meta import build_meta_model
+from common.models.meta_model import build_meta_model
 from common.models.miniature import miniature
 from common.models.structure import parameter_names
 from fuyou.model.streamed_model import StreamedModel

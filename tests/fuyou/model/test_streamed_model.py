@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from common.errors import FinetuneError, UserError
-from common.models.meta import build_meta_model
+from common.models.meta_model import build_meta_model
 from common.models.structure import parameter_names
 from fuyou.layout.record import Kind, Precision
 from fuyou.model.loss import cross_entropy, shifted_labels

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig, LlamaConf
 
 import fuyou
 from common.errors import UserError
-from common.models.meta import build_meta_model
+from common.models.meta_model import build_meta_model
 from fuyou.layout.resident import evenly_spaced
 from fuyou.model.block_calls import BlockCalls
 from fuyou.model.streamed_model import StreamedModel

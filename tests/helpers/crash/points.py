@@ -121,7 +121,7 @@ def move_reference(root: Path, move: Move) -> Reference:
     """What comes of moving without faults, in ``root``, which is made; its outcome is that of the run that was never
     moved."""
     root.mkdir()
-    whole = execute(Run(root / "unmoved"))
+    whole = execute(Run(root / "final_folder"))
     started = execute(Run(root / "start", drives=move.before, steps=MOVED_AT))
     assert whole.status == started.status == 0, whole.error + started.error
     for number in move.after:

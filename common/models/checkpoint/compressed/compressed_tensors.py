@@ -1,4 +1,4 @@
-"""The formats of the library compressed-tensors."""
+"""Read checkpoints in the formats of the library compressed-tensors."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from common.errors import FinetuneError, UserError
-from common.models.checkpoint.compressed.found import FLOAT_CODES, FoundTensor, checked, component, even_blocks
+from common.models.checkpoint.compressed.method import FLOAT_CODES, FoundTensor, checked, component, even_blocks
 from common.models.checkpoint.compressed.tensors import Component, CompressedTensor, ordered
 from common.models.checkpoint.shards import Shards
 
@@ -17,8 +17,13 @@ class CompressedTensors:
 
     name = "compressed-tensors"
     _beside = (
-        "weight_shape", "input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point",
-    )  # fmt: skip
+        "weight_shape",
+        "input_scale",
+        "input_zero_point",
+        "input_global_scale",
+        "output_scale",
+        "output_zero_point",
+    )
     _unknown = ("weight_g_idx", "compressed", "bitmask", "row_offsets")
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -33,17 +38,24 @@ class CompressedTensors:
             )
 
     def find(self, shards: Shards) -> Iterator[tuple[str, FoundTensor]]:
-        """See :meth:`Method.find`."""
+        """Find every compressed tensor; see :meth:`Method.find`."""
         for name, scale in shards.tensors.items():
             module = name.removesuffix(".weight_scale")
             if module == name:
                 continue
             there = {
                 key: f"{module}.{key}"
-                for key in ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_global_scale",
-                            *self._beside, *self._unknown)
+                for key in (
+                    "weight",
+                    "weight_packed",
+                    "weight_scale",
+                    "weight_zero_point",
+                    "weight_global_scale",
+                    *self._beside,
+                    *self._unknown,
+                )
                 if f"{module}.{key}" in shards.tensors
-            }  # fmt: skip
+            }
             unknown = next((there[key] for key in self._unknown if key in there), None)
             if unknown is not None:
                 raise UserError(
@@ -108,7 +120,7 @@ class CompressedTensors:
         return even_blocks(module, rows, columns, grid)
 
     def _settings(self, module: str) -> dict[str, Any]:
-        """What config.json says of a module's weights: by name, by pattern, and else by the kind of layer."""
+        """Return the settings of a module's weights in config.json: by name, by pattern, else by the kind of layer."""
         if len(self._groups) == 1:
             return self._groups[0][1]
         for named in (True, False):

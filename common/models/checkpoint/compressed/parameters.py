@@ -1,4 +1,4 @@
-"""A parameter of the model as a checkpoint has it: one compressed tensor, or several equal ones (experts)."""
+"""A parameter of the model as a compressed checkpoint has it: one tensor, or several of one format (experts)."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,27 +12,28 @@ from common.models.checkpoint.compressed.tensors import CompressedTensor
 from common.models.checkpoint.conversion import Conversion
 
 ALIGN = 128
-"""Bytes: every component starts on a multiple of these, so that it can be viewed as numbers on any device."""
+"""Bytes of a multiple of which every component starts, so that it can be viewed as numbers on any device."""
 
 
 @dataclass(frozen=True)
 class CompressedParameter:
-    """Tensors written alike, each with its place in the parameter."""
+    """Compressed tensors of one format, each with its place in the parameter."""
 
     tensor: CompressedTensor
-    """How each of them is written."""
+    """Format of each of them."""
     strides: tuple[int, ...]
-    """Of each one's numbers in the flat parameter."""
+    """Strides of each tensor's numbers in the flat parameter."""
     offsets: tuple[int, ...]
-    """Where each one's first number is in it."""
+    """Place of each tensor's first number in the flat parameter."""
 
     @classmethod
     def of(
         cls, conversion: Conversion, shards: CompressedShards, placements: Placements, shape: tuple[int, ...]
     ) -> "CompressedParameter | None":
-        """What a conversion makes of a checkpoint's tensors, a parameter of this shape.
+        """Return what a conversion makes of a checkpoint's tensors: a parameter of this shape.
 
-        None if these are not compressed, not all in one way, or put together in another way than side by side.
+        Returns:
+            None if these are not compressed, not all in one format, or not put together side by side.
         """
         found = [shards.compressed.get(name) for _, name in conversion.parts]
         tensors = {None if one is None else one.tensor for one in found}
@@ -49,16 +50,16 @@ class CompressedParameter:
 
     @property
     def nbytes(self) -> int:
-        """What all components take, side by side."""
+        """Bytes of all components, side by side."""
         return len(self.offsets) * self._part_nbytes
 
     @property
     def numel(self) -> int:
-        """Elements of the parameter."""
+        """Number of elements of the parameter."""
         return len(self.offsets) * self.tensor.numel
 
     def encode(self, parts: Iterable[Mapping[str, torch.Tensor]], payload: torch.Tensor) -> None:
-        """Copy the components of all parts, as the files have them, to ``payload`` ``uint8 [nbytes]``."""
+        """Copy the components of all parts, as they are in the files, to ``payload`` ``uint8 [nbytes]``."""
         for components, views in zip(parts, self._views(payload), strict=True):
             for role, view in views.items():
                 view.copy_(components[role].reshape(-1).view(torch.uint8))
@@ -71,14 +72,14 @@ class CompressedParameter:
             self.tensor.decode(components, self._place(flat, index))
 
     def assemble(self, parts: Iterable[Mapping[str, torch.Tensor]]) -> torch.Tensor:
-        """Return the numbers ``[numel]``, given the components of all parts, each of which is needed only once."""
+        """Return the numbers ``[numel]``, given the components of all parts, which are read one after the other."""
         flat = torch.empty(self.numel, dtype=self.tensor.dtype)
         for index, components in enumerate(parts):
             self.tensor.decode(components, self._place(flat, index))
         return flat
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return this for JSON."""
         return {"tensor": self.tensor.to_dict(), "strides": list(self.strides), "offsets": list(self.offsets)}
 
     @property
@@ -89,7 +90,7 @@ class CompressedParameter:
         return flat.as_strided(self.tensor.shape, self.strides, flat.storage_offset() + self.offsets[index])
 
     def _views(self, payload: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
-        """The bytes of each part's components."""
+        """Yield the bytes of each part's components."""
         position = 0
         for _ in self.offsets:
             views = {}

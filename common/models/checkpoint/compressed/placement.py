@@ -1,8 +1,8 @@
-"""Where the tensors of a checkpoint go when transformers puts several of them together into one parameter.
+"""Find where the tensors of a checkpoint go when transformers puts several of them together into one parameter.
 
-Its conversions stack, concatenate and transpose; what they do to real tensors would need all of these as plain numbers
-at once. So the conversion is asked: it gets as many tiny tensors with numbers that tell where they come from. What it
-makes of them says where whole tensors go, if it does the same with two different sizes.
+Its conversions stack, concatenate and transpose. Applying them to real tensors would need all of these as plain numbers
+at once. So a conversion is applied to as many tiny tensors, whose numbers tell where they come from. Its result says
+where whole tensors go, if it is alike for two different sizes.
 """
 
 import math
@@ -20,43 +20,43 @@ _SIZES = ((2, 3, 5), (3, 4, 7))
 
 @dataclass(frozen=True)
 class _Spot:
-    """Where one part lies in what was made."""
+    """The place of a part in the result of a conversion."""
 
     axes: tuple[int, ...]
     """Dimension of the result along which each of the part's dimensions lies."""
     origin: tuple[int, ...]
-    """Its first element: along ``axes`` in units of the part's size."""
+    """Index of its first element, along ``axes`` in units of the part's size."""
 
 
 class Placements:
-    """What conversions of one model do to the parts that they are given."""
+    """The places to which a model's conversions put their parts."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._known: dict[tuple[object, ...], list[_Spot] | None] = {}
-        self._asked: list[object] = []  # rules that are known: while they live, no other has their identity
+        self._known_rules: list[object] = []  # kept alive, so that no other rule gets the identity of one
 
     def place(
-        self, conversion: Conversion, part: Sequence[int], made: Sequence[int]
+        self, conversion: Conversion, part: Sequence[int], shape: Sequence[int]
     ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Return the strides of every part in the flat parameter, and each one's offset.
 
         Args:
-            part: shape of the tensors on disk, all alike.
-            made: the parameter's shape.
+            part: shape of each of the tensors on disk.
+            shape: shape of the parameter.
 
         Returns:
-            None where a part is not in one piece there, or parts leave something out.
+            None where a part is not in one piece there, or the parts do not fill the parameter.
         """
-        if math.prod(part) * len(conversion.parts) != math.prod(made):
+        if math.prod(part) * len(conversion.parts) != math.prod(shape):
             return None
         if conversion.rule is None:
-            return _strides(made), (0,)
+            return _strides(shape), (0,)
         spots = self._spots(conversion, len(part))
         if spots is None:
             return None
-        whole, axes = _strides(made), spots[0].axes
-        units = [part[axes.index(axis)] if axis in axes else 1 for axis in range(len(made))]
+        whole, axes = _strides(shape), spots[0].axes
+        units = [part[axes.index(axis)] if axis in axes else 1 for axis in range(len(shape))]
         offsets = tuple(
             sum(place * unit * stride for place, unit, stride in zip(spot.origin, units, whole, strict=True))
             for spot in spots
@@ -64,18 +64,18 @@ class Placements:
         return tuple(whole[axis] for axis in axes), offsets
 
     def _spots(self, conversion: Conversion, dims: int) -> list[_Spot] | None:
-        """All with the same axes. Asked once for what all layers have alike."""
+        """Return the places of all parts, if they have equal axes; found once for conversions that layers share."""
         key = (id(conversion.rule), tuple(pattern for pattern, _ in conversion.parts), dims)
         if key not in self._known:
             spots, again = (_tiny_spots(self._model, conversion, size[:dims]) for size in _SIZES)
             alike = spots is not None and spots == again and len({spot.axes for spot in spots}) == 1
             self._known[key] = spots if alike else None
-            self._asked.append(conversion.rule)
+            self._known_rules.append(conversion.rule)
         return self._known[key]
 
 
 def _tiny_spots(model: PreTrainedModel, conversion: Conversion, size: Sequence[int]) -> list[_Spot] | None:
-    """Where a conversion puts parts of this size."""
+    """Find where a conversion puts parts of this size."""
     count, numel = len(conversion.parts), math.prod(size)
     numbers = torch.arange(count * numel, dtype=torch.float64).view(count, *size)
     tiny = {name: numbers[index] for index, (_, name) in enumerate(conversion.parts)}
@@ -97,7 +97,7 @@ def _tiny_spots(model: PreTrainedModel, conversion: Conversion, size: Sequence[i
 
 
 def _spot(places: torch.Tensor, size: Sequence[int]) -> _Spot | None:
-    """From ``places`` ``[*size, dimensions of the result]``, the index of each element in the result."""
+    """Find the place of a part from the index of each of its elements in the result, ``[*size, dimensions]``."""
     corner = places[(0,) * len(size)]
     expected, axes = corner.clone().expand(*size, -1).clone(), []
     for dim, length in enumerate(size):

@@ -1,26 +1,26 @@
-"""The files of a compressed checkpoint as if they held plain tensors."""
+"""Read the files of a compressed checkpoint as if they held plain tensors."""
 
 from pathlib import Path
 
 import torch
 
-from common.models.checkpoint.compressed.found import FoundTensor, Method
-from common.models.checkpoint.compressed.methods import method_of
-from common.models.checkpoint.shards import Shards, Stored
+from common.models.checkpoint.compressed.detection import method_of
+from common.models.checkpoint.compressed.method import FoundTensor, Method
+from common.models.checkpoint.shards import Shards, StoredTensor
 
 
 class CompressedShards(Shards):
     """A checkpoint's safetensors files, some of whose tensors are compressed.
 
     Args:
-        directory: with ``config.json``; see :class:`Shards` for the rest.
+        directory: holds ``config.json`` and safetensors files; see :class:`Shards`.
 
     Attributes:
-        method: how it is compressed; None if it is not, and all tensors are as they are in the files.
-        compressed: the compressed tensors among ``tensors``, whose shape and dtype there are those of their numbers.
+        method: how it is compressed; None if it is not: then all tensors are as they are in the files.
+        compressed: the compressed ones among ``tensors``, which has the shape and dtype of their numbers.
 
     Raises:
-        UserError, FinetuneError: as :class:`Shards`, and where what is compressed cannot be read.
+        UserError, FinetuneError: as :class:`Shards`, or a compressed tensor cannot be read.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -34,10 +34,10 @@ class CompressedShards(Shards):
         self.tensors = {name: stored for name, stored in self.files.items() if name not in hidden}
         for name, found in self.compressed.items():
             codes = self.files[found.names["codes"]]
-            self.tensors[name] = Stored(codes.file, found.tensor.dtype, found.tensor.model_shape, codes.name)
+            self.tensors[name] = StoredTensor(codes.file, found.tensor.dtype, found.tensor.model_shape, codes.name)
 
     def read(self, name: str) -> torch.Tensor:
-        """See :meth:`Shards.read`; of a compressed tensor, its numbers."""
+        """Read a tensor, as :meth:`Shards.read`; a compressed one is dequantised."""
         found = self.compressed.get(name)
         if found is None:
             return super().read(name)
@@ -47,10 +47,10 @@ class CompressedShards(Shards):
         return whole
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """See :meth:`Shards.read_rows`. Of a compressed tensor all is read."""
+        """Read rows of a tensor, as :meth:`Shards.read_rows`; all of a compressed one is read."""
         return self.read(name)[start:stop] if name in self.compressed else super().read_rows(name, start, stop)
 
     def components(self, name: str) -> dict[str, torch.Tensor]:
-        """The components of a compressed tensor as they are in the files, by their roles."""
+        """Read the components of a compressed tensor as they are in the files, by their roles."""
         read = super().read  # which knows nothing of what is compressed
         return {role: read(one) for role, one in self.compressed[name].names.items()}

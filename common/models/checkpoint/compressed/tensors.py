@@ -1,7 +1,7 @@
-"""A tensor in codes of a few bits and a scale for each block of them, and back into numbers.
+"""Decode tensors that are written as codes of a few bits with a scale for each block of them.
 
 One rule covers all formats: a number is (code - zero point) x (scale / global scale), computed in fp32 and rounded to
-:attr:`CompressedTensor.dtype`. That is, bit for bit, what the formats' own libraries make of it:
+:attr:`CompressedTensor.dtype`. The result is, bit for bit, that of the formats' own libraries:
 
 * FP8 by blocks: ``inference/kernel.py`` of DeepSeek-V3, and ``Fp8Dequantize`` of transformers;
 * MXFP4: OCP Microscaling Formats 1.0, and ``convert_moe_packed_tensors`` of transformers. Products with a power of two
@@ -21,16 +21,16 @@ import torch
 from common.models.checkpoint.shards import DTYPES
 
 CHUNK_ELEMENTS = 1 << 20
-"""What is brought back at once: temporary memory is below 20 bytes for each of these."""
+"""Number of elements that are decoded at once: temporary memory is below 20 bytes for each of these."""
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The positive numbers of four bits with two of exponent and one of mantissa; the highest bit is the sign."""
+"""Positive numbers of four bits with two of exponent and one of mantissa; the highest bit is the sign."""
 
 _ROLES = ("codes", "scale", "zero_point", "global_scale")
 
 
 def _nibble_table(numbers: list[float]) -> torch.Tensor:
-    """The two numbers of a byte, the one in its low half first."""
+    """Return the two numbers of every byte, the one in its low half first."""
     return torch.tensor([[numbers[byte & 15], numbers[byte >> 4]] for byte in range(256)])
 
 
@@ -51,10 +51,10 @@ TABLES = {
 
 @dataclass(frozen=True)
 class Component:
-    """One of the tensors in a file that together are a compressed one."""
+    """One of the tensors in a file that together are a compressed tensor."""
 
     role: str
-    """``codes``, ``scale``, ``zero_point`` or ``global_scale``."""
+    """One of ``codes``, ``scale``, ``zero_point`` and ``global_scale``."""
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -65,20 +65,20 @@ class Component:
 
 @dataclass(frozen=True)
 class CompressedTensor:
-    """How a tensor is written."""
+    """The format of a compressed tensor."""
 
     codes: str
-    """A key of :data:`TABLES`."""
+    """Kind of the codes, a key of :data:`TABLES`."""
     shape: tuple[int, ...]
-    """Of the numbers, ``[..., rows, columns]``; codes of a row lie side by side."""
+    """Shape of the numbers, ``[..., rows, columns]``; codes of a row lie side by side."""
     block: tuple[int, int]
     """Rows and columns that share a scale; blocks at the edges may be smaller."""
     dtype: torch.dtype
-    """Of the numbers."""
+    """Dtype of the numbers."""
     components: tuple[Component, ...]
-    """In the order of their roles."""
+    """Components in the order of their roles."""
     transposed: bool = False
-    """Whether the model has its last two dimensions the other way round."""
+    """Whether the model has the last two dimensions the other way round."""
 
     @property
     def numel(self) -> int:
@@ -86,11 +86,11 @@ class CompressedTensor:
 
     @property
     def model_shape(self) -> tuple[int, ...]:
-        """As the model has it."""
+        """Shape in the model."""
         return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
 
     def problem(self) -> str | None:
-        """Say what does not fit together, in words; None: all does."""
+        """Describe which component does not fit the others; None: all fit."""
         *leading, rows, columns = self.shape
         grid = (-(-rows // self.block[0]), -(-columns // self.block[1]))
         per_byte = TABLES[self.codes].shape[1]
@@ -142,15 +142,18 @@ class CompressedTensor:
                 target[start:stop].copy_(numbers.to(self.dtype))
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the format for JSON."""
         return {
-            "codes": self.codes, "shape": list(self.shape), "block": list(self.block), "dtype": _name(self.dtype),
+            "codes": self.codes,
+            "shape": list(self.shape),
+            "block": list(self.block),
+            "dtype": _name(self.dtype),
             "components": [[one.role, _name(one.dtype), list(one.shape)] for one in self.components],
             "transposed": self.transposed,
-        }  # fmt: skip
+        }
 
     def _zero_points(self, components: Mapping[str, torch.Tensor], count: int, columns: int) -> torch.Tensor | None:
-        """fp32 ``[count, rows of blocks, columns of blocks]``."""
+        """Return zero points in fp32 ``[count, rows of blocks, columns of blocks]``; None: there are none."""
         packed = components.get("zero_point")
         if packed is None:
             return None
@@ -171,7 +174,7 @@ class CompressedTensor:
 
 
 def ordered(components: Mapping[str, Component]) -> tuple[Component, ...]:
-    """In the order of their roles."""
+    """Return components in the order of their roles."""
     return tuple(components[role] for role in _ROLES if role in components)
 
 
@@ -185,13 +188,13 @@ def _matrices(out: torch.Tensor) -> Iterator[torch.Tensor]:
 
 @cache
 def _words(codes: str, device: torch.device) -> torch.Tensor:
-    """The numbers of each byte as one integer, which is looked up faster than several numbers."""
+    """Return the numbers of each byte as one integer, which is looked up faster than several numbers."""
     table = TABLES[codes].to(device)
     return table.view(torch.int32 if table.shape[1] == 1 else torch.int64).flatten()
 
 
 def _looked_up(table: torch.Tensor, codes: torch.Tensor, columns: int) -> torch.Tensor:
-    """fp32 ``[n, columns]`` of ``uint8 [n, bytes]``."""
+    """Return the numbers, fp32 ``[n, columns]``, of codes ``uint8 [n, bytes]``."""
     found = table.index_select(0, codes.flatten().int()).view(torch.float32)
     return found.view(codes.shape[0], -1)[:, :columns]
 

@@ -118,9 +118,9 @@ def test_what_does_not_fit_is_left_out_and_counted(tmp_path: Path) -> None:
     data = write(tmp_path / "data.jsonl", chat([image], "yes"), chat([image], "long " * 40), chat([image, ASK]))
     batches = opened([data], tmp_path, seq_len=64)
     assert batches.rows == 1
-    assert f"left out: 1 longer than --seq-len; first {data}, line 2" in batches.description
-    assert f"left out: 1 without an answer of the assistant; first {data}, line 3" in batches.description
-    with pytest.raises(UserError, match=r"All 1 conversations in .* are longer than --seq-len 8: raise it"):
+    assert f"first {data}, line 2; longer than a row" in batches.description
+    assert f"first {data}, line 3; no completion, output or message of the assistant" in batches.description
+    with pytest.raises(UserError, match=r"no token to train on in .*left out: 1 record, .*longer than a row of 8"):
         opened([write(tmp_path / "long.jsonl", chat([image], "yes"))], tmp_path, seq_len=8)
     assert [file.suffix for file in (tmp_path / "cache").iterdir() if file.suffix in (".lines", ".tmp")] == []
 
@@ -188,12 +188,9 @@ def test_long_conversations_end_behind_the_last_answer_that_fits(tmp_path: Path)
     batches = opened([data], tmp_path, seq_len=64)
     batch, tokenizer = batches.batch(0), make_processor().tokenizer
     assert tokenizer.decode(batch["labels"][0][batch["labels"][0] != -100]) == "yes</s>\nno</s>\n"
-    assert (
-        f"cut behind the last answer that fits: 1 longer than --seq-len (--drop-long drops them); first {data}, line 1"
-        in (batches.description)
-    )
+    assert "cut: 1 record, " in batches.description and f"first {data}, line 1; longer" in batches.description
     config = DataConfig((str(data),), 64, 1, truncate=False)
-    with pytest.raises(UserError, match="All 1 conversations"):
+    with pytest.raises(UserError, match=r"no token to train on in .*--drop-long"):
         open_image_data(config, make_processor(), tmp_path / "cache")
 
 

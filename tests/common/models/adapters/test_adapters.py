@@ -9,9 +9,10 @@ from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, Peft
 from transformers import AutoModelForCausalLM
 
 from common.errors import UserError
-from common.models.adapters.adapters import CONFIG, WEIGHTS, AdapterOptions, Adapters, load_peft_config
+from common.models.adapters.adapters import WEIGHTS, Adapters
+from common.models.adapters.options import CONFIG, AdapterOptions, load_peft_config
 from common.models.checkpoint.sources import CheckpointSource
-from common.models.meta import build_meta_model
+from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from tests.helpers.twin import save_checkpoints
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from common.data.isolation import Documents, documents_apart
+from common.data.documents import Documents, separate_documents
 from common.models.attention import documents as document_attention
 from common.models.attention.documents import _by_document, attention_by_document
 
@@ -37,7 +37,7 @@ def test_values_and_gradients(window: int, heads: int, width: int, monkeypatch: 
     sizes = ((4, 8), (heads, 8), (heads, width))
     inputs = [torch.randn(2, h, 37, d, dtype=torch.float64, requires_grad=True) for h, d in sizes]
     module = nn.Identity()
-    with documents_apart(Documents.of(positions())):
+    with separate_documents(Documents.of(positions())):
         ours, weights = _by_document(module, *inputs, None, scaling=0.3, sliding_window=window or None)
     assert weights is None
     theirs = masked(*inputs, window, 0.3)
@@ -58,7 +58,7 @@ def test_one_operator_whose_shapes_do_not_depend_on_the_documents() -> None:
 @pytest.mark.parametrize("extra", [{"softcap": 3.0}, {"s_aux": torch.zeros(4)}, {"is_causal": False}])
 def test_what_cannot_be_cut_is_not_computed(extra: dict) -> None:
     inputs = [torch.zeros(2, 4, 37, 8) for _ in range(3)]
-    with documents_apart(Documents.of(positions())), pytest.raises(NotImplementedError):
+    with separate_documents(Documents.of(positions())), pytest.raises(NotImplementedError):
         _by_document(nn.Identity(), *inputs, None, **extra)
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from common.data.isolation import Documents
-from common.models.attention.isolation import Isolation, Separator, documents_are_isolated, find_isolation
+from common.data.documents import Documents
+from common.models.attention.isolation import DocumentSeparator, Isolation, documents_are_isolated, find_isolation
 from tests.helpers.small_models import model_of
 
 WHOLE = {"llama", "gpt2", "gemma3_text", "opt"}
@@ -64,7 +64,7 @@ def test_rows_and_documents_of_sizes_that_others_have(family: str, size: str) ->
     documents = Documents.of(positions)
     assert documents is not None
     with torch.no_grad():
-        with Separator(model, how).apart(documents):
+        with DocumentSeparator(model, how).apart(documents):
             packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
         for row, start, end in list(documents.spans())[::3]:
             alone = model(input_ids=ids[row : row + 1, start:end], use_cache=False).logits

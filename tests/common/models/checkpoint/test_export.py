@@ -8,10 +8,10 @@ from transformers import AutoModelForCausalLM
 
 from common.errors import FinetuneError
 from common.models.checkpoint.export import CheckpointWriter, copy_tokenizer_files
-from common.models.checkpoint.saving import INCOMPLETE, NonFiniteWeights, first_nonfinite
+from common.models.checkpoint.saving import STAGING_FOLDER, NonFiniteWeights, first_nonfinite
 from common.models.checkpoint.shards import INDEX, SINGLE
 from common.models.checkpoint.sources import CheckpointSource
-from common.models.meta import build_meta_model
+from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from common.models.structure import find_blocks, parameter_names
 from tests.helpers.families import FAMILIES, family_config, peak_bytes, real_model, reset_peak_bytes, saved
@@ -91,7 +91,7 @@ def test_memory_is_that_of_a_shard_and_a_block(tmp_path):
 def test_a_half_written_export_is_no_checkpoint(tmp_path):
     real = real_model(family_config("llama"))
     writer = export(tmp_path, real, shard_bytes=20_000)
-    assert [file.name for file in tmp_path.iterdir()] == [INCOMPLETE]
+    assert [file.name for file in tmp_path.iterdir()] == [STAGING_FOLDER]
     with pytest.raises((OSError, ValueError)):
         AutoModelForCausalLM.from_pretrained(tmp_path)
     writer.discard()

@@ -11,7 +11,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 from common.errors import FinetuneError, UserError
 from common.models.checkpoint.shards import SINGLE, without_wrappers
 from common.models.checkpoint.sources import CheckpointSource
-from common.models.meta import build_meta_model
+from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from tests.helpers.families import family_config, saved
 

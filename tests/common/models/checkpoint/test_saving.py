@@ -12,7 +12,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from common.models.checkpoint.saving import INCOMPLETE, begin, discard, move_into_place, save_tensors
+from common.models.checkpoint.saving import (
+    STAGING_FOLDER,
+    discard_staging_folder,
+    make_staging_folder,
+    move_into_place,
+    save_tensors,
+)
 from common.store.errors import StoreError
 
 
@@ -44,10 +50,10 @@ def test_what_the_system_refuses_is_told_with_the_file(tmp_path: Path, monkeypat
 
 def test_files_come_in_order_after_older_ones_have_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / "out"
-    (begin(directory) / ".tmp5fH2xa").touch()  # of one that was killed
+    (make_staging_folder(directory) / ".tmp5fH2xa").touch()  # of one that was killed
     (directory / "config").write_text("old")
     (directory / "mine").touch()
-    folder = begin(directory)
+    folder = make_staging_folder(directory)
     for name in ("weights", "config", "a"):
         (folder / name).write_text("new")
     moved: list[tuple[str, bool]] = []
@@ -64,8 +70,8 @@ def test_files_come_in_order_after_older_ones_have_gone(tmp_path: Path, monkeypa
 
 
 def test_what_is_not_finished_is_discarded(tmp_path: Path) -> None:
-    (begin(tmp_path) / "weights").touch()
-    assert [path.name for path in tmp_path.iterdir()] == [INCOMPLETE]
-    discard(tmp_path)
-    discard(tmp_path)
+    (make_staging_folder(tmp_path) / "weights").touch()
+    assert [path.name for path in tmp_path.iterdir()] == [STAGING_FOLDER]
+    discard_staging_folder(tmp_path)
+    discard_staging_folder(tmp_path)
     assert not list(tmp_path.iterdir())

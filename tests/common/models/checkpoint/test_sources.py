@@ -12,7 +12,7 @@ from transformers.core_model_loading import Chunk, WeightConverter
 from common.errors import FinetuneError, UserError
 from common.models.checkpoint.shards import INDEX, SINGLE
 from common.models.checkpoint.sources import CheckpointSource, RandomSource
-from common.models.meta import build_meta_model
+from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from tests.helpers.families import FAMILIES, MIXED, family_config, peak_bytes, real_model, reset_peak_bytes, saved
 

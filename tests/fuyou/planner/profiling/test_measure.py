@@ -10,7 +10,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 
 from common.errors import UserError
-from common.models.meta import build_meta_model
+from common.models.meta_model import build_meta_model
 from common.models.miniature import miniature
 from common.store.throttle import IoThrottle
 from fuyou.layout.record import Precision
@@ -69,15 +69,15 @@ def test_adam_is_measured_on_states_in_memory(tmp_path: Path, monkeypatch: pytes
     """Not at the rate at which a drive brings them, once it has."""
     monkeypatch.setattr("fuyou.planner.profiling.contention.WARM_SECONDS", 0.3)
     monkeypatch.setattr("fuyou.planner.profiling.contention.WINDOW_SECONDS", 0.2)
-    pace, link = IoThrottle(2e6, 1e9), OptimizerLink()
+    throttle, link = IoThrottle(2e6, 1e9), OptimizerLink()
     link.wait_until_up()
-    with open_scratch([tmp_path], scratch_records(4096, BF16), pace) as scratch:
-        bench = OptimizerBench(link, scratch, BF16, 4096, 1, pace)
+    with open_scratch([tmp_path], scratch_records(4096, BF16), throttle) as scratch:
+        bench = OptimizerBench(link, scratch, BF16, 4096, 1, throttle)
         try:
             (chunks,) = pieces_per_second([bench.updating])
         finally:
             bench.close()
-    assert chunks * 4096 * BF16.state_bytes > 4 * pace.read_bytes_per_second
+    assert chunks * 4096 * BF16.state_bytes > 4 * throttle.read_bytes_per_second
 
 
 def test_operators_are_listed_with_their_ordinals_and_results() -> None:

@@ -13,7 +13,7 @@ from common.errors import UserError
 from common.models.checkpoint.compressed import Placements
 from common.models.checkpoint.export import CheckpointWriter
 from common.models.checkpoint.sources import CheckpointSource
-from common.models.meta import build_meta_model
+from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from tests.common.models.checkpoint.compressed.cases import PAIRS, compressed
 from tests.helpers.families import peak_bytes, reset_peak_bytes

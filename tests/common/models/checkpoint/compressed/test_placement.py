@@ -12,7 +12,7 @@ from transformers.core_model_loading import (
 
 from common.models.checkpoint.compressed import Placements
 from common.models.checkpoint.conversion import Conversion
-from common.models.meta import build_meta_model
+from common.models.meta_model import build_meta_model
 from tests.helpers.families import family_config
 
 EXPERTS = 3

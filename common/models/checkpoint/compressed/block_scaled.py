@@ -6,13 +6,13 @@ from typing import Any
 import torch
 
 from common.errors import FinetuneError
-from common.models.checkpoint.compressed.found import FLOAT_CODES, FoundTensor, checked, component, even_blocks
+from common.models.checkpoint.compressed.method import FLOAT_CODES, FoundTensor, checked, component, even_blocks
 from common.models.checkpoint.compressed.tensors import CompressedTensor, ordered
-from common.models.checkpoint.shards import Shards, Stored
+from common.models.checkpoint.shards import Shards, StoredTensor
 
 
 class Fp8:
-    """FP8 in blocks, as DeepSeek-V3 has it (``weight_scale_inv``); one scale for all where there are no blocks."""
+    """FP8 in blocks, as in DeepSeek-V3 (``weight_scale_inv``); one scale for all where there are no blocks."""
 
     name = "fp8"
     _beside = ("activation_scale", "input_scale", "qscale_act")
@@ -21,7 +21,7 @@ class Fp8:
         self._block = settings.get("weight_block_size")
 
     def find(self, shards: Shards) -> Iterator[tuple[str, FoundTensor]]:
-        """See :meth:`Method.find`."""
+        """Find every compressed tensor; see :meth:`Method.find`."""
         for name, stored in shards.tensors.items():
             if (stored.dtype not in FLOAT_CODES and stored.dtype != torch.int8) or len(stored.shape) < 2:
                 continue
@@ -35,7 +35,7 @@ class Fp8:
             tensor = self._tensor(name, stored, shards.tensors[scale])
             yield name, checked(FoundTensor(tensor, {"codes": name, "scale": scale}, beside), name, shards)
 
-    def _tensor(self, name: str, stored: Stored, scale: Stored) -> CompressedTensor:
+    def _tensor(self, name: str, stored: StoredTensor, scale: StoredTensor) -> CompressedTensor:
         codes = FLOAT_CODES.get(stored.dtype, "e2m1")  # two to a byte, which is what int8 means here
         shape = (*stored.shape[:-1], stored.shape[-1] * (2 if codes == "e2m1" else 1))
         components = {"codes": component("codes", stored), "scale": component("scale", scale)}
@@ -49,12 +49,12 @@ class Fp8:
 
 
 class Mxfp4:
-    """MXFP4 as gpt-oss has it: ``*_blocks`` of 32 numbers in 16 bytes, ``*_scales`` with their exponents."""
+    """MXFP4 as in gpt-oss: ``*_blocks`` of 32 numbers in 16 bytes, ``*_scales`` with their exponents."""
 
     name = "mxfp4"
 
     def find(self, shards: Shards) -> Iterator[tuple[str, FoundTensor]]:
-        """See :meth:`Method.find`."""
+        """Find every compressed tensor; see :meth:`Method.find`."""
         for name, blocks in shards.tensors.items():
             base = name.removesuffix("_blocks")
             scales = shards.tensors.get(f"{base}_scales")

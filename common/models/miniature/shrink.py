@@ -1,4 +1,4 @@
-"""A tiny configuration of the same family as a given one, made by rule: what proofs on a small scale are built from.
+"""Make a tiny configuration of the same family as a given one, by rule.
 
 Every structural choice stays: kinds of layers and their order, grouped and shared keys and values, windows, experts and
 their groups, tying, norms, caps, rotary types. Only sizes shrink, each by what its name says that it counts:
@@ -13,12 +13,33 @@ Whatever is none of these and large is a width; whatever is small stays as it is
 
 import re
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from common.errors import UserError
+from common.models.miniature.field_names import (
+    CHOSEN,
+    DEPTH,
+    GROUPS,
+    HEAD_COUNT,
+    HEAD_COUNTS,
+    HEAD_DIM_NAME,
+    NOT_A_COUNT,
+    NOT_SIZES,
+    OFFSET,
+    PERIOD,
+    PIXELS,
+    POSITIONS,
+    ROTARY,
+    STATE,
+    TOKEN_COUNT,
+    TOKEN_ID,
+    TOWER,
+    VOCABULARY_SIZE,
+    WIDTHS,
+)
+from common.models.miniature.layers import LEAST_LAYERS, KeptLayers
 
 TOKENS = 24
 """Length of a row in which every window of a miniature hides something."""
@@ -29,46 +50,11 @@ _HEAD_DIM = 16
 _LEAST_ROTATED = 8
 _PLACES = 64
 _EXPERTS = 4
-_PER_KIND = 2
-_LEAST_LAYERS, _MOST_KINDS = 3, 6
 
-_DEPTH = re.compile(
-    r"^(num_hidden_layers|n_layers?|num_layers|num_blocks|depth|(num_)?(de|en)coder_layers|num_layers_per_stack"
-    r"|conf_num_hidden_layers|num_global_layers)$"
-)
-_WIDTHS = ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim", "dim_model", "hidden_dim")
-_HEAD_COUNTS = (
-    "num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "num_decoder_attention_heads",
-    "attention_heads",
-)  # fmt: skip
-_HEAD_COUNT = re.compile(r"(^|_)heads$|_heads_|^n_heads?$|^n_head$|query_groups$")
-_HEAD_DIM_NAME = re.compile(r"head_?dim$|head_size$|^d_head$|^d_kv$|^dim_head$|kv_channels$|d_head$|^rotary_dim$")
-_VOCABULARY = re.compile(r"vocab_size|^vocab_offset$")
-_TOKEN_ID = re.compile(r"_(id|ids|idx|index)$")
-_EXPERT = re.compile(r"expert")
-_NOT_A_COUNT = re.compile(r"size|dim|period|offset|interval|layer|group|per_tok")
-_CHOSEN = re.compile(r"(experts_per_tok(en)?|topk|top_k|moe_k|top_k_experts)$")
-_GROUPS = re.compile(r"(^|_)n_?groups?$|expert_group$|^o_groups$|^mamba_ngroups$")
-_TOKEN_COUNT = re.compile(
-    r"window(?!_layers|_pattern)|chunk|local_attention|local_attn|block_size|rel_extent|index_topk|index_block|floor_scale"
-    r"|n_floor|local_blocks"
-)
-_POSITIONS = re.compile(r"position|max_seq|context_length|n_ctx|max_length|max_(source|target)|seq_length|max_distance")
-_FROM_FRONT = re.compile(r"^first_k_|num_dense_layers|max_window_layers|layer_start_index|num_hash_layers")
-_FROM_BACK = re.compile(r"kv_shared_layers$")
-_PERIOD = re.compile(
-    r"period$|interval$|every_n_layers$|layer_group_size$|sparse_step$|sliding_window_pattern$|_pattern$"
-)
-_OFFSET = re.compile(r"layer_offset$")
-_TOWER = re.compile("vision|audio|siglip|vit|clip|encodec|t5")
-_ROTARY = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_dim", "rotary_pct", "partial_rotary_factor")
-_PIXELS = re.compile(r"kernel|sampl|num_mel|stride|tile|crop|bins|buckets|buffer|codebook")
-_STATE = re.compile(r"d_state$|state_size$|_rank$|lora_rank|dt_rank")
 _EXCEPTIONS: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_shape": [4, TOKENS // 4]},  # its product is the only length that trains
 }
-"""By model type: what no rule can know."""
-_NOT_SIZES = re.compile(r"^(id2label|label2id|transformers_version|architectures|seed|pretraining_tp)$")
+"""Fields that no rule can know, by model type."""
 
 
 def miniature(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -97,19 +83,19 @@ def miniature(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 class _Shrunk:
-    """One (sub-)configuration's fields, shrunk.
+    """The fields of a (sub-)configuration, shrunk.
 
     Args:
-        fields: as ``to_dict`` gives them.
-        config: that they are of, for attributes under other names; None of a plain dictionary.
-        outer: of the configuration that this is part of.
+        fields: the fields, as ``to_dict`` gives them.
+        config: the configuration, for attributes under other names; None for a plain dictionary.
+        outer: the shrunk fields of the configuration that this one is a part of.
     """
 
     def __init__(self, fields: dict[str, Any], config: Any = None, outer: "_Shrunk | None" = None):
         self._fields, self._config, self._outer = fields, config, outer
         self.small_width = self.small_heads = self.small_head_dim = 0
         self._measure()
-        self._choose_layers()
+        self._kept = KeptLayers(fields, config)
         self.result = {name: self._shrink(name, value) for name, value in fields.items()}
 
     def _first(self, names: Sequence[str]) -> int | None:
@@ -122,9 +108,9 @@ class _Shrunk:
     # -- widths -----------------------------------------------------------------------------------------------------
 
     def _measure(self) -> None:
-        """Say what heads and widths become; all others follow from these."""
+        """Choose what heads and widths become; all others follow from these."""
         outer = self._outer
-        self.width, self.heads = self._first(_WIDTHS), self._first(_HEAD_COUNTS)
+        self.width, self.heads = self._first(WIDTHS), self._first(HEAD_COUNTS)
         if self.width is None:
             text = self._config.get_text_config(decoder=True) if isinstance(self._config, PreTrainedConfig) else None
             if outer is not None:  # a mere group of fields, like DBRX's ffn_config
@@ -137,7 +123,7 @@ class _Shrunk:
         explicit = self._first(("head_dim", "attention_head_dim", "d_head", "dim_head", "attention_head_size", "d_kv"))
         self.head_dim = explicit or max(1, width // heads)
         # A tower is smaller than the language model that it belongs to, as it is when both are large.
-        tower = outer is not None and bool(_TOWER.search(str(self._fields.get("model_type"))))
+        tower = outer is not None and bool(TOWER.search(str(self._fields.get("model_type"))))
         self.most_heads = _HEADS // 2 if tower else _HEADS
         self.small_heads = min(heads, self.most_heads)
         rotary = min([1.0, *_fractions(self._fields)])
@@ -201,101 +187,22 @@ class _Shrunk:
         """Return the size of the heads that ``name`` counts, where another field says it."""
         stem = name.removeprefix("num_").removesuffix("s")
         for other in (
-            f"{stem.removesuffix('_head')}_head_dim", name.replace("num_", "").replace("heads", "head_dim"),
-            name.replace("n_heads", "d_head"), name.replace("num_heads", "head_dim"), name.replace("num_", "").replace(
-                "heads", "head_dim"), "mamba_headdim" if "mamba" in name else "",
-        ):  # fmt: skip
+            f"{stem.removesuffix('_head')}_head_dim",
+            name.replace("num_", "").replace("heads", "head_dim"),
+            name.replace("n_heads", "d_head"),
+            name.replace("num_heads", "head_dim"),
+            "mamba_headdim" if "mamba" in name else "",
+        ):
             if isinstance(self._fields.get(other), int):
                 return int(self._fields[other])
-        return self.head_dim if name in ("num_heads",) else None
-
-    # -- layers -----------------------------------------------------------------------------------------------------
-
-    def _choose_layers(self) -> None:
-        """Choose which of the layers stay: of each kind the first and the last."""
-        depths = {name: value for name, value in self._fields.items() if _DEPTH.match(name) and isinstance(value, int)}
-        depth = getattr(self._config, "num_hidden_layers", None) if self._config is not None else None
-        self.depth = depth if isinstance(depth, int) else max(depths.values(), default=0)
-        if not self.depth:
-            self.depth = len(self._fields.get("layer_types") or ())
-        kinds: list[tuple[Any, ...]] = [() for _ in range(self.depth)]
-        least = min(self.depth, _LEAST_LAYERS)
-        for name, value in self._fields.items():
-            told = self._kinds(name, value)
-            if told is not None:
-                kinds = [(*kind, extra) for kind, extra in zip(kinds, told, strict=True)]
-            least = max(least, self._least_layers(name, value))
-        chosen: set[int] = set()
-        distinct = list(dict.fromkeys(kinds))
-        if len(distinct) > _MOST_KINDS:  # sizes that differ from layer to layer
-            distinct = [distinct[round(at * (len(distinct) - 1) / (_MOST_KINDS - 1))] for at in range(_MOST_KINDS)]
-        for kind in distinct:
-            places = [index for index, other in enumerate(kinds) if other == kind]
-            chosen |= {places[0], places[-1]}
-        for index in range(self.depth):
-            if len(chosen) >= least:
-                break
-            chosen.add(index)
-        self.layers = sorted(chosen)
-
-    def _kinds(self, name: str, value: Any) -> list[Any] | None:
-        """Say what ``name`` tells of each layer, if it does."""
-        depth = self.depth
-        if isinstance(value, bool) or not depth:
-            return None
-        if isinstance(value, int) and 0 < value < depth:
-            if _FROM_FRONT.search(name):
-                return [index < value for index in range(depth)]
-            if _FROM_BACK.search(name):
-                return [index >= depth - value for index in range(depth)]
-        if _is_index_list(name, value, depth):
-            return [index in value for index in range(depth)]
-        if isinstance(value, list | tuple) and len(value) == depth and depth > 2:
-            return [str(one) for one in value]
-        if _is_by_layer(value):
-            return [str(value.get(f"{index:02}", value.get(str(index)))) for index in range(depth)]
-        return None
-
-    def _least_layers(self, name: str, value: Any) -> int:
-        """Say how many layers it takes to see the pattern ``name`` once and its beginning again."""
-        if isinstance(value, list | tuple) and "types" in name and 1 < len(value) < self.depth:
-            return len(value) + 1
-        if isinstance(value, int) and _PERIOD.search(name) and value > 1 and self.depth > 2:
-            return min(self.depth, min(value, 3) + 1)
-        return 0
-
-    def _by_layer(self, name: str, value: Any) -> Any:
-        """``value`` for the layers that stay; None if it says nothing of single layers."""
-        depth, layers = self.depth, self.layers
-        if not depth or isinstance(value, bool):
-            return None
-        if isinstance(value, int):
-            if _FROM_FRONT.search(name):
-                return len(layers) if value >= depth else sum(index < value for index in layers)
-            if _FROM_BACK.search(name):
-                return sum(index >= depth - value for index in layers)
-            if name.endswith("layer_end_index"):
-                return len(layers) - 1
-            return None
-        if _is_index_list(name, value, depth):
-            return [place for place, index in enumerate(layers) if index in value]
-        if isinstance(value, list | tuple) and len(value) == depth and depth > 2:
-            return [self._shrink_one(name, value[index]) for index in layers]
-        if _is_by_layer(value):
-            found = {}
-            for place, index in enumerate(layers):
-                one = value.get(f"{index:02}", value.get(str(index)))
-                if one is not None:
-                    found[f"{place:02}"] = {key: self._shrink(key, entry) for key, entry in one.items()}
-            return found
-        return None
+        return self.head_dim if name == "num_heads" else None
 
     # -- fields -----------------------------------------------------------------------------------------------------
 
     def _shrink(self, name: str, value: Any) -> Any:
-        if _NOT_SIZES.match(name):
+        if NOT_SIZES.match(name):
             return value
-        by_layer = self._by_layer(name, value)
+        by_layer = self._kept.select(name, value, self._shrink_one, self._shrink)
         if by_layer is not None:
             return by_layer
         if isinstance(value, dict):
@@ -307,10 +214,13 @@ class _Shrunk:
     def _shrink_group(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
         if name.startswith("rope"):
             return {
-                key: self._shrink_group(f"rope_{key}", one) if isinstance(one, dict) else
-                self._shrink_list(key, one) if isinstance(one, list) else one
+                key: self._shrink_group(f"rope_{key}", one)
+                if isinstance(one, dict)
+                else self._shrink_list(key, one)
+                if isinstance(one, list)
+                else one
                 for key, one in value.items()
-            }  # fmt: skip
+            }
         if name.endswith("rates"):
             return {
                 key: (4 if one > 4 else 2) if isinstance(one, int) and one > 2 else one for key, one in value.items()
@@ -319,7 +229,7 @@ class _Shrunk:
         return _Shrunk(value, nested if isinstance(nested, PreTrainedConfig) else None, self).result
 
     def _shrink_list(self, name: str, value: list[Any]) -> list[Any]:
-        """Lists along the dimensions of a head (rotary factors and sections); others stay."""
+        """Shrink a list along the dimensions of a head (rotary factors and sections); others stay."""
         half = self.head_dim // 2
         if name.endswith(("_factor", "factors")) and len(value) > 4:
             count = max(1, round(len(value) * self.small_head_dim / self.head_dim))
@@ -328,14 +238,14 @@ class _Shrunk:
             return _split(max(len(value), sum(value) * self.small_head_dim // self.head_dim), value)
         if sum(value) == self.width:  # what a width is put together from
             return _split(self.small_width, value)
-        if _TOKEN_ID.search(name):
+        if TOKEN_ID.search(name):
             return [self._token(name, one) for one in value]
         return value
 
     def _shrink_one(self, name: str, value: Any) -> Any:
         if not isinstance(value, int) or isinstance(value, bool) or value <= 1:
             return value
-        if name in _WIDTHS:
+        if name in WIDTHS:
             return self._narrow(value)
         for rule, shrink in self._rules():
             if rule.search(name):
@@ -343,7 +253,7 @@ class _Shrunk:
         return self._narrow(value) if value > 24 else value
 
     def _rules(self) -> list[tuple[re.Pattern[str], Callable[[str, int], int]]]:
-        """The first whose pattern is found in a name says what becomes of the number."""
+        """Return rules: the first whose pattern is found in a name says what becomes of the number."""
 
         def keep(_: str, value: int) -> int:
             return value
@@ -352,36 +262,37 @@ class _Shrunk:
             return lambda _, value: min(value, most)
 
         experts = 2 * _EXPERTS if self._grouped() else _EXPERTS
+        depth, kept = self._kept.depth, len(self._kept.indices)
         return [
-            (_DEPTH, lambda _, value: len(self.layers) if value == self.depth else min(value, _LEAST_LAYERS)),
-            (_VOCABULARY, at_most(VOCABULARY)),
-            (_TOKEN_COUNT, at_most(_WINDOW)),
+            (DEPTH, lambda _, value: kept if value == depth else min(value, LEAST_LAYERS)),
+            (VOCABULARY_SIZE, at_most(VOCABULARY)),
+            (TOKEN_COUNT, at_most(_WINDOW)),
             (re.compile(r"^num_position_embeddings$"), at_most(16)),  # a square
-            (_POSITIONS, keep if any(name in self._fields for name in _ROTARY) else at_most(_PLACES)),
+            (POSITIONS, keep if any(name in self._fields for name in ROTARY) else at_most(_PLACES)),
             (re.compile(r"^(spatial_|temporal_)?patch_size$"), at_most(4)),
             (re.compile(r"image_size"), at_most(16)),
             (re.compile(r"^base_channels$"), at_most(32)),  # the usual number of groups that are normalised
-            (_TOKEN_ID, self._token),
-            (_PERIOD, at_most(3)),
-            (_OFFSET, at_most(1)),
+            (TOKEN_ID, self._token),
+            (PERIOD, at_most(3)),
+            (OFFSET, at_most(1)),
             (re.compile("topk_group"), lambda _, value: 1),
-            (_CHOSEN, at_most(2)),
-            (_GROUPS, at_most(2)),
+            (CHOSEN, at_most(2)),
+            (GROUPS, at_most(2)),
             (re.compile(r"shared_experts$"), at_most(2)),
             (re.compile(r"zero_expert"), at_most(2)),
-            (_STATE, lambda _, value: min(value, 24 if value > 512 or value <= 24 else 16)),
-            (_HEAD_COUNT, self._few_heads),
-            (_HEAD_DIM_NAME, lambda _, value: self._thin(value)),
+            (STATE, lambda _, value: min(value, 24 if value > 512 or value <= 24 else 16)),
+            (HEAD_COUNT, self._few_heads),
+            (HEAD_DIM_NAME, lambda _, value: self._thin(value)),
             (re.compile(r"num_kv_heads|kv_n_heads"), self._few_heads),
-            (re.compile(rf"^(?!.*({_NOT_A_COUNT.pattern})).*expert"), at_most(experts)),
-            (_PIXELS, keep),
+            (re.compile(rf"^(?!.*({NOT_A_COUNT.pattern})).*expert"), at_most(experts)),
+            (PIXELS, keep),
         ]
 
     def _grouped(self) -> bool:
         return any((self._fields.get(name) or 1) > 1 for name in ("n_group", "num_expert_group"))
 
     def _token(self, _: str, value: int) -> int:
-        """Special tokens keep apart from each other and stay in the vocabulary."""
+        """Choose a token that stands for ``value``: special tokens stay distinct and in the vocabulary."""
         whole = self
         while whole._outer is not None:
             whole = whole._outer
@@ -391,21 +302,8 @@ class _Shrunk:
         return int(known.setdefault(value, VOCABULARY - 1 - len(known)))
 
 
-def _is_index_list(name: str, value: Any, depth: int) -> bool:
-    if not isinstance(value, list) or not value or not re.search(r"layer|idx|ind(ex|ic)es", name):
-        return False
-    if not all(type(one) is int and 0 <= one < depth for one in value):
-        return False
-    return all(first < second for first, second in pairwise(value))
-
-
-def _is_by_layer(value: Any) -> bool:
-    """Whether this is a dictionary from a layer's number to what differs there."""
-    return isinstance(value, dict) and bool(value) and all(isinstance(key, str) and key.isdigit() for key in value)
-
-
 def _fractions(fields: dict[str, Any]) -> list[float]:
-    """Every part of a head's dimensions that is rotated."""
+    """Return every fraction of a head's dimensions that is rotated."""
     found = []
     for name, value in fields.items():
         if isinstance(value, dict):
@@ -422,7 +320,7 @@ def _to_multiple(value: float, of: int) -> int:
 
 
 def _split(total: int, parts: list[int]) -> list[int]:
-    """``total`` in the proportions of ``parts``, each at least one."""
+    """Divide ``total`` in the proportions of ``parts``, each at least one."""
     made = [max(1, total * part // sum(parts)) for part in parts]
     made[-1] += total - sum(made)
     return made

@@ -1,6 +1,6 @@
-"""How a checkpoint is compressed, by the ``quantization_config`` in its config.json.
+"""Detect how a checkpoint is compressed, by the ``quantization_config`` in its config.json.
 
-That says which tensors to look for. Which weights are compressed, the files say: one that has no scales beside it
+That says which tensors to look for. Which weights are compressed, the files say: a weight without scales beside it
 (``modules_to_not_convert``, ``ignore``) is a plain one.
 """
 
@@ -12,35 +12,35 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from common.errors import UserError
-from common.models.checkpoint.compressed.blocks import Fp8, Mxfp4
+from common.models.checkpoint.compressed.block_scaled import Fp8, Mxfp4
 from common.models.checkpoint.compressed.compressed_tensors import CompressedTensors
-from common.models.checkpoint.compressed.found import Method
+from common.models.checkpoint.compressed.method import Method
 
 KNOWN = "FP8 (fp8), MXFP4 (mxfp4) and compressed-tensors"
 
 
 def method_of(directory: Path) -> Method | None:
-    """How the checkpoint in a directory is compressed, by its config.json; None if it does not say that it is.
+    """Return how the checkpoint in a directory is compressed, by its config.json; None if it is not.
 
     Raises:
-        UserError: in a way that is not known here.
+        UserError: its method is not supported.
     """
     try:
         content = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None  # what is wrong with it, transformers says
+        return None  # transformers says what is wrong with it
     settings = _settings_in(content) if isinstance(content, dict) else None
     return None if settings is None else _method(settings, str(directory))
 
 
 def accept_config(config: PreTrainedConfig, name: str, has_weights: bool) -> None:
-    """Take ``quantization_config`` out of a configuration: the model that is trained is a plain one.
+    """Remove ``quantization_config`` from a configuration: the model that is trained is a plain one.
 
     Args:
         has_weights: whether it belongs to a checkpoint.
 
     Raises:
-        UserError: it is compressed in a way that is not known here.
+        UserError: its method of compression is not supported, or there are no weights.
     """
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         settings = getattr(part, "quantization_config", None)

@@ -1,4 +1,4 @@
-"""Which loss a family's own code computes from labels: found by experiment, and computed here in passes."""
+"""Find by experiment whether a family's own loss shifts labels, so that it can be computed here in several passes."""
 
 import inspect
 
@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from common.errors import UserError
 
 _IGNORED = -100
-#: Two losses are the same up to this part of them.
+#: Part of a loss up to which another counts as equal.
 _ROUNDING = 1e-4
 
 
@@ -23,7 +23,7 @@ def shifts_labels(model: PreTrainedModel) -> bool:
         model: a small model of the family, with values.
 
     Raises:
-        UserError: its loss is the mean cross entropy in neither way.
+        UserError: its loss is not the mean cross entropy, neither with shifted labels nor without.
     """
     if "labels" not in inspect.signature(model.forward).parameters:
         return True  # it has no loss of its own

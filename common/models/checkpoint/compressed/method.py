@@ -1,4 +1,4 @@
-"""What is found in the files of a compressed checkpoint: which tensors belong together."""
+"""A method of compression, and what it finds in a checkpoint's files: which tensors belong together."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,40 +8,40 @@ import torch
 
 from common.errors import FinetuneError
 from common.models.checkpoint.compressed.tensors import Component, CompressedTensor
-from common.models.checkpoint.shards import Shards, Stored
+from common.models.checkpoint.shards import Shards, StoredTensor
 
-#: Kinds of codes by the dtype of tensors that hold one number in a byte.
+#: Kind of codes of tensors that hold one number in a byte, by their dtype.
 FLOAT_CODES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
 @dataclass(frozen=True)
 class FoundTensor:
-    """A compressed tensor in the files."""
+    """A compressed tensor that was found in the files."""
 
     tensor: CompressedTensor
     names: dict[str, str]
-    """Of its components in the files, by their roles."""
+    """Names of its components in the files, by their roles."""
     beside: tuple[str, ...] = ()
-    """Names of what is of no use without it: shapes, scales of activations."""
+    """Names of tensors that are useless without it: shapes, scales of activations."""
 
 
 class Method(Protocol):
-    """A way of writing checkpoints."""
+    """A method of compressing checkpoints."""
 
     name: str
-    """As ``quant_method`` in config.json."""
+    """Name in config.json: ``quant_method``."""
 
     def find(self, shards: Shards) -> Iterator[tuple[str, FoundTensor]]:
-        """Every compressed tensor, by the name that it would have if it were a plain one.
+        """Find every compressed tensor, by the name that it would have if it were a plain one.
 
         Raises:
-            FinetuneError, UserError: components do not fit together, or are written in a way that is not known here.
+            FinetuneError, UserError: components do not fit together, or their format is not supported.
         """
         ...
 
 
 def even_blocks(name: str, rows: int, columns: int, grid: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of a block where all are equally large, from the grid of scales.
+    """Return rows and columns of a block where all are equally large, from the grid of scales.
 
     Raises:
         FinetuneError: they cannot be equally large.
@@ -54,13 +54,13 @@ def even_blocks(name: str, rows: int, columns: int, grid: tuple[int, ...]) -> tu
     return rows // grid[0], columns // grid[1]
 
 
-def component(role: str, stored: Stored) -> Component:
-    """A tensor of the files in its role."""
+def component(role: str, stored: StoredTensor) -> Component:
+    """Describe a tensor of the files as a component."""
     return Component(role, stored.dtype, stored.shape)
 
 
 def checked(found: FoundTensor, name: str, shards: Shards) -> FoundTensor:
-    """``found``, if its components fit together.
+    """Return ``found``, if its components fit together.
 
     Raises:
         FinetuneError: they do not.

@@ -1,4 +1,4 @@
-"""Threads that wait for each other sleep instead of spinning, in this process and in those that it starts.
+"""Let OpenMP's threads sleep instead of spin while they wait, in this process and in those that it starts.
 
 PyTorch, MKL and oneDNN compute with OpenMP's threads. GNU's library, which PyTorch's Linux wheels bring along, lets a
 thread spin for 300,000 rounds (6 to 15 ms) whenever it waits for another one. If that one has lost its core to another
@@ -14,18 +14,18 @@ import os
 from collections.abc import MutableMapping
 
 SPIN_ROUNDS = 2000
-"""About 50 µs: what it costs to be put to sleep and woken."""
-OF_THE_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
-"""Who has set one of these has decided how threads wait."""
+"""Rounds that a thread spins before it sleeps: about 50 µs, the cost of being put to sleep and woken."""
+WAITING_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
+"""Environment variables with which users decide how threads wait."""
 
 
-def wait_asleep(environment: MutableMapping[str, str] | None = None) -> None:
+def let_threads_sleep(environment: MutableMapping[str, str] | None = None) -> None:
     """Set what OpenMP's libraries read when they are loaded, unless the user has decided.
 
     Args:
         environment: what to set it in; default: this process's, which processes that it starts inherit.
     """
     environment = os.environ if environment is None else environment
-    if not any(name in environment for name in OF_THE_USER):
+    if not any(name in environment for name in WAITING_VARIABLES):
         environment["OMP_WAIT_POLICY"] = "PASSIVE"
         environment["GOMP_SPINCOUNT"] = str(SPIN_ROUNDS)

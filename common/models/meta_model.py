@@ -1,4 +1,4 @@
-"""The model without its weights: parameters on the meta device, buffers real."""
+"""Build a model without its weights: parameters on the meta device, buffers real."""
 
 import contextlib
 import copy
@@ -10,14 +10,14 @@ from torch.overrides import TorchFunctionMode
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from common.errors import FinetuneError, UserError
-from common.models.classes import config_for, model_class, refusal
 from common.models.structure import keeps_fp32
+from common.models.task_type import config_for, model_class, refusal
 
 
 def build_meta_model(
     config: PreTrainedConfig, attn_implementation: str | None = None, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """A model in which only the buffers take memory, of the class that :mod:`common.models.classes` finds.
+    """Build a model in which only the buffers take memory, of the class that :mod:`common.models.task_type` finds.
 
     Parameters are on the meta device, tied where the configuration says so. Buffers (rotary frequencies and the like)
     are on the CPU with the values that the class's own initialisation gives them. A *persistent* buffer that the
@@ -28,8 +28,8 @@ def build_meta_model(
 
     Args:
         attn_implementation: passed on; None leaves the choice to transformers (``"sdpa"`` where a family has it).
-        dtype: of the parameters. Buffers do not depend on it in most families, but what they hold is the family's
-            choice, so give the dtype the model computes in.
+        dtype: the parameters' dtype. Buffers do not depend on it in most families, but some choose their values by it,
+            so give the dtype that the model computes in.
 
     Raises:
         UserError: transformers refuses the configuration.
@@ -83,7 +83,7 @@ def _fill_buffers(model: PreTrainedModel) -> None:
 
 
 class _NoRandomValues(TorchFunctionMode):
-    """Draws no random numbers for what has no memory: half of the time that a model of 96 layers takes to build."""
+    """Skips random numbers for meta tensors, which take half of the time that a model of 96 layers takes to build."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Those of torch.nn.init as well: what they call is out of sight here.
@@ -95,7 +95,7 @@ class _NoRandomValues(TorchFunctionMode):
 
 
 def unset_buffers(model: PreTrainedModel) -> list[str]:
-    """Names of buffers that have no values yet: only a checkpoint has them."""
+    """Return the names of buffers that have no values yet: only a checkpoint has them."""
     return [name for name, buffer in model.named_buffers() if buffer.is_floating_point() and buffer.isnan().any()]
 
 

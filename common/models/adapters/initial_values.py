@@ -1,7 +1,7 @@
-"""First values of parameters that are made many at a time and needed one at a time.
+"""Initial values of parameters that are made many at a time and needed one at a time.
 
-What fills a parameter is a constant or a draw from the random generator, as a rule, and that can be done again: a draw
-takes the generator's state, which is 5 kB. So while ``peft`` puts adapters into a model, one module's are in memory.
+A parameter is filled with a constant or a draw from the random generator, as a rule, and that can be repeated: a draw
+needs the generator's state, which is 5 kB. So while ``peft`` injects adapters, only one module's are in memory.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 @dataclass(frozen=True)
 class _Constant:
-    """The same number everywhere."""
+    """One number everywhere."""
 
     number: torch.Tensor
-    """Scalar."""
+    """The number, as a scalar."""
     shape: torch.Size
 
     def value(self) -> torch.Tensor:
@@ -35,27 +35,27 @@ class _Fill:
     """A call that fills a tensor at random."""
 
     function: Callable[..., Any]
-    words: Sequence[Any]
-    named: Mapping[str, Any]
+    arguments: Sequence[Any]
+    keywords: Mapping[str, Any]
 
     def __call__(self, tensor: torch.Tensor) -> None:
         self.function(
-            *(tensor if value is _FILLED else value for value in self.words),
-            **{key: tensor if value is _FILLED else value for key, value in self.named.items()},
+            *(tensor if value is _FILLED else value for value in self.arguments),
+            **{key: tensor if value is _FILLED else value for key, value in self.keywords.items()},
         )
 
 
 @dataclass(frozen=True)
 class _Draw:
-    """What a function that fills its tensor at random makes of the generator's state."""
+    """The result of a function that fills its tensor at random, from a given state of the generator."""
 
     state: torch.Tensor
-    """Of PyTorch's CPU generator before the draw."""
+    """State of PyTorch's CPU generator before the draw."""
     fill: _Fill
     shape: torch.Size
     drawn_in: torch.dtype
     kept_in: torch.dtype
-    """What is drawn in one dtype may have been rounded to another since."""
+    """Dtype to which the drawn numbers have been rounded since."""
 
     def value(self) -> torch.Tensor:
         tensor = torch.empty(self.shape, dtype=self.drawn_in)
@@ -67,7 +67,7 @@ class _Draw:
 
 @dataclass(frozen=True)
 class _Kept:
-    """Anything else: stays in memory."""
+    """Any other value, which stays in memory."""
 
     tensor: torch.Tensor
 
@@ -75,15 +75,15 @@ class _Kept:
         return self.tensor
 
 
-class FirstValues(TorchFunctionMode):
-    """While active, sees how tensors are filled, and empties parameters of modules that are complete.
+class InitialValues(TorchFunctionMode):
+    """Watches, while active, how tensors are filled, and empties parameters of modules that are complete.
 
     Args:
-        is_complete: whether a module that is put into another one has all its first values.
+        is_complete: whether a module that is registered in another one has all its initial values.
         not_these: identities of parameters that are left alone.
 
     A parameter that has been emptied is another object, on the meta device. Its value comes from :meth:`value`; one
-    with a NaN in it, which only what it was made from can have brought, is NaN throughout.
+    with a NaN in it, which can only come from what it was made from, is NaN throughout.
     """
 
     def __init__(self, is_complete: Callable[[nn.Module], bool], not_these: set[int]) -> None:
@@ -95,7 +95,7 @@ class FirstValues(TorchFunctionMode):
         self._made: dict[tuple[nn.Module, str], _Constant | _Draw | _Kept] = {}
         self._handle: RemovableHandle | None = None
 
-    def __enter__(self) -> "FirstValues":
+    def __enter__(self) -> "InitialValues":
         self._handle = nn.modules.module.register_module_module_registration_hook(self._put_in)
         super().__enter__()
         return self
@@ -121,9 +121,9 @@ class FirstValues(TorchFunctionMode):
         if moves and tensor.data_ptr() in self._drawn:
             self._drawn[result.data_ptr()] = self._drawn[tensor.data_ptr()]
         elif fills and not torch.equal(before, torch.get_rng_state()):
-            words = [_FILLED if value is tensor else value for value in args]
-            named = {key: _FILLED if value is tensor else value for key, value in kwargs.items()}
-            self._drawn[tensor.data_ptr()] = before, _Fill(func, words, named), tensor.dtype
+            arguments = [_FILLED if value is tensor else value for value in args]
+            keywords = {key: _FILLED if value is tensor else value for key, value in kwargs.items()}
+            self._drawn[tensor.data_ptr()] = before, _Fill(func, arguments, keywords), tensor.dtype
         return result
 
     def empty(self, module: nn.Module) -> None:
@@ -136,26 +136,26 @@ class FirstValues(TorchFunctionMode):
         self._drawn.clear()
 
     def value(self, model: nn.Module, name: str) -> torch.Tensor:
-        """The first value of a model's parameter that has been emptied; not to be changed in place.
+        """Return the initial value of a parameter that has been emptied; it must not be changed in place.
 
         Raises:
-            KeyError: another parameter.
+            KeyError: the parameter has not been emptied.
         """
         path, _, attribute = name.rpartition(".")
         return self._made[model.get_submodule(path), attribute].value().to(model.get_parameter(name).dtype)
 
     def is_unknown(self, model: nn.Module, name: str) -> bool:
-        """Whether there was a NaN in it."""
+        """Return whether there was a NaN in an emptied parameter."""
         path, _, attribute = name.rpartition(".")
         origin = self._made[model.get_submodule(path), attribute]
         return isinstance(origin, _Constant) and bool(origin.number.isnan())
 
     def kept_nbytes(self) -> int:
-        """Of values that cannot be made again one by one, and stay in memory."""
+        """Return the bytes of values that cannot be drawn again one by one, and stay in memory."""
         return sum(origin.tensor.nbytes for origin in self._made.values() if isinstance(origin, _Kept))
 
     def forget(self) -> None:
-        """Give all memory back."""
+        """Free all memory."""
         self._made.clear()
 
     def _put_in(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:

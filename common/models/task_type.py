@@ -1,4 +1,4 @@
-"""Which of transformers' model classes a configuration stands for."""
+"""Find the model class of transformers that a configuration stands for, and the task of its head."""
 
 from enum import Enum
 from typing import Any
@@ -15,7 +15,7 @@ from transformers import (
 
 
 class TaskType(Enum):
-    """What a model's head is for."""
+    """The task of a model's head."""
 
     CAUSAL_LM = "a causal language model"
     IMAGE_TEXT_TO_TEXT = "a vision-language model"
@@ -65,7 +65,7 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def task_type_of(config: PreTrainedConfig) -> TaskType:
-    """Return what the head of the model that ``config`` is built as is for."""
+    """Return the task of the model that ``config`` is built as."""
     chosen = model_class(config)
     for task in (_whole(config), *TaskType):  # a class may be in two mappings
         if chosen in _classes(config, task):
@@ -74,7 +74,7 @@ def task_type_of(config: PreTrainedConfig) -> TaskType:
 
 
 def refusal(config: PreTrainedConfig) -> str:
-    """Say in the rest of a sentence that begins with the model's name why :func:`model_class` gives None."""
+    """Return why :func:`model_class` gives None, as the rest of a sentence that begins with the model's name."""
     lost = _lost_head(config)
     if lost is not None:
         return (
@@ -91,14 +91,14 @@ def refusal(config: PreTrainedConfig) -> str:
 
 
 def config_for(chosen: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return what ``chosen`` is built from: ``config``, or the part of it that is about text."""
+    """Return the configuration that ``chosen`` is built from: ``config``, or the part of it that is about text."""
     text = config.get_text_config()
     wanted: Any = chosen.config_class
     return text if isinstance(text, wanted) and not isinstance(config, wanted) else config
 
 
 def _whole(config: PreTrainedConfig) -> TaskType:
-    """What a model without a head of another kind is for, if it has all the parts that its configuration has."""
+    """Return the task of a model with all parts that its configuration has, if it has no head of another kind."""
     return TaskType.IMAGE_TEXT_TO_TEXT if config.get_text_config() is not config else TaskType.CAUSAL_LM
 
 
@@ -111,7 +111,7 @@ def _classes(config: PreTrainedConfig, task: TaskType) -> tuple[type[PreTrainedM
 
 
 def _named(config: PreTrainedConfig) -> tuple[TaskType, type[PreTrainedModel]] | None:
-    """The first of the configuration's ``architectures`` that can be trained."""
+    """Return the first of the configuration's ``architectures`` that can be trained."""
     for name in getattr(config, "architectures", None) or ():
         for task in TaskType:
             for found in _classes(config, task):
@@ -121,7 +121,7 @@ def _named(config: PreTrainedConfig) -> tuple[TaskType, type[PreTrainedModel]] |
 
 
 def _lost_head(config: PreTrainedConfig) -> str | None:
-    """The class that the configuration names, if it has a head that no class we know has."""
+    """Return the class that the configuration names, if it has a head that cannot be trained here."""
     for name in getattr(config, "architectures", None) or ():
         found = getattr(transformers, name, None)
         if isinstance(found, type) and issubclass(found, PreTrainedModel) and "For" in name:

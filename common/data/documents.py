@@ -1,4 +1,4 @@
-"""Where the documents of packed rows lie, and which batch of them is being computed."""
+"""Find the documents of packed rows, and tell modules which ones are being computed."""
 
 import itertools
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ class Documents:
 
     rows: int
     length: int
-    """Tokens of each row."""
+    """Number of tokens of each row."""
     flat: tuple[int, ...]
     """Row, first token and end of each document, one after another; together they cover every token."""
 
     @staticmethod
     def of(position_ids: torch.Tensor | None) -> "Documents | None":
-        """Find the documents in int64 ``[B, S]``, in which a document begins wherever positions do not go up by one.
+        """Find the documents in int64 ``[B, S]``: one begins wherever positions do not go up by one.
 
         Returns:
             None where every row is one document.
@@ -36,7 +36,7 @@ class Documents:
         return Documents(rows, length, tuple(flat))
 
     def spans(self) -> Iterator[tuple[int, int, int]]:
-        """Row, first token and end of each document."""
+        """Yield row, first token and end of each document."""
         yield from zip(self.flat[::3], self.flat[1::3], self.flat[2::3], strict=True)
 
 
@@ -46,27 +46,27 @@ def restarts(position_ids: torch.Tensor | None) -> bool:
 
 
 def _begins(position_ids: torch.Tensor) -> torch.Tensor:
-    """Where a document begins, bool ``[B, S]``; not those at the beginning of a row."""
+    """Return where documents begin, bool ``[B, S]``, except at the beginning of a row."""
     return torch.diff(position_ids, prepend=position_ids[:, :1] - 1) != 1
 
 
-_at_work: Documents | None = None
+_current: Documents | None = None
 
 
-def documents_at_work() -> Documents | None:
-    """Return the documents of the batch that is being computed, if they are to be kept apart."""
-    return _at_work
+def current_documents() -> Documents | None:
+    """Return the documents of the batch that is being computed, if they are kept apart."""
+    return _current
 
 
 @contextmanager
-def documents_apart(documents: Documents | None) -> Iterator[None]:
-    """Let :func:`documents_at_work` return ``documents`` while the context is open.
+def separate_documents(documents: Documents | None) -> Iterator[None]:
+    """Let :func:`current_documents` return ``documents`` while the context is open.
 
-    Of the process, not of the thread: where a GPU computes, autograd computes blocks again in threads of its own.
+    This holds for the process, not the thread: on a GPU, autograd recomputes blocks in threads of its own.
     """
-    global _at_work
-    before, _at_work = _at_work, documents
+    global _current
+    before, _current = _current, documents
     try:
         yield
     finally:
-        _at_work = before
+        _current = before

@@ -1,4 +1,4 @@
-"""What is the matter with a checkpoint that lacks what the model needs, in a sentence."""
+"""Explain in a sentence what is wrong with a checkpoint that lacks weights of the model."""
 
 from pathlib import Path
 
@@ -7,23 +7,28 @@ from transformers import PreTrainedModel
 
 from common.errors import UserError
 from common.models.checkpoint.compressed import CompressedShards
-from common.models.checkpoint.compressed.methods import KNOWN
+from common.models.checkpoint.compressed.detection import KNOWN
 
-#: How names of what is compressed end, by libraries that write it.
+#: Formats of compressed checkpoints, by the endings of names in them.
 _ENDINGS = {
-    "_scale_inv": "FP8", "_blocks": "MXFP4", ".weight_packed": "compressed-tensors", ".weight_scale": "FP8 or INT8",
-    ".qweight": "GPTQ or AWQ", ".weight.absmax": "bitsandbytes", ".SCB": "bitsandbytes",
-}  # fmt: skip
+    "_scale_inv": "FP8",
+    "_blocks": "MXFP4",
+    ".weight_packed": "compressed-tensors",
+    ".weight_scale": "FP8 or INT8",
+    ".qweight": "GPTQ or AWQ",
+    ".weight.absmax": "bitsandbytes",
+    ".SCB": "bitsandbytes",
+}
 
 
 def refuse_compressed(shards: CompressedShards, unused: list[str]) -> None:
-    """Refuse weights in few bits about which config.json says nothing.
+    """Refuse compressed weights about which config.json says nothing.
 
     Args:
-        unused: names in the checkpoint that the model has no use for.
+        unused: names in the checkpoint that the model does not use.
 
     Raises:
-        UserError: names one of them.
+        UserError: there are such weights; the message names one.
     """
     if shards.method is not None:
         return
@@ -38,11 +43,11 @@ def refuse_compressed(shards: CompressedShards, unused: list[str]) -> None:
 
 
 def explain_missing(model: PreTrainedModel, directory: Path, missing: list[str], unused: list[str]) -> str:
-    """Say which parameters the checkpoint in ``directory`` lacks, and why that may be.
+    """Return which parameters the checkpoint in ``directory`` lacks, and why that may be.
 
     Args:
         missing: names in the model.
-        unused: names in the checkpoint that the model has no use for.
+        unused: names in the checkpoint that the model does not use.
     """
     total = sum(1 for _ in model.named_parameters())
     kind = type(model).__name__

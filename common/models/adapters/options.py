@@ -1,0 +1,121 @@
+"""Which adapters are wanted: LoRA in a few options, or a configuration of ``peft`` from a file."""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from peft import LoraConfig, PeftConfig, PeftType
+
+from common.errors import UserError
+
+CONFIG = "adapter_config.json"
+"""Name of the configuration in an adapter directory."""
+
+METHODS = (PeftType.LORA, PeftType.LOHA, PeftType.LOKR, PeftType.IA3)
+"""Methods whose adapters belong to one module each and whose layers can merge themselves."""
+
+ALL_LINEAR = "all-linear"
+
+#: Fields of a LoRA configuration that this project cannot honour, and why.
+_NOT_HONOURED = {
+    "modules_to_save": "makes trainable copies of whole modules",
+    "trainable_token_indices": "trains rows of the embedding",
+    "layer_replication": "uses blocks several times",
+    "eva_config": "needs activations of the whole model beforehand",
+    "corda_config": "needs activations of the whole model beforehand",
+    "lora_ga_config": "needs gradients of the whole model beforehand",
+    "megatron_config": "is for Megatron's layers",
+}
+
+
+@dataclass(frozen=True)
+class AdapterOptions:
+    """The usual options of LoRA; whatever else ``peft`` offers comes from a file, see :func:`load_peft_config`."""
+
+    rank: int
+    """Rank of the two factors that each adapted weight gets."""
+    alpha: float | None = None
+    """Scale: the product is multiplied by ``alpha / rank``; None: twice the rank."""
+    dropout: float = 0.0
+    """Probability with which an input element of an adapter is dropped in training."""
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    """Names of the adapted modules (``q_proj``), or ``all-linear``: every linear layer but the head."""
+    rslora: bool = False
+    """Whether to multiply by ``alpha / sqrt(rank)`` instead (Kalajdzievski, arXiv:2312.03732)."""
+    dora: bool = False
+    """Whether to train magnitudes apart from directions (Liu et al., arXiv:2402.09353)."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise UserError(f"--lora-rank must be at least 1, not {self.rank}.")
+        if self.alpha is not None and self.alpha <= 0:
+            raise UserError(f"--lora-alpha must be positive, not {self.alpha:g}.")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"--lora-dropout must be at least 0 and less than 1, not {self.dropout:g}.")
+        if not self.targets:
+            raise UserError(f"--lora-targets needs at least one name, or {ALL_LINEAR}.")
+
+    def peft_config(self) -> LoraConfig:
+        """Return these options as a configuration of ``peft``."""
+        all_linear = self.targets == (ALL_LINEAR,)
+        alpha = 2 * self.rank if self.alpha is None else self.alpha
+        return LoraConfig(
+            task_type="CAUSAL_LM",
+            r=self.rank,
+            lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,  # type: ignore[arg-type]  # any number will do
+            lora_dropout=self.dropout,
+            target_modules=ALL_LINEAR if all_linear else list(self.targets),
+            use_rslora=self.rslora,
+            use_dora=self.dora,
+        )
+
+
+def load_peft_config(path: str | os.PathLike[str]) -> PeftConfig:
+    """Read a configuration as ``peft`` writes it: ``adapter_config.json``, or the directory that holds one.
+
+    Raises:
+        UserError: there is none, ``peft`` cannot read it, or it asks for what cannot be done here.
+    """
+    file = Path(path).expanduser()
+    if file.is_dir():
+        file = file / CONFIG
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it is not a table of settings")
+        config = PeftConfig.from_peft_type(**{"peft_type": "LORA", "task_type": "CAUSAL_LM", **content})
+    except OSError as error:
+        raise UserError(f"--peft-config {path}: {file} cannot be read: {error.strerror}.") from error
+    except Exception as error:  # bad JSON, an unknown method, a field that the method does not have, bad values
+        raise UserError(f"--peft-config {file} is not a configuration that peft can read: {error}") from error
+    config.inference_mode = False
+    try:
+        check_supported(config)
+    except UserError as error:
+        raise UserError(f"--peft-config {file}: {error}") from error
+    return config
+
+
+def check_supported(config: PeftConfig) -> None:
+    """Refuse a configuration that cannot be trained here.
+
+    Raises:
+        UserError: the method or a field is not supported; the message names it.
+    """
+    known = ", ".join(method.value for method in METHODS)
+    if config.peft_type not in METHODS:
+        name = getattr(config.peft_type, "value", config.peft_type)
+        raise UserError(
+            f"peft_type {name} cannot be trained with weights that stream: there are {known} (LoRA with rsLoRA, DoRA, "
+            "rank and alpha patterns)."
+        )
+    for field, why in _NOT_HONOURED.items():
+        if getattr(config, field, None):
+            raise UserError(f"{field} in the adapter configuration {why}, which is not possible here: leave it out.")
+    initialisation = getattr(config, "init_lora_weights", True)
+    if initialisation not in (True, False, "gaussian", "orthogonal"):
+        raise UserError(
+            f"init_lora_weights = {initialisation!r} changes or looks at the base weights, which are only streamed: "
+            "there are true, false, gaussian and orthogonal."
+        )
