@@ -189,7 +189,7 @@ def _details(choice: Estimate) -> list[str]:
     memory = choice.memory
     parts = {
         "parameters": memory.parameters,
-        "second shards": memory.second,
+        "second shards": memory.secondary,
         "gradients": memory.gradients,
         "optimizer states": memory.optimizer,
         "activations": memory.activations,

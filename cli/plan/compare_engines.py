@@ -58,11 +58,11 @@ def in_memory(job: TrainingJob, machine: Machine, network_bytes_per_second: floa
         network_bytes_per_second: of a node, each way.
     """
     share, rates = job.shape.share, machine.rates
-    inside = min(rates.upload_bytes_per_second, rates.download_bytes_per_second)
-    links = (Link(inside, LATENCY_SECONDS), Link(network_bytes_per_second / share.ranks_per_node, LATENCY_SECONDS))
+    intra_node = min(rates.upload_bytes_per_second, rates.download_bytes_per_second)
+    links = (Link(intra_node, LATENCY_SECONDS), Link(network_bytes_per_second / share.ranks_per_node, LATENCY_SECONDS))
     cluster = Cluster(
         "planned", machine.device, Levels((share.ranks_per_node, share.nodes)), machine.device_bytes,
-        machine.host_bytes, rates.flops_per_second, math.inf, inside, AlphaBeta(links),
+        machine.host_bytes, rates.flops_per_second, math.inf, intra_node, AlphaBeta(links),
     )  # fmt: skip
     trained = sum(job.shape.records[index].trained_count for index in job.shape.trainable)
     found, least = [], math.inf

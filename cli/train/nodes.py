@@ -40,11 +40,12 @@ from common.models.presets import load_config
 from common.object_collectives import all_gather_object, broadcast_from_rank0
 from common.units import format_bytes, format_seconds
 from fcdp.checkpoint.commits import ShardedCheckpoints
+from fcdp.config import TrainerConfig
 from fcdp.planner import Workload
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.names import AUTO
 from fcdp.strategy.topology import Topology
-from fcdp.trainer import Trainer, TrainerConfig
+from fcdp.trainer import Trainer
 from fuyou import Engine
 from fuyou.layout.record import DTYPES
 

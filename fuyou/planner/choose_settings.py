@@ -162,7 +162,7 @@ def measure_links(topology: ClusterTopology, device: Device, agreement: Agreemen
     """
     groups = topology.gather_groups
     rates, messages = [], [0.0]
-    for group in (groups.inside, groups.across):
+    for group in (groups.intra_node, groups.inter_node):
         rate = float("inf")
         if group is not None:
             messages.append(_exchange_seconds(group, device, _SMALL_BYTES, _SMALL_ROUNDS, agreement))
