@@ -15,20 +15,27 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from cli.launch.interrupts import Interrupts, Stopped
+from cli.job.from_options import settings_of
 from cli.options.command import build_command
 from cli.options.config_file import effective_config
 from cli.options.grouped import WRITTEN, expand_pattern
 from cli.options.modes import CHECK, DEMO, PLAN_CLUSTER, PROFILE, VERIFY, mode_of
-from cli.options.settings import Settings
+from cli.train.interrupts import Interrupts, Stopped
 from common.errors import FinetuneError, UserError
 
 DEFAULT_PROFILE_MODEL = "gpt3-1.3b"
-"""For --profile without --model: a block large enough to show what a device can do, and quick on a CPU."""
+"""Model of --profile without --model: a block large enough to show what a device can do, and quick on a CPU."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``finetune`` with ``argv`` (default: the process's own). Returns the exit status."""
+    """Run ``finetune``.
+
+    Args:
+        argv: the command line; None: the process's own.
+
+    Returns:
+        The exit status.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     # Nothing is ever downloaded: checkpoints, tokenizers and data are local.
@@ -88,7 +95,7 @@ def _run(interrupts: Interrupts, arguments: tuple[str, ...], **options: Any) -> 
         raise UserError("Give the model to fine-tune with --model DIR or --model PRESET, or try --demo.")
     settings = settings_of(arguments, options)
     if settings.nodes is not None:
-        from cli.launch.nodes import launch
+        from cli.launch.launcher import launch
 
         launch(settings, trains=not options["profile"])
     elif mode is PROFILE:
@@ -102,23 +109,8 @@ def _run(interrupts: Interrupts, arguments: tuple[str, ...], **options: Any) -> 
     return 0
 
 
-def settings_of(arguments: tuple[str, ...], options: dict[str, Any]) -> Settings:
-    """What the parsed ``options`` of a command line ask for.
-
-    Raises:
-        UserError: they do not go together.
-    """
-    given = {field.name: options[field.name] for field in fields(Settings) if field.name in options}
-    for name in ("ssd", "leave_ssd", "data", "eval_data"):
-        given[name] = tuple(
-            path for word in options[name] for path in expand_pattern(f"--{name.replace('_', '-')}", word)
-        )
-    given["lora_targets"] = tuple(options["lora_targets"])
-    return Settings(**given, arguments=arguments)
-
-
 def _plan(arguments: tuple[str, ...], options: dict[str, Any]) -> int:
-    """For the machine at hand, or for one (or several of a kind) with SSDs by name."""
+    """Plan for the machine at hand, or for one machine or several of a kind that are named with their drives."""
     if options["max_model"] == bool(options["model"]):
         raise UserError(
             "--max-model looks for the model itself: leave --model out."
@@ -142,7 +134,7 @@ def _plan_cluster(options: dict[str, Any]) -> int:
 
 
 def _typed(name: str) -> bool:
-    """Whether an option was given: on the command line, be it with its default, or in a file with another value.
+    """Return whether an option was given: on the command line, or in a file with a value other than its default.
 
     Files that ``--write-config`` made have all options.
     """
@@ -155,13 +147,13 @@ def _typed(name: str) -> bool:
 
 
 def _say(message: str) -> None:
-    """Print to a terminal that may be gone."""
+    """Print a message for people; their terminal may be gone."""
     with contextlib.suppress(OSError):
         print(message, file=sys.stderr, flush=True)
 
 
 def _fail(message: str, status: int, debug: bool = False) -> int:
-    """Print one message; with ``debug``, the traceback of the exception being handled before it."""
+    """Print one message, after the traceback with ``debug``, and return the exit status."""
     if debug:
         traceback.print_exc()
     _say(f"finetune: error: {message}")
@@ -169,7 +161,7 @@ def _fail(message: str, status: int, debug: bool = False) -> int:
 
 
 def _one_line(error: BaseException) -> str:
-    """An exception's text with line breaks taken out, without its last full stop."""
+    """Return an exception's text on one line, without its last full stop."""
     return " ".join(str(error).split()).removesuffix(".") or "no message"
 
 

@@ -23,13 +23,13 @@ from common.errors import UserError
 from fuyou.engine.engine import Engine
 from fuyou.layout.record import DTYPES
 from fuyou.layout.visits import Phase
-from fuyou.planner.context import PlannerContext
-from fuyou.planner.evaluate import NOTHING, Candidate, Evaluation, Evaluator
+from fuyou.planner.choose_settings import PlannerContext
+from fuyou.planner.evaluate import SAVE_NOTHING, Candidate, Evaluation, Evaluator
 from fuyou.planner.machine import profiled_machine
 from fuyou.planner.profiling import Profile, ProfiledWorkload, measure, save
 from fuyou.planner.profiling.drives import FOLDER
-from fuyou.planner.training import Training, describe_training
-from fuyou.recompute.policy import ActivationPolicy, worth_keeping
+from fuyou.planner.training_job import TrainingJob, describe_training
+from fuyou.recompute.policy import ActivationPolicy, operators_worth_saving
 from fuyou.runtime.accounting import StepReport, TaskKind
 from fuyou.runtime.devices import Device
 from fuyou.schedule.tasks import ComputeTask
@@ -44,18 +44,18 @@ WARM_STEPS = 3
 STEPS, MOST_STEPS, STEPS_SECONDS = 3, 8, 2.0
 
 
-def measured_profile(prospect: PlannerContext) -> Profile:
+def measured_profile(context: PlannerContext) -> Profile:
     """Measure what this machine does with a run: every part alone, then some blocks in the engine.
 
     Takes a dozen seconds; the result is not kept.
     """
-    alone = measure(prospect.workload, prospect.device)
-    return as_the_engine_runs_it(alone, prospect.workload, prospect.device, prospect.limits)
+    alone = measure(context.workload, context.device)
+    return as_the_engine_runs_it(alone, context.workload, context.device, context.limits)
 
 
-def profile_or_measure(prospect: PlannerContext) -> Profile:
+def profile_or_measure(context: PlannerContext) -> Profile:
     """Return the profile that is kept, or one that is measured, and kept from now on."""
-    return prospect.profile or save(measured_profile(prospect), prospect.workload, prospect.device)
+    return context.profile or save(measured_profile(context), context.workload, context.device)
 
 
 def as_the_engine_runs_it(
@@ -86,13 +86,13 @@ def as_the_engine_runs_it(
         return profile
     machine = profiled_machine(profile, True, limits[1], limits[0], len(workload.directories), None)
     evaluator = Evaluator(job, machine)
-    keeping = NOTHING
+    activation_policy = SAVE_NOTHING
     if evaluator.trace is not None and profile.kept_bytes:
-        keeping = ActivationPolicy(tuple(worth_keeping(evaluator.trace)), len(job.shape.blocks) // 2)
+        activation_policy = ActivationPolicy(tuple(operators_worth_saving(evaluator.trace)), len(job.shape.blocks) // 2)
     try:
-        simulated = evaluator.evaluate(Candidate(workload.rows, 0.0, keeping))
+        simulated = evaluator.evaluate(Candidate(workload.rows, 0.0, activation_policy))
         with torch.random.fork_rng(devices=[]):
-            measured = _run(job, workload, device, limits[0], keeping)
+            measured = _run(job, workload, device, limits[0], activation_policy)
     except UserError:
         return profile  # no room for the trial
     corrected = corrected_profile(profile, simulated_seconds(simulated), measured)
@@ -140,7 +140,7 @@ def typical_seconds(steps: Iterable[Mapping[TaskKind, Sequence[float]]]) -> dict
     return {kind: statistics.median(one) for kind, one in seconds.items()}
 
 
-def _few_blocks(workload: ProfiledWorkload) -> Training:
+def _few_blocks(workload: ProfiledWorkload) -> TrainingJob:
     """Describe a training of the same model with fewer blocks, and a batch of one micro-batch."""
     config = _shallow(workload.config)
     return describe_training(
@@ -158,7 +158,7 @@ def _shallow(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _run(
-    job: Training, workload: ProfiledWorkload, device: Device, host_bytes: int, keeping: ActivationPolicy
+    job: TrainingJob, workload: ProfiledWorkload, device: Device, host_bytes: int, activation_policy: ActivationPolicy
 ) -> dict[TaskKind, float]:
     """Run the engine, and return the seconds of its compute tasks."""
     names = {dtype: name for name, dtype in DTYPES.items()}
@@ -179,7 +179,7 @@ def _run(
             host_memory=host_bytes,
             batch_shape=(rows, seq_len),
             micro_batch=rows,
-            kept_activations=keeping,
+            kept_activations=activation_policy,
             single_slot=True,
             prove=False,
         ) as engine,

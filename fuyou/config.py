@@ -200,7 +200,7 @@ class EngineConfig:
     packed: bool = False
     """Whether batches are going to have several documents in a row, with ``position_ids`` that start again: then
     ``prove`` shows it for such rows, too."""
-    most_clipped: float = math.inf
+    max_clipped_share: float = math.inf
     """Share of the steps up to which speculation pays: while more of them are clipped, all updates are deferred. The
     planner sets it; it is no keyword of the engine."""
 
@@ -351,6 +351,6 @@ _GROUPS: dict[str, type] = {
     "weights": WeightsConfig,
 }
 OPTION_NAMES = frozenset(
-    {name for group in (EngineConfig, *_GROUPS.values()) for name in _names(group)} - {*_GROUPS, "most_clipped"}
+    {name for group in (EngineConfig, *_GROUPS.values()) for name in _names(group)} - {*_GROUPS, "max_clipped_share"}
 )
 """Names of all options: what :meth:`EngineConfig.of`, and so the engine, takes as keywords."""

@@ -3,32 +3,32 @@
 import json
 from dataclasses import dataclass
 
+from cli.job.machine import sequence_length
+from cli.job.strategy import cluster_of
 from cli.options.naming import naming
-from cli.plan.machine import sequence_length
 from common.errors import UserError
 from common.models.presets import load_config
 from common.units import format_bytes, format_count, format_seconds
-from fcdp.planner import Cluster, Estimate, StrategyPlan, Workload, bytes_per_node, cluster_names, load_cluster, plan
+from fcdp.planner import Cluster, Estimate, StrategyPlan, Workload, bytes_per_node, plan
 from fcdp.planner.node_order import group_of, groups_across_leaves, node_order
 from fcdp.planner.search import refusal
-from fcdp.strategy.mesh import Levels
 from fcdp.strategy.names import AUTO, parse_strategy
 
 
 @dataclass(frozen=True)
 class ClusterSettings:
-    """What ``finetune --plan --nodes`` was asked."""
+    """Options of ``finetune --plan --nodes``."""
 
     model: str
     """Checkpoint directory or preset name."""
     cluster: str | None
     """Name of a preset, or the file of a profile."""
     nodes: int | None = None
-    """None: as many as the preset has."""
+    """Nodes; None: as many as the preset has."""
     gpus_per_node: int | None = None
-    """None: as many as the preset has."""
+    """Devices of each node; None: as many as the preset has."""
     levels: str | None = None
-    """``2,4,16``: instead of ``nodes`` and ``gpus_per_node``."""
+    """Ranks by level, such as ``2,4,16``, instead of ``nodes`` and ``gpus_per_node``."""
     batch_size: int | None = None
     """Sequences per step of all ranks together; None: one micro-batch for each rank."""
     micro_batch: int | None = None
@@ -45,7 +45,7 @@ class ClusterSettings:
 
 
 def plan_cluster(settings: ClusterSettings) -> int:
-    """Print the plan. Returns the exit status.
+    """Print the plan, and return the exit status.
 
     Raises:
         UserError: what was asked for makes no cluster, batch or strategy.
@@ -63,44 +63,6 @@ def plan_cluster(settings: ClusterSettings) -> int:
     if not settings.as_json:
         print(render(found, workload, cluster))
     return 0
-
-
-def cluster_of(name: str | None, levels: str | None, nodes: int | None, gpus_per_node: int | None) -> Cluster:
-    """The hardware called ``name``, in the size that the other options say; None: as it is.
-
-    Raises:
-        UserError: there is no such hardware, or it does not come in that size.
-    """
-    if name is None:
-        raise UserError(
-            f"Name the hardware: --cluster PRESET, one of {', '.join(cluster_names())}, or a profile's file, which "
-            "finetune --profile --nodes N writes."
-        )
-    cluster = load_cluster(name)
-    if levels is not None:
-        return cluster.resized(levels_of(levels, nodes, gpus_per_node))
-    *inner, last, there = cluster.levels.sizes
-    ranks = cluster.levels.ranks_per_node if gpus_per_node is None else gpus_per_node
-    faster = cluster.levels.ranks_per_node // last
-    if ranks % faster:
-        raise UserError(f"{name} has {faster} ranks at its fastest level, which {ranks} per node do not fill.")
-    return cluster.resized(Levels((*inner, ranks // faster, nodes or there)))
-
-
-def levels_of(text: str, nodes: int | None, gpus_per_node: int | None) -> Levels:
-    """``--levels``, which the other two options must not contradict.
-
-    Raises:
-        UserError: they do, or the text is no list of levels.
-    """
-    levels = Levels.parse(text)
-    for option, given, there in (
-        ("--nodes", nodes, levels.nodes),
-        ("--gpus-per-node", gpus_per_node, levels.ranks_per_node),
-    ):
-        if given not in (None, there):
-            raise UserError(f"--levels {levels} has {there} where {option} says {given}. Leave one of them out.")
-    return levels
 
 
 def _workload(settings: ClusterSettings, cluster: Cluster) -> Workload:
@@ -124,7 +86,7 @@ def _workload(settings: ClusterSettings, cluster: Cluster) -> Workload:
 
 
 def _node_order(found: StrategyPlan, cluster: Cluster) -> list[int] | None:
-    """How to number nodes for the choice, where the cluster says which leaf switches they hang on."""
+    """Return how to number nodes for the chosen strategy, where the cluster tells their leaf switches."""
     if found.choice is None or cluster.leaf_of_node is None:
         return None
     return node_order(cluster.leaf_of_node, group_of(found.choice.layout))
@@ -134,7 +96,7 @@ _HEADINGS = ("strategy", "P", "G", "OS", "cache", "device", "host", "gather", "r
 
 
 def render(found: StrategyPlan, workload: Workload, cluster: Cluster) -> str:
-    """The plan as a table, the fastest first, and what the choice consists of."""
+    """Return the plan as a table, the fastest strategy first, with details of the chosen one."""
     levels, choice = cluster.levels, found.choice
     fitting = [estimate for estimate in found.estimates if estimate.fits]
     lines = [
@@ -189,7 +151,7 @@ def _details(choice: Estimate) -> list[str]:
     memory = choice.memory
     parts = {
         "parameters": memory.parameters,
-        "second shards": memory.second,
+        "second shards": memory.secondary,
         "gradients": memory.gradients,
         "optimizer states": memory.optimizer,
         "activations": memory.activations,

@@ -37,7 +37,7 @@ class ClusterCommits(Commits):
         self._compare(task.step)
         self._previous = self.state
         super()._make_durable(task)
-        self._agreement.tell_at_commit(task.step)
+        self._agreement.all_gather_at_commit(task.step)
 
     def _compare(self, step: int) -> None:
         """Nodes hold copies of the same parameters: what the step has made of them must be equal.
@@ -46,7 +46,7 @@ class ClusterCommits(Commits):
             FinetuneError: it is not. The step is not committed anywhere.
         """
         share = self._agreement.share
-        told: list[tuple[str, int]] = self._agreement.tell_at_commit((host(), self._checksum(step)))
+        told: list[tuple[str, int]] = self._agreement.all_gather_at_commit((host(), self._checksum(step)))
         for rank, (name, checksum) in enumerate(told):
             first = rank % share.ranks_per_node  # the rank in the same place of node 0
             if checksum != told[first][1]:

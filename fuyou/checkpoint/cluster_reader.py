@@ -29,7 +29,7 @@ class ClusterReader(StoreReader):
     def _kept(self, record: Record) -> torch.Tensor:
         """As there. Nodes do not need each other for this."""
         kept = super()._kept(record)
-        self._gather_inside(kept)
+        self._gather_intra_node(kept)
         return kept
 
     def _record_masters(self, record: Record) -> torch.Tensor:
@@ -45,17 +45,17 @@ class ClusterReader(StoreReader):
             part = low[first + chunk.start : first + chunk.stop].view(torch.uint8).numpy()
             self._store.read_now(place, part, chunk.start * width, part.nbytes)
         stored = share.stored_start(record.numel)
-        across = self._topology.gather_groups.across
-        if across is not None:
+        inter_node = self._topology.gather_groups.inter_node
+        if inter_node is not None:
             cells = low[stored : stored + record.stored].view(torch.uint8)
-            gather(cells.view(across.size(), -1), across)
-        self._gather_inside(low.view(torch.uint8))
+            gather(cells.view(inter_node.size(), -1), inter_node)
+        self._gather_intra_node(low.view(torch.uint8))
         master = torch.empty(record.numel, dtype=torch.float32)
         join(values, low, master)
         return master
 
-    def _gather_inside(self, data: torch.Tensor) -> None:
+    def _gather_intra_node(self, data: torch.Tensor) -> None:
         """Fill in what the other ranks of this node have of ``data``, ``uint8 [n]``."""
-        inside = self._topology.gather_groups.inside
-        if inside is not None:
-            gather(data.view(inside.size(), -1), inside)
+        intra_node = self._topology.gather_groups.intra_node
+        if intra_node is not None:
+            gather(data.view(intra_node.size(), -1), intra_node)

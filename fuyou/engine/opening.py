@@ -31,9 +31,8 @@ from fuyou.optimizer.absent_gradients import MissedUpdates
 from fuyou.optimizer.client import OptimizerLink
 from fuyou.optimizer.clipping import ClipStatistics
 from fuyou.optimizer.nonfinite import NonFinitePolicy
-from fuyou.planner import Choice, PlannerContext, choose
-from fuyou.planner.choose_together import choose_together
-from fuyou.planner.training import training_of_run
+from fuyou.planner import ChosenSettings, PlannerContext, choose_settings, choose_settings_on_all_ranks
+from fuyou.planner.training_job import training_job_of_run
 from fuyou.ranks.agreement import Agreement
 from fuyou.ranks.topology import share_of
 from fuyou.runtime.devices import open_device
@@ -162,13 +161,13 @@ class OpenRun:
         if not config.automatic or config.memory.batch_shape is None:
             return
         statistics = ClipStatistics.of_run(config.store.folders) if config.store.resume else ClipStatistics()
-        training = training_of_run(config, self.model, self.shape, config.memory.batch_shape, statistics)
+        training = training_job_of_run(config, self.model, self.shape, config.memory.batch_shape, statistics)
         context = PlannerContext(training, self.device, self.limits, self._ssd)
-        choice: Choice | None
+        choice: ChosenSettings | None
         if self.agreement is None or self.topology is None:
-            choice = choose(context)
+            choice = choose_settings(context)
         else:
-            choice = choose_together(context, self.topology, self.agreement)
+            choice = choose_settings_on_all_ranks(context, self.topology, self.agreement)
         if choice is not None:
             self.config = choice.complete(config)
 

@@ -14,7 +14,7 @@ from fuyou.model.open_model import OpenModel
 from fuyou.optimizer.client import OptimizerLink
 from fuyou.ranks.topology import ClusterTopology
 from fuyou.recompute.policy import ActivationPlanner
-from fuyou.recompute.replay import Recomputations
+from fuyou.recompute.replay import BlockReplay
 from fuyou.runtime.accounting import Accounting
 from fuyou.runtime.buffers import Buffers
 from fuyou.runtime.data_plane import DataPlane
@@ -26,7 +26,8 @@ from fuyou.runtime.rank_handlers import RankHandlers
 from fuyou.runtime.scratch import Scratch
 from fuyou.runtime.stored_records import StoredRecords
 from fuyou.runtime.trace import StepTrace
-from fuyou.schedule.memory_plan import Batch, MemoryPlan, MemoryPlanner
+from fuyou.schedule.memory_plan import Batch, MemoryPlan
+from fuyou.schedule.memory_planner import MemoryPlanner
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Op, StepList
 
@@ -75,7 +76,7 @@ class Runtime:
             speculative=options.speculates,
             host_cache=options.host_cache,
             kept_layers=len(self._keeping.layers),
-            kept_bytes=lambda batch: self._keeping.keep(batch.micro_rows, batch.seq_len).nbytes,
+            kept_bytes=lambda batch: self._keeping.saved(batch.micro_rows, batch.seq_len).nbytes,
         )
         self._plane: DataPlane | None = None
         self._ranks: RankHandlers | None = None
@@ -83,7 +84,7 @@ class Runtime:
         self._trace: StepTrace | None = None
         self.memory_plan: MemoryPlan
         self.scheduler: Scheduler
-        self.recomputations: Recomputations
+        self.recomputations: BlockReplay
         self.accounting: Accounting
         self.io = IoCounter(self._io_now)
 
@@ -114,9 +115,9 @@ class Runtime:
             self.link = OptimizerLink()
             self.link.wait_until_up()
         recomputation = self._keeping.recomputation(plan.batch.micro_rows, plan.batch.seq_len)
-        self.recomputations = Recomputations(
+        self.recomputations = BlockReplay(
             recomputation.layers,
-            self._keeping.keep(plan.batch.micro_rows, plan.batch.seq_len).operators,
+            self._keeping.saved(plan.batch.micro_rows, plan.batch.seq_len).operators,
             plan.kept_bytes,
         )
         self.scheduler = Scheduler(

@@ -63,7 +63,7 @@ class Steps:
         run.commits.begin(Update(step, adam, 1.0, run.config.seed, skipped=run.nonfinite.skipped))
         shape = runtime.batch_shape(*batch["input_ids"].shape)
         self._in_flight = True  # before the schedule changes: an interrupt may come at any point
-        waits = run.commits.clip_statistics(run.step_count).share > run.config.most_clipped
+        waits = run.commits.clip_statistics(run.step_count).share > run.config.max_clipped_share
         commits = step % run.config.store.commit_every == 0
         tasks = runtime.scheduler.training_step(step, shape, commit=commits, defer_all=waits)
         current = self._current = self._computation(tasks, batch, labels, start_time)
@@ -95,7 +95,7 @@ class Steps:
         again = False
         if run.config.speculates:
             again = (clipped or skipped) and runtime.scheduler.speculative
-            runtime.submit(runtime.scheduler.settle(step, clipped or skipped))
+            runtime.submit(runtime.scheduler.resolve_speculation(step, clipped or skipped))
         self._current = None
         self._in_flight = False
         return self._report(current, step, norm, skipped=skipped, clipped=clipped, updated_again=again)

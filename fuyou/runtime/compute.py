@@ -17,7 +17,7 @@ from fuyou.model.open_model import OpenModel
 from fuyou.model.router_loss import RouterPass, router_logits
 from fuyou.optimizer.absent_gradients import mark_absent
 from fuyou.optimizer.gradient_sum import GradientSum, round_in_place, sum_of_squares
-from fuyou.recompute.replay import Recomputations, Recorded
+from fuyou.recompute.replay import BlockReplay, SavedForward
 from fuyou.runtime.data_plane import DataPlane
 from fuyou.runtime.random_replay import RandomReplay, random_state
 from fuyou.schedule.tasks import Activation, ComputeTask, StepList, known
@@ -42,7 +42,7 @@ class StepComputation:
         plane: DataPlane,
         tasks: StepList,
         batch: Mapping[str, Any],
-        recomputations: Recomputations,
+        recomputations: BlockReplay,
         start_time: float,
         labels: int | None = None,
     ):
@@ -64,7 +64,7 @@ class StepComputation:
         """To be settled between forward and backward pass, if the loss has a router loss."""
         self._calls: list[BlockCalls | None] = [None] * len(self._micro)
         self._random: dict[tuple[int | None, int], torch.Tensor] = {}
-        self._recorded: dict[tuple[int, int], Recorded] = {}
+        self._recorded: dict[tuple[int, int], SavedForward] = {}
         self._saved: list[float] = []
         self._sums: dict[int, GradientSum] = {}
         self._squares: list[torch.Tensor] = []

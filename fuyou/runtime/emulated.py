@@ -42,9 +42,9 @@ class EmulatedSpec:
     """Bytes per second to the device, and as many from it."""
     throttle: IoThrottle | None = None
     """Rates to which each directory's drive is slowed down; None leaves the drives as they are."""
-    inside_bytes_per_second: float | None = None
+    intra_node_bytes_per_second: float | None = None
     """Bytes per second from a rank to the others of its node, where there are several."""
-    across_bytes_per_second: float | None = None
+    inter_node_bytes_per_second: float | None = None
     """Bytes per second from a node to the others, for one task of its ranks at a time."""
     norm: float = 0.0
     """Norm that every gradient is said to have, for clipping to strike."""
@@ -67,11 +67,11 @@ class EmulatedSpec:
             raise UserError(f"Device {text!r} lacks {', '.join(missing) or 'one of the two SSD rates'}. {_USAGE}")
         tflops, norm = (_number(name, fields.get(name, "0"), text) for name in ("tflops", "norm"))
         throttle = IoThrottle(_rate(fields["ssd_read"]), _rate(fields["ssd_write"])) if "ssd_read" in fields else None
-        inside, across = (_rate(fields[name]) if name in fields else None for name in ("inside", "across"))
+        intra_node, inter_node = (_rate(fields[name]) if name in fields else None for name in ("inside", "across"))
         spec = EmulatedSpec(
-            tflops * 1e12, parse_bytes(fields["memory"]), _rate(fields["link"]), throttle, inside, across, norm
+            tflops * 1e12, parse_bytes(fields["memory"]), _rate(fields["link"]), throttle, intra_node, inter_node, norm
         )
-        rates = [rate for rate in (inside, across) if rate is not None]
+        rates = [rate for rate in (intra_node, inter_node) if rate is not None]
         if min(spec.flops_per_second, spec.memory_bytes, spec.link_bytes_per_second, *rates) <= 0:
             raise UserError(f"Every part of device {text!r} must be more than nothing.")
         return spec
@@ -116,8 +116,8 @@ class EmulatedDevice:
 
     def __init__(self, spec: EmulatedSpec):
         self.spec, self.throttle, self.flops_per_second = spec, spec.throttle, spec.flops_per_second
-        inside, across = spec.inside_bytes_per_second, spec.across_bytes_per_second
-        self.exchange_rates = inside or float("inf"), across or float("inf")
+        intra_node, inter_node = spec.intra_node_bytes_per_second, spec.inter_node_bytes_per_second
+        self.exchange_rates = intra_node or float("inf"), inter_node or float("inf")
         self.name = (
             f"emulated accelerator ({spec.flops_per_second / 1e12:g} TFLOP/s, {format_bytes(spec.memory_bytes)}, link "
             f"{spec.link_bytes_per_second / 1e9:g} GB/s)"
@@ -135,8 +135,8 @@ class EmulatedDevice:
     def exchange(self, task: Task, work: Callable[[], None], meet: Callable[[], None]) -> None:
         """Meet the other ranks, then take the time that the bytes would take; buffers here have none."""
         meet()
-        inside = task.op.resource is Resource.INTRA_NODE
-        rate = self.spec.inside_bytes_per_second if inside else self.spec.across_bytes_per_second
+        intra_node = task.op.resource is Resource.INTRA_NODE
+        rate = self.spec.intra_node_bytes_per_second if intra_node else self.spec.inter_node_bytes_per_second
         assert rate is not None
         self._queue(task, task.nbytes / rate)
 
@@ -147,8 +147,8 @@ class EmulatedDevice:
             UserError: there is none.
         """
         for level, ranks, rate in (
-            ("inside", ranks_per_node, self.spec.inside_bytes_per_second),
-            ("across", nodes, self.spec.across_bytes_per_second),
+            ("inside", ranks_per_node, self.spec.intra_node_bytes_per_second),
+            ("across", nodes, self.spec.inter_node_bytes_per_second),
         ):
             if ranks > 1 and rate is None:
                 raise UserError(f"An emulated accelerator among several ranks needs a rate: add {level}=10GB/s.")

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fuyou.model.open_model import OpenModel
-from fuyou.recompute.replay import Recomputations
+from fuyou.recompute.replay import BlockReplay
 from fuyou.runtime.compute import StepComputation
 from fuyou.runtime.data_plane import DataPlane
 from fuyou.schedule.tasks import ComputeTask, StepList
@@ -24,7 +24,7 @@ class NextToken(StepComputation):
         plane: DataPlane,
         tasks: StepList,
         batch: Mapping[str, Any],
-        recomputations: Recomputations,
+        recomputations: BlockReplay,
         start_time: float,
     ):
         super().__init__(model, plane, tasks, batch, recomputations, start_time)

@@ -60,7 +60,9 @@ class RankHandlers:
         record = self._buffers.shape.records[known(task.record)]
         flat = self._buffers.parameters[record.kind].bytes(known(task.target), record.device_nbytes)
         filled = [count * record.unit_bytes for count in record.filled_slices]
-        self._run(task, self._gather_groups.inside, lambda group: gather(flat.view(group.size(), -1), group, filled))
+        self._run(
+            task, self._gather_groups.intra_node, lambda group: gather(flat.view(group.size(), -1), group, filled)
+        )
 
     def _reduce(self, task: Task) -> None:
         flat, filled = self._gradient(task), self._buffers.shape.records[known(task.record)].filled_slices
@@ -70,7 +72,7 @@ class RankHandlers:
             if self._buffers.shape.share.nodes == 1:
                 self._square(task, flat)
 
-        self._run(task, self._reduce_groups.inside, work)
+        self._run(task, self._reduce_groups.intra_node, work)
 
     def _exchange(self, task: Task) -> None:
         flat, share = self._gradient(task), self._buffers.shape.share
@@ -82,7 +84,7 @@ class RankHandlers:
             reduce_scatter(stored.view(group.size(), -1), group, filled, REDUCTION_BYTES)
             self._square(task, flat)
 
-        self._run(task, self._reduce_groups.across, work)
+        self._run(task, self._reduce_groups.inter_node, work)
 
     def _spread(self, task: Task) -> None:
         record = self._buffers.shape.records[known(task.record)]
@@ -98,7 +100,7 @@ class RankHandlers:
             words *= 2 * record.index + 1
             self._checksums[task.step] = (self._checksums.get(task.step, 0) + words) % (1 << 64)
 
-        self._run(task, self._gather_groups.across, work)
+        self._run(task, self._gather_groups.inter_node, work)
 
     def _gradient(self, task: Task) -> torch.Tensor:
         record = self._buffers.shape.records[known(task.record)]

@@ -16,7 +16,7 @@ from fuyou.layout.model_layout import BatchShape, BufferCounts
 from fuyou.layout.record import Record
 from fuyou.model.open_model import OpenModel
 from fuyou.optimizer.absent_gradients import marked_absent
-from fuyou.recompute.replay import Recomputations
+from fuyou.recompute.replay import BlockReplay
 from fuyou.runtime.compute import StepComputation
 from fuyou.runtime.data_plane import DataPlane
 from fuyou.schedule.memory_plan import Batch, MemoryPlan
@@ -52,7 +52,7 @@ class SmallStep:
         self._model, self._shape = model, model.shape
         self._flat = {record.index: _flat(record, parameters) for record in self._shape.records}
         # As in a run: what a step has learnt about recomputing blocks, the next one makes use of.
-        self._recomputations = Recomputations()
+        self._recomputations = BlockReplay()
         self.gradients: dict[str, torch.Tensor | None] = {}
         """Gradients by first name, in the order in which the backward pass has made them; None where nothing flows."""
 

@@ -32,7 +32,7 @@ from tests.helpers.histories import history
 from tests.helpers.pairs import COMMON, ROOT, Node, Pair, same
 
 _ENDS_WITHIN = (
-    "import sys, cli.launch.interrupts as one; one.STOP_SECONDS = {}; from cli.main import main; sys.exit(main())"
+    "import sys, cli.train.interrupts as one; one.STOP_SECONDS = {}; from cli.main import main; sys.exit(main())"
 )
 PATIENT = ("-c", _ENDS_WITHIN.format(200))
 """The command, which gives a step that is under way time to end on the slowest machine."""

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from cli.job.job import Job
 from cli.options.schedule import LearningRate
 from cli.options.settings import Settings
-from cli.train.any_run import check_same_run
-from cli.train.prepare import Job
+from cli.train.same_run import check_same_run
 from common.data import RandomBatches
 from common.errors import UserError
 

@@ -474,7 +474,7 @@ def build(
             program.lists.append((kind, micro, scheduler.training_step(step, batch, **options)))
             if speculate:
                 assert scheduler.speculative or step in defer_all or defer >= 1
-                program.lists.append(("settle", 0, scheduler.settle(step, clipped=not commit)))
+                program.lists.append(("settle", 0, scheduler.resolve_speculation(step, clipped=not commit)))
                 program.clipped |= set() if commit else {step}
         else:
             flush()

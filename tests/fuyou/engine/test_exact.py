@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, RoFormerConfig
 
-from fuyou.schedule.memory_plan import MemoryPlanner
+from fuyou.schedule.memory_planner import MemoryPlanner
 from tests.helpers.engines import (
     ONE_OF_EACH,
     OPTIONS,

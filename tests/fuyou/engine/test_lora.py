@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from common.errors import UserError
 from common.models.adapters.adapters import AdapterOptions
 from fuyou.layout.record import Kind
-from fuyou.schedule.memory_plan import MemoryPlanner
+from fuyou.schedule.memory_planner import MemoryPlanner
 from tests.helpers.adapters import DTYPES, InMemory, compare, train
 from tests.helpers.engines import STEPS, batches, directories
 from tests.helpers.engines import engine as plain_engine

@@ -1,7 +1,7 @@
-"""``finetune --nodes``: this node's launcher. It starts ranks through torchrun's elastic agent, and has the last word.
+"""``finetune --nodes``: the launcher of this node, which starts ranks through torchrun's elastic agent.
 
-A rank that ends in an orderly way, with success, an error worth a message or Ctrl-C, exits with status 0 and tells its
-outcome (:mod:`cli.launch.outcomes`): the agent need not start it again. A rank that is killed, or loses contact with
+A rank that ends in an orderly way, with success, an error worth a message or Ctrl-C, exits with status 0 and leaves
+its outcome (:mod:`cli.train.outcomes`): the agent need not start it again. A rank that is killed, or loses contact with
 others, exits with another status; then all ranks of all nodes are started again from the last commit, as often as
 ``--max-restarts`` says.
 """
@@ -21,25 +21,22 @@ from typing import Any
 
 import psutil
 
-from cli.launch import interrupts
-from cli.launch.interrupts import STATUS, Stopped
-from cli.launch.outcomes import Outcome, RankOutcomes
 from cli.launch.rendezvous import Rendezvous, find_meeting, wait_for_host
 from cli.options.settings import COMMITS, Settings
+from cli.train import interrupts
+from cli.train.interrupts import STATUS, Stopped
+from cli.train.outcomes import Outcome, RankOutcomes
+from cli.train.rank_process import LAUNCH, STOP
 from common.errors import FinetuneError, UserError
 from common.hardware.machine import cpu_count, list_gpus
 from common.units import format_seconds
 
-LAUNCH = "FINETUNE_LAUNCH"
-"""Environment variable: tells launches apart. Ranks that are started again find it in the commits of their run."""
-STOP = "FINETUNE_STOP"
-"""Environment variable: set once the user has stopped the run, for ranks that are started after that."""
-
 INTERRUPTED = 130
+"""Status of a rank that the user has stopped."""
 
 
 class LaunchError(FinetuneError):
-    """A run ended that ranks have told about: status and message are theirs."""
+    """Raised when a rank has ended with an outcome, whose status and message it has."""
 
     def __init__(self, outcome: Outcome):
         super().__init__(outcome.message)
@@ -80,13 +77,13 @@ def launch(settings: Settings, *, trains: bool = True) -> None:
     if failure is not None:
         if has_commit(settings):
             failure.add_note(settings.how_to_continue)
-        if signals.heard:
+        if signals.received:
             raise Stopped(" ".join(["stopped at once.", *getattr(failure, "__notes__", [])]), signals.number)
         raise failure
 
 
 def ranks_per_node(settings: Settings) -> int:
-    """How many ranks this node is to have.
+    """Return how many ranks this node is to have.
 
     Raises:
         UserError: ``--gpu`` picks one of several GPUs, or there are fewer than asked for.
@@ -104,15 +101,19 @@ def ranks_per_node(settings: Settings) -> int:
 
 
 def _quieten_torch() -> None:
-    """What happens is said once, by us. PyTorch looks at these when it is imported, and ranks inherit them."""
+    """Keep PyTorch from reporting what we report. It reads these variables when imported, and ranks inherit them."""
     for name, value in (("LOGLEVEL", "CRITICAL"), ("TORCH_CPP_LOG_LEVEL", "FATAL"), ("PYTHONWARNINGS", "ignore")):
         os.environ.setdefault(name, value)
 
 
 def _check(settings: Settings) -> None:
-    """Find what is wrong before anybody waits for other nodes."""
-    from cli.plan.choose_strategy import check_strategy
-    from cli.train.prepare import check
+    """Check what can be checked before anybody waits for other nodes.
+
+    Raises:
+        UserError: something typed does not exist, or does not go with what is there.
+    """
+    from cli.job.prepare import check
+    from cli.job.strategy import check_strategy
 
     check_strategy(settings, ranks_per_node(settings))
     found = check(settings)
@@ -128,9 +129,9 @@ def _check(settings: Settings) -> None:
 
 
 def has_commit(settings: Settings) -> bool:
-    """Whether there is something to continue."""
+    """Return whether there is something to continue."""
     if settings.ssd:
-        from cli.train.prepare import check
+        from cli.job.prepare import check
         from common.store.manifest import MANIFEST_FILE
         from fuyou.checkpoint.run_files import rank_folder
 
@@ -144,7 +145,7 @@ def has_commit(settings: Settings) -> bool:
 
 
 def _variables(settings: Settings, meeting: Rendezvous) -> dict[str, str]:
-    """What the ranks find in their environment."""
+    """Return the environment variables that ranks get."""
     variables = {
         LAUNCH: uuid.uuid4().hex,
         # The user's own directory must not shadow our packages: same search path as ours, no "" in front.
@@ -159,7 +160,11 @@ def _variables(settings: Settings, meeting: Rendezvous) -> dict[str, str]:
 
 
 def _run_agent(settings: Settings, meeting: Rendezvous, ranks: int) -> FinetuneError | None:
-    """Returns when all ranks of this node have ended: None if they did so in an orderly way, else what happened."""
+    """Run the ranks of this node to their end.
+
+    Returns:
+        None if they ended in an orderly way, else what happened.
+    """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
@@ -214,19 +219,19 @@ def _run_agent(settings: Settings, meeting: Rendezvous, ranks: int) -> FinetuneE
 
 
 class _Lifeline:
-    """Ends a launcher that has been cut off from the meeting point: PyTorch's store would wait there for ever."""
+    """A lifeline ends a launcher that is cut off from the meeting point, where PyTorch's store would wait for ever."""
 
     def __init__(self, meeting: Rendezvous, settings: Settings):
         self._meeting, self._settings = meeting, settings
         self._done = threading.Event()
         if not meeting.is_host:
-            threading.Thread(target=self._hold, name="lifeline", daemon=True).start()
+            threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
 
     def let_go(self) -> None:
-        """It is no longer needed."""
+        """Stop watching."""
         self._done.set()
 
-    def _hold(self) -> None:
+    def _watch(self) -> None:
         timeout = self._settings.node_timeout
         answered = time.monotonic()
         while not self._done.wait(min(5.0, timeout / 4)):
@@ -264,7 +269,7 @@ def _what_failed(error: Any, settings: Settings) -> str:
 
 
 class _Signals:
-    """The first signal that ends a run asks the ranks to finish their step and commit it; a second one ends everything.
+    """Signals ask the ranks to finish and commit their step, and at a second one, end everything at once.
 
     After SIGTERM or SIGHUP nobody may be there to send a second one: :data:`STOP_SECONDS` later it counts as sent, and
     the step in flight is discarded.
@@ -274,7 +279,7 @@ class _Signals:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self.heard = False
+        self.received = False
         self.number: int | None = None
         self._settings = settings
         self._before: dict[signal.Signals, Any] = {}
@@ -285,7 +290,7 @@ class _Signals:
         for number in STATUS:
             self._before[number] = signal.getsignal(number)
             if number is not signal.SIGHUP or self._before[number] is not signal.SIG_IGN:  # nohup
-                signal.signal(number, self._hear)
+                signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -294,13 +299,13 @@ class _Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _receive(self, number: int, frame: FrameType | None) -> None:
         ranks = psutil.Process().children()
         self.number = self.number or number
-        if self.heard or not ranks:
-            self.heard = True
+        if self.received or not ranks:
+            self.received = True
             raise KeyboardInterrupt
-        self.heard = True
+        self.received = True
         os.environ[STOP] = "1"
         if number != signal.SIGINT:
             self._deadline = threading.Timer(interrupts.STOP_SECONDS, self._give_up)
@@ -332,7 +337,7 @@ def _kill(ranks: Iterable[psutil.Process]) -> None:
 
 @contextlib.contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Our environment, which ranks inherit, with some variables more."""
+    """Add variables to our environment, which ranks inherit."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:

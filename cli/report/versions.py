@@ -1,4 +1,4 @@
-"""What a run was made with, or a bug report needs: versions of everything that has a say in the result."""
+"""Versions of everything that has a say in a run's result, for its description and for bug reports."""
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
@@ -7,7 +7,7 @@ LIBRARIES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "data
 
 
 def versions() -> dict[str, str]:
-    """By name; ``-`` for what is not installed. Imports none of them."""
+    """Return versions by name, ``-`` for what is not installed, without importing any library."""
     kvikio = next((name for name in ("kvikio-cu13", "kvikio-cu12") if _version(name) != "-"), "kvikio")
     return {
         "fuyou": _version("fuyou"),
@@ -19,7 +19,7 @@ def versions() -> dict[str, str]:
 
 
 def nvidia_driver() -> str | None:
-    """The driver's version; None without one."""
+    """Return the version of the NVIDIA driver; None without one."""
     import pynvml
 
     try:

@@ -1,4 +1,4 @@
-"""Signals that end a run: heard once, at a moment when the run can still be brought to a good end.
+"""Signals that end a run, which are handled once and leave time to bring the run to a good end.
 
 Ctrl-C: status 130. SIGTERM, by which job schedulers end a job: status 0, for the run is in order and says how to go on.
 SIGHUP, when the terminal goes away: status 129 (and not heard at all under nohup). After the last two nobody is there
@@ -21,16 +21,16 @@ STATUS = {signal.SIGINT: 130, signal.SIGTERM: 0, signal.SIGHUP: 129}
 
 
 class Stopped(Exception):
-    """The user stopped the run; the message says how to continue."""
+    """Raised when the user has stopped the run; the message says how to continue."""
 
     def __init__(self, message: str, number: int | None = None) -> None:
         super().__init__(message)
         self.number = number
-        """The signal, if it is not the one that :class:`Interrupts` has heard."""
+        """Signal that stopped the run, if it is not the one that :class:`Interrupts` has received."""
 
 
 class Interrupts:
-    """While this context is open, the first signal that ends a run raises KeyboardInterrupt; later ones do nothing.
+    """Interrupts is a context in which the first signal that ends a run raises KeyboardInterrupt, and only that one.
 
     So nobody who presses Ctrl-C twice cuts short what puts the run in order. An exception that a signal raises can get
     lost (in a destructor, in a library's callback); :meth:`check` raises it again.
@@ -38,19 +38,19 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.how_to_continue = ""
-        """Said if the deadline passes."""
-        self._heard: int | None = None
+        """Sentence to print if the deadline passes."""
+        self._received: int | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._deadline: threading.Timer | None = None
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if a signal came."""
-        if self._heard is not None:
+        if self._received is not None:
             raise KeyboardInterrupt
 
     def status(self, stopped: Stopped | None = None) -> int:
-        """What the command ends with after a signal."""
-        number = stopped.number if stopped is not None and stopped.number is not None else self._heard
+        """Return the exit status of the command after a signal."""
+        number = stopped.number if stopped is not None and stopped.number is not None else self._received
         return STATUS[signal.Signals(number or signal.SIGINT)]
 
     def __enter__(self) -> "Interrupts":
@@ -58,7 +58,7 @@ class Interrupts:
             for number in STATUS:
                 if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                     continue  # nohup
-                self._before[number] = signal.signal(number, self._hear)
+                self._before[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -67,10 +67,10 @@ class Interrupts:
         if self._deadline is not None:
             self._deadline.cancel()
 
-    def _hear(self, signum: int, frame: FrameType | None) -> None:
-        if self._heard is not None:
+    def _receive(self, signum: int, frame: FrameType | None) -> None:
+        if self._received is not None:
             return
-        self._heard = signum
+        self._received = signum
         if signum != signal.SIGINT:
             self._deadline = threading.Timer(STOP_SECONDS, self._give_up)
             self._deadline.daemon = True
@@ -78,7 +78,7 @@ class Interrupts:
         raise KeyboardInterrupt
 
     def _give_up(self) -> None:
-        """The optimizer process notices, and ends as well."""
+        """End this process at once; the optimizer process notices, and ends as well."""
         with contextlib.suppress(OSError):
             print(f"\nstopped at once, after {STOP_SECONDS:.0f} s. {self.how_to_continue}", file=sys.stderr, flush=True)
         os._exit(self.status())

@@ -1,4 +1,4 @@
-"""From axes to levels: what a strategy's ring and precision make of them."""
+"""The communication levels along a strategy's axes, with its shape of ring and its precision."""
 
 import functools
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from fcdp.strategy.topology import Purpose, Topology
 from fcdp.traffic import Traffic
 
 
-def shaped_levels(
+def make_levels(
     topology: Topology,
     axes: Sequence[Axis],
     purpose: Purpose,
@@ -22,10 +22,10 @@ def shaped_levels(
     ring: Ring,
     precision: Format = "bf16",
 ) -> list[CommLevel]:
-    """The levels along ``axes``, fastest first. Collective: process groups are made.
+    """Make the levels along ``axes``, fastest first. Collective: process groups are made.
 
-    ``ho`` makes one of them all. A reduction below bf16 takes one hop along each axis, whatever the ring: sums that are
-    added to on their way would be quantised at every step.
+    ``ho`` makes one level of all axes. A reduction below bf16 takes one hop along each axis, whatever the ring: sums
+    that are added to on their way would be quantised at every step.
     """
     bits = BITS.get(precision)
     if purpose == "reduce" and bits is not None:
@@ -33,7 +33,7 @@ def shaped_levels(
         return [QuantisedLevel(hop, bits) for hop in hops]
     ranks = topology.ranks_per_node
     levels = [(FlatRing if axis.mixes_levels(ranks) else RankLevel)(topology, axis, purpose, traffic) for axis in axes]
-    shaped: list[CommLevel] = list(levels)
+    made: list[CommLevel] = list(levels)
     if ring == "ho" and levels:
-        shaped = [functools.reduce(HoRing, levels[1:], cast(CommLevel, levels[0]))]
-    return shaped if bits is None else [QuantisedLevel(level, bits) for level in shaped]
+        made = [functools.reduce(HoRing, levels[1:], cast(CommLevel, levels[0]))]
+    return made if bits is None else [QuantisedLevel(level, bits) for level in made]

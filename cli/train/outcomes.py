@@ -1,7 +1,7 @@
-"""How a node's ranks have ended: each tells its launcher in an anonymous memory file, of which no crash leaves a trace.
+"""How a node's ranks have ended: each writes that for its launcher into an anonymous memory file.
 
 A rank opens the launcher's file by its path below ``/proc`` and adds a line for every start, and one with its outcome
-before it ends in an orderly way.
+before it ends in an orderly way. A memory file leaves no trace after a crash.
 """
 
 import json
@@ -9,25 +9,25 @@ import os
 from dataclasses import asdict, dataclass
 
 _VARIABLE = "FINETUNE_OUTCOMES"
-"""Environment variable: the paths of the files, in the order of the node's ranks."""
+"""Environment variable with the paths of the files, in the order of the node's ranks."""
 _STARTED = "started"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a rank ended."""
+    """Outcome of a rank that ended in an orderly way."""
 
     status: int
-    """That the command should end with."""
+    """Exit status that the command should have."""
     message: str = ""
-    """For the user, if not 0."""
+    """Message for the user, where the status is not 0."""
 
 
 class RankOutcomes:
-    """A launcher's files.
+    """A launcher's memory files, one for each rank.
 
     Args:
-        ranks: of this node.
+        ranks: how many ranks this node has.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -35,11 +35,11 @@ class RankOutcomes:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What the ranks have to find in their environment."""
+        """Variables that the ranks have to find in their environment."""
         return {_VARIABLE: os.pathsep.join(f"/proc/{os.getpid()}/fd/{one}" for one in self._descriptors)}
 
     def read(self) -> list[Outcome]:
-        """Of the ranks that have ended in an orderly way in their last start."""
+        """Return the outcomes of the ranks that have ended in an orderly way in their last start."""
         last = [_lines(os.pread(one, os.fstat(one).st_size, 0))[-1:] for one in self._descriptors]
         return [Outcome(**json.loads(line)) for lines in last for line in lines if line != _STARTED]
 
@@ -52,7 +52,7 @@ class RankOutcomes:
 
 
 class OwnOutcome:
-    """A rank's file, which notes its start."""
+    """A rank's own memory file, in which it notes its start."""
 
     def __init__(self) -> None:
         path = os.environ[_VARIABLE].split(os.pathsep)[int(os.environ["LOCAL_RANK"])]
@@ -63,7 +63,7 @@ class OwnOutcome:
         self._add(_STARTED)
 
     def leave(self, outcome: Outcome) -> None:
-        """Tell the launcher."""
+        """Write the outcome for the launcher."""
         self._add(json.dumps(asdict(outcome)))
 
     def _add(self, line: str) -> None:

@@ -1,4 +1,4 @@
-"""What is measured and planned for: this machine's device and drives, and the training that would run there."""
+"""What is measured and planned for: this machine's device and drives, and the training that would run on them."""
 
 import math
 from pathlib import Path
@@ -15,7 +15,7 @@ from common.store.directories import usable
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.record import Precision
 from fuyou.optimizer.clipping import ClipStatistics, clip_by_named
-from fuyou.planner import Training, describe_training
+from fuyou.planner import describe_training
 from fuyou.runtime.devices import Device, leave_cores, open_device
 from fuyou.runtime.emulated import is_emulated
 
@@ -23,7 +23,7 @@ DEFAULT_SEQ_LEN = 1024
 
 
 def device_at_hand(gpu: str) -> Device:
-    """What ``--gpu`` names. If it is the CPU, it computes on all cores but the optimizer's from now on.
+    """Open the device that ``--gpu`` names; the CPU computes on all cores but the optimizer's from now on.
 
     Raises:
         UserError: there is no such device here.
@@ -34,7 +34,7 @@ def device_at_hand(gpu: str) -> Device:
 
 
 def directories_at_hand(settings: Settings) -> list[Path]:
-    """Directories on the drives that the run would use; those of ``--output`` need not be there yet.
+    """Return directories on the drives that a run would use; ``--output`` need not be there yet.
 
     Raises:
         UserError: a directory of ``--ssd`` is not there, or cannot be used.
@@ -43,7 +43,7 @@ def directories_at_hand(settings: Settings) -> list[Path]:
 
 
 def sequence_length(wanted: int | None, config: PreTrainedConfig) -> int:
-    """Tokens per sequence, as asked for with ``--seq-len`` or by default.
+    """Return the tokens per sequence, as asked for with ``--seq-len`` or by default.
 
     Raises:
         UserError: longer than the model's context.
@@ -56,8 +56,8 @@ def sequence_length(wanted: int | None, config: PreTrainedConfig) -> int:
     return wanted
 
 
-def training_of(settings: Settings) -> Training:
-    """The run as the planner knows it; looks at no weights.
+def training_of(settings: Settings) -> TrainingJob:
+    """Describe a run for the planner, without looking at weights.
 
     Raises:
         UserError: no such model, or one that cannot be trained so.
@@ -66,19 +66,26 @@ def training_of(settings: Settings) -> Training:
         config, _ = load_config(settings.model)
     waits = settings.max_grad_norm > 0 or settings.on_nonfinite == "skip"
     return describe_training(
-        settings.model, settings.batch_size, sequence_length(settings.seq_len, config),
+        settings.model,
+        settings.batch_size,
+        sequence_length(settings.seq_len, config),
         precision=Precision.named(settings.dtype, settings.optimizer_dtype),
-        clips=waits, single_slot=settings.single_slot, micro_batch=settings.micro_batch,
-        host_cache=settings.host_cache, adapters=peft_config_of(settings),
-        frozen=FrozenDtype.named(settings.frozen_dtype), towers=towers_of(settings),
+        clips=waits,
+        single_slot=settings.single_slot,
+        micro_batch=settings.micro_batch,
+        host_cache=settings.host_cache,
+        adapters=peft_config_of(settings),
+        frozen=FrozenDtype.named(settings.frozen_dtype),
+        towers=towers_of(settings),
         router_loss=settings.router_loss,
-        commit_every=settings.commit_interval, clip_by=clip_by_named(settings.clip_by),
-        clipped_share=_strikes(settings).share if settings.max_grad_norm > 0 else 0.0,
-    )  # fmt: skip
+        commit_every=settings.commit_interval,
+        clip_by=clip_by_named(settings.clip_by),
+        clipped_share=_clip_statistics(settings).share if settings.max_grad_norm > 0 else 0.0,
+    )
 
 
-def _strikes(settings: Settings) -> ClipStatistics:
-    """How often clipping has struck in the run that is to be continued, if there is one."""
+def _clip_statistics(settings: Settings) -> ClipStatistics:
+    """Return how often gradients were clipped in the run that is to be continued, if there is one."""
     if not settings.resume:
         return ClipStatistics()
     drives = [Path(word).expanduser() for word in settings.ssd] or [settings.output_directory]
@@ -86,5 +93,5 @@ def _strikes(settings: Settings) -> ClipStatistics:
 
 
 def _existing(directory: Path) -> Path:
-    """The nearest directory above that is there: the same drive."""
+    """Return the nearest directory above that exists, which is on the same drive."""
     return next(path for path in (directory, *directory.parents) if path.is_dir())

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from cli.launch.rank import Rank
+from cli.job.machine import sequence_length
+from cli.job.quiet import quiet_transformers
 from cli.options.computing_dtype import with_dtype_of_all
 from cli.options.settings import Settings
-from cli.plan.machine import sequence_length
-from cli.train.nodes import device_of, meet
-from cli.train.one_machine import quiet_transformers
+from cli.train.meeting import device_of, meet
+from cli.train.rank_process import RankProcess
 from common.models.presets import load_config
 from common.units import format_bytes, format_seconds
 from fcdp.planner.profiling import profile_cluster
@@ -23,8 +23,8 @@ PROFILE = "cluster.json"
 """The file's name in the output directory."""
 
 
-def profile(settings: Settings, rank: Rank) -> None:
-    """What every rank does.
+def profile(settings: Settings, rank: RankProcess) -> None:
+    """Measure the cluster, as every rank does.
 
     Raises:
         UserError, FinetuneError: no such model, or ranks that do not fit together.
@@ -42,14 +42,14 @@ def profile(settings: Settings, rank: Rank) -> None:
     path = settings.output_directory / PROFILE
 
     def say(what: str) -> None:
-        if rank.rank == 0:
+        if rank.is_rank0:
             print(f"measuring {what}", flush=True)
 
-    rank.where = "while the cluster was measured"
-    if rank.rank == 0:
+    rank.enter("while the cluster was measured")
+    if rank.is_rank0:
         path.parent.mkdir(parents=True, exist_ok=True)
     measured = profile_cluster(topology, config, path, rows=rows, seq_len=seq_len, dtype=settings.dtype, say=say)
-    if rank.rank == 0:
+    if rank.is_rank0:
         print("\n".join(table(measured)))
         print(f"Kept in {path}. To plan with it: finetune --plan --cluster {_shortest(path)} --model {settings.model}")
     rank.disconnect()
@@ -59,7 +59,7 @@ def profile(settings: Settings, rank: Rank) -> None:
 
 
 def table(measured: MeasuredRates) -> list[str]:
-    """Lines: what was gathered and reduced, and how long it took by size."""
+    """Return a table: what was gathered and reduced, and how long it took by size."""
     sizes = sorted({timing.nbytes for timing in measured.timings})
     rows = [("ranks", "ring", "collective", *(format_bytes(size) for size in sizes))]
     kinds = dict.fromkeys((timing.mesh, timing.ring, timing.operation) for timing in measured.timings)
@@ -74,5 +74,5 @@ def table(measured: MeasuredRates) -> list[str]:
 
 
 def _shortest(path: Path) -> str:
-    """As one would type it."""
+    """Return the path as one would type it."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
