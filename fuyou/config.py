@@ -258,7 +258,7 @@ class EngineConfig:
         obstacle = speculation_obstacle(
             single_slot=self.store.single_slot, commit_every=self.store.commit_every, ranks=ranks
         )
-        if self.updates.speculative and obstacle is not None:
+        if self.update_policy.speculative and obstacle is not None:
             raise UserError(f"--clip-by speculation is not possible: {obstacle}. Leave it out, or change that.")
 
     # -- what the options come to ---------------------------------------------------------------------------------
@@ -324,8 +324,8 @@ class EngineConfig:
         return None if self.max_grad_norm is None else self.clip_by or ClipBy.DEFERRAL
 
     @property
-    def updates(self) -> UpdatePolicy:
-        """Which updates are deferred, and which are done before the gradient's norm is known."""
+    def update_policy(self) -> UpdatePolicy:
+        """When updates run: which are deferred, and whether others are done provisionally."""
         return UpdatePolicy(self.clips_by, self.optimizer.deferred_fraction)
 
 
