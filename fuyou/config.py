@@ -15,15 +15,14 @@ from common.errors import UserError
 from common.models.adapters.options import AdapterOptions
 from common.models.vision.towers import TowerFreezing
 from common.units import parse_bytes
-from fuyou.layout.deferred import interleaved
 from fuyou.layout.frozen_weights import FrozenDtype
-from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Precision
 from fuyou.optimizer.adam import AdamConfig, check_max_grad_norm
 from fuyou.optimizer.clipping import ClipBy, clip_by_named, speculation_obstacle
 from fuyou.optimizer.nonfinite import NonFinitePolicy
 from fuyou.ranks.topology import ClusterTopology
 from fuyou.recompute.policy import ActivationPolicy
+from fuyou.schedule.update_policy import UpdatePolicy
 
 AUTO = "auto"
 """The dtype that asks for a decision by what the device multiplies faster."""
@@ -259,7 +258,7 @@ class EngineConfig:
         obstacle = speculation_obstacle(
             single_slot=self.store.single_slot, commit_every=self.store.commit_every, ranks=ranks
         )
-        if self.speculates and obstacle is not None:
+        if self.update_policy.speculative and obstacle is not None:
             raise UserError(f"--clip-by speculation is not possible: {obstacle}. Leave it out, or change that.")
 
     # -- what the options come to ---------------------------------------------------------------------------------
@@ -325,19 +324,9 @@ class EngineConfig:
         return None if self.max_grad_norm is None else self.clip_by or ClipBy.DEFERRAL
 
     @property
-    def speculates(self) -> bool:
-        """Whether updates are done before it is known whether the gradient is clipped, and again if it is."""
-        return self.clips_by is ClipBy.SPECULATION
-
-    def deferred(self, shape: ModelLayout) -> frozenset[int]:
-        """Return the records whose updates wait for the next forward pass: all, if none is done before the norm is
-        known."""
-        deferral = self.clips_by is ClipBy.DEFERRAL
-        return interleaved(shape, 1.0 if deferral else self.optimizer.deferred_fraction)
-
-    def held(self, shape: ModelLayout) -> frozenset[int]:
-        """Return the records whose gradients stay until the step has ended."""
-        return frozenset(shape.trainable) if self.speculates else self.deferred(shape)
+    def update_policy(self) -> UpdatePolicy:
+        """When updates run: which are deferred, and whether others are done provisionally."""
+        return UpdatePolicy(self.clips_by, self.optimizer.deferred_fraction)
 
 
 def _names(group: type) -> list[str]:

@@ -58,7 +58,7 @@ class Runtime:
         self._options, self._device, self._shape = options, device, shape
         self.link: OptimizerLink | None = link
         self._topology = topology
-        self._deferred = options.deferred(shape)
+        self._deferred = options.update_policy.deferred(shape)
         self._keeping = ActivationPlanner(
             model.stack,
             "cpu" if device.shares_host_memory else "cuda",
@@ -73,7 +73,7 @@ class Runtime:
             host_limit,
             device.shares_host_memory,
             deferred=len(self._deferred),
-            speculative=options.speculates,
+            speculative=options.update_policy.speculative,
             host_cache=options.host_cache,
             kept_layers=len(self._keeping.layers),
             kept_bytes=lambda batch: self._keeping.saved(batch.micro_rows, batch.seq_len).nbytes,
@@ -127,14 +127,14 @@ class Runtime:
             slot=commits.state.slot,
             deferred=self._deferred,
             hold=options.max_grad_norm is not None,
-            speculate=options.speculates,
+            speculate=options.update_policy.speculative,
             resident=plan.resident,
             recomputation=recomputation,
         )
         assert self.link.shared_fd is not None
         buffers = Buffers(self._shape, plan, self._device, self.link.shared_fd)
         folders = [folder / SCRATCH for folder in store.directories]
-        spills = plan.spills_gradients(self._shape, options.held(self._shape))
+        spills = plan.spills_gradients(self._shape, options.update_policy.held(self._shape))
         scratch = Scratch(buffers, folders, spills, store.directories)
         stored = StoredRecords(store, self._extents, commits.state.slots, commits.sums, commits.missed)
         locks = self._files.lock.descriptors

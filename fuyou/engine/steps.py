@@ -93,7 +93,7 @@ class Steps:
         run.commits.end(step, run.nonfinite.skipped, run.device.torch_device, run.user_state)
         runtime.plane.executor.finish(current.tasks.end)
         again = False
-        if run.config.speculates:
+        if run.config.update_policy.speculative:
             again = (clipped or skipped) and runtime.scheduler.speculative
             runtime.submit(runtime.scheduler.resolve_speculation(step, clipped or skipped))
         self._current = None

@@ -53,7 +53,7 @@ class Span:
     name: str
     began: float
     ended: float
-    step: int
+    step: int | None = None
     nbytes: int = 0
     flops: float = 0.0
 
@@ -113,7 +113,7 @@ class StepTrace:
         for resource, lane, intervals in ((Resource.SSD, STATE_LANE, states), (Resource.ADAM, ADAM_LANE, adam)):
             for one in intervals:
                 name = self._records[one.record].name
-                self._spans.append(Span(resource, lane, name, one.began, one.ended, -1))
+                self._spans.append(Span(resource, lane, name, one.began, one.ended))
         since = self._ends[0][1] if len(self._ends) > 1 else float("-inf")
         self._spans = [span for span in self._spans if span.ended > since]
 
@@ -156,7 +156,7 @@ def write_trace(
     for resource, lane in ((Resource.SSD, DRIVE_LANE), (Resource.ADAM, ADAM_LANE)):
         for began, ended in (busy or {}).get(resource, ()):
             if began < end:
-                spans.append(Span(resource, lane, lane, began, min(ended, end), -1))
+                spans.append(Span(resource, lane, lane, began, min(ended, end)))
     write_spans(path, spans, begin)
 
 
@@ -197,7 +197,7 @@ def _lane_events(spans: list[Span], begin: float, group: int, thread: int) -> li
     free = begin
     for span in sorted(spans, key=lambda span: (span.ended, span.began)):
         start = max(span.began, free)
-        arguments: dict[str, Any] = {"step": span.step} if span.step >= 0 else {}
+        arguments: dict[str, Any] = {} if span.step is None else {"step": span.step}
         if span.nbytes:
             arguments["bytes"] = span.nbytes
         if span.flops:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cli.inspect.profile import table
-from fuyou.planner.profiling import Profile, beside, blocks, drives, optimizer
+from fuyou.planner.profiling import Profile, blocks, contention, drives, optimizer
 from fuyou.schedule.tasks import Resource
 from tests.cli.conftest import Finetune, sending
 from tests.helpers.messages import check
@@ -20,8 +20,8 @@ from tests.helpers.profiles import PROFILE
 def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(blocks, "REPEAT_SECONDS", 0.01)
     monkeypatch.setattr(drives, "DIRECTION_SECONDS", 0.05)
-    monkeypatch.setattr(beside, "WINDOW_SECONDS", 0.02)
-    monkeypatch.setattr(beside, "WARM_SECONDS", 0.01)
+    monkeypatch.setattr(contention, "WINDOW_SECONDS", 0.02)
+    monkeypatch.setattr(contention, "WARM_SECONDS", 0.01)
     monkeypatch.setattr(optimizer, "UPDATED_ELEMENTS", 1 << 14)
     monkeypatch.setattr(optimizer, "WRITTEN_ELEMENTS", 1 << 14)
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))

@@ -33,13 +33,17 @@ def test_groups_and_names_alone_say_the_same() -> None:
     assert grouped == named
     assert named.store.folders == [Path("a/tuned"), Path("b/tuned")]
     assert (named.adam.lr, named.host_cache, named.trainable) == (1e-4, 1 << 20, ("head.*",))
-    assert named.clips_by is ClipBy.DEFERRAL and not named.speculates
+    assert named.clips_by is ClipBy.DEFERRAL and not named.update_policy.speculative
 
 
 def test_other_values_by_name_leave_the_rest() -> None:
     config = EngineConfig.of(ssd=["a"], clip_by="auto", max_grad_norm=1.0, micro_batch=2)
     changed = config.with_options(clip_by="speculation", dtype="fp32", max_clipped_share=0.5)
-    assert changed.speculates and changed.max_clipped_share == 0.5 and str(changed.precision.dtype) == "torch.float32"
+    assert (
+        changed.update_policy.speculative
+        and changed.max_clipped_share == 0.5
+        and str(changed.precision.dtype) == "torch.float32"
+    )
     assert changed.memory == config.memory and changed.store == config.store
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from common.errors import FinetuneError
-from fuyou.planner.profiling import beside
+from fuyou.planner.profiling import contention
 from fuyou.planner.profiling.contention import RepeatedCall, measure_contention, pieces_per_second
 from fuyou.planner.profiling.optimizer import OptimizerPump
 from fuyou.schedule.tasks import Resource
@@ -15,8 +15,8 @@ from fuyou.schedule.tasks import Resource
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside, "WINDOW_SECONDS", 0.1)
-    monkeypatch.setattr(beside, "WARM_SECONDS", 0.02)
+    monkeypatch.setattr(contention, "WINDOW_SECONDS", 0.1)
+    monkeypatch.setattr(contention, "WARM_SECONDS", 0.02)
 
 
 def taking_turns(lock: threading.Lock, seconds: float) -> Callable[[], None]:
@@ -48,7 +48,7 @@ def test_what_shares_nothing_keeps_its_speed_and_what_takes_turns_loses_half() -
 
 
 def test_work_that_never_ends_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside, "_LONGEST_SECONDS", 0.2)
+    monkeypatch.setattr(contention, "_MAX_SECONDS", 0.2)
     with pytest.raises(FinetuneError, match="a drive hangs"):
         pieces_per_second([RepeatedCall(lambda: time.sleep(0.5))])
 
