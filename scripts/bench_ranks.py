@@ -30,7 +30,8 @@ import fuyou
 from common.models.adapters.adapters import AdapterOptions
 from common.object_collectives import all_gather_object
 from fuyou.planner import describe_training
-from fuyou.planner.simulator import TaskRates, simulate
+from fuyou.planner.rates import TaskRates
+from fuyou.planner.simulator import simulate
 from fuyou.ranks.topology import share_of
 from fuyou.runtime.emulated import EmulatedSpec, is_emulated
 
@@ -126,10 +127,10 @@ def report(
     }  # fmt: skip
     if is_emulated(device):
         spec = EmulatedSpec.parse(device)
-        assert spec.pace is not None
+        assert spec.throttle is not None
         rates = TaskRates(
             spec.flops_per_second, spec.link_bytes_per_second, spec.link_bytes_per_second,
-            spec.pace.read_bytes_per_second, spec.pace.write_bytes_per_second, adam,
+            spec.throttle.read_bytes_per_second, spec.throttle.write_bytes_per_second, adam,
             intra_node_bytes_per_second=spec.intra_node_bytes_per_second or float("inf"),
             inter_node_bytes_per_second=spec.inter_node_bytes_per_second or float("inf"), message_seconds=1e-3,
         )  # fmt: skip

@@ -34,15 +34,15 @@ def run_profile(settings: Settings) -> None:
     settings = with_dtype(settings)
     directories = directories_at_hand(settings)
     limits = memory_limits(device, settings.host_memory, settings.device_memory)
-    prospect = PlannerContext(training_of(settings), device, limits, directories)
-    workload = prospect.workload
+    context = PlannerContext(training_of(settings), device, limits, directories)
+    workload = context.workload
     print(f"machine  {describe_machine()}")
     print(
         f"model    {settings.model}, micro-batches of {workload.rows} x {workload.seq_len} tokens in {settings.dtype} "
         f"on {device.name}",
         flush=True,
     )
-    profile = save(measured_profile(prospect), workload, device)
+    profile = save(measured_profile(context), workload, device)
     print("\n".join(table(profile, len(directories))))
     print(f"Measured in {profile.measured_in_seconds:.1f} s; kept in {profile_path(describe(workload, device))}")
 

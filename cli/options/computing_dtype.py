@@ -8,7 +8,8 @@ from typing import Any
 from cli.options.settings import COMMITS, Settings
 from common.errors import FinetuneError, UserError
 from common.hardware.machine import pick_gpu, torch_name
-from fuyou.engine.computing_dtype import AUTO, dtype_of_all, fastest_dtype, stored_dtype
+from fuyou.config import AUTO
+from fuyou.engine.computing_dtype import dtype_of_all, fastest_dtype, stored_dtype
 from fuyou.runtime.emulated import is_emulated
 
 ELSEWHERE = "meta"

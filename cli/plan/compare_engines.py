@@ -8,7 +8,7 @@ from common.units import format_bytes, format_seconds
 from fcdp.planner import Cluster, Estimate, Workload, plan
 from fcdp.planner.rates import AlphaBeta, Link
 from fcdp.strategy.mesh import Levels
-from fuyou.planner import Machine, RunPlan, Training
+from fuyou.planner import Machine, RunPlan, TrainingJob
 
 LATENCY_SECONDS = 10e-6
 """Of a step of a ring: what the presets of clusters have on Ethernet and inside nodes."""
@@ -49,7 +49,7 @@ class InMemory:
         return {"fits": True, "strategy": self.best.name, "step_seconds": self.best.step_seconds}
 
 
-def in_memory(job: Training, machine: Machine, network_bytes_per_second: float) -> InMemory:
+def in_memory(job: TrainingJob, machine: Machine, network_bytes_per_second: float) -> InMemory:
     """Cost every strategy at every micro-batch that divides the batch.
 
     Args:

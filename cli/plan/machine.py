@@ -15,7 +15,7 @@ from common.store.directories import usable
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.record import Precision
 from fuyou.optimizer.clipping import ClipStatistics, clip_by_named
-from fuyou.planner import Training, describe_training
+from fuyou.planner import TrainingJob, describe_training
 from fuyou.runtime.devices import Device, leave_cores, open_device
 from fuyou.runtime.emulated import is_emulated
 
@@ -56,7 +56,7 @@ def sequence_length(wanted: int | None, config: PreTrainedConfig) -> int:
     return wanted
 
 
-def training_of(settings: Settings) -> Training:
+def training_of(settings: Settings) -> TrainingJob:
     """The run as the planner knows it; looks at no weights.
 
     Raises:

@@ -27,8 +27,8 @@ from fuyou.planner import (
     PlannerContext,
     RankLinks,
     RunPlan,
-    Training,
-    one_of_several,
+    TrainingJob,
+    machine_of_one_rank,
     plan,
     preset_machine,
     profiled_machine,
@@ -37,7 +37,7 @@ from fuyou.planner.advice import (
     MOST_ROWS,
     best_changes,
     clipping_cost,
-    fits_ours,
+    fits_our_scheme,
     largest_batch,
     largest_model,
     rarer_commits,
@@ -93,7 +93,7 @@ def run_plan(settings: Settings, options: PlanOptions) -> int:
         share = Share(options.nodes, options.gpus_per_node or 1)
         wanted, network = wanted.among(share), _network(options.network, share.nodes)
         other = in_memory(wanted, machine, network)
-        machine = one_of_several(
+        machine = machine_of_one_rank(
             machine, share.ranks_per_node, RankLinks.assumed(machine, share.ranks_per_node, network)
         )
     if wanted is None:
@@ -114,17 +114,17 @@ def run_plan(settings: Settings, options: PlanOptions) -> int:
     return 0 if result.fits else DOES_NOT_FIT
 
 
-def _plan(wanted: Training, machine: Machine, scheme: str) -> RunPlan:
+def _plan(wanted: TrainingJob, machine: Machine, scheme: str) -> RunPlan:
     return PaperScheme(wanted, machine).plan() if scheme == "fuyou" else plan(wanted, machine)
 
 
-def _largest(settings: Settings, options: PlanOptions, machine: Machine) -> Training | None:
+def _largest(settings: Settings, options: PlanOptions, machine: Machine) -> TrainingJob | None:
     """The largest preset that fits."""
 
-    def fits(candidate: Training) -> bool:
+    def fits(candidate: TrainingJob) -> bool:
         if options.scheme == "fuyou":
             return not PaperScheme(candidate, machine).missing()
-        return fits_ours(candidate, machine)
+        return fits_our_scheme(candidate, machine)
 
     return largest_model(lambda name: training_of(replace(settings, model=name)), fits)
 
@@ -205,7 +205,7 @@ def _write_trace(result: RunPlan, path: Path) -> None:
     if result.tasks is None or result.simulation is None:
         raise UserError("--trace: a run that does not fit has no step to draw.")
     ends = result.simulation.step_ends
-    write_trace(path, [result.tasks], result.training.shape.records, (ends[-2], ends[-1]), result.simulation.intervals)
+    write_trace(path, [result.tasks], result.job.shape.records, (ends[-2], ends[-1]), result.simulation.intervals)
 
 
 # -- for people -------------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def _write_trace(result: RunPlan, path: Path) -> None:
 
 def describe(result: RunPlan) -> list[str]:
     """The plan as lines of at most :data:`WIDTH` columns."""
-    job, machine, share = result.training, result.machine, result.training.shape.share
+    job, machine, share = result.job, result.machine, result.job.shape.share
     several = f"{machine.drive_count} x " if machine.drive_count > 1 else ""
     scheme = ", as the paper's Fuyou would run it" if result.scheme == "fuyou" else ""
     among = f"{share.nodes} nodes of " if share.nodes > 1 else ""
@@ -266,7 +266,7 @@ def _bars(result: RunPlan) -> list[str]:
 
 def _places(result: RunPlan) -> list[str]:
     assert result.memory is not None
-    counts, job, machine = result.memory.counts, result.training, result.machine
+    counts, job, machine = result.memory.counts, result.job, result.machine
     layers = len(job.shape.blocks)
     device = [
         f"{_many(counts.device_blocks, 'block')}, {_many(counts.device_block_gradients, 'gradient')}",
@@ -301,7 +301,7 @@ def _places(result: RunPlan) -> list[str]:
 
 def _limits(result: RunPlan) -> list[str]:
     assert result.memory is not None
-    job, batch = result.training, result.memory.batch
+    job, batch = result.job, result.memory.batch
     how = [_many(batch.micro_batches, "micro-batch", "es") + f" of {batch.micro_rows}"]
     if result.clip_by is not None:
         how.append(_clipping(result))
@@ -335,7 +335,7 @@ def _limits(result: RunPlan) -> list[str]:
 
 def _clipping(result: RunPlan) -> str:
     """How gradients are clipped, and what that costs."""
-    job, cost = result.training, clipping_cost(result)
+    job, cost = result.job, clipping_cost(result)
     what = "clipping" if job.clipped_share else "leaving out what is not finite"
     if result.clip_by is ClipBy.SPECULATION:
         text = f"{what} by speculation, updates before the gradient's norm is known, done again where it is too large"
@@ -345,7 +345,7 @@ def _clipping(result: RunPlan) -> str:
         text = f"{what} by deferral, all updates in the next forward pass, when the gradient's norm is known"
         if job.speculation_obstacle is not None:
             text += f" (speculation: {job.speculation_obstacle})"
-    return text if cost is None else f"{text}: a step {cost:.2f} times as long as with {job.asks_for_norm}"
+    return text if cost is None else f"{text}: a step {cost:.2f} times as long as with {job.option_without_norm}"
 
 
 def _commits(result: RunPlan) -> list[str]:

@@ -100,11 +100,11 @@ def profile_once(job: Job, ranks: Share | None = None) -> None:
     limits = memory_limits(device, settings.host_memory, settings.device_memory, share.ranks_per_node)
     if limits[0] < PROFILED_HOST_BYTES:
         return
-    prospect = PlannerContext(training_of(settings).among(share), device, limits, job.ssd)
+    planner_context = PlannerContext(training_of(settings).among(share), device, limits, job.ssd)
     with contextlib.suppress(UserError):  # what does not fit, the engine says with more to go by
-        if prospect.profile is None:
+        if planner_context.profile is None:
             print("profile  measuring this machine with this model, once", flush=True)
-            profile_or_measure(prospect)
+            profile_or_measure(planner_context)
 
 
 def _announce_move(job: Job) -> None:

@@ -15,7 +15,7 @@ from fuyou.layout.record import FROZEN_FILE, weights_file
 from fuyou.optimizer.absent_gradients import MissedUpdates
 from fuyou.optimizer.adam import Update
 from fuyou.optimizer.clipping import ClipStatistics
-from fuyou.schedule.tasks import Op, Task
+from fuyou.schedule.tasks import Op, Task, known
 
 CLUSTER = "cluster"
 """Key of what a manifest says beside the state where several ranks have made it together."""
@@ -86,9 +86,10 @@ class Commits:
 
     def _make_durable(self, task: Task) -> None:
         """Sync what is written, then say so in the manifest."""
-        self._store.sync([weights_file(task.target)])
+        slot = known(task.target)
+        self._store.sync([weights_file(slot)])
         # Updates of later steps wait for this commit: none of them is counted yet.
-        self.state = replace(self._states[task.step], slot=task.target, missed=self.missed.counts())
+        self.state = replace(self._states[task.step], slot=slot, missed=self.missed.counts())
         self.seal()
 
     def seal(self) -> None:

@@ -23,7 +23,7 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
     Host parameter buffer 0 takes a record's ``hi`` halves and gradient buffer 0 its ``lo`` halves, so this needs no
     memory beyond the plan but one parameter.
     """
-    for record in plane.shape.records:
+    for record in plane.buffers.shape.records:
         if record.frozen is FrozenDtype.CHECKPOINT:
             _fill_compressed(plane, source, record, target)
             continue
@@ -31,13 +31,13 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
         stored = Window(record.share.stored_start(record.numel), record.share.stored(record.numel))
         stored = Window(0, record.numel) if encodes else stored
         owned = Window(record.share.owned_start(record.numel), record.owned)
-        parameters = plane.host_parameters(record.kind, 0, record.parameter_nbytes)
+        parameters = plane.buffers.host_parameters(record.kind, 0, record.parameter_nbytes)
         payload = torch.from_numpy(parameters)
         dtype = record.precision.dtype
         values = _room_for(plane, record) if encodes else payload.view(dtype).zero_()
         low = None
         if record.trainable and record.precision.split:
-            low = torch.from_numpy(plane.host_gradients(record.kind, 0, owned.count * 2)).view(torch.int16)
+            low = torch.from_numpy(plane.buffers.host_gradients(record.kind, 0, owned.count * 2)).view(torch.int16)
             low.zero_()
         slots = {slot.name: slot for slot in record.parameters if stored.meets(slot.offset, slot.numel)}
         for name, tensor in source.read(list(slots)):
@@ -67,7 +67,7 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
 def _fill_compressed(plane: DataPlane, source: WeightSource, record: Record, target: int) -> None:
     """Write this rank's part of a record that is kept in the checkpoint's own bytes. Memory: as :func:`fill_store`, and
     one tensor of the files instead of one parameter where that is compressed."""
-    payload = torch.from_numpy(plane.host_parameters(record.kind, 0, record.parameter_nbytes))
+    payload = torch.from_numpy(plane.buffers.host_parameters(record.kind, 0, record.parameter_nbytes))
     encoded = payload.zero_() if record.share.ranks_per_node == 1 else _room_for_encoded(plane, record)
     plain = source.read([slot.name for slot in record.parameters if slot.compressed is None])
     for slot, kept in record.kept(encoded):
@@ -89,15 +89,15 @@ def _keep_own(record: Record, encoded: torch.Tensor, payload: torch.Tensor) -> N
 
 def _room_for(plane: DataPlane, record: Record) -> torch.Tensor:
     """Zeros in host memory for a whole record that is to be encoded: where it will be decoded, if that is there."""
-    if plane.device.shares_host_memory:
-        return plane.decoded.values(0, record.numel, record.precision.dtype).zero_()
+    if plane.buffers.device.shares_host_memory:
+        return plane.buffers.decoded.values(0, record.numel, record.precision.dtype).zero_()
     return torch.zeros(record.numel, dtype=record.precision.dtype)
 
 
 def _room_for_encoded(plane: DataPlane, record: Record) -> torch.Tensor:
     """Zeros in host memory for all of an encoded record: where it comes to the device, if that is there."""
-    if plane.device.shares_host_memory:
-        return plane.parameters[record.kind].bytes(0, record.device_nbytes).zero_()
+    if plane.buffers.device.shares_host_memory:
+        return plane.buffers.parameters[record.kind].bytes(0, record.device_nbytes).zero_()
     return torch.zeros(record.device_nbytes, dtype=torch.uint8)
 
 

@@ -7,8 +7,6 @@ others: a run of them would only move the waiting (a simulation: 1/8 to 1/4 inte
 quarter loses it all).
 """
 
-from collections.abc import Callable
-
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.resident import spread
 
@@ -21,23 +19,3 @@ def interleaved(shape: ModelLayout, fraction: float) -> frozenset[int]:
     if fraction >= 1:
         return frozenset(shape.trainable)
     return frozenset(spread(shape.trainable_blocks, round(fraction * len(shape.trainable_blocks))))
-
-
-def best_fraction(seconds: Callable[[float], float], layers: int) -> float:
-    """The fraction of the blocks to defer for the shortest step, found by trying; of equal ones the smallest.
-
-    Args:
-        seconds: length of a step with this fraction deferred, simulated.
-        layers: number of blocks.
-    """
-    tried: dict[int, float] = {}
-
-    def step(count: int) -> float:
-        if count not in tried:
-            tried[count] = seconds(count / layers)
-        return tried[count]
-
-    stride = max(1, layers // 16)  # sixteenths first, then single blocks around the best of them
-    best = min(range(0, layers // 2 + 1, stride), key=lambda count: (round(step(count), 6), count))
-    around = range(max(0, best - stride + 1), best + stride)
-    return min(around, key=lambda count: (round(step(count), 6), count)) / layers

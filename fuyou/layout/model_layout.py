@@ -112,13 +112,14 @@ class ModelLayout:
     """Indices of the records of block 0 .. L - 1."""
     precision: Precision
     """Of what is neither frozen nor an adapter; its dtype is that of activations."""
-    block_adapters: tuple[int, ...] = ()
-    """For each block, the index of the record of what is trained beside what is frozen, or -1; empty: none anywhere."""
-    embedding_adapter: int = -1
-    head_adapter: int = -1
-    """The same outside the blocks."""
-    tower: int = -1
-    """Index of the record of what is frozen of the towers, which the embedding uses; -1 if there is none."""
+    block_adapters: tuple[int | None, ...] = ()
+    """For each block, the index of the record that is trained beside its frozen one; empty if no block has any."""
+    embedding_adapter: int | None = None
+    """Index of the record that is trained beside the embedding's frozen one."""
+    head_adapter: int | None = None
+    """Index of the record that is trained beside the head's frozen one."""
+    tower: int | None = None
+    """Index of the record of frozen towers, which the embedding uses."""
     block_adapting: AdapterMemory = NO_ADAPTERS
     """What adapters take while the block computes that needs most for them."""
     outer_adapting: AdapterMemory = NO_ADAPTERS
@@ -213,27 +214,27 @@ class ModelLayout:
     def visits(self, train: bool) -> list[Visit]:
         """The visits of a step, in order. What nothing trainable lies below is not visited in the backward pass."""
         layers = range(len(self.blocks))
-        forward = [Visit(Phase.EMBED_FORWARD, self.embedding, -1, self.embedding_adapter, self.tower)]
+        forward = [Visit(Phase.EMBED_FORWARD, self.embedding, None, self.embedding_adapter, self.tower)]
         forward += [Visit(Phase.BLOCK_FORWARD, self.blocks[i], i, self._adapter(i)) for i in layers]
         if not train:
             return [*forward, Visit(Phase.HEAD_EVAL, self.head, len(layers), self.head_adapter)]
         backward = [Visit(Phase.HEAD, self.head, len(layers), self.head_adapter)]
         backward += [Visit(Phase.BLOCK_BACKWARD, self.blocks[i], i, self._adapter(i)) for i in reversed(layers)]
-        backward += [Visit(Phase.EMBED_BACKWARD, self.embedding, -1, self.embedding_adapter, self.tower)]
+        backward += [Visit(Phase.EMBED_BACKWARD, self.embedding, None, self.embedding_adapter, self.tower)]
         backward = [self._trains(visit) for visit in backward]
-        last = max((index for index, visit in enumerate(backward) if visit.trained >= 0), default=0)
+        last = max((index for index, visit in enumerate(backward) if visit.trained is not None), default=0)
         backward = backward[: last + 1]
         backward[-1] = replace(backward[-1], passes_on=False)
         if backward[-1].phase is Phase.EMBED_BACKWARD and backward[-1].trained == backward[0].trained:
             backward[0] = replace(backward[0], completes=False)
         return forward + backward
 
-    def _adapter(self, layer: int) -> int:
-        return self.block_adapters[layer] if self.block_adapters else -1
+    def _adapter(self, layer: int) -> int | None:
+        return self.block_adapters[layer] if self.block_adapters else None
 
     def _trains(self, visit: Visit) -> Visit:
         """``visit`` of the backward pass, with the one of its records that is trained."""
-        trained = next((index for index in visit.records if index in self.trainable), -1)
+        trained = next((index for index in visit.records if index in self.trainable), None)
         return replace(visit, trained=trained)
 
 

@@ -27,14 +27,14 @@ class Visit:
 
     phase: Phase
     record: int
-    layer: int
-    """Index of the block, 0 to L - 1; -1 outside the stack."""
-    adapter: int = -1
-    """Record that is trained beside ``record``, which is frozen then; -1 if there is none."""
-    tower: int = -1
-    """Record of frozen towers that the embedding uses; -1 if there is none."""
-    trained: int = -1
-    """Record whose gradient a backward visit adds to: ``record``, ``adapter``, or -1 for none."""
+    layer: int | None = None
+    """Index of the block, 0 to L - 1, or L for the head; None for the embedding."""
+    adapter: int | None = None
+    """Record that is trained beside ``record``, which is frozen then."""
+    tower: int | None = None
+    """Record of frozen towers that the embedding uses."""
+    trained: int | None = None
+    """Record whose gradient a backward visit adds to: ``record`` or ``adapter``."""
     completes: bool = True
     """Whether that gradient is complete after it: not after the head, if the embedding trains the same record."""
     passes_on: bool = True
@@ -43,4 +43,4 @@ class Visit:
     @property
     def records(self) -> tuple[int, ...]:
         """All records that the visit uses."""
-        return tuple(index for index in (self.record, self.adapter, self.tower) if index >= 0)
+        return tuple(index for index in (self.record, self.adapter, self.tower) if index is not None)

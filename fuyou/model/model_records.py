@@ -63,10 +63,10 @@ class _Records:
         entries = group.frozen or group.trained
         return self._add(name, kind, self._precision, entries, trainable=not group.frozen, held=group.held)
 
-    def adapter(self, name: str, entries: list[Entry]) -> int:
-        """A record of what is trained of a group that is frozen otherwise; -1 if that is nothing."""
+    def adapter(self, name: str, entries: list[Entry]) -> int | None:
+        """Add a record of what is trained of a group that is frozen otherwise; None if that is nothing."""
         if not entries:
-            return -1
+            return None
         precision = Precision(torch.float32, self._precision.optimizer_dtype)
         return self._add(f"{name} adapters", Kind.ADAPTER, precision, entries, trainable=True)
 
@@ -168,11 +168,18 @@ def _step_shape(
     adapters = tuple(
         records.adapter(f"block {layer}", group.trained if group.frozen else []) for layer, group in enumerate(blocks)
     )
-    towers = records.main("towers", Kind.TOWER, tower) if tower.frozen else -1
+    towers = records.main("towers", Kind.TOWER, tower) if tower.frozen else None
     return ModelLayout(
-        tuple(records.made), embedding, head, layers, precision, adapters if max(adapters) >= 0 else (),
-        embedding_adapter, head_adapter, towers,
-    )  # fmt: skip
+        tuple(records.made),
+        embedding,
+        head,
+        layers,
+        precision,
+        block_adapters=adapters if any(index is not None for index in adapters) else (),
+        embedding_adapter=embedding_adapter,
+        head_adapter=head_adapter,
+        tower=towers,
+    )
 
 
 def _any(group: _Group) -> bool:

@@ -237,9 +237,9 @@ class OptimizerProcess:
                 runs=owned.runs(chunk, absent, message.missed) if uneven else None,
             )  # fmt: skip
             computing.append((started, time.monotonic()))
-            if message.target >= 0:
+            if message.target is not None:
                 self._write_chunk(write, place, parameters)
-        if message.target < 0:
+        if message.target is None:
             write.done.set()
         self._send(Updated(message.record, began, time.monotonic(), computing, absent))
 
@@ -266,16 +266,16 @@ class OptimizerProcess:
         for chunk in self._chunks(message.record):
             self._write_chunk(write, self._resident_place(message.record, chunk), parameters)
 
-    def _new_write(self, index: int, target: int) -> Write:
+    def _new_write(self, index: int, target: int | None) -> Write:
         record, extents, directories = self._records[index], self._extents[index], self._store.directories
-        slot = max(target, 0)  # -1: nothing will be written
+        slot = target or 0  # None: nothing will be written
         return Write(
             index, slot, len(self._chunks(index)),
             Sums(extents.parameters[slot], directories, sealed_name(record, "parameters")),
             Sums(extents.states[slot], directories, sealed_name(record, "states")),
         )  # fmt: skip
 
-    def _begin_write(self, index: int, target: int) -> Write:
+    def _begin_write(self, index: int, target: int | None) -> Write:
         """A new write-back of a record; if its states are resident, after the last one is over."""
         write = self._new_write(index, target)
         resident = self._resident.get(index)

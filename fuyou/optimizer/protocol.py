@@ -86,12 +86,12 @@ class ReadStates:
 @dataclass(frozen=True)
 class UpdateRecord:
     """The gradient is in host buffer ``gradient``: update the parameters in place, write everything to ``target``,
-    or nothing if that is -1 (resident records only)."""
+    or nothing if that is None (resident records only)."""
 
     record: int
     parameters: int
     gradient: int
-    target: int
+    target: int | None
     update: Update
     missed: dict[int, int] = field(default_factory=dict)
     """In how many earlier steps a parameter of the record had no gradient, by its index; the others always had one."""

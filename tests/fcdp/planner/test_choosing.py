@@ -10,7 +10,7 @@ import pytest
 import fcdp
 from fuyou.layout.record import Precision
 from fuyou.planner import PlannerContext, describe_training
-from fuyou.planner.choose_together import measure_links
+from fuyou.planner.choose_settings import measure_links
 from fuyou.planner.profiling import save
 from fuyou.ranks.agreement import Agreement
 from fuyou.ranks.topology import share_of

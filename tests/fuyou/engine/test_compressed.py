@@ -53,7 +53,7 @@ def test_lora_equals_the_plain_twin_in_memory(family: str, method: str, dtype: s
     options = {"adapters": AdapterOptions(4), "micro_batch": micro}
     ssd, feed = directories(tmp_path, 2), batches(3, packed=False)
     with plain_engine(directory, ssd, dtype, **options) as trained:
-        kept = {record.frozen for record in trained._shape.records if record.kind is Kind.BLOCK}
+        kept = {record.frozen for record in trained._run.shape.records if record.kind is Kind.BLOCK}
         assert FrozenDtype.CHECKPOINT in kept
         train(trained, twin, feed[:2], micro)
         trained.flush()
@@ -145,7 +145,7 @@ def test_what_is_on_the_drives_is_what_was_planned(tmp_path: Path) -> None:
     directory, _ = compressed(tmp_path, "gpt_oss", "mxfp4")
     ssd = directories(tmp_path, 1)
     with plain_engine(directory, ssd, adapters=AdapterOptions(4)) as trained:
-        frozen = sum(record.parameter_nbytes for record in trained._shape.records if not record.trainable)
+        frozen = sum(record.parameter_nbytes for record in trained._run.shape.records if not record.trainable)
     (file,) = tmp_path.rglob("weights.frozen")
     assert frozen <= file.stat().st_size < frozen + (1 << 20)
 

@@ -207,7 +207,7 @@ def test_a_step_that_is_skipped_counts_for_nobody(routed: Path, tmp_path: Path) 
                 trained(input_ids=tokens, labels=tokens).loss.backward()
                 assert not trained.step().skipped
             masters.append({name: value.clone() for name, value in trained.named_parameters()})
-            missed = dict(trained._commits.state.missed)
+            missed = dict(trained._run.commits.state.missed)
         assert missed["blocks.0.experts.7.bias"] == STEPS
     for name, value in masters[0].items():
         assert torch.equal(value, masters[1][name]), name

@@ -20,8 +20,8 @@ def test_parts_of_the_specification() -> None:
     spec = EmulatedSpec.parse("emulated:tflops=165,memory=24GiB,link=25GB/s")
     assert spec == EmulatedSpec(165e12, 24 << 30, 25e9)
     paced = EmulatedSpec.parse("emulated: tflops=1, memory=1GiB, link=1GB/s, ssd_read=3GB/s, ssd_write=2GB/s")
-    assert paced.pace is not None
-    assert (paced.pace.read_bytes_per_second, paced.pace.write_bytes_per_second) == (3e9, 2e9)
+    assert paced.throttle is not None
+    assert (paced.throttle.read_bytes_per_second, paced.throttle.write_bytes_per_second) == (3e9, 2e9)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_an_engine_on_it_moves_real_bytes_and_exports_nothing(deferred: float, t
                 * record.parameter_count
                 * 4
                 * 32
-                for record in engine._shape.records
+                for record in engine._run.shape.records
             )
             assert report.bound_seconds["gpu"] == pytest.approx(flops / 2e9, rel=0.05)
             assert report.seconds >= flops / 2e9

@@ -11,12 +11,8 @@ from transformers import GPT2Config, LlamaConfig, MixtralConfig, OPTConfig, PreT
 from common.errors import UserError
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import PAGE_ELEMENTS, Kind, Precision
-from fuyou.schedule.memory_plan import (
-    Batch,
-    MemoryPlan,
-    MemoryPlanner,
-    activation_elements_per_token,
-)
+from fuyou.schedule.memory_plan import Batch, MemoryPlan, activation_elements_per_token
+from fuyou.schedule.memory_planner import MemoryPlanner
 from tests.helpers.schedule_model import BF16, Machine, build, check_order, step_shape
 
 MEBIBYTE = 1 << 20

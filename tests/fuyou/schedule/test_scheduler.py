@@ -105,7 +105,7 @@ def test_every_step_computes_and_updates_everything_once(scenario: dict[str, Any
                 assert task.visit is not None
                 assert task.last == (task.micro == micro - 1)
                 trains = any(shape.records[index].trainable for index in task.visit.records)
-                assert (task.gradient >= 0) == (trains and task.visit.phase in TRAINS)
+                assert (task.gradient is not None) == (trains and task.visit.phase in TRAINS)
     for kind, micro, steps in program.lists:
         if kind == "eval":
             computed = [(task.visit, task.micro) for task in steps.tasks if task.op is Op.COMPUTE]
@@ -264,7 +264,7 @@ def test_bytes_of_every_precision(precision: Precision, states: int) -> None:
     width = precision.dtype.itemsize
     for _, _, steps in program.lists:
         for task in steps.tasks:
-            if task.record < 0:
+            if task.record is None:
                 continue
             numel = program.shape.records[task.record].numel
             expected = {

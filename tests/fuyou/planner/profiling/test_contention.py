@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import FinetuneError
 from fuyou.planner.profiling import beside
-from fuyou.planner.profiling.beside import Repeated, measure_contention, pieces_per_second
+from fuyou.planner.profiling.contention import RepeatedCall, measure_contention, pieces_per_second
 from fuyou.planner.profiling.optimizer import OptimizerPump
 from fuyou.schedule.tasks import Resource
 
@@ -32,16 +32,16 @@ def taking_turns(lock: threading.Lock, seconds: float) -> Callable[[], None]:
 
 def test_what_shares_nothing_keeps_its_speed_and_what_takes_turns_loses_half() -> None:
     apart = {
-        Resource.GPU: Repeated(lambda: time.sleep(0.005)),
-        Resource.ADAM: Repeated(lambda: time.sleep(0.01)),
-        Resource.SSD: Repeated(lambda: time.sleep(0.004)),
+        Resource.GPU: RepeatedCall(lambda: time.sleep(0.005)),
+        Resource.ADAM: RepeatedCall(lambda: time.sleep(0.01)),
+        Resource.SSD: RepeatedCall(lambda: time.sleep(0.004)),
     }
     alone, contention = measure_contention(apart)
     assert alone[Resource.GPU] > 1.2 * alone[Resource.ADAM]
     assert len(contention.speeds) == 4
     assert all(0.3 < speed <= 1 for speeds in contention.speeds.values() for speed in speeds.values())
     lock = threading.Lock()
-    shared = {one: Repeated(taking_turns(lock, 0.005)) for one in (Resource.GPU, Resource.ADAM)}
+    shared = {one: RepeatedCall(taking_turns(lock, 0.005)) for one in (Resource.GPU, Resource.ADAM)}
     _, contention = measure_contention(shared)
     (speeds,) = contention.speeds.values()
     assert sum(speeds.values()) < 1.6
@@ -50,7 +50,7 @@ def test_what_shares_nothing_keeps_its_speed_and_what_takes_turns_loses_half() -
 def test_work_that_never_ends_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beside, "_LONGEST_SECONDS", 0.2)
     with pytest.raises(FinetuneError, match="a drive hangs"):
-        pieces_per_second([Repeated(lambda: time.sleep(0.5))])
+        pieces_per_second([RepeatedCall(lambda: time.sleep(0.5))])
 
 
 def test_a_pump_sends_again_what_was_answered_and_hears_of_a_failure() -> None:
@@ -72,10 +72,10 @@ def test_work_that_fails_says_so_at_once_and_the_other_work_ends() -> None:
     def fail() -> None:
         raise ValueError("no room")
 
-    other = Repeated(lambda: time.sleep(0.005))
+    other = RepeatedCall(lambda: time.sleep(0.005))
     began = time.monotonic()
     with pytest.raises(ValueError, match="no room"):
-        pieces_per_second([other, Repeated(fail)])
+        pieces_per_second([other, RepeatedCall(fail)])
     assert time.monotonic() - began < 60
     done = len(other.ends)
     time.sleep(0.05)
