@@ -10,7 +10,7 @@ from common.errors import FinetuneError
 from common.object_collectives import all_gather_object
 from common.units import format_bytes
 from fcdp.cache.host_cache import CacheEntry, CopyStreams, HostCache
-from fcdp.cache.placement import AlwaysOnDevice, DeviceMemory, Placement
+from fcdp.cache.placement import AdaptivePlacement, AlwaysOnDevice, DeviceMemory
 from fcdp.cache.policy import all_cached, fit_into
 from fcdp.cache.staleness import OptimizerHooks, StalenessCheck, mark_all
 from fcdp.comms.all_gather import CachedShard, GatherLevels, StagedAllGather
@@ -43,7 +43,7 @@ class Sharding:
         self._gathers: list[StagedAllGather] = []
         self._reductions: list[StagedReduction] = []
         self._cache: HostCache | None = None
-        self._placement: Placement | None = None
+        self._placement: AdaptivePlacement | None = None
         self._staleness: StalenessCheck | None = None
         self._optimizer_hooks: OptimizerHooks | None = None
         this = weakref.ref(self)
@@ -208,7 +208,7 @@ class Sharding:
         self._cache = HostCache([one.nbytes for one in chosen if one.in_host], device)
         self.host_cache_bytes = self._cache.nbytes
         adaptive = self.routes.layout.cache == "adaptive"
-        self._placement = Placement((device_memory or DeviceMemory.of(device)) if adaptive else None, threshold)
+        self._placement = AdaptivePlacement((device_memory or DeviceMemory.of(device)) if adaptive else None, threshold)
         cached: dict[ParameterGroup, CachedShard] = {}
         secondary: dict[ParameterGroup, CachedShard] = {}
         for one in chosen:

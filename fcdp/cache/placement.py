@@ -67,7 +67,7 @@ class AlwaysOnDevice:
         """Do nothing: no shard ever leaves."""
 
 
-class Placement:
+class AdaptivePlacement:
     """The rule of the tier ``adaptive``: shards are on the device while memory in use stays below a threshold.
 
     Args:

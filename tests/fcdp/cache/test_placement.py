@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fcdp.cache.host_cache import CacheEntry, HostCache
-from fcdp.cache.placement import DeviceMemory, Placement
+from fcdp.cache.placement import AdaptivePlacement, DeviceMemory
 from fcdp.traffic import Traffic
 
 
@@ -13,7 +13,9 @@ class Device:
 
     def __init__(self, threshold: float):
         self.others = 0
-        self.placement = Placement(DeviceMemory(1000, lambda: self.others + self.placement.held_bytes), threshold)
+        self.placement = AdaptivePlacement(
+            DeviceMemory(1000, lambda: self.others + self.placement.held_bytes), threshold
+        )
 
 
 def test_nothing_is_admitted_before_a_whole_step_was_seen() -> None:
@@ -50,7 +52,7 @@ def test_shares_leave_when_memory_in_use_passes_the_threshold() -> None:
 
 @pytest.mark.parametrize(("memory", "threshold"), [(None, 1.0), (DeviceMemory(1000, lambda: 0), 0.0)])
 def test_never_without_a_device_or_at_threshold_zero(memory: DeviceMemory | None, threshold: float) -> None:
-    placement = Placement(memory, threshold)
+    placement = AdaptivePlacement(memory, threshold)
     placement.end_step()
     assert not placement.admit(0)
     assert not placement.may_stay()
@@ -63,7 +65,7 @@ def test_a_share_comes_back_from_either_tier_and_through_moves(cell: int, dtype:
     device = Device(1.0)
     traffic = Traffic()
     size = nodes * cell * dtype.itemsize
-    device.placement = Placement(DeviceMemory(4 * size, lambda: device.others), 1.0)
+    device.placement = AdaptivePlacement(DeviceMemory(4 * size, lambda: device.others), 1.0)
     share = CacheEntry(size, HostCache([size], torch.device("cpu")).allocate(size), None, device.placement, traffic)
     written = torch.randint(0, 99, (nodes, 2, cell)).to(dtype)
 
