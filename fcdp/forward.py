@@ -87,9 +87,9 @@ class Forward:
             return None
         router = RouterPass(self._model.router_loss, [part["counts"].flatten().float()])
         router.add(0, output.router_logits or ())
-        sums = torch.tensor(router.told(), dtype=torch.float64, device=self._topology.device)
+        sums = torch.tensor(router.local_sums(), dtype=torch.float64, device=self._topology.device)
         dist.all_reduce(sums)
-        router.settle([sums.tolist()])
+        router.combine([sums.tolist()])
         return router
 
     @contextlib.contextmanager

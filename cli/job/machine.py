@@ -15,7 +15,7 @@ from common.store.directories import usable
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.record import Precision
 from fuyou.optimizer.clipping import ClipStatistics, clip_by_named
-from fuyou.planner import describe_training
+from fuyou.planner import TrainingJob, describe_training
 from fuyou.runtime.devices import Device, leave_cores, open_device
 from fuyou.runtime.emulated import is_emulated
 

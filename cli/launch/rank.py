@@ -4,10 +4,11 @@ import os
 import socket
 import sys
 import traceback
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from cli.launch.launcher import INTERRUPTED
-from cli.options.command import build_command
+from cli.options.command import parse_command_line
+from cli.options.settings import Settings
 from cli.train.interrupts import Stopped
 from cli.train.outcomes import Outcome
 from cli.train.rank_process import RankProcess, one_line
@@ -19,16 +20,12 @@ def main(arguments: list[str]) -> NoReturn:
     rank = RankProcess()
     rank.watch()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    parsed: dict[str, Any] = {}
     debug = "--debug" in arguments
     try:
         if rank.stopping:
             raise KeyboardInterrupt
-        build_command(lambda **options: parsed.update(options) or 0).main(arguments, standalone_mode=False)
-        from cli.job.from_options import settings_of
-
-        settings = settings_of(tuple(arguments), parsed)
-        if parsed["profile"]:
+        settings = Settings.of_options(parse_command_line(arguments).params, tuple(arguments))
+        if settings.profile:
             from cli.inspect.profile_cluster import profile
 
             profile(settings, rank)

@@ -1,11 +1,11 @@
 """``finetune --plan`` for a cluster: every sharding strategy that fits, with its costs, and the one to take."""
 
 import json
-from dataclasses import dataclass
 
 from cli.job.machine import sequence_length
 from cli.job.strategy import cluster_of
 from cli.options.naming import naming
+from cli.options.settings import Settings
 from common.errors import UserError
 from common.models.presets import load_config
 from common.units import format_bytes, format_count, format_seconds
@@ -15,62 +15,37 @@ from fcdp.planner.search import refusal
 from fcdp.strategy.names import AUTO, parse_strategy
 
 
-@dataclass(frozen=True)
-class ClusterSettings:
-    """Options of ``finetune --plan --nodes``."""
-
-    model: str
-    """Checkpoint directory or preset name."""
-    cluster: str | None
-    """Name of a preset, or the file of a profile."""
-    nodes: int | None = None
-    """Nodes; None: as many as the preset has."""
-    gpus_per_node: int | None = None
-    """Devices of each node; None: as many as the preset has."""
-    levels: str | None = None
-    """Ranks by level, such as ``2,4,16``, instead of ``nodes`` and ``gpus_per_node``."""
-    batch_size: int | None = None
-    """Sequences per step of all ranks together; None: one micro-batch for each rank."""
-    micro_batch: int | None = None
-    """Sequences that a rank computes at once; None: 1."""
-    seq_len: int | None = None
-    """Tokens per sequence; None: 1024, or the model's context where that is shorter."""
-    trainable: float | None = None
-    """Trainable parameters over all parameters: about 0.01 with LoRA. None: 1."""
-    strategy: str | None = None
-    """One strategy to cost instead of all; None or ``auto``: all."""
-    quantise: bool = False
-    """Whether a strategy that quantises what it sends may be chosen."""
-    as_json: bool = False
-
-
-def plan_cluster(settings: ClusterSettings) -> int:
+def plan_cluster(settings: Settings, batch_size: int | None) -> int:
     """Print the plan, and return the exit status.
+
+    Args:
+        settings: of the run and the plan.
+        batch_size: sequences per step of all ranks together; None: one micro-batch for each rank.
 
     Raises:
         UserError: what was asked for makes no cluster, batch or strategy.
         FinetuneError: nothing fits.
     """
     cluster = cluster_of(settings.cluster, settings.levels, settings.nodes, settings.gpus_per_node)
-    workload = _workload(settings, cluster)
+    workload = _workload(settings, batch_size, cluster)
     chosen = None if settings.strategy in (None, AUTO) else [parse_strategy(settings.strategy)]
     quantise = settings.quantise or chosen is not None
     found = plan(workload, cluster, strategies=chosen, allow_quantised=quantise)
-    if settings.as_json:
+    if settings.json:
         print(json.dumps({**found.as_dict(), "node_order": _node_order(found, cluster)}, indent=1))
     if found.choice is None:
         raise refusal(found, cluster)
-    if not settings.as_json:
+    if not settings.json:
         print(render(found, workload, cluster))
     return 0
 
 
-def _workload(settings: ClusterSettings, cluster: Cluster) -> Workload:
+def _workload(settings: Settings, batch_size: int | None, cluster: Cluster) -> Workload:
     with naming("--model"):
         config, _ = load_config(settings.model)
     micro_batch = settings.micro_batch or 1
     at_once = micro_batch * cluster.levels.world_size
-    batch = settings.batch_size or at_once
+    batch = batch_size or at_once
     if batch % at_once:
         raise UserError(
             f"--batch-size {batch} is no multiple of {at_once}: {micro_batch} at once on each of "

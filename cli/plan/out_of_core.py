@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 import textwrap
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from cli.job.machine import device_at_hand, directories_at_hand, training_of
@@ -54,56 +54,37 @@ DOES_NOT_FIT = 1
 """Exit status of a plan that does not fit."""
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """Options that only ``--plan`` takes."""
-
-    drive: str | None = None
-    """Name of a drive preset; None: the drives of this machine."""
-    ssds: int | None = None
-    """Number of drives."""
-    scheme: str = "ours"
-    """Schedule to plan: ``ours``, or the paper's, ``fuyou``."""
-    max_model: bool = False
-    json: bool = False
-    nodes: int | None = None
-    """Number of machines; None: one, with one GPU."""
-    gpus_per_node: int | None = None
-    network: str | None = None
-    """Rate at which a node sends to others, such as ``25Gbit/s``."""
-
-
-def run_plan(settings: Settings, options: PlanOptions) -> int:
+def run_plan(settings: Settings) -> int:
     """Plan, print, and return the exit status.
 
     Args:
-        settings: settings of the run; with ``max_model`` they name no model.
-        options: options of the plan.
+        settings: of the run and the plan; with ``max_model`` they name no model.
 
     Raises:
         UserError: something typed does not exist.
     """
+    share = None if settings.nodes is None else Share(settings.nodes, settings.gpus_per_node or 1)
+    settings = replace(settings, nodes=None, gpus_per_node=None)  # a rank is planned as a machine, then shared
     if not settings.debug:
         quiet_transformers()
-    settings = with_dtype(settings, None if options.drive is None else ELSEWHERE)
-    machine = _machine(settings, options)
-    wanted = _largest(settings, options, machine) if options.max_model else training_of(settings)
+    settings = with_dtype(settings, None if settings.drive is None else ELSEWHERE)
+    machine = _machine(settings)
+    wanted = _largest(settings, machine) if settings.max_model else training_of(settings)
     other: InMemory | None = None
-    if wanted is not None and options.nodes is not None:
-        share = Share(options.nodes, options.gpus_per_node or 1)
-        wanted, network = wanted.among(share), _network(options.network, share.nodes)
+    if wanted is not None and share is not None:
+        wanted, network = wanted.among(share), _network(settings.network, share.nodes)
         other = in_memory(wanted, machine, network)
         machine = machine_of_one_rank(
             machine, share.ranks_per_node, RankLinks.assumed(machine, share.ranks_per_node, network)
         )
     if wanted is None:
         lacking = f"No preset fits on {machine.device} with {format_bytes(machine.host_bytes)} of host memory."
-        print(json.dumps({"model": None, "fits": False, "missing": [lacking]}) if options.json else lacking)
+        print(json.dumps({"model": None, "fits": False, "missing": [lacking]}) if settings.json else lacking)
         return DOES_NOT_FIT
-    result = _plan(wanted, machine, options.scheme)
+    result = _plan(wanted, machine, settings.scheme)
     if settings.trace is not None:
         _write_trace(result, settings.trace)
-    if options.json:
+    if settings.json:
         content = result.to_json() | ({} if other is None else {"in_memory": other.to_json()})
         print(json.dumps(content, indent=2))
     else:
@@ -118,11 +99,11 @@ def _plan(wanted: TrainingJob, machine: Machine, scheme: str) -> RunPlan:
     return PaperScheme(wanted, machine).plan() if scheme == "fuyou" else plan(wanted, machine)
 
 
-def _largest(settings: Settings, options: PlanOptions, machine: Machine) -> TrainingJob | None:
+def _largest(settings: Settings, machine: Machine) -> TrainingJob | None:
     """Return the training of the largest preset that fits; None: none fits."""
 
     def fits(candidate: TrainingJob) -> bool:
-        if options.scheme == "fuyou":
+        if settings.scheme == "fuyou":
             return not PaperScheme(candidate, machine).missing()
         return fits_our_scheme(candidate, machine)
 
@@ -132,9 +113,9 @@ def _largest(settings: Settings, options: PlanOptions, machine: Machine) -> Trai
 # -- the machine ------------------------------------------------------------------------------------------------------
 
 
-def _machine(settings: Settings, options: PlanOptions) -> Machine:
+def _machine(settings: Settings) -> Machine:
     """Return the machine that presets describe if ``--drive`` is given, else the one at hand, profiled."""
-    if options.drive is not None:
+    if settings.drive is not None:
         if settings.gpu in ("auto", "cpu") or is_emulated(settings.gpu):
             raise UserError(
                 f"--drive plans for hardware by name: name the GPU as well, --gpu {' | '.join(gpu_names())}."
@@ -143,17 +124,17 @@ def _machine(settings: Settings, options: PlanOptions) -> Machine:
         with naming("--gpu"):
             gpu = gpu_preset(settings.gpu)
         with naming("--drive"):
-            drive = drive_preset(options.drive)
+            drive = drive_preset(settings.drive)
         return preset_machine(
             gpu,
             drive,
-            options.ssds or 1,
+            settings.ssds or 1,
             host,
             device_bytes=settings.device_memory,
         )
-    if options.ssds is not None:
+    if settings.ssds is not None:
         raise UserError(f"--ssds counts drives of one kind: name it with --drive {' | '.join(drive_names())}.")
-    if options.max_model:
+    if settings.max_model:
         raise UserError("--max-model needs hardware by name: --gpu NAME --drive NAME --ssds N --host-memory SIZE.")
     return _machine_at_hand(settings)
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cli.job.job import Job
-from cli.options.config_file import plain_options
+from cli.options.command import plain_options
 from cli.report.history import HISTORY_FILE, History
 from cli.report.metrics import named_metrics
 from cli.report.progress import Progress

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from cli.job.job import Job
-from cli.options.config_file import effective_config, written_by
-from cli.options.grouped import WRITTEN
+from cli.options.command import parse_command_line
+from cli.options.config_file import effective_config
+from cli.options.option import WRITTEN
 from cli.options.settings import DESCRIPTION, RUN
 from cli.report.versions import versions
 from common.hardware.machine import describe_machine
@@ -59,7 +60,7 @@ class RunDirectory:
         """
         description = {"id": self.id, "store": job.run_name, "calls": [*self._before, {**self._call, "plan": plan}]}
         _replace(self.path / DESCRIPTION, json.dumps(description, indent=2, default=str) + "\n")
-        context = written_by(job.settings.arguments)
+        context = parse_command_line(job.settings.arguments)
         context.meta.setdefault(WRITTEN, {})["dtype"] = job.settings.dtype  # on another machine, too
         _replace(self.path / CONFIG, effective_config(context, absolute=True, leave_out=PER_CALL_OPTIONS))
 

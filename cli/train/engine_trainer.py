@@ -1,6 +1,7 @@
 """The engine as the training loop drives it, and how a job opens one."""
 
 import contextlib
+import inspect
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -121,30 +122,11 @@ class EngineTrainer(Trainer):
 def engine_options(job: Job) -> dict[str, Any]:
     """Return the arguments of the engine that are the same whether one rank trains or several."""
     settings, towers = job.settings, towers_of(job.settings)
-    return {
+    names = inspect.signature(Engine).parameters.keys() - {"ssd", "leave_ssd", "resume", "overwrite"}
+    return settings.named(names) | {
         "model": settings.model if job.checkpoint is None else job.checkpoint,
-        "dtype": settings.dtype,
-        "optimizer_dtype": settings.optimizer_dtype,
-        "lr": settings.lr,
-        "betas": (settings.beta1, settings.beta2),
-        "eps": settings.eps,
-        "weight_decay": settings.weight_decay,
-        "max_grad_norm": settings.max_grad_norm or None,
-        "on_nonfinite": settings.on_nonfinite,
-        "clip_by": settings.clip_by,
-        "router_loss": settings.router_loss,
-        "micro_batch": settings.micro_batch,
-        "host_memory": settings.host_memory,
-        "device_memory": settings.device_memory,
-        "host_cache": settings.host_cache,
-        "seed": settings.seed,
-        "commit_every": settings.commit_interval,
-        "single_slot": settings.single_slot,
-        "prove": not settings.unproven,
         "packed": job.batches.packed,
-        "io": settings.io,
         "adapters": peft_config_of(settings),
-        "frozen_dtype": settings.frozen_dtype,
         "images": isinstance(job.batches, ImageBatches) or isinstance(job.held_out, ImageBatches),
         "freeze_vision_tower": towers.freeze_vision_tower,
         "freeze_multi_modal_projector": towers.freeze_multi_modal_projector,

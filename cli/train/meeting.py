@@ -24,6 +24,7 @@ _STUCK = timedelta(minutes=30)
 """How long a collective may wait for a rank that is alive: one may read its weights from slower drives than others."""
 _MAY_DIFFER = {
     "arguments",
+    "config",
     "debug",
     "gpus_per_node",
     "leave_ssd",

@@ -1,5 +1,6 @@
 """Training of several ranks in memory, with FSDP2 and cached parameters."""
 
+import dataclasses
 import math
 from collections.abc import Collection
 
@@ -111,19 +112,12 @@ class InMemoryTrainer(loop.Trainer):
 def _open_trainer(job: Job, topology: Topology, launches: Collection[str]) -> Trainer:
     settings = job.settings
     directory = job.output / COMMITS
+    names = {field.name for field in dataclasses.fields(TrainerConfig)} - {"strategy", "device_cache_threshold"}
     config = TrainerConfig(
+        **settings.named(names),
         strategy=_strategy(job, topology),
-        dtype=settings.dtype,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        max_grad_norm=settings.max_grad_norm or None,
-        micro_batch=settings.micro_batch,
-        seed=settings.seed,
         host_cache_bytes=None if settings.host_cache is None else settings.host_cache // topology.ranks_per_node,
-        on_nonfinite=settings.on_nonfinite,
         towers=towers_of(settings),
-        router_loss=settings.router_loss,
         device_cache_threshold=0.9 if settings.device_cache_threshold is None else settings.device_cache_threshold,
     )
     trainer = Trainer(job.checkpoint or settings.model, topology, config, directory, peft_config_of(settings))

@@ -14,13 +14,13 @@ from common.models.presets import load_config
 from common.store import Layout
 from common.store.directories import usable
 from fuyou.checkpoint.cluster_commits import ClusterCommits
-from fuyou.checkpoint.cluster_reader import ClusterReader
 from fuyou.checkpoint.commits import Commits, sealed_records
-from fuyou.checkpoint.reshard import regroup
+from fuyou.checkpoint.fill import fill_store
+from fuyou.checkpoint.reader import ClusterReader, StoreReader
+from fuyou.checkpoint.reshard.run import reshard_run
 from fuyou.checkpoint.restripe import Drives
 from fuyou.checkpoint.run_files import RunFiles, create_run, resume_run
 from fuyou.checkpoint.state import TrainingState, random_states, restore_random_states
-from fuyou.checkpoint.store_access import StoreReader, fill_store
 from fuyou.config import EngineConfig
 from fuyou.engine.common_decisions import check_memory, common_limits, prove_once, with_common_dtype
 from fuyou.engine.runtime import Runtime
@@ -206,7 +206,7 @@ class OpenRun:
         # Everything goes through host memory, so there is nothing for "auto" to measure.
         io: dict[str, Any] = {"io": "posix" if store.io == "auto" else store.io, "pace": self.device.throttle}
         if store.resume:
-            regroup(drives, self.model.shape, wanted, self.agreement)
+            reshard_run(drives, self.model.shape, wanted, self.agreement)
             self.files = resume_run(drives, wanted, self.agreement, **io)
             restore_random_states(self.files.state.random, self.device.torch_device)
         else:

@@ -86,7 +86,7 @@ class Steps:
         skipped = self._should_skip(step, current.loss, norm)
         clipped = not skipped and norm > limit
         if skipped:
-            run.commits.leave_out(step)
+            run.commits.skip_step(step)
         elif clipped:
             run.commits.scale_gradients(step, limit / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does it
         run.step_count = step
@@ -222,13 +222,13 @@ class Steps:
         """Return the sum of what all ranks have found, added in fp32 in their order, and the router loss of all
         together."""
         router, agreement = computation.router, self._run.agreement
-        own = (computation.loss, [] if router is None else router.told())
+        own = (computation.loss, [] if router is None else router.local_sums())
         of_all = [own] if agreement is None else agreement.all_gather_object(own)
         total, *others = (torch.tensor(loss, dtype=torch.float32) for loss, _ in of_all)
         for other in others:
             total += other
         if router is not None:
-            router.settle([sums for _, sums in of_all])
+            router.combine([sums for _, sums in of_all])
             total += router.share
         return float(total)
 

@@ -79,7 +79,7 @@ class TaskRates:
     adam_parameters_per_second: float
     commit_seconds: float = 0.005
     """Seconds for ``fdatasync`` and the manifest."""
-    outer_seconds: tuple[tuple[Phase, float], ...] = ()
+    non_block_seconds: tuple[tuple[Phase, float], ...] = ()
     """Seconds per token in phases outside the blocks, where they were measured; others take their FLOPs' time."""
     finish_seconds: float = 0.0
     """Seconds at the end of each block's backward visit, for its gradient's part of the norm."""
@@ -98,7 +98,7 @@ class TaskRates:
 
     def compute_seconds(self, task: ComputeTask) -> float:
         """Return how long a compute task takes."""
-        for phase, seconds in self.outer_seconds:
+        for phase, seconds in self.non_block_seconds:
             if phase is task.visit.phase:
                 return seconds * task.tokens
         if task.visit.phase is not Phase.BLOCK_BACKWARD:

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_map
 
 from common.errors import UserError
 from fuyou.layout.model_layout import Recomputation
-from fuyou.layout.resident import spread
-from fuyou.model.block_probe import on_meta
+from fuyou.layout.resident import evenly_spaced
 from fuyou.model.streamed_model import StreamedModel
+from fuyou.model.weightless import on_meta
 from fuyou.recompute.block_trace import AttentionOf, BlockTrace, Operator, Tracer
 
 #: FLOPs that a device does while it moves one byte of its memory, for operators that are bound by that: about 160 on an
@@ -197,7 +197,7 @@ def _trace_block(stack: StreamedModel, seq_len: int, device: str, dtype: torch.d
     def to_meta(value: Any) -> Any:
         return value.to("meta") if isinstance(value, torch.Tensor) else value
 
-    _, calls = stack.embed_hollow(torch.zeros(1, seq_len, dtype=torch.long, device=stack.device))
+    _, calls = stack.embed_without_weights(torch.zeros(1, seq_len, dtype=torch.long, device=stack.device))
     args, kwargs = tree_map(to_meta, calls.arguments[layer])
     hidden = torch.empty(calls.hidden_shape, dtype=dtype, device="meta", requires_grad=True)
     with on_meta(stack.blocks[layer]), torch.enable_grad(), AttentionOf(device), Tracer() as tracer:
@@ -251,7 +251,7 @@ class ActivationPlanner:
             raise UserError(f"Outputs cannot be kept in {count} blocks: this model has {layers}.")
         #: The blocks that save outputs, evenly spaced, so that the traffic is even, too. (Simulated, 13B with a quarter
         #: to half of the blocks saving much: up to 4% shorter steps than with the last blocks.)
-        self.layers = spread(range(layers), count)
+        self.layers = evenly_spaced(range(layers), count)
         self._traces: dict[int, BlockTrace | None] = {}
 
     def saved(self, rows: int, seq_len: int) -> SavedOutputs:

@@ -49,7 +49,7 @@ class Buffers:
         """Where a frozen record in fewer bits becomes what computes."""
         self.wide = {
             kind: DeviceBuffers(device, shape.trained_elements(kind) * 4, 1)
-            for kind, wanted in ((Kind.BLOCK, plan.wide_blocks), (Kind.OUTER, plan.wide_outer))
+            for kind, wanted in ((Kind.BLOCK, plan.wide_blocks), (Kind.NON_BLOCK, plan.wide_non_block))
             if wanted
         }
         """fp32 sums of gradients that several micro-batches (or visits) contribute to."""

@@ -71,7 +71,7 @@ class OptimizerHandlers:
             directories=[str(path) for path in self._stored.store.directories],
             io="posix",
             io_threads=4,
-            records=[record.to_dict() for record in shape.records],
+            records=shape.records,
             slots=self._stored.slots,
             chunk_elements=plan.chunk_elements,
             ring_chunks=plan.ring_chunks,
@@ -116,7 +116,7 @@ class OptimizerHandlers:
     def _state_read(self, task: Task) -> None:
         record, slot = known(task.record), known(task.source)
         expected = self._stored.sums.expected(record, "states", slot, task.step)
-        self._link.send(ReadStates(record, slot, expected, there=not task.nbytes))
+        self._link.send(ReadStates(record, slot, expected, in_memory=not task.nbytes))
 
     def _update(self, task: Task) -> object:
         record = known(task.record)
@@ -149,7 +149,7 @@ class OptimizerHandlers:
             with self._lock:
                 task = self._updating.pop(message.record)
                 self._adam_intervals += [RecordInterval(message.record, *one) for one in message.adam_intervals]
-            self._running.finish(task, message.began)
+            self._running.finish(task, message.start_time)
         elif isinstance(message, Written):
             self._stored.sums.written(message.record, message.slot, message.parameters, message.states)
             self.read_bytes, self.written_bytes = message.read_bytes, message.written_bytes

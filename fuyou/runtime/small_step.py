@@ -72,7 +72,7 @@ class SmallStep:
             kept_bytes=0,
             head_columns=length,
             wide_blocks=False,
-            wide_outer=False,
+            wide_non_block=False,
             workspace_bytes=0,
             device_bytes=0,
             host_bytes=0,
@@ -85,7 +85,7 @@ class SmallStep:
         )
         loss = float(step.forward())
         if step.router is not None:
-            step.router.settle([step.router.told()])
+            step.router.combine([step.router.local_sums()])
             loss += float(step.router.share)
         step.backward()
         return loss

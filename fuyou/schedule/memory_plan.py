@@ -88,7 +88,7 @@ class MemoryPlan:
     """Tokens of each row that go through the head at once."""
     wide_blocks: bool
     """Whether blocks' gradients are summed in fp32 (several micro-batches) before they are rounded to bf16."""
-    wide_outer: bool
+    wide_non_block: bool
     """Whether gradients of outer records are summed in fp32, too: chunks of the head and tied embeddings contribute
     separately."""
     workspace_bytes: int
@@ -101,7 +101,7 @@ class MemoryPlan:
     def spills_gradients(self, shape: ModelLayout, held: Collection[int]) -> bool:
         """Return whether the host has too few buffers for the gradients of all records in ``held``, which stay until
         the step has ended, while others pass through."""
-        passing = {Kind.BLOCK: 2, Kind.OUTER: 1, Kind.ADAPTER: 0}
+        passing = {Kind.BLOCK: 2, Kind.NON_BLOCK: 1, Kind.ADAPTER: 0}
         kinds = Counter(shape.records[index].kind for index in held)
         trained = Counter(shape.records[index].kind for index in shape.trainable)
         return any(min(kinds[kind] + passing[kind], trained[kind]) > self.counts.host_gradients(kind) for kind in kinds)
@@ -176,7 +176,9 @@ class MemoryCounter:
             head_columns=columns,
             wide_blocks=split and several and bool(shape.trained_elements(Kind.BLOCK)),
             # Two contributions (head and tied embedding) need no more: their sum is rounded once either way.
-            wide_outer=split and (several or columns < batch.seq_len) and bool(shape.trained_elements(Kind.OUTER)),
+            wide_non_block=split
+            and (several or columns < batch.seq_len)
+            and bool(shape.trained_elements(Kind.NON_BLOCK)),
             workspace_bytes=self._workspace(batch, columns),
             device_bytes=0,
             host_bytes=0,
@@ -195,7 +197,7 @@ class MemoryCounter:
         images = shape.image_memory if shape.images else NO_IMAGES
         gradients = {
             Kind.BLOCK: _gradient_bytes(counts.device_block_gradients, width, plan.wide_blocks),
-            Kind.OUTER: _gradient_bytes(counts.device_outer_gradients, width, plan.wide_outer),
+            Kind.NON_BLOCK: _gradient_bytes(counts.device_non_block_gradients, width, plan.wide_non_block),
         }
         return (
             sum(counts.device(kind) * shape.device_nbytes(kind) for kind in Kind)
@@ -238,8 +240,8 @@ class MemoryCounter:
         logits += pass_bytes(tokens, vocabulary, "cpu" if self._cpu else "cuda")
         # An outer gradient is made, transposed or summed on the way, and added to the flat buffer: measured on a CPU,
         # three times its size at once.
-        head = logits + 3 * shape.trained_parameter(Kind.OUTER) * width
-        head += tokens * shape.outer_adapting.per_token + shape.outer_adapting.fixed
+        head = logits + 3 * shape.trained_parameter(Kind.NON_BLOCK) * width
+        head += tokens * shape.non_block_adapter_memory.per_token + shape.non_block_adapter_memory.fixed
         images = shape.image_memory if shape.images else NO_IMAGES
         return max(
             self._block_workspace(batch) + max(2 * shape.trained_parameter(Kind.BLOCK) * width, head),
@@ -251,7 +253,7 @@ class MemoryCounter:
         streams = max(1, shape.hidden_size // self._config.get_text_config().hidden_size)
         per_token = streams * activation_elements_per_token(self._config) * shape.precision.parameter_bytes
         per_token += ROUTER_BYTES * shape.router_experts
-        adapting = shape.block_adapting
+        adapting = shape.block_adapter_memory
         squares = batch.micro_rows * shape.attention.workspace_bytes(batch.seq_len)
         return int(batch.micro_tokens * (per_token + adapting.per_token)) + adapting.fixed + squares
 

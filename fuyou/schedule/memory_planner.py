@@ -105,7 +105,7 @@ class MemoryPlanner:
             name: 0
             for kind, names in (
                 (Kind.BLOCK, ("device_block_gradients", "host_block_gradients")),
-                (Kind.OUTER, ("device_outer_gradients", "host_outer_gradients")),
+                (Kind.NON_BLOCK, ("device_non_block_gradients", "host_non_block_gradients")),
             )
             if not self.shape.trained_elements(kind)
             for name in names
@@ -151,7 +151,7 @@ class MemoryPlanner:
             if needed > limit
         )
         smaller = "" if batch.micro_rows == 1 or len(batches) > 1 else " A smaller --micro-batch needs less."
-        block, outer = (max(r.numel for r in self.shape.of_kind(kind)) for kind in (Kind.BLOCK, Kind.OUTER))
+        block, outer = (max(r.numel for r in self.shape.of_kind(kind)) for kind in (Kind.BLOCK, Kind.NON_BLOCK))
         towers = sum(record.numel for record in self.shape.of_kind(Kind.TOWER))
         beside = f", {towers:,} of them in towers that stay on the device" if towers else ""
         return UserError(
@@ -243,8 +243,8 @@ class _Filler:
         Parameters come first, which save twice their size in every step; when all of them are there, states, which save
         it once (twice if not every step is committed). In between, with ``speculative`` updates, gradients that stay.
         """
-        layers, outer = len(self.shape.blocks), len(self.shape.of_kind(Kind.OUTER))
-        block_bytes, outer_bytes = (self.shape.parameter_nbytes(kind) for kind in (Kind.BLOCK, Kind.OUTER))
+        layers, outer = len(self.shape.blocks), len(self.shape.of_kind(Kind.NON_BLOCK))
+        block_bytes, non_block_bytes = (self.shape.parameter_nbytes(kind) for kind in (Kind.BLOCK, Kind.NON_BLOCK))
         free = self.host_room(counts)
         room = free if limit is None else min(free, limit)
         more = max(0, min(room // block_bytes, layers - counts.host_blocks))
@@ -253,11 +253,11 @@ class _Filler:
         if speculative:
             counts, free = self._add_all_gradients(counts, free)
             room = min(room, free)
-        missing = max(0, outer - counts.host_outer)
+        missing = max(0, outer - counts.host_non_block)
         resident: tuple[int, ...] = ()
-        if counts.host_blocks >= layers and missing * outer_bytes <= room:
-            counts = replace(counts, host_outer=counts.host_outer + missing)
-            room -= missing * outer_bytes
+        if counts.host_blocks >= layers and missing * non_block_bytes <= room:
+            counts = replace(counts, host_non_block=counts.host_non_block + missing)
+            room -= missing * non_block_bytes
             resident = tuple(resident_records(self.shape, room))
         plan = self.plan(counts)
         states = sum(self.shape.records[index].state_nbytes for index in resident)
@@ -268,7 +268,7 @@ class _Filler:
     def _add_all_gradients(self, counts: BufferCounts, room: int) -> tuple[BufferCounts, int]:
         """Return ``counts`` with host buffers for all gradients of a step, as far as they fit in ``room``, and the room
         that is left."""
-        names = {Kind.OUTER: "host_outer_gradients", Kind.BLOCK: "host_block_gradients"}
+        names = {Kind.NON_BLOCK: "host_non_block_gradients", Kind.BLOCK: "host_block_gradients"}
         for kind, name in names.items():
             nbytes, there = self.shape.gradient_nbytes(kind), counts.host_gradients(kind)
             trained = sum(record.trainable for record in self.shape.of_kind(kind))

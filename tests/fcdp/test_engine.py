@@ -13,7 +13,8 @@ from common.errors import FinetuneError, UserError
 from common.models.adapters.adapters import ALL_LINEAR, AdapterOptions
 from common.store import load_manifest
 from fuyou.checkpoint.cluster_commits import ClusterCommits, LocalCommit, agreed_step
-from fuyou.layout.record import ALIGN_ELEMENTS, PAGE_ELEMENTS
+from fuyou.layout.record import PAGE_ELEMENTS
+from fuyou.layout.record_parts import ALIGN_ELEMENTS
 from fuyou.layout.share import Share
 from fuyou.schedule.tasks import Op, Task
 from tests.helpers.fcdp import engine_cases as cases

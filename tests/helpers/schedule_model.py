@@ -35,7 +35,9 @@ def step_shape(layers: int, tied: bool, precision: Precision = BF16, frozen: boo
     """
     outer = [("outer", 9000)] if tied else [("embedding", 9000), ("head", 7000)]
     records = [
-        Record.build(index, name, Kind.OUTER, precision, [((f"{name}.weight",), (size,), True)], trainable=not frozen)
+        Record.build(
+            index, name, Kind.NON_BLOCK, precision, [((f"{name}.weight",), (size,), True)], trainable=not frozen
+        )
         for index, (name, size) in enumerate(outer)
     ]
     for layer in range(layers):
@@ -364,7 +366,7 @@ class Machine:
         """The complete gradient of one step."""
         micro = next(micro for kind, micro, steps in self.program.lists if kind == "train" and steps.step == step)
         phases = [Phase.HEAD if record == self.shape.head_adapter else Phase.BLOCK_BACKWARD]
-        if self.shape.records[record].kind is Kind.OUTER:
+        if self.shape.records[record].kind is Kind.NON_BLOCK:
             heads = [Phase.HEAD] if record == self.shape.head else []
             phases = heads + ([Phase.EMBED_BACKWARD] if record == self.shape.embedding else [])
         return (record, step, [(phase, m) for phase in phases for m in range(micro)])
@@ -451,7 +453,9 @@ def build(
         kept = frozenset(shape.trainable if resident else ())
         counts = replace(counts, host_adapters=max(counts.host_adapters, len(shape.trainable) if kept else 1))
     elif kept:
-        counts = replace(counts, host_blocks=max(layers, counts.host_blocks), host_outer=max(2, counts.host_outer))
+        counts = replace(
+            counts, host_blocks=max(layers, counts.host_blocks), host_non_block=max(2, counts.host_non_block)
+        )
     scheduler = Scheduler(
         shape, counts, single_slot=single_slot, slot=slot, deferred=interleaved(shape, defer),
         hold=defer >= 1 if hold is None else hold, resident=kept, speculate=speculate,

@@ -236,7 +236,7 @@ class BlockBench:
         @torch.no_grad()
         def forward(alone: bool = False) -> tuple[torch.Tensor, BlockCalls]:
             with self._stack.bound(_named(record, views), before=True):
-                return self._stack.embed_alone(inputs) if alone else self._stack.embed(inputs)
+                return self._stack.embed_with_zero_links(inputs) if alone else self._stack.embed(inputs)
 
         def backward() -> None:
             with torch.enable_grad(), self._stack.bound(self._leaves(record, views, gradient), before=True):

@@ -139,7 +139,7 @@ class OptimizerBench:
                 directories=[str(path) for path in scratch.store.directories],
                 io="posix",
                 io_threads=4,
-                records=[record.to_dict() for record in records],
+                records=records,
                 slots=2,
                 chunk_elements=chunk_elements,
                 ring_chunks=1,
@@ -170,7 +170,7 @@ class OptimizerBench:
 
     def _update(self, record: int) -> None:
         self._step += 1
-        self._link.send(ReadStates(record, 0, there=record in self._there))
+        self._link.send(ReadStates(record, 0, in_memory=record in self._there))
         self._there.add(record)
         self._link.send(UpdateRecord(record, 0, 0, None, Update(self._step, AdamConfig())))
 

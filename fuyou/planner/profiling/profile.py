@@ -100,7 +100,7 @@ class Profile:
             write_bytes_per_second=self.write_bytes_per_second,
             adam_parameters_per_second=self.adam_parameters_per_second,
             commit_seconds=self.commit_seconds,
-            outer_seconds=tuple(
+            non_block_seconds=tuple(
                 (phase, self.phase_seconds()[phase] / self.tokens)
                 for phase in (Phase.EMBED_FORWARD, Phase.HEAD, Phase.HEAD_EVAL, Phase.EMBED_BACKWARD)
             ),

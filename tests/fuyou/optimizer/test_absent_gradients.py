@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fuyou.checkpoint.state import TrainingState
-from fuyou.layout.record import Chunk, Kind, Precision, Record
+from fuyou.layout.record import Kind, Precision, Record
+from fuyou.layout.record_parts import Chunk
 from fuyou.layout.share import Share
 from fuyou.optimizer import adam
 from fuyou.optimizer.absent_gradients import MissedUpdates, OwnedParameters, mark_absent

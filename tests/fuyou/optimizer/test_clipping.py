@@ -65,7 +65,7 @@ def test_gradients_that_wait_on_ssd(
 
     def plan(self: MemoryPlanner, rows: int, seq_len: int, micro_rows: int | None):
         made = original(self, rows, seq_len, micro_rows)
-        counts = dataclasses.replace(made.counts, **SCARCE, **ONE_OF_EACH, host_outer_gradients=1)
+        counts = dataclasses.replace(made.counts, **SCARCE, **ONE_OF_EACH, host_non_block_gradients=1)
         return dataclasses.replace(made, counts=counts)
 
     monkeypatch.setattr(MemoryPlanner, "plan", plan)

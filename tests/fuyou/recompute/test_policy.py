@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig, LlamaConf
 import fuyou
 from common.errors import UserError
 from common.models.meta import build_meta_model
-from fuyou.layout.resident import spread
+from fuyou.layout.resident import evenly_spaced
 from fuyou.model.block_calls import BlockCalls
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.recompute.block_trace import BlockTrace, Tracer
@@ -147,7 +147,7 @@ def test_what_cannot_be_kept_is_refused() -> None:
     ("layers", "count", "chosen"), [(6, 0, []), (6, 1, [5]), (6, 2, [2, 5]), (7, 3, [2, 4, 6]), (3, 3, [0, 1, 2])]
 )
 def test_layers_are_spread(layers: int, count: int, chosen: list[int]) -> None:
-    assert spread(range(layers), count) == chosen
+    assert evenly_spaced(range(layers), count) == chosen
 
 
 # -- recomputing ------------------------------------------------------------------------------------------------------

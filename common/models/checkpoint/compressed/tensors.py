@@ -149,16 +149,6 @@ class CompressedTensor:
             "transposed": self.transposed,
         }  # fmt: skip
 
-    @classmethod
-    def from_dict(cls, content: dict[str, Any]) -> "CompressedTensor":
-        components = tuple(
-            Component(role, getattr(torch, dtype), tuple(shape)) for role, dtype, shape in content["components"]
-        )
-        return cls(
-            content["codes"], tuple(content["shape"]), tuple(content["block"]), getattr(torch, content["dtype"]),
-            components, content["transposed"],
-        )  # fmt: skip
-
     def _zero_points(self, components: Mapping[str, torch.Tensor], count: int, columns: int) -> torch.Tensor | None:
         """fp32 ``[count, rows of blocks, columns of blocks]``."""
         packed = components.get("zero_point")

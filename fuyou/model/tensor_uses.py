@@ -1,4 +1,4 @@
-"""What is watched while a model is run without weights, to find out how it can be split at its blocks."""
+"""Modes that record which tensors a model uses, while it is run without weights to find out how it can be split."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,10 +9,13 @@ from torch.utils._pytree import tree_leaves
 
 
 class UsedTensors(TorchFunctionMode):
-    """Finds out which of some tensors PyTorch's functions are called with.
+    """Records which of some tensors PyTorch's functions are called with.
+
+    In a run up to the blocks, these are the parameters that the model reads itself, rather than by calling the module
+    that owns them.
 
     Args:
-        wanted: their identities.
+        wanted: identities of the tensors.
     """
 
     def __init__(self, wanted: Iterable[int]):
@@ -26,13 +29,16 @@ class UsedTensors(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class LookBack(TorchFunctionMode):
-    """Finds out whether values from before the end of the blocks are used after it, in a run of the head."""
+class EarlierValueUses(TorchFunctionMode):
+    """Records whether a model uses, after its last block, values that were computed before the end of the blocks.
 
-    #: What reads the shape of its argument and nothing of its values.
+    Such a model cannot be split: its head would need more than the output of the last block.
+    """
+
     _SHAPE_ONLY = frozenset(
         {"zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full"}
     )
+    """Functions that read the shape of their argument, and none of its values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,16 +46,16 @@ class LookBack(TorchFunctionMode):
         self._after = False
         self.found = False
 
-    def note(self, made: Any) -> None:
-        """Remember tensors from before the end."""
+    def add(self, made: Any) -> None:
+        """Count the tensors in ``made`` among the earlier values, unless the last block has been called."""
         if not self._after:
             self._earlier.update({id(leaf): leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)})
 
-    def reach(self, hidden: torch.Tensor, last: bool) -> torch.Tensor:
-        """A block is called; returns what stands for its output."""
+    def call_block(self, hidden: torch.Tensor, last: bool) -> torch.Tensor:
+        """Note that a block is called on ``hidden``, and return what stands for its output."""
         self._after = last
         output = torch.empty_like(hidden)
-        self.note(output)
+        self.add(output)
         return output
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -58,5 +64,5 @@ class LookBack(TorchFunctionMode):
         if used and getattr(func, "__name__", "") not in self._SHAPE_ONLY:
             makes = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result))
             self.found |= self._after and makes
-            self.note(result)
+            self.add(result)
         return result
