@@ -1,7 +1,6 @@
 """The engine as the training loop drives it, and how a job opens one."""
 
 import contextlib
-import inspect
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -20,6 +19,7 @@ from common.data.images.batches import ImageBatches
 from common.errors import UserError
 from fuyou import Engine, StepReport
 from fuyou.calibration import profile_or_measure
+from fuyou.config import OPTION_NAMES
 from fuyou.layout.share import Share
 from fuyou.planner import PlannerContext
 from fuyou.runtime.devices import memory_limits, open_device
@@ -122,7 +122,7 @@ class EngineTrainer(Trainer):
 def engine_options(job: Job) -> dict[str, Any]:
     """Return the arguments of the engine that are the same whether one rank trains or several."""
     settings, towers = job.settings, towers_of(job.settings)
-    names = inspect.signature(Engine).parameters.keys() - {"ssd", "leave_ssd", "resume", "overwrite"}
+    names = OPTION_NAMES - {"ssd", "leave_ssd", "resume", "overwrite"}
     return settings.named(names) | {
         "model": settings.model if job.checkpoint is None else job.checkpoint,
         "packed": job.batches.packed,
