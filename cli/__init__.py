@@ -1,4 +1,4 @@
-"""``finetune``: reads the command line, draws progress, tables and reports. No training logic."""
+"""The command ``finetune``: reads options, prepares and trains jobs, draws progress, tables and reports."""
 
 import common
 

@@ -9,26 +9,29 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from cli.launch.interrupts import Interrupts, Stopped
-from cli.options.command import build_command
+from cli.options.command import GroupedCommand, build_command
 from cli.options.config_file import effective_config
-from cli.options.grouped import WRITTEN, expand_pattern
-from cli.options.modes import CHECK, DEMO, PLAN_CLUSTER, PROFILE, VERIFY, mode_of
+from cli.options.modes import mode_of, refuse_unread
+from cli.options.option import WRITTEN, GroupedOption, Mode
 from cli.options.settings import Settings
+from cli.train.interrupts import Interrupts, Stopped
 from common.errors import FinetuneError, UserError
-
-DEFAULT_PROFILE_MODEL = "gpt3-1.3b"
-"""For --profile without --model: a block large enough to show what a device can do, and quick on a CPU."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``finetune`` with ``argv`` (default: the process's own). Returns the exit status."""
+    """Run ``finetune``.
+
+    Args:
+        argv: the command line; None: the process's own.
+
+    Returns:
+        The exit status.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     # Nothing is ever downloaded: checkpoints, tokenizers and data are local.
@@ -61,37 +64,41 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(interrupts: Interrupts, arguments: tuple[str, ...], **options: Any) -> int:
+    context = click.get_current_context()
     if options["write_config"]:
-        print(effective_config(click.get_current_context()), end="")
+        print(effective_config(context), end="")
         return 0
     mode = mode_of(options)
-    mode.check(options, _typed)
-    if mode is VERIFY:
+    given = _given_options(context)
+    refuse_unread(mode, given)
+    _check_model(mode, options)
+    settings = Settings.of_options(options, arguments)
+    if mode is Mode.VERIFY:
         from cli.inspect.verify import run_verify
 
-        return run_verify([path for word in options["verify"] for path in expand_pattern("--verify", word)])
-    if mode is CHECK:
+        return run_verify(list(settings.verify))
+    if mode is Mode.CHECK:
         from cli.inspect.check import run_check
 
-        run_check(settings_of(arguments, {**options, "model": options["model"] or ""}))
-        return 0
-    if mode is DEMO:
+        run_check(settings)
+    elif mode is Mode.DEMO:
         from cli.train.demo import run_demo
 
-        run_demo(options["output"], options["report"], options["debug"], interrupts)
-        return 0
-    if options["plan"]:
-        return _plan_cluster(options) if mode is PLAN_CLUSTER else _plan(arguments, options)
-    if options["profile"]:
-        options["model"] = options["model"] or DEFAULT_PROFILE_MODEL
-    if options["model"] is None:
-        raise UserError("Give the model to fine-tune with --model DIR or --model PRESET, or try --demo.")
-    settings = settings_of(arguments, options)
-    if settings.nodes is not None:
-        from cli.launch.nodes import launch
+        run_demo(settings.output, settings.report, settings.debug, interrupts)
+    elif mode is Mode.PLAN_CLUSTER:
+        from cli.plan.cluster import plan_cluster
 
-        launch(settings, trains=not options["profile"])
-    elif mode is PROFILE:
+        batch_is_given = any(option.name == "batch_size" for option in given)
+        return plan_cluster(settings, settings.batch_size if batch_is_given else None)
+    elif mode in Mode.PLAN:
+        from cli.plan.out_of_core import run_plan
+
+        return run_plan(settings)
+    elif settings.nodes is not None:
+        from cli.launch.launcher import launch
+
+        launch(settings, trains=mode is Mode.TRAIN)
+    elif mode is Mode.PROFILE:
         from cli.inspect.profile import run_profile
 
         run_profile(settings)
@@ -102,66 +109,43 @@ def _run(interrupts: Interrupts, arguments: tuple[str, ...], **options: Any) -> 
     return 0
 
 
-def settings_of(arguments: tuple[str, ...], options: dict[str, Any]) -> Settings:
-    """What the parsed ``options`` of a command line ask for.
-
-    Raises:
-        UserError: they do not go together.
-    """
-    given = {field.name: options[field.name] for field in fields(Settings) if field.name in options}
-    for name in ("ssd", "leave_ssd", "data", "eval_data"):
-        given[name] = tuple(
-            path for word in options[name] for path in expand_pattern(f"--{name.replace('_', '-')}", word)
-        )
-    given["lora_targets"] = tuple(options["lora_targets"])
-    return Settings(**given, arguments=arguments)
+def _check_model(mode: Mode, options: dict[str, Any]) -> None:
+    """Refuse a command line that lacks a model, or has one where it is looked for."""
+    if mode in Mode.PLAN and options["max_model"] == bool(options["model"]):
+        if options["max_model"]:
+            raise UserError("--max-model looks for the model itself: leave --model out.")
+        largest = "" if mode is Mode.PLAN_CLUSTER else ", or ask for the largest with --max-model"
+        raise UserError(f"Give the model to plan for, --model DIR or --model PRESET{largest}.")
+    if mode is Mode.TRAIN and options["model"] is None:
+        raise UserError("Give the model to fine-tune with --model DIR or --model PRESET, or try --demo.")
 
 
-def _plan(arguments: tuple[str, ...], options: dict[str, Any]) -> int:
-    """For the machine at hand, or for one (or several of a kind) with SSDs by name."""
-    if options["max_model"] == bool(options["model"]):
-        raise UserError(
-            "--max-model looks for the model itself: leave --model out."
-            if options["max_model"]
-            else "Give the model to plan for, --model DIR or --model PRESET, or ask for the largest with --max-model."
-        )
-    from cli.plan.out_of_core import PlanOptions, run_plan
-
-    single = settings_of(arguments, {**options, "nodes": None, "gpus_per_node": None})
-    return run_plan(single, PlanOptions(**{field.name: options[field.name] for field in fields(PlanOptions)}))
-
-
-def _plan_cluster(options: dict[str, Any]) -> int:
-    if options["model"] is None:
-        raise UserError("Give the model to plan for, --model DIR or --model PRESET.")
-    from cli.plan.cluster import ClusterSettings, plan_cluster
-
-    shared = {field.name: options[field.name] for field in fields(ClusterSettings) if field.name in options}
-    batch = options["batch_size"] if _typed("batch_size") else None
-    return plan_cluster(ClusterSettings(**{**shared, "batch_size": batch, "as_json": options["json"]}))
-
-
-def _typed(name: str) -> bool:
-    """Whether an option was given: on the command line, be it with its default, or in a file with another value.
+def _given_options(context: click.Context) -> list[GroupedOption]:
+    """Return the options that are on the command line, be it with their defaults, or in a file with other values.
 
     Files that ``--write-config`` made have all options.
     """
-    context = click.get_current_context()
-    source = context.get_parameter_source(name)
-    if source is not ParameterSource.DEFAULT_MAP:
-        return source is not ParameterSource.DEFAULT
-    default = next(option.to_info_dict()["default"] for option in context.command.params if option.name == name)
-    return str(context.meta[WRITTEN][name]) != str(default)
+    assert isinstance(context.command, GroupedCommand)
+    options = {option.name: option for option in context.command.options}
+    given = []
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        is_default = source is ParameterSource.DEFAULT_MAP and (
+            str(context.meta[WRITTEN][name]) == str(options[name].plain_default)
+        )
+        if source is not ParameterSource.DEFAULT and not is_default:
+            given.append(options[name])
+    return given
 
 
 def _say(message: str) -> None:
-    """Print to a terminal that may be gone."""
+    """Print a message for people; their terminal may be gone."""
     with contextlib.suppress(OSError):
         print(message, file=sys.stderr, flush=True)
 
 
 def _fail(message: str, status: int, debug: bool = False) -> int:
-    """Print one message; with ``debug``, the traceback of the exception being handled before it."""
+    """Print one message, after the traceback with ``debug``, and return the exit status."""
     if debug:
         traceback.print_exc()
     _say(f"finetune: error: {message}")
@@ -169,7 +153,7 @@ def _fail(message: str, status: int, debug: bool = False) -> int:
 
 
 def _one_line(error: BaseException) -> str:
-    """An exception's text with line breaks taken out, without its last full stop."""
+    """Return an exception's text on one line, without its last full stop."""
     return " ".join(str(error).split()).removesuffix(".") or "no message"
 
 

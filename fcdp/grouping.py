@@ -1,4 +1,4 @@
-"""Which parameters travel together: the units of a model, and in each of them the frozen apart from the trainable.
+"""Which parameters are gathered together: the units of a model, and in each the frozen apart from the trainable.
 
 FSDP2 gathers and reduces group by group, a group being what one ``fully_shard`` call finds unclaimed. One trainable
 parameter makes its whole group dirty after each step, so frozen and trainable ones never share a group if they do not
@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 AdapterGroups = Literal["block", "model"]
-"""``block``: the adapters of a block are gathered and reduced together, overlapping with other blocks' computing.
-``model``: those of all blocks together: fewest messages, but they start and end the step."""
+"""Which adapters form a group. ``block``: those of a block, which are gathered and reduced while other blocks compute.
+``model``: those of all blocks, with fewest messages, but at the start and the end of the step."""
 
 
 @dataclass(eq=False)
@@ -26,39 +26,39 @@ class ParameterGroup:
     """Parameters that one ``fully_shard`` call takes."""
 
     name: str
-    """For messages."""
+    """Name in messages."""
     modules: list[nn.Module]
-    """What ``fully_shard`` is called with."""
+    """Modules that ``fully_shard`` is called with."""
     places: list[tuple[nn.Module, str]]
     """Owning module and attribute of each parameter; tied ones once."""
     unit: int
-    """Which unit of the model's forward pass it belongs to: the first that uses it."""
+    """Index of the first unit of the model's forward pass that uses the group."""
     dirty: bool = True
-    """Whether the cache is older than the parameters. The same on every rank, always."""
+    """Whether the cache is older than the parameters. Always equal on all ranks."""
     fingerprint: torch.Tensor | None = field(default=None, repr=False)
-    """Of this rank's part when the cache was filled (CUDA)."""
+    """Fingerprint of this rank's part when the cache was filled (CUDA)."""
     kept_after_forward: bool = False
     """Whether FSDP2 keeps the parameters from forward to backward, so that each micro-batch gathers them once."""
     cell_numel: int = 0
     """Elements of one rank's part, padded as FSDP2 does."""
     cell_bytes: int = 0
-    """Their bytes in compute precision."""
+    """Bytes of one rank's part in compute precision."""
     mixes_dtypes: bool = False
-    """Whether its parameters are gathered in more than one dtype, and so as plain bytes."""
+    """Whether its parameters are gathered in more than one dtype, and therefore as plain bytes."""
     reduced_cell_bytes: int = 0
     """Bytes of one rank's part of the gradients in reduce precision."""
     had_trainable: bool = False
     """Whether any parameter required a gradient when FSDP2 last looked."""
 
     def registered(self) -> Iterator[nn.Parameter]:
-        """The parameters as they are registered now: sharded, or unsharded between gather and release."""
+        """Yield the parameters as they are registered now: sharded, or unsharded between gather and release."""
         for owner, name in self.places:
             parameter = owner._parameters.get(name)
             if parameter is not None:
                 yield parameter
 
     def owners(self) -> list[nn.Module]:
-        """Modules that own parameters of the group."""
+        """Return the modules that own parameters of the group."""
         return list({id(owner): owner for owner, _ in self.places}.values())
 
     @property
@@ -74,19 +74,19 @@ class ParameterGroup:
 
 @dataclass
 class Unit:
-    """A part of the model whose parameters are there while it computes: an embedding, a block, a head, the rest."""
+    """A part of the model whose parameters are gathered while it computes: an embedding, a block, a head, the rest."""
 
     name: str
     module: nn.Module
     keep_after_forward: bool = False
-    """Whether the backward needs it at once, so that FSDP2 should not release it."""
+    """Whether the backward pass needs it at once, so that FSDP2 should not release it."""
 
 
 def find_units(model: nn.Module, blocks: list[nn.Module] | None = None) -> list[Unit]:
-    """The units in the order of the forward pass; the model itself, for what no other unit holds, is the last.
+    """Return the units in the order of the forward pass; the last is the model itself, for what no other unit holds.
 
     Args:
-        blocks: None: the elements of every outermost ``nn.ModuleList``.
+        blocks: modules that are units; None: the elements of every outermost ``nn.ModuleList``.
     """
     names = {id(module): name for name, module in model.named_modules()}
     if blocks is None:
@@ -108,7 +108,7 @@ def find_units(model: nn.Module, blocks: list[nn.Module] | None = None) -> list[
 
 
 def split_units(units: list[Unit], adapters: AdapterGroups) -> list[ParameterGroup]:
-    """Groups in the order in which ``fully_shard`` must be applied: inner before outer, adapters before the rest."""
+    """Return the groups in the order in which ``fully_shard`` must take them: inner before outer, adapters first."""
     claimed: set[int] = set()
     groups: list[ParameterGroup] = []
     in_blocks = units[:-1]
@@ -131,7 +131,7 @@ def split_units(units: list[Unit], adapters: AdapterGroups) -> list[ParameterGro
 
 
 def whole_units(units: list[Unit]) -> list[ParameterGroup]:
-    """One group per unit, frozen and trainable together: plain FSDP2."""
+    """Return one group per unit, frozen and trainable parameters together, as plain FSDP2 has them."""
     claimed: set[int] = set()
     groups = []
     for index, unit in enumerate(units):
@@ -144,8 +144,8 @@ def whole_units(units: list[Unit]) -> list[ParameterGroup]:
 def _mixed_groups(
     name: str, owners: list[nn.Module], claimed: set[int], unit: int, model: nn.Module
 ) -> list[ParameterGroup]:
-    """A group of what ``owners`` hold, after one of the frozen modules below them, which it would swallow, and of those
-    that are tied to these."""
+    """Return a group of what ``owners`` hold, after a group of the frozen modules below them and the modules tied to
+    these, which ``fully_shard`` would take into the first one otherwise."""
     groups = []
     below = [
         module
@@ -164,7 +164,7 @@ def _mixed_groups(
 
 
 def _trainable_owners(module: nn.Module) -> list[nn.Module]:
-    """Modules at or below ``module`` with trainable parameters of their own, as far as hooks on them can fire.
+    """Return modules at or below ``module`` with trainable parameters of their own, as far as hooks on them can fire.
 
     A ``ParameterList`` or ``ParameterDict`` is never called, so the module that holds it stands for it.
     """
@@ -179,7 +179,7 @@ def _trainable_owners(module: nn.Module) -> list[nn.Module]:
 
 
 def _sharing(module: nn.Module, model: nn.Module) -> list[nn.Module]:
-    """Other modules that own a parameter that ``module`` owns, too."""
+    """Return other modules that own a parameter that ``module`` owns, too."""
     own = {id(parameter) for parameter in _own(module).values()}
     return [m for m in model.modules() if m is not module and own & {id(parameter) for parameter in _own(m).values()}]
 
@@ -197,7 +197,7 @@ def _own(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _unclaimed(modules: list[nn.Module], claimed: set[int]) -> list[tuple[nn.Module, str]]:
-    """Places of the parameters in ``modules`` that no group has yet, each parameter once."""
+    """Return the places of parameters in ``modules`` that no group has yet, each parameter once."""
     seen = set(claimed)
     places = []
     for top in modules:
@@ -216,7 +216,7 @@ def _claim(group: ParameterGroup, claimed: set[int]) -> ParameterGroup:
 
 
 def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
-    """Those that are not below another of them, each once, in order."""
+    """Return the modules that are not below another one of them, each once, in order."""
     below = {id(inner) for module in modules for inner in module.modules() if inner is not module}
     return list({id(module): module for module in modules if id(module) not in below}.values())
 
@@ -230,7 +230,7 @@ def _outermost_list_elements(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _embedding_and_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-    """As a Hugging Face model names them; None where there is none, or the model has no such names."""
+    """Return embedding and head of a Hugging Face model; None where it has none, or other models are asked."""
     found: list[nn.Module | None] = []
     for method in ("get_input_embeddings", "get_output_embeddings"):
         try:

@@ -13,12 +13,12 @@ An ordinary training loop, with one line more under gradient accumulation::
         optimizer.step()
         optimizer.zero_grad()
 
-A strategy is put together from four things of FSDP2's, whatever it is called:
+Every strategy is made of four features of FSDP2:
 
 * FSDP2 shards over OS's ranks: its mesh.
-* An all-gather of ours per group spreads, gathers and keeps parameters (``all_gather.py``).
-* A reduce-scatter of ours per group reduces gradients, first inside G's scope, at last beyond it, and over replicas
-  (``reduce_scatter.py``); where OS is not sharded, an all-reduce hook.
+* A custom all-gather per group spreads, gathers and caches parameters (``comms/all_gather.py``).
+* A custom reduce-scatter per group reduces gradients, first inside G's scope, at last beyond it, and over replicas
+  (``comms/reduce_scatter.py``); where OS is not sharded, an all-reduce hook.
 * Where P is not sharded, FSDP2 does not reshard until the optimizer has stepped; frozen parameters it never reshards.
 """
 
@@ -55,27 +55,27 @@ def fully_shard(
 ) -> Model:
     """Shard ``model`` in place with FSDP2 and install the strategy's collectives. Collective: all ranks call it alike.
 
-    What comes back is an FSDP2 model: DTensor parameters, any optimizer of PyTorch, distributed checkpoints,
-    activation checkpointing, ``torch.compile`` per block. :func:`sharding` has what FSDP2 does not.
+    The result is an FSDP2 model: DTensor parameters, any optimizer of PyTorch, distributed checkpoints, activation
+    checkpointing, ``torch.compile`` per block. :func:`sharding` returns what FSDP2 does not have.
 
     The strategy's scopes are those of trainable parameters. Frozen ones are gathered over P's scope and never reduced;
-    where that is narrower than OS's they are not gathered beyond it but once.
+    where that is narrower than OS's they are gathered beyond it only once.
 
     Args:
         model: parameters on any device, the meta device included; it is moved to ``topology.device`` shard by shard.
-            Which parameters require gradients should be settled: it decides what travels together.
+            Which parameters require gradients should be final: it decides which are gathered together.
         topology: the ranks, and which of them share a node.
-        strategy: one of the space, or what :func:`fcdp.strategy.names.parse_strategy` understands: a preset's name, or
+        strategy: a strategy, or what :func:`fcdp.strategy.names.parse_strategy` understands: a preset's name, or
             P/G/OS.
-        mp_policy: FSDP2's. Where it has no ``reduce_dtype``, that is set to what FSDP2 has always taken, the dtype of
-            the computation: FSDP2's own default is about to change.
+        mp_policy: FSDP2's policy. Where it has no ``reduce_dtype``, that is set to what FSDP2 has always taken, the
+            dtype of the computation: FSDP2's own default is about to change.
         blocks: the modules to shard one by one. None: the elements of every outermost ``nn.ModuleList``.
         adapter_groups: see :data:`fcdp.grouping.AdapterGroups`; without effect where P is sharded as OS is.
-        device_cache_threshold: part of device memory up to which shares may stay on the device, 0 to 1. 0: none ever
-            does, and the device holds what it holds under ZeRO-3 (strategies with an ``adaptive`` cache).
-        host_cache_bytes: host memory of this rank for shares; None: as much as they need. What does not fit is gathered
-            from all over OS's scope at every use, trainable groups first. The smallest of all ranks' numbers counts
-            (strategies with a ``host`` or ``adaptive`` cache).
+        device_cache_threshold: part of device memory up to which cached shards may stay on the device, 0 to 1. 0: none
+            ever does, and the device holds what it holds under ZeRO-3 (strategies with an ``adaptive`` cache).
+        host_cache_bytes: host memory of this rank for cached shards; None: as much as they need. What does not fit is
+            gathered from all over OS's scope at every use, trainable groups first. The smallest of all ranks' numbers
+            counts (strategies with a ``host`` or ``adaptive`` cache).
         device_memory: for tests: stands for the device's memory where there is none.
 
     Raises:
@@ -87,7 +87,7 @@ def fully_shard(
     layout = _layout(strategy, topology)
     routes = Routes.of(layout)
     units = find_units(model, blocks)
-    # Frozen and trainable parameters travel apart where something is kept of them from step to step.
+    # Frozen and trainable parameters are gathered apart where something of them is cached from step to step.
     apart = layout.p.shards < layout.os.shards
     groups = split_units(units, adapter_groups) if apart else whole_units(units)
     policy = _explicit(mp_policy or MixedPrecisionPolicy(), model)
@@ -95,7 +95,7 @@ def fully_shard(
     for group in groups:
         unit = units[group.unit]
         _measure(group, routes.shards, policy)
-        group.kept_after_forward = routes.keeps_whole or (unit.keep_after_forward and group.modules == [unit.module])
+        group.kept_after_forward = routes.keeps_gathered or (unit.keep_after_forward and group.modules == [unit.module])
         target = group.modules if len(group.modules) > 1 else group.modules[0]
         keep = group.kept_after_forward
         fsdp2_fully_shard(cast(Any, target), mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
@@ -110,10 +110,10 @@ def fully_shard(
 
 
 def sharding(model: nn.Module) -> Sharding:
-    """The :class:`Sharding` of a model that :func:`fully_shard` has returned.
+    """Return the :class:`Sharding` of a model that :func:`fully_shard` has returned.
 
     Raises:
-        UserError: it has not.
+        UserError: it is not such a model.
     """
     found = getattr(model, ATTRIBUTE, None)
     if not isinstance(found, Sharding):
@@ -133,7 +133,7 @@ def _layout(strategy: Strategy | str, topology: Topology) -> StrategyMeshes:
 
 
 def _explicit(policy: MixedPrecisionPolicy, model: nn.Module) -> MixedPrecisionPolicy:
-    """``policy`` with its ``reduce_dtype`` said."""
+    """Return ``policy`` with an explicit ``reduce_dtype``."""
     if policy.reduce_dtype is not None:
         return policy
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
@@ -157,7 +157,7 @@ def _measure(group: ParameterGroup, shards: int, policy: MixedPrecisionPolicy) -
 
 
 def _prefetch_forward(units: list[Unit], groups: list[ParameterGroup]) -> None:
-    """While a unit computes, have the next one's groups gathered. On CUDA FSDP2 does so by running ahead; on the CPU
+    """Have the next unit's groups gathered while a unit computes. On CUDA FSDP2 does so by running ahead; on the CPU
     it has to be asked."""
     by_unit: list[list[FSDPModule]] = [[] for _ in units]
     for group in groups:

@@ -1,4 +1,4 @@
-"""A sharded model at work: its collectives, what it keeps, and what it has sent."""
+"""What a sharded model has beyond FSDP2: its collectives, its cached shards, and counts of what it has sent."""
 
 import weakref
 from typing import Any, cast
@@ -10,11 +10,11 @@ from common.errors import FinetuneError
 from common.object_collectives import all_gather_object
 from common.units import format_bytes
 from fcdp.cache.host_cache import CacheEntry, CopyStreams, HostCache
-from fcdp.cache.placement import DeviceMemory, OnDevice, Placement
-from fcdp.cache.policy import all_kept, within
+from fcdp.cache.placement import AlwaysOnDevice, DeviceMemory, Placement
+from fcdp.cache.policy import all_cached, fit_into
 from fcdp.cache.staleness import OptimizerHooks, StalenessCheck, mark_all
 from fcdp.comms.all_gather import CachedShard, GatherLevels, StagedAllGather
-from fcdp.comms.collectives import shaped_levels
+from fcdp.comms.levels import make_levels
 from fcdp.comms.rank_level import CommLevel
 from fcdp.comms.reduce_scatter import MicroBatches, ReduceLevels, StagedReduction
 from fcdp.grouping import ParameterGroup
@@ -24,7 +24,7 @@ from fcdp.strategy.topology import Purpose, Topology
 from fcdp.traffic import Traffic
 
 ATTRIBUTE = "_fcdp_sharding"
-"""Of the model: its :class:`Sharding` lives as long as it does."""
+"""Attribute of the model that holds its :class:`Sharding`, which lives as long as the model."""
 
 
 class Sharding:
@@ -36,16 +36,16 @@ class Sharding:
         self.groups = groups
         """Parameter groups, in the order in which they were sharded."""
         self.traffic = Traffic()
-        """What this rank's gathers and reductions have sent."""
+        """Bytes that this rank's gathers and reductions have sent."""
         self.host_cache_bytes = 0
-        """Host memory that this rank's shares take."""
+        """Host memory that this rank's cached shards take."""
         self._micro_batches = MicroBatches()
         self._gathers: list[StagedAllGather] = []
         self._reductions: list[StagedReduction] = []
         self._cache: HostCache | None = None
         self._placement: Placement | None = None
-        self._net: StalenessCheck | None = None
-        self._watch: OptimizerHooks | None = None
+        self._staleness: StalenessCheck | None = None
+        self._optimizer_hooks: OptimizerHooks | None = None
         this = weakref.ref(self)
 
         def before_forward(module: nn.Module, args: Any) -> None:
@@ -57,43 +57,43 @@ class Sharding:
 
     @property
     def strategy(self) -> Strategy:
-        """What the model is trained with."""
+        """The strategy that the model is sharded by."""
         return self.routes.layout.strategy
 
     def set_is_last_micro_batch(self, is_last: bool) -> None:
-        """Say whether the next backward is the step's last one; it is unless told otherwise.
+        """Say whether the next backward pass is the step's last one; it is unless this says otherwise.
 
         Before the last one, gradients are summed over G's scope only and ``.grad`` is not valid, and parameters that
         the strategy does not shard stay gathered.
         """
         self._micro_batches.is_last = is_last
-        self._settle()
+        self._set_reshard_after_backward()
 
     def invalidate(self) -> None:
-        """Parameters were changed by something else than an optimizer of PyTorch or ``load_state_dict``: gather all
-        of them anew. Every rank must call it at the same place."""
+        """Have all parameters gathered anew, because something has changed them that is neither an optimizer of PyTorch
+        nor ``load_state_dict``. Every rank must call it at the same place."""
         mark_all(self.groups)
 
     def discard_gradients(self) -> None:
-        """Forget sums of micro-batches that will not be finished. Call it where a step is given up half-way."""
+        """Forget gradients summed over micro-batches. Call it where a step is given up half-way."""
         for reduction in self._reductions:
             reduction.partial = None
 
     def reshard(self) -> None:
-        """Have the model's parameters be shards (DTensors) again, for whoever reads them.
+        """Turn the model's parameters into shards (DTensors) again, for whoever reads them.
 
-        What is frozen and not sharded by P stays gathered otherwise.
+        Frozen parameters that P does not shard stay gathered otherwise.
         """
         for group in self.groups:
             group.holder.reshard()
 
     def close(self) -> None:
-        """Stop watching optimizers and let go of host memory: from now on nothing is kept from gather to gather.
+        """Remove the optimizer hooks and free host memory: from now on nothing is cached.
 
         Call it on every rank, before ``Topology.close()`` and ``destroy_process_group()``.
         """
-        if self._watch is not None:
-            self._watch.close()
+        if self._optimizer_hooks is not None:
+            self._optimizer_hooks.close()
         if self.topology.device.type == "cuda":
             torch.cuda.synchronize()
         for gather in self._gathers:
@@ -101,15 +101,16 @@ class Sharding:
         if self._cache is not None:
             self._cache.close()
 
-    def bytes_across_nodes(self, micro_batches: int, *, first_step: bool = False) -> float:
-        """What one node should send to others in a step, in bytes of payload, by the planner's formulas.
+    def inter_node_bytes(self, micro_batches: int, *, first_step: bool = False) -> float:
+        """Return the bytes of payload that one node should send to others in a step, by the planner's formulas.
 
-        They take it that there is room for all that the strategy keeps, whatever ``host_cache_bytes`` says, and that
-        every group is quantised where the strategy quantises.
+        The formulas assume that there is room for all that the strategy caches, whatever ``host_cache_bytes`` says,
+        and that every group is quantised where the strategy quantises.
 
         Args:
-            micro_batches: of the step; each runs every group forward and backward once, without recomputation.
-            first_step: nothing is kept yet of what is frozen, either.
+            micro_batches: micro-batches of the step; each runs every group forward and backward once, without
+                recomputation.
+            first_step: whether it is the first step, when frozen parameters are not cached yet, either.
         """
         # Imported late: the planner reads models, and a library that brings its own needs none of that.
         from fcdp.planner.collectives import Collective, bytes_per_node, step_collectives
@@ -128,7 +129,7 @@ class Sharding:
             parameters=elements,
             trainable=trained,
             blocks=len(self.groups),
-            kept=kept,
+            kept_gathered=kept,
             compute_bytes=gathered / elements,
             gradient_bytes=reduced / max(trained, 1),
             micro_batches=micro_batches,
@@ -141,24 +142,24 @@ class Sharding:
         return bytes_per_node(collectives, layout)[0]
 
     def on_device(self) -> list[str]:
-        """Names of the groups whose share of P is on the device now."""
+        """Return the names of the groups whose cached shard of P is on the device now."""
         return [
-            gather.group.name for gather in self._gathers if gather.kept is not None and gather.kept.share.on_device
+            gather.group.name for gather in self._gathers if gather.cached is not None and gather.cached.entry.on_device
         ]
 
     # -- putting it together ----------------------------------------------------------------------------------------
 
     def install(self, threshold: float, host_cache_bytes: int | None, device_memory: DeviceMemory | None) -> None:
-        """Give every group its collectives; see ``fully_shard`` for what the arguments mean. Collective."""
+        """Install the collectives of every group. Collective; the arguments are those of ``fully_shard``."""
         topology, routes = self.topology, self.routes
-        self._net = StalenessCheck(topology.device)
+        self._staleness = StalenessCheck(topology.device)
         streams = CopyStreams.on(topology.device)
-        kept, second = self._columns(streams, threshold, host_cache_bytes, device_memory)
+        cached, secondary = self._make_cached_shards(streams, threshold, host_cache_bytes, device_memory)
         precision = self.strategy.precision
         gathers = GatherLevels(
             spread=self._levels(routes.spread, "gather")[::-1],
             gather=self._levels(routes.gather, "gather", precision.gather)[::-1],
-            second=self._levels(routes.second, "gather")[::-1],  # as it is kept
+            secondary=self._levels(routes.secondary, "gather")[::-1],  # as it is kept
         )
         reductions = ReduceLevels(
             reduce=self._levels(routes.reduce, "reduce", precision.reduce),
@@ -171,7 +172,14 @@ class Sharding:
             reduction = StagedReduction(group.name, reductions, topology.rank // routes.shards, self._micro_batches)
             if routes.shards > 1:
                 gather = StagedAllGather(
-                    group, rank, gathers, kept.get(group), second.get(group), streams, self._net, self.traffic
+                    group,
+                    rank,
+                    gathers,
+                    cached.get(group),
+                    secondary.get(group),
+                    streams,
+                    self._staleness,
+                    self.traffic,
                 )
                 self._gathers.append(gather)
                 group.holder.set_custom_all_gather(cast(Any, gather))
@@ -179,49 +187,50 @@ class Sharding:
             else:
                 group.holder.set_all_reduce_hook(reduction.add_up)
             self._reductions.append(reduction)
-        self._watch = OptimizerHooks(
+        self._optimizer_hooks = OptimizerHooks(
             self.groups, weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
         )
-        self._settle()
+        self._set_reshard_after_backward()
 
     def _levels(self, axes: tuple[Axis, ...], purpose: Purpose, precision: Format = "bf16") -> list[CommLevel]:
-        return shaped_levels(self.topology, axes, purpose, self.traffic, self.strategy.ring, precision)
+        return make_levels(self.topology, axes, purpose, self.traffic, self.strategy.ring, precision)
 
-    def _columns(
+    def _make_cached_shards(
         self,
         streams: CopyStreams | None,
         threshold: float,
         host_cache_bytes: int | None,
         device_memory: DeviceMemory | None,
     ) -> tuple[dict[ParameterGroup, CachedShard], dict[ParameterGroup, CachedShard]]:
-        """Places for what is kept: shares of P, and second shards."""
+        """Return the cached shards of P and those of the secondary partition, by group, with memory for each."""
         device = self.topology.device
-        chosen = within(_smallest(host_cache_bytes), all_kept(self.routes, self.groups))
+        chosen = fit_into(_smallest(host_cache_bytes), all_cached(self.routes, self.groups))
         self._cache = HostCache([one.nbytes for one in chosen if one.in_host], device)
         self.host_cache_bytes = self._cache.nbytes
         adaptive = self.routes.layout.cache == "adaptive"
         self._placement = Placement((device_memory or DeviceMemory.of(device)) if adaptive else None, threshold)
-        kept: dict[ParameterGroup, CachedShard] = {}
-        second: dict[ParameterGroup, CachedShard] = {}
+        cached: dict[ParameterGroup, CachedShard] = {}
+        secondary: dict[ParameterGroup, CachedShard] = {}
         for one in chosen:
-            host = self._cache.take(one.nbytes) if one.in_host else None
-            residence = self._placement if one.in_host else OnDevice()
-            share = CacheEntry(one.nbytes, host, streams, residence, self.traffic)
-            (second if one.is_second else kept)[one.group] = CachedShard(one.block, share, one.bits)
-        return kept, second
+            host = self._cache.allocate(one.nbytes) if one.in_host else None
+            placement = self._placement if one.in_host else AlwaysOnDevice()
+            entry = CacheEntry(one.nbytes, host, streams, placement, self.traffic)
+            (secondary if one.is_secondary else cached)[one.group] = CachedShard(one.block, entry, one.bits)
+        return cached, secondary
 
     # -- from step to step ------------------------------------------------------------------------------------------
 
-    def _settle(self) -> None:
-        """Where P is not sharded, parameters stay gathered until they change: after the last micro-batch, if ever."""
-        if self.routes.keeps_whole:
+    def _set_reshard_after_backward(self) -> None:
+        """Tell FSDP2 to reshard trainable parameters that P does not shard after the last micro-batch alone, before
+        which they do not change."""
+        if self.routes.keeps_gathered:
             for group in self.groups:
                 reshard = self._micro_batches.is_last and group.trainable
                 group.holder.set_reshard_after_backward(reshard, recurse=False)
 
     def _before_step(self) -> None:
-        if self._net is not None:
-            self._net.raise_if_found()
+        if self._staleness is not None:
+            self._staleness.raise_if_found()
         for reduction in self._reductions:
             if reduction.partial is not None:
                 kept = reduction.partial.numel() * reduction.partial.element_size()
@@ -236,7 +245,7 @@ class Sharding:
             self._placement.end_step()
 
     def _drop_outdated(self) -> None:
-        """Make FSDP2 gather what it has kept from before a step, a load or ``invalidate()``."""
+        """Make FSDP2 gather anew what it has kept gathered since before a step, a load or ``invalidate()``."""
         for group in self.groups:
             if group.dirty and group.kept_after_forward:
                 group.holder.reshard()
@@ -245,8 +254,8 @@ class Sharding:
     def _adopt_thawed(self) -> None:
         """Make FSDP2 look again at groups that were frozen and no longer are.
 
-        It notes the dtypes of gradients when it first runs, from trainable parameters only, and looks again in
-        ``unshard()``. Without it, the gradients of a group that was frozen then would come in the wrong dtype.
+        FSDP2 notes the dtypes of gradients when it first runs, from trainable parameters only, and again in
+        ``unshard()``. Without this call, gradients of a group that was frozen then would come in the wrong dtype.
         """
         for group in self.groups:
             if not group.had_trainable and group.trainable:
@@ -254,9 +263,9 @@ class Sharding:
                 group.holder.reshard()
                 group.holder.unshard()
                 group.holder.reshard()
-                self._settle()
+                self._set_reshard_after_backward()
 
 
 def _smallest(budget: int | None) -> int | None:
-    """The smallest of all ranks' budgets: what is kept must be the same decision everywhere."""
+    """Return the smallest of all ranks' budgets: every rank must cache the same groups."""
     return min((value for value in all_gather_object(budget) if value is not None), default=None)

@@ -1,36 +1,36 @@
-"""Bytes that ranks send, counted where they are sent. What theory says they should be: ``planner/collectives.py``."""
+"""Bytes that ranks send, counted where they are sent. ``planner/collectives.py`` says what they should be."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-Level = Literal["inside", "across"]
+Level = Literal["intra_node", "inter_node"]
 
 
 @dataclass
 class Traffic:
-    """What one rank has sent and copied so far. Counted at the call, not when done."""
+    """Bytes that one rank has sent and copied so far, counted at the call, not when it is done."""
 
-    gather_across: int = 0
+    gather_inter_node: int = 0
     """Parameter bytes sent to other nodes."""
-    gather_inside: int = 0
+    gather_intra_node: int = 0
     """Parameter bytes sent to ranks of the same node."""
-    reduce_across: int = 0
+    reduce_inter_node: int = 0
     """Gradient bytes sent to other nodes."""
-    reduce_inside: int = 0
+    reduce_intra_node: int = 0
     """Gradient bytes sent to ranks of the same node."""
     host_to_device: int = 0
     """Bytes read from the host cache."""
     device_to_host: int = 0
     """Bytes written to the host cache."""
     hits: int = 0
-    """Gathers that began with what the rank had kept."""
+    """Gathers that began with what the rank had cached."""
     misses: int = 0
-    """Gathers that began with the rank's part alone."""
+    """Gathers that began with this rank's cell alone."""
 
     @property
-    def across(self) -> int:
+    def inter_node(self) -> int:
         """All bytes sent to other nodes."""
-        return self.gather_across + self.reduce_across
+        return self.gather_inter_node + self.reduce_inter_node
 
     def sent(self, purpose: Literal["gather", "reduce"], level: Level, nbytes: int) -> None:
         """Count ``nbytes`` sent by this rank."""

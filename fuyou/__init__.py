@@ -13,17 +13,20 @@ if getattr(common, "PROJECT", None) != "fuyou":
     )
 
 if TYPE_CHECKING:
-    from fuyou.engine.engine import Engine, EngineOutput
+    from fuyou.config import EngineConfig
+    from fuyou.engine.engine import Engine
+    from fuyou.engine.steps import EngineOutput
     from fuyou.optimizer.nonfinite import NonFiniteLoss
     from fuyou.preflight import prove
     from fuyou.recompute.policy import ActivationPolicy
     from fuyou.runtime.accounting import StepReport
 
-__all__ = ["ActivationPolicy", "Engine", "EngineOutput", "NonFiniteLoss", "StepReport", "prove"]
+__all__ = ["ActivationPolicy", "Engine", "EngineConfig", "EngineOutput", "NonFiniteLoss", "StepReport", "prove"]
 
 _MODULES = {
     "Engine": "engine.engine",
-    "EngineOutput": "engine.engine",
+    "EngineConfig": "config",
+    "EngineOutput": "engine.steps",
     "ActivationPolicy": "recompute.policy",
     "NonFiniteLoss": "optimizer.nonfinite",
     "StepReport": "runtime.accounting",

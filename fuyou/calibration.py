@@ -23,16 +23,16 @@ from common.errors import UserError
 from fuyou.engine.engine import Engine
 from fuyou.layout.record import DTYPES
 from fuyou.layout.visits import Phase
-from fuyou.planner.context import PlannerContext
-from fuyou.planner.evaluate import NOTHING, Candidate, Evaluation, Evaluator
+from fuyou.planner.choose_settings import PlannerContext
+from fuyou.planner.evaluate import SAVE_NOTHING, Candidate, Evaluation, Evaluator
 from fuyou.planner.machine import profiled_machine
 from fuyou.planner.profiling import Profile, ProfiledWorkload, measure, save
 from fuyou.planner.profiling.drives import FOLDER
-from fuyou.planner.training import Training, describe_training
-from fuyou.recompute.policy import ActivationPolicy, worth_keeping
+from fuyou.planner.training_job import TrainingJob, describe_training
+from fuyou.recompute.policy import ActivationPolicy, operators_worth_saving
 from fuyou.runtime.accounting import StepReport, TaskKind
 from fuyou.runtime.devices import Device
-from fuyou.schedule.tasks import Op
+from fuyou.schedule.tasks import ComputeTask
 
 #: Half of the blocks keep what saves computing, so that one run shows both ways.
 BLOCKS = 4
@@ -44,24 +44,24 @@ WARM_STEPS = 3
 STEPS, MOST_STEPS, STEPS_SECONDS = 3, 8, 2.0
 
 
-def measured_profile(prospect: PlannerContext) -> Profile:
+def measured_profile(context: PlannerContext) -> Profile:
     """Measure what this machine does with a run: every part alone, then some blocks in the engine.
 
     Takes a dozen seconds; the result is not kept.
     """
-    alone = measure(prospect.workload, prospect.device)
-    return as_the_engine_runs_it(alone, prospect.workload, prospect.device, prospect.limits)
+    alone = measure(context.workload, context.device)
+    return as_the_engine_runs_it(alone, context.workload, context.device, context.limits)
 
 
-def profile_or_measure(prospect: PlannerContext) -> Profile:
+def profile_or_measure(context: PlannerContext) -> Profile:
     """Return the profile that is kept, or one that is measured, and kept from now on."""
-    return prospect.profile or save(measured_profile(prospect), prospect.workload, prospect.device)
+    return context.profile or save(measured_profile(context), context.workload, context.device)
 
 
 def as_the_engine_runs_it(
     profile: Profile, workload: ProfiledWorkload, device: Device, limits: tuple[int, int]
 ) -> Profile:
-    """``profile`` with the times of its parts in the engine; as it is where that cannot be seen within a few seconds.
+    """Return ``profile`` with the times of its parts in the engine, or as it is where a few seconds cannot show them.
 
     Nothing is tried on accelerators, whose computing does not mind what the host's cores do, nor where a micro-batch
     was too long to be measured whole, or a few blocks with the embeddings have over :data:`MOST_PARAMETERS`.
@@ -77,7 +77,7 @@ def as_the_engine_runs_it(
     """
     if not device.shares_host_memory or profile.measured_tokens < profile.tokens:
         return profile
-    began = time.monotonic()
+    start_time = time.monotonic()
     try:
         job = _few_blocks(workload)
     except Exception:  # whatever a family makes of another number of blocks
@@ -86,23 +86,23 @@ def as_the_engine_runs_it(
         return profile
     machine = profiled_machine(profile, True, limits[1], limits[0], len(workload.directories), None)
     evaluator = Evaluator(job, machine)
-    keeping = NOTHING
+    activation_policy = SAVE_NOTHING
     if evaluator.trace is not None and profile.kept_bytes:
-        keeping = ActivationPolicy(tuple(worth_keeping(evaluator.trace)), len(job.shape.blocks) // 2)
+        activation_policy = ActivationPolicy(tuple(operators_worth_saving(evaluator.trace)), len(job.shape.blocks) // 2)
     try:
-        simulated = evaluator.evaluate(Candidate(workload.rows, 0.0, keeping))
+        simulated = evaluator.evaluate(Candidate(workload.rows, 0.0, activation_policy))
         with torch.random.fork_rng(devices=[]):
-            measured = _run(job, workload, device, limits[0], keeping)
+            measured = _run(job, workload, device, limits[0], activation_policy)
     except UserError:
         return profile  # no room for the trial
     corrected = corrected_profile(profile, simulated_seconds(simulated), measured)
-    return replace(corrected, measured_in_seconds=profile.measured_in_seconds + time.monotonic() - began)
+    return replace(corrected, measured_in_seconds=profile.measured_in_seconds + time.monotonic() - start_time)
 
 
 def corrected_profile(
     profile: Profile, simulated: Mapping[TaskKind, float], measured: Mapping[TaskKind, float]
 ) -> Profile:
-    """``profile`` with its parts' times in proportion to what the engine's tasks took, over the simulator's."""
+    """Return ``profile`` with its parts' times in proportion to what the engine's tasks took, over the simulator's."""
     longer = {kind: measured[kind] / simulated[kind] for kind in simulated.keys() & measured.keys() if simulated[kind]}
     finish = profile.block_finish_seconds  # a part of the same task, and measured by itself
 
@@ -123,16 +123,16 @@ def corrected_profile(
 
 
 def simulated_seconds(evaluation: Evaluation) -> dict[TaskKind, float]:
-    """How long compute tasks of each kind take in a simulated step, on average."""
+    """Return how long compute tasks of each kind take in a simulated step, on average."""
     seconds: dict[TaskKind, list[float]] = {}
     for task in evaluation.tasks.tasks:
-        if task.op is Op.COMPUTE:
+        if isinstance(task, ComputeTask):
             seconds.setdefault(TaskKind.of(task), []).append(task.ended - task.began)
     return {kind: statistics.mean(one) for kind, one in seconds.items()}
 
 
 def typical_seconds(steps: Iterable[Mapping[TaskKind, Sequence[float]]]) -> dict[TaskKind, float]:
-    """The same of measured steps: the average of each step, and of these the median."""
+    """Return how long compute tasks of each kind took in measured steps: the median of the steps' averages."""
     seconds: dict[TaskKind, list[float]] = {}
     for step in steps:
         for kind, one in step.items():
@@ -140,8 +140,8 @@ def typical_seconds(steps: Iterable[Mapping[TaskKind, Sequence[float]]]) -> dict
     return {kind: statistics.median(one) for kind, one in seconds.items()}
 
 
-def _few_blocks(workload: ProfiledWorkload) -> Training:
-    """The same model with fewer blocks, and a batch of one micro-batch."""
+def _few_blocks(workload: ProfiledWorkload) -> TrainingJob:
+    """Describe a training of the same model with fewer blocks, and a batch of one micro-batch."""
     config = _shallow(workload.config)
     return describe_training(
         config, workload.rows, workload.seq_len, precision=workload.precision, micro_batch=workload.rows
@@ -158,9 +158,9 @@ def _shallow(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _run(
-    job: Training, workload: ProfiledWorkload, device: Device, host_bytes: int, keeping: ActivationPolicy
+    job: TrainingJob, workload: ProfiledWorkload, device: Device, host_bytes: int, activation_policy: ActivationPolicy
 ) -> dict[TaskKind, float]:
-    """Seconds of the engine's compute tasks."""
+    """Run the engine, and return the seconds of its compute tasks."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     rows, seq_len = workload.rows, workload.seq_len
     vocabulary = job.config.get_text_config().vocab_size
@@ -169,12 +169,21 @@ def _run(
     with (
         _scratch(workload.directories) as name,
         Engine(
-            job.config, ssd=workload.directories, run_name=name, overwrite=True, device=device.torch_device,
-            dtype=names[workload.precision.dtype], optimizer_dtype=names[workload.precision.optimizer_dtype],
-            host_memory=host_bytes, batch_shape=(rows, seq_len), micro_batch=rows, kept_activations=keeping,
-            single_slot=True, prove=False,
+            job.config,
+            ssd=workload.directories,
+            run_name=name,
+            overwrite=True,
+            device=device.torch_device,
+            dtype=names[workload.precision.dtype],
+            optimizer_dtype=names[workload.precision.optimizer_dtype],
+            host_memory=host_bytes,
+            batch_shape=(rows, seq_len),
+            micro_batch=rows,
+            kept_activations=activation_policy,
+            single_slot=True,
+            prove=False,
         ) as engine,
-    ):  # fmt: skip
+    ):
         while len(steps) < WARM_STEPS + STEPS or (
             len(steps) < WARM_STEPS + MOST_STEPS and sum(step.seconds for step in steps[WARM_STEPS:]) < STEPS_SECONDS
         ):
@@ -185,7 +194,10 @@ def _run(
 
 @contextmanager
 def _scratch(directories: Sequence[Path]) -> Iterator[str]:
-    """Name of a folder that will be gone from all of ``directories``; a later profile clears up after a kill."""
+    """Yield the name of a folder that is removed from all of ``directories`` in the end.
+
+    A later profile clears up after a kill.
+    """
     name = f"{FOLDER}{os.getpid()}"
     try:
         yield name

@@ -7,14 +7,11 @@ blocks recompute by what the first one has traced, and with several micro-batche
 supported: what cannot be split shows itself, whatever the reason.
 """
 
-import contextlib
 import copy
 import hashlib
 import json
-import random
 import re
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -24,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from peft import PeftConfig, get_peft_model
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -39,24 +35,25 @@ from fuyou.layout.record import Precision
 from fuyou.model.loss import targets_of
 from fuyou.model.open_model import OpenModel, same_text
 from fuyou.runtime.small_step import SmallStep
+from fuyou.same_conditions import copy_buffers, quietly, seeded, switch_off_dropout
 
 ROWS = 2
 FORMAT = 1
 _KIND = "proofs"
 TOLERANCE = 1e-4
-"""Of a tensor's gradient, relative to its largest element (or a hundredth of the whole gradient's): what another order
-of summation in fp32 may come to. What is lost or wrong is larger by orders of magnitude."""
+"""Deviation of a tensor's gradient, relative to its largest element (or a hundredth of the whole gradient's): what
+another order of summation in fp32 may come to. What is lost or wrong is larger by orders of magnitude."""
 TOLERANCE_APART = 2e-3
-"""The same where documents of packed rows are compared with each computed alone."""
+"""Deviation likewise where documents of packed rows are compared with each computed alone."""
 TOLERANCE_NARROW = 0.05
-"""The same in bf16, where a sum over a tied parameter's two places is rounded once more."""
+"""Deviation likewise in bf16, where a sum over a tied parameter's two places is rounded once more."""
 LOSS, LOSS_APART = 2e-6, 2e-5
-"""Of a loss, relative: the same operators give the same numbers."""
+"""Relative deviation of a loss, alone and of packed rows: the same operators give the same numbers."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What is to be proven.
+    """A statement that is to be proven.
 
     Args:
         config: of the run's model; its small one is used.
@@ -84,13 +81,17 @@ class Claim:
         return small
 
     def key(self, small: PreTrainedConfig) -> dict[str, Any]:
-        """Everything that the proof depends on, as JSON can carry it."""
+        """Return everything that the proof depends on, as JSON can carry it."""
         fields = {name: value for name, value in small.to_dict().items() if name not in ("_name_or_path",)}
         adapters = None if self.adapters is None else self.adapters.to_dict()
         settled: dict[str, Any] = {
-            "config": fields, "adapters": adapters, "trainable": self.trainable, "packed": self.packed,
-            "router_loss": self.router_loss, "dtype": str(self.dtype),
-        }  # fmt: skip
+            "config": fields,
+            "adapters": adapters,
+            "trainable": self.trainable,
+            "packed": self.packed,
+            "router_loss": self.router_loss,
+            "dtype": str(self.dtype),
+        }
         return {
             "claim": json.loads(json.dumps(settled, sort_keys=True, default=same_text)),
             "versions": {name: metadata.version(name) for name in ("torch", "transformers", "peft")},
@@ -141,7 +142,7 @@ def _prove(claim: Claim) -> None:
     key = claim.key(small)
     if read_cached(_KIND, key, FORMAT) is not None:
         return
-    with _quietly(), _seeded(0):
+    with quietly(), seeded(0):
         _Proof(claim, small).run()
     write_cached(_KIND, key, FORMAT)
 
@@ -179,26 +180,29 @@ class _Proof:
         self._shifts = opened.stack.family.shifts_labels
         names = {name for record in opened.shape.records for slot in record.parameters for name in slot.names}
         frozen = {
-            name for record in opened.shape.records for slot in record.parameters for name in slot.names
+            name
+            for record in opened.shape.records
+            for slot in record.parameters
+            for name in slot.names
             if slot.name not in record.trained_names
-        }  # fmt: skip
+        }
         values = dict(whole.named_parameters(remove_duplicate=False))
         for name, value in values.items():
             value.requires_grad_(name in names and name not in frozen)
-        _copy_buffers(whole, opened.stack.model)
+        copy_buffers(whole, opened.stack.model)
         if claim.packed:  # documents by themselves draw other numbers
             for model in (whole, opened.stack.model):
-                _leave_nothing_out(model)
+                switch_off_dropout(model)
         step = SmallStep(opened, values)
         for number in range(2):  # with dropout and all that the configuration asks for
             self._step(number, whole, opened, step, ROWS)
         if claim.dtype != torch.float32:  # in which a row alone may be rounded otherwise
             return
         for model in (whole, opened.stack.model):
-            _leave_nothing_out(model)
+            switch_off_dropout(model)
         losses = []
         for seed in (2, 3):
-            with _seeded(seed), torch.no_grad():
+            with seeded(seed), torch.no_grad():
                 losses.append(float(whole(**self._batch(2), use_cache=False).loss))
         if losses[0] == losses[1]:  # several micro-batches draw their random numbers in another order
             self._step(2, whole, opened, step, 1)
@@ -208,11 +212,11 @@ class _Proof:
             model.train()
         batch = self._batch(number)
         try:
-            with _seeded(number):
+            with seeded(number):
                 expected = self._in_memory(whole, batch)
         except Exception as error:
             raise self._unprovable(error) from error
-        with _seeded(number):
+        with seeded(number):
             found = self._streamed(step, batch, micro_rows)
         self._compare(expected, found)
 
@@ -234,7 +238,7 @@ class _Proof:
         return model
 
     def _small_names(self, plain: nn.Module) -> list[str]:
-        """Those of the patterns that the small model has parameters for: it has fewer layers."""
+        """Return those of the patterns that the small model has parameters for: it has fewer layers."""
         names = [name for name, _ in plain.named_parameters()]
         found = [
             pattern for pattern in self._claim.trainable or () if any(fnmatchcase(name, pattern) for name in names)
@@ -242,7 +246,7 @@ class _Proof:
         return found or names
 
     def _small_adapters(self, plain: nn.Module) -> PeftConfig | None:
-        """The adapters, wherever they find a place in fewer layers; on all linear layers if they find none."""
+        """Return the adapters, wherever they find a place in fewer layers; on all linear layers if they find none."""
         adapters = copy.deepcopy(self._claim.adapters)
         if adapters is None:
             return None
@@ -316,8 +320,10 @@ class _Proof:
         return _Pass(loss, step.gradients)
 
     def _compare(self, expected: _Pass, found: _Pass) -> None:
-        """Raises:
-        UserError: they are not equal.
+        """Compare losses and gradients.
+
+        Raises:
+            UserError: they are not equal.
         """
         packed, narrow = self._claim.packed, self._claim.dtype != torch.float32
         tolerance = TOLERANCE_NARROW if narrow else TOLERANCE_APART if packed else TOLERANCE
@@ -359,55 +365,8 @@ class _Proof:
         )
 
 
-def _leave_nothing_out(model: nn.Module) -> None:
-    """Switch dropout off in a model that is training: in evaluation, some families run other code."""
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-        for holder in (module, getattr(module, "config", None)):
-            for name, value in list(vars(holder).items()) if holder is not None else ():
-                if "drop" in name and isinstance(value, float):
-                    setattr(holder, name, 0.0)
-
-
 def _parts(config: PreTrainedConfig) -> tuple[PreTrainedConfig, PreTrainedConfig]:
     return config, config.get_text_config(decoder=True)
-
-
-def _copy_buffers(source: nn.Module, target: nn.Module) -> None:
-    """Some families draw theirs at random."""
-    theirs = dict(source.named_buffers())
-    for name, buffer in target.named_buffers():
-        if name in theirs and theirs[name].shape == buffer.shape:
-            buffer.copy_(theirs[name])
-
-
-@contextlib.contextmanager
-def _seeded(number: int) -> Iterator[None]:
-    """Draw the same random numbers each time, whoever draws them, and leave the caller's as they were."""
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(number)
-            random.seed(number)
-            np.random.seed(number)  # noqa: NPY002  # what a family's own code draws from
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Families say a lot about small configurations."""
-    verbosity = transformers.logging.get_verbosity()
-    try:
-        transformers.logging.set_verbosity_error()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        transformers.logging.set_verbosity(verbosity)
 
 
 # -- what is kept ----------------------------------------------------------------------------------------------------
@@ -415,7 +374,7 @@ def _quietly() -> Iterator[None]:
 
 @cache
 def _own_code() -> str:
-    """A digest of the code that the proof is about."""
+    """Return a digest of the code that the proof is about."""
     root, digest = Path(__file__).parent.parent, hashlib.sha256()
     for folder in ("fuyou", "common/models", "common/data"):
         for file in sorted((root / folder).rglob("*.py")):

@@ -192,7 +192,7 @@ class FromSsd:
                 directories=[str(path) for path in directories],
                 io="posix",
                 io_threads=4,
-                records=[record.to_dict() for record in self.records],
+                records=self.records,
                 slots=2,
                 chunk_elements=chunk_elements,
                 ring_chunks=ring_chunks,
@@ -249,7 +249,7 @@ class FromSsd:
         while waiting:
             for message in self._news():
                 waiting -= 1
-                ended = message.ended if isinstance(message, Updated) else ended
+                ended = message.end_time if isinstance(message, Updated) else ended
         # Back to its slot, so that all records are in the same one.
         self._link.send(ReadStates(0, (self._steps + 1) % 2))
         self._send_update(0, self._steps + 1, 0)

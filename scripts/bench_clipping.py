@@ -26,8 +26,8 @@ from bench_plan import NAME, Configuration, emulated, run
 from common.units import parse_bytes
 from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner import Machine, RunPlan, describe_training, plan
-from fuyou.planner.evaluate import NOTHING
-from fuyou.planner.simulator import TaskRates
+from fuyou.planner.evaluate import SAVE_NOTHING
+from fuyou.planner.rates import TaskRates
 
 TFLOPS, DRIVE, HOST = 10, 1e9, "900MiB"
 ADAM = 2.2e8
@@ -70,7 +70,9 @@ def machine_of(drives: int) -> Machine:
 def plans(batch: int, machine: Machine) -> list[tuple[Row, RunPlan]]:
     """Every way, planned."""
     one = configuration(batch)
-    job = replace(describe_training(one.config, batch, one.seq_len, micro_batch=one.micro_batch), keeping=NOTHING)
+    job = replace(
+        describe_training(one.config, batch, one.seq_len, micro_batch=one.micro_batch), activation_policy=SAVE_NOTHING
+    )
     choice = plan(replace(job, clips=True), machine)
     assert choice.clip_by is not None
     click.echo(

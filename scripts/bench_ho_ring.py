@@ -48,15 +48,15 @@ class Worker:
         self.topology = topology = fcdp.Topology.from_environment(device="cpu")
         traffic = Traffic()
         ranks = topology.ranks_per_node
-        self.inside = RankLevel(topology, Axis(1, ranks), "gather", traffic)
-        self.across = RankLevel(topology, Axis(ranks, topology.nodes), "gather", traffic)
-        self.ho = HoRing(self.inside, self.across)
+        self.intra_node = RankLevel(topology, Axis(1, ranks), "gather", traffic)
+        self.inter_node = RankLevel(topology, Axis(ranks, topology.nodes), "gather", traffic)
+        self.ho = HoRing(self.intra_node, self.inter_node)
         cell = int(mib * 2**20 / 4 / topology.world_size)
         self.right = torch.arange(topology.world_size * cell, dtype=torch.float32).view(
             topology.nodes, topology.ranks_per_node, cell
         )
 
-    def run(self, rounds: int, inside: list[str]) -> None:
+    def run(self, rounds: int, intra_node: list[str]) -> None:
         """All kinds at all rates."""
         topology = self.topology
         kinds: dict[str, Callable[[torch.Tensor], None]] = {
@@ -65,7 +65,7 @@ class Worker:
             "hierarchical": self._hierarchical,
             "ho": lambda cells: self.ho.gather(cells.view(1, topology.world_size, -1))(),
         }
-        for rate in inside:
+        for rate in intra_node:
             set_rate(rate)
             seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
             for round_ in range(rounds + 1):
@@ -73,7 +73,7 @@ class Worker:
                     taken = self._time(gather)
                     if round_:  # the first one opens connections
                         seconds[kind].append(taken)
-            report({"inside": rate, "seconds": seconds})
+            report({"intra_node": rate, "seconds": seconds})
         self.topology.close()
         dist.destroy_process_group()
 
@@ -99,10 +99,11 @@ class Worker:
         _ring(cells.view(self.topology.world_size, -1), self.topology.rank, None)
 
     def _hierarchical(self, cells: torch.Tensor) -> None:
-        across, inside = (self.topology.group(level.axis, "gather") for level in (self.across, self.inside))
-        _ring(cells[:, self.inside.index], self.across.index, across)
+        levels = (self.inter_node, self.intra_node)
+        inter_node, intra_node = (self.topology.group(level.axis, "gather") for level in levels)
+        _ring(cells[:, self.intra_node.index], self.inter_node.index, inter_node)
         for block in cells:
-            _ring(block, self.inside.index, inside)
+            _ring(block, self.intra_node.index, intra_node)
 
 
 def _ring(cells: torch.Tensor, index: int, group: dist.ProcessGroup | None) -> None:
@@ -129,7 +130,7 @@ def measure(cluster: Cluster, ranks: int, rate: str, arguments: list[str]) -> li
     def pace(multiple: str) -> None:
         """A rank's share of its node's link, times its multiple, for all ranks of the node."""
         bits = (rate_bits(rate) or 0.0) * float(multiple)
-        cluster.set_inside_rate(f"{bits / 1e6:.3f}mbit")
+        cluster.set_intra_node_rate(f"{bits / 1e6:.3f}mbit")
 
     return list(lead(cluster, ranks, __file__, arguments, pace))
 
@@ -145,7 +146,7 @@ def table(results: list[dict[str, Any]]) -> str:
         median = {kind: statistics.median(seconds) for kind, seconds in result["seconds"].items()}
         times = " | ".join(f"{seconds:.3f}" for seconds in median.values())
         saved = " | ".join(f"{1 - median['ho'] / median[kind]:.1%}" for kind in ("flat", "hierarchical"))
-        lines.append(f"| {result['inside']} | {times} | {saved} |")
+        lines.append(f"| {result['intra_node']} | {times} | {saved} |")
     saved = " | ".join(f"{1 - PAPER['ho'] / PAPER[kind]:.1%}" for kind in ("flat", "hierarchical"))
     times = " | ".join(f"{PAPER[kind] / 1e3:.3f}" for kind in ("flat", "hierarchical", "ho"))
     lines.append(f"| PaRO, 1 GB, 16 nodes of 8 | | {times} | {saved} |")

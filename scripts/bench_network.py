@@ -120,7 +120,7 @@ class Plain:
         if self._hybrid:
             cast(FSDPModule, self._model).set_requires_all_reduce(is_last)
 
-    def bytes_across_nodes(self, micro_batches: int, *, first_step: bool = False) -> float:
+    def inter_node_bytes(self, micro_batches: int, *, first_step: bool = False) -> float:
         """What a node sends per step, by theory: flat rings cross the border of a node once in each direction, and
         gloo's reduce-scatter is an all-reduce, twice the bytes."""
         if self._hybrid:
@@ -183,8 +183,8 @@ class Worker:
         for rate in self.rates:
             set_rate(rate)
             steps = [step() for _ in range(self.steps)]
-            formula = sharding.bytes_across_nodes(case.micro_batches)
-            formula_first = sharding.bytes_across_nodes(case.micro_batches, first_step=True)
+            formula = sharding.inter_node_bytes(case.micro_batches)
+            formula_first = sharding.inter_node_bytes(case.micro_batches, first_step=True)
             seconds, sent, payload = zip(*steps, strict=True)
             sent, payload = statistics.median(sent), statistics.median(payload)
             result = Measured(case.name, strategy, rate, list(seconds), sent, payload, first, formula, formula_first)

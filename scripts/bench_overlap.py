@@ -26,14 +26,15 @@ from common.hardware.machine import cpu_count
 from common.models.meta_model import build_meta_model
 from common.units import parse_bytes
 from fuyou import Engine
-from fuyou.layout.deferred import best_fraction, interleaved
+from fuyou.layout.deferred import interleaved
 from fuyou.layout.record import Precision
 from fuyou.model.model_records import model_records
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.adam import AdamConfig, ChunkAdam, Update
-from fuyou.planner.simulator import TaskRates, simulate
+from fuyou.planner.rates import TaskRates
+from fuyou.planner.simulator import simulate
 from fuyou.recompute.policy import ActivationPlanner
-from fuyou.schedule.memory_plan import MemoryPlanner
+from fuyou.schedule.memory_planner import MemoryPlanner
 
 CONFIG = LlamaConfig(
     hidden_size=1024, intermediate_size=2816, num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=16,
@@ -98,7 +99,7 @@ def measure(
     micro = min(batch, 8)
     keeping = ActivationPlanner(stack, "cuda", torch.bfloat16, kept)
     recomputation = keeping.recomputation(micro, SEQ_LEN)
-    kept_bytes = keeping.keep(micro, SEQ_LEN).nbytes
+    kept_bytes = keeping.saved(micro, SEQ_LEN).nbytes
 
     def simulated(fraction: float) -> float:
         deferred = interleaved(shape, fraction)
@@ -109,7 +110,8 @@ def measure(
         plan = planner.plan(batch, SEQ_LEN, micro)
         return simulate(shape, plan, rates, deferred, recomputation=recomputation)[0].step_seconds()
 
-    fraction = best_fraction(simulated, len(shape.blocks))
+    layers = len(shape.blocks)
+    fraction = min((count / layers for count in range(layers // 2 + 1)), key=simulated)
     device = f"emulated:tflops={tflops},memory={MEMORY},link={LINK:.0f}/s,ssd_read={read:.0f}/s,ssd_write={write:.0f}/s"
     ids = torch.randint(0, CONFIG.vocab_size, (batch, SEQ_LEN))
     with Engine(

@@ -26,7 +26,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 from common.units import parse_bytes
 from fuyou import Engine
 from fuyou.calibration import profile_or_measure
-from fuyou.planner import Machine, PlannerContext, RunPlan, Training, describe_training, plan, profiled_machine
+from fuyou.planner import Machine, PlannerContext, RunPlan, TrainingJob, describe_training, plan, profiled_machine
 from fuyou.runtime.devices import leave_cores, memory_limits, open_device
 
 NAME = "bench-plan"
@@ -103,7 +103,7 @@ class Row:
         return self.predicted / self.measured
 
 
-def machine_of(one: Configuration, job: Training, ssd: Sequence[Path]) -> Machine:
+def machine_of(one: Configuration, job: TrainingJob, ssd: Sequence[Path]) -> Machine:
     """The machine at hand, profiled for ``job``."""
     device = open_device(one.device)
     leave_cores(device)
@@ -126,7 +126,7 @@ def run(one: Configuration, ssd: Sequence[Path], chosen: RunPlan, steps: int, **
     with Engine(
         config, ssd=ssd, device=one.device, host_memory=one.host_memory, batch_shape=(one.batch, one.seq_len),
         micro_batch=chosen.memory.batch.micro_rows, deferred_fraction=chosen.deferred_fraction,
-        kept_activations=chosen.keeping, run_name=NAME, overwrite=True, dtype="bf16", **options,
+        kept_activations=chosen.activation_policy, run_name=NAME, overwrite=True, dtype="bf16", **options,
     ) as engine:  # fmt: skip
         ends = [time.monotonic()]
         for _ in range(steps + 2):

@@ -157,7 +157,7 @@ def time_steps(strategy: str, steps: int, rate: str) -> Speed:
         dist.all_reduce(told, op=dist.ReduceOp.MAX)
         found.append(told.tolist())
     seconds, payload = zip(*found[2:], strict=True)
-    formula = run.sharding.bytes_across_nodes(1)
+    formula = run.sharding.inter_node_bytes(1)
     run.close()
     return Speed(strategy, rate, list(seconds), statistics.median(payload), formula)
 

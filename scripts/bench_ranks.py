@@ -30,7 +30,8 @@ import fuyou
 from common.models.adapters.options import AdapterOptions
 from common.object_collectives import all_gather_object
 from fuyou.planner import describe_training
-from fuyou.planner.simulator import TaskRates, simulate
+from fuyou.planner.rates import TaskRates
+from fuyou.planner.simulator import simulate
 from fuyou.ranks.topology import share_of
 from fuyou.runtime.emulated import EmulatedSpec, is_emulated
 
@@ -130,8 +131,8 @@ def report(
         rates = TaskRates(
             spec.flops_per_second, spec.link_bytes_per_second, spec.link_bytes_per_second,
             spec.throttle.read_bytes_per_second, spec.throttle.write_bytes_per_second, adam,
-            inside_bytes_per_second=spec.inside_bytes_per_second or float("inf"),
-            across_bytes_per_second=spec.across_bytes_per_second or float("inf"), message_seconds=1e-3,
+            intra_node_bytes_per_second=spec.intra_node_bytes_per_second or float("inf"),
+            inter_node_bytes_per_second=spec.inter_node_bytes_per_second or float("inf"), message_seconds=1e-3,
         )  # fmt: skip
         batch = engine.memory_plan.batch
         frozen = adapters.peft_config() if adapters is not None else None

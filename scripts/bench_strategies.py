@@ -172,7 +172,7 @@ class Worker:
             """Seconds on the slowest rank; payload that a node sent, by counter and by count."""
             batches = torch.randint(0, VOCABULARY, (case.micro_batches, 1, case.tokens), generator=generator)
             dist.barrier()
-            counted, before, started = sharding.traffic.across, network_bytes(), time.perf_counter()
+            counted, before, started = sharding.traffic.inter_node, network_bytes(), time.perf_counter()
             for index, ids in enumerate(batches):
                 sharding.set_is_last_micro_batch(index == case.micro_batches - 1)
                 (model(input_ids=ids, labels=ids).loss / case.micro_batches).backward()
@@ -183,7 +183,7 @@ class Worker:
             payload = (network_bytes() - before).sent_payload / self.topology.ranks_per_node  # all its ranks say it
             slowest = torch.tensor(seconds, dtype=torch.float64)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            told = torch.tensor([payload, sharding.traffic.across - counted], dtype=torch.float64)
+            told = torch.tensor([payload, sharding.traffic.inter_node - counted], dtype=torch.float64)
             dist.all_reduce(told)
             payload, counted = (told / self.topology.nodes).tolist()
             return float(slowest), payload, counted
@@ -192,7 +192,7 @@ class Worker:
         set_rate("unlimited")
         step()
         held = sum(group.cell_bytes for group in sharding.groups) * sharding.routes.shards
-        formula = sharding.bytes_across_nodes(case.micro_batches)
+        formula = sharding.inter_node_bytes(case.micro_batches)
         for rate in self.rates:
             set_rate(rate)
             step()  # TCP finds its pace
@@ -243,8 +243,8 @@ def volumes(nodes: int, ranks: int, strategies: str, levels: str | None, steps: 
     """Bytes across nodes, counted by the network, beside the planner's formula."""
     cases = [Case(384, 4, micro_batches) for micro_batches in (1, 4)]
     if "RANK" in os.environ:
-        inside = None if levels is None else Levels.parse(levels)
-        Worker(strategies.split(","), ["unlimited"], steps, inside).run(cases)
+        parsed = None if levels is None else Levels.parse(levels)
+        Worker(strategies.split(","), ["unlimited"], steps, parsed).run(cases)
         return
     results = _collect(nodes, ranks)
     click.echo(volume_table(results))

@@ -26,7 +26,7 @@ from bench_plan import NAME, Configuration, emulated, machine_of, run
 
 from fuyou.planner import RunPlan, describe_training, plan
 from fuyou.planner.evaluate import Evaluator
-from fuyou.recompute.policy import ActivationPolicy, keepable
+from fuyou.recompute.policy import ActivationPolicy, savable_outputs
 
 SWAP = Configuration("compute-bound", "gpu", 32, emulated(6, "2GB/s", memory="1GiB"), "3GiB", micro_batch=8)
 VERTICAL = Configuration("64 sequences", "gpu", 64, emulated(10, "1GB/s"), "900MiB", micro_batch=8)
@@ -53,12 +53,12 @@ def amounts(evaluator: Evaluator, only: Sequence[int]) -> Iterator[tuple[str, Ac
 
     ``only``: so many outputs; empty: all numbers of them.
     """
-    layers = len(evaluator.training.shape.blocks)
+    layers = len(evaluator.job.shape.blocks)
     if not only or 0 in only:
         yield "nothing", ActivationPolicy((), 0)
     assert evaluator.trace is not None
     operators: tuple[tuple[str, int], ...] = ()
-    for output in keepable(evaluator.trace, cost=evaluator.cost).outputs:
+    for output in savable_outputs(evaluator.trace, cost=evaluator.cost).outputs:
         operators = (*operators, (output.operator, output.ordinal))
         if output.saved_flops > 0 and (not only or len(operators) in only):
             for count in (layers // 2, layers):
@@ -85,8 +85,10 @@ def sweep(one: Configuration, ssd: Sequence[Path], steps: int, only: Sequence[in
     chosen = plan(job, machine)
     evaluator = Evaluator(job, machine)
     rows = []
-    for name, keeping in amounts(evaluator, only):
-        fixed = plan(replace(job, keeping=keeping, deferred_fraction=chosen.deferred_fraction), machine)
+    for name, activation_policy in amounts(evaluator, only):
+        fixed = plan(
+            replace(job, activation_policy=activation_policy, deferred_fraction=chosen.deferred_fraction), machine
+        )
         if fixed.fits:
             rows.append(attempt(name, one, ssd, fixed, steps))
     rows.append(attempt("the planner's choice", one, ssd, chosen, steps))
@@ -107,7 +109,7 @@ def vertical(one: Configuration, ssd: Sequence[Path], steps: int) -> tuple[float
         job = describe_training(shape.config, shape.batch, shape.seq_len, micro_batch=shape.micro_batch)
         machine = machine_of(shape, job, ssd)
         if not whole:
-            job = replace(job, keeping=ActivationPolicy((), 0), deferred_fraction=0.0)
+            job = replace(job, activation_policy=ActivationPolicy((), 0), deferred_fraction=0.0)
         row = attempt(shape.name, shape, ssd, plan(job, machine), steps)
         scale = one.batch / shape.batch
         times.append((row.predicted * scale, row.seconds * scale))

@@ -164,7 +164,7 @@ class Cluster:
             for namespace, device in ((self.namespace(index), DEVICE), (self._switch, f"port{index}")):
                 _shape(namespace, device, rate_bits(rate))
 
-    def set_inside_rate(self, rate: str) -> None:
+    def set_intra_node_rate(self, rate: str) -> None:
         """Change what all ranks of a node together can send each other per second, in every node, from now on."""
         for index in range(self.nodes):
             _shape(self.namespace(index), "lo", rate_bits(rate))

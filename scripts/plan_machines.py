@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(1, str(ROOT))  # not installed: run from a checkout
 
 from cli.main import main as finetune  # noqa: E402
-from cli.report.summary import RESOURCES  # noqa: E402
+from cli.report.results import RESOURCES  # noqa: E402
 from common.units import format_bytes, format_count, format_seconds  # noqa: E402
 
 PAGE = ROOT / "docs" / "machines.md"

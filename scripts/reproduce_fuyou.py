@@ -14,8 +14,8 @@ from functools import cache
 import click
 
 from common.hardware.presets import drive_preset, gpu_preset
-from fuyou.planner import Machine, PaperScheme, Training, describe_training, plan, preset_machine
-from fuyou.planner.advice import fits_ours, largest_model
+from fuyou.planner import Machine, PaperScheme, TrainingJob, describe_training, plan, preset_machine
+from fuyou.planner.advice import fits_our_scheme, largest_model
 
 SEQ_LEN = 1024
 """Section 5.1."""
@@ -78,7 +78,7 @@ def machine(gpu: str, host_gb: int = 768) -> Machine:
 
 
 @cache
-def _model(name: str) -> Training:
+def _model(name: str) -> TrainingJob:
     return describe_training(name, 1, SEQ_LEN)
 
 
@@ -104,10 +104,10 @@ def largest(gpu: str, host_gb: int, scheme: str) -> str:
     """Largest of the paper's models at batch 1."""
     on = machine(gpu, host_gb)
 
-    def fits(job: Training) -> bool:
+    def fits(job: TrainingJob) -> bool:
         if not job.name.startswith("gpt3"):
             return False
-        return not PaperScheme(job, on).missing() if scheme == "fuyou" else fits_ours(job, on)
+        return not PaperScheme(job, on).missing() if scheme == "fuyou" else fits_our_scheme(job, on)
 
     found = largest_model(_model, fits)
     return found.name if found else "none"

@@ -137,7 +137,7 @@ def paro_table_2() -> str:
     rows = []
     for name, parts in theirs.items():
         memory = states([PRESETS[name]], PARO_WORKLOAD, cluster)[0].memory
-        ours = (memory.parameters + memory.second, memory.gradients, memory.optimizer)
+        ours = (memory.parameters + memory.secondary, memory.gradients, memory.optimizer)
         pairs = list(zip(ours, parts, strict=True))
         cells = [f"{part * psi / 1e9:.2f} / {mine / 1e9:.2f}" for mine, part in pairs]
         rows.append((name, *cells, "yes" if all(same(mine, part * psi) == "yes" for mine, part in pairs) else "no"))
@@ -149,16 +149,16 @@ def paro_printed() -> dict[str, tuple[float, float]]:
     """PaRO's table 3 as printed: bytes across nodes and inside, of the whole cluster, in Psi elements."""
     n, m, g, s = 64, 8, 8, 8
     ring = (g * (n - 1) / n, (n - g) * (n - 1) / n)
-    inside = n * (m - 1) / m
+    intra_node = n * (m - 1) / m
     return {
         "zero1": (3 * ring[0], 3 * ring[1]),
         "zero2": (ring[0] * (s + 1), ring[1] * (s + 1)),
         "zero3": (3 * s * ring[0], 3 * s * ring[1]),
-        "mics": (2 * g / m * (g - 1), 3 * s * inside + 2 * (n - g) / m * (g - 1)),
-        "zero++-exact": (2 * s * ring[0], 2 * s * ring[1] + s * inside),
-        "paro-igg": (n * s / m * (g - 1) + n * s / n * (g - 1), 3 * s * inside),
-        "paro-iig": (2.0 * (g - 1), 3 * s * inside),
-        "paro-nig": (2.0 * (g - 1), 2 * inside),
+        "mics": (2 * g / m * (g - 1), 3 * s * intra_node + 2 * (n - g) / m * (g - 1)),
+        "zero++-exact": (2 * s * ring[0], 2 * s * ring[1] + s * intra_node),
+        "paro-igg": (n * s / m * (g - 1) + n * s / n * (g - 1), 3 * s * intra_node),
+        "paro-iig": (2.0 * (g - 1), 3 * s * intra_node),
+        "paro-nig": (2.0 * (g - 1), 2 * intra_node),
     }
 
 
@@ -362,7 +362,7 @@ def topo_memory() -> str:
     cluster = load_cluster("frontier").resized(FRONTIER_TWO_NODES)
     ranks = FRONTIER_TWO_NODES.world_size
     workload = Workload(20e9, 20e9, blocks=44)
-    eight = replace(PRESETS["zero-topo"], name="zero-topo, second over 8", second=parse_strategy("III").p)
+    eight = replace(PRESETS["zero-topo"], name="zero-topo, second over 8", secondary=parse_strategy("III").p)
     theirs = {
         "zero1": ("1x1", "1x1", "8x2", 2.0, 2.0),
         "zero2": ("1x1", "8x2", "8x2", 2.0, 2 / ranks),
@@ -375,7 +375,7 @@ def topo_memory() -> str:
     for name, (p, g, os, weights, gradients) in theirs.items():
         found = states([PRESETS.get(name, eight)], workload, cluster)[0]
         layout, memory = found.layout, found.memory
-        ours = ((memory.parameters + memory.second) / 20e9, memory.gradients / 20e9)
+        ours = ((memory.parameters + memory.secondary) / 20e9, memory.gradients / 20e9)
         scopes = "yes" if (str(layout.p), str(layout.g), str(layout.os)) == (p, g, os) else "no"
         rows.append((
             name, f"{p} {g} {os}", scopes, f"{weights:.4f}", f"{ours[0]:.4f}", f"{gradients:.4f}", f"{ours[1]:.4f}"
@@ -393,7 +393,7 @@ def topo_volumes() -> str:
     """Tables VII and VIII: bytes that a rank sends in gathers of the weights and in the reduction of gradients."""
     cluster = load_cluster("frontier").resized(FRONTIER_TWO_NODES)
     d = FRONTIER_TWO_NODES.world_size
-    eight = replace(PRESETS["zero-topo"], name="zero-topo, second over 8", second=parse_strategy("III").p)
+    eight = replace(PRESETS["zero-topo"], name="zero-topo, second over 8", secondary=parse_strategy("III").p)
     part: Callable[[int], float] = lambda ranks: (ranks - 1) / ranks  # noqa: E731
     theirs = {
         "zero3": (part(d), part(d), part(d)),
@@ -457,7 +457,7 @@ def fcdp_memory() -> str:
         ("FCDP", "fcdp", 1.9e9, 60e9),
     ):
         memory = states([PRESETS[preset]], workload, cluster)[0].memory
-        ours = memory.second if preset == "zero++-exact" else memory.parameters
+        ours = memory.secondary if preset == "zero++-exact" else memory.parameters
         rows.append((name, f"{theirs / 1e9:.1f}", f"{ours / 1e9:.2f}", f"{host / 1e9:.0f}", f"{memory.host / 1e9:.0f}"))
     headings = ("system", "GB of P per GPU, theirs", "ours", "GB of host per node, theirs", "ours")
     shared = 2 * 15e9 / 8 / 1e9

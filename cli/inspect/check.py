@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 
 from cli.inspect.findings import DriveFound, Finding, GpuFound, MachineFound, find_trouble
-from cli.inspect.versions import versions
+from cli.job.machine import directories_at_hand, training_of
 from cli.options.adapters import peft_config_of
 from cli.options.computing_dtype import with_dtype
 from cli.options.settings import Settings
-from cli.plan.machine import directories_at_hand, training_of
+from cli.report.versions import versions
 from common.hardware.drives import drive_of
 from common.hardware.machine import cpu_count, huge_pages_enabled, list_gpus, memory_available_bytes, memory_limit_bytes
 from common.models.presets import load_config
@@ -27,7 +27,7 @@ RED, YELLOW, GREEN, BOLD = 31, 33, 32, 1
 
 @dataclass(frozen=True)
 class Paint:
-    """Colours on a terminal, none elsewhere or where ``NO_COLOR`` is set (no-color.org)."""
+    """Paint colours text on a terminal, and nowhere else or where ``NO_COLOR`` is set (no-color.org)."""
 
     on: bool = field(
         default_factory=lambda: (
@@ -40,11 +40,11 @@ class Paint:
 
 
 def run_check(settings: Settings) -> None:
-    """Look, measure the drives, print.
+    """Look at the machine, measure the drives, and print what was found.
 
     Args:
-        settings: ``ssd``, ``output``, and all that says what a run would keep on the drives, count.
-            Without a model, free space is compared with nothing.
+        settings: ``ssd``, ``output``, and all that determines what a run would keep on the drives. Without a model,
+            free space is compared with nothing.
 
     Raises:
         UserError: a directory or a model that was named does not exist.
@@ -68,24 +68,25 @@ def run_check(settings: Settings) -> None:
 
 
 def _proof(settings: Settings) -> str:
-    """Show it on a small model of the same family.
+    """Prove on a small model of the same family that it trains out of core as in memory.
 
     Raises:
-        UserError: it does not.
+        UserError: it does not train alike.
     """
     from fuyou import prove
     from fuyou.layout.record import Precision
 
     assert settings.model is not None
     config, _ = load_config(settings.model)
-    began = time.monotonic()
+    start_time = time.monotonic()
     dtype = Precision.named(settings.dtype, settings.optimizer_dtype).dtype
     prove(config, adapters=peft_config_of(settings), dtype=dtype)
-    return f"losses and all gradients of a small {config.model_type}, block by block ({time.monotonic() - began:.1f} s)"
+    seconds = time.monotonic() - start_time
+    return f"losses and all gradients of a small {config.model_type}, block by block ({seconds:.1f} s)"
 
 
 def look_at_machine() -> MachineFound:
-    """Memory, processors, control groups and what the kernel allows."""
+    """Look at memory, processors, control groups and what the kernel allows."""
     governor = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
     return MachineFound(
         processors=cpu_count(),
@@ -102,7 +103,7 @@ def look_at_machine() -> MachineFound:
 
 
 def look_at_gpus() -> list[GpuFound]:
-    """All that this process may use, as the driver's management library knows them."""
+    """Look at all GPUs that this process may use, through the driver's management library."""
     import pynvml
 
     found = []
@@ -122,7 +123,7 @@ def look_at_gpus() -> list[GpuFound]:
 
 
 def look_at_drive(directory: Path) -> DriveFound:
-    """What it is, how much room there is, and what it moves: a few seconds."""
+    """Look at a directory's drive and its room, and measure what it moves, in a few seconds."""
     from fuyou.layout.record import Kind, Precision, Record
     from fuyou.planner.profiling.drives import open_scratch
 
@@ -131,9 +132,15 @@ def look_at_drive(directory: Path) -> DriveFound:
     with open_scratch([directory], [record], None) as scratch:
         rates, direct = scratch.measure(), scratch.store.direct
     return DriveFound(
-        drive_of(directory), directory.stat().st_dev, usage.total, usage.free, direct, rates.read, rates.write,
-        rates.commit_seconds,
-    )  # fmt: skip
+        drive=drive_of(directory),
+        file_system_id=directory.stat().st_dev,
+        total_bytes=usage.total,
+        free_bytes=usage.free,
+        direct=direct,
+        read=rates.read,
+        write=rates.write,
+        commit_seconds=rates.commit_seconds,
+    )
 
 
 def _torch_cuda() -> tuple[int, int] | None:
@@ -154,8 +161,12 @@ def _machine_rows(found: MachineFound) -> Iterator[tuple[str, str]]:
         f"{found.processors} of {found.all_processors}, {platform.machine()}"
         + (f", governor {found.governor}" if found.governor else ""),
     )
-    group = "" if found.limit_bytes >= found.memory_bytes else f"; the control group allows {_size(found.limit_bytes)}"
-    yield "memory", f"{_size(found.memory_bytes)}, {_size(found.available_bytes)} available{group}"
+    group = (
+        ""
+        if found.limit_bytes >= found.memory_bytes
+        else f"; the control group allows {format_bytes(found.limit_bytes)}"
+    )
+    yield "memory", f"{format_bytes(found.memory_bytes)}, {format_bytes(found.available_bytes)} available{group}"
     yield "huge pages", "on" if found.huge_pages else "off"
     yield "NUMA nodes", str(found.numa_nodes)
     yield "GPUDirect", "nvidia-fs is loaded" if found.has_p2p_storage else "Storage: nvidia-fs is not loaded"
@@ -164,12 +175,13 @@ def _machine_rows(found: MachineFound) -> Iterator[tuple[str, str]]:
 
 
 def _gpu_rows(found: GpuFound) -> Iterator[tuple[str, str]]:
-    gpu, link = (
-        found.gpu,
-        f"PCIe {found.link_generation}.0 x{found.link_width}" if found.link_width else "no PCIe link told",
-    )
+    gpu = found.gpu
+    link = f"PCIe {found.link_generation}.0 x{found.link_width}" if found.link_width else "no PCIe link told"
     node = "" if gpu.numa_node is None else f", NUMA node {gpu.numa_node}"
-    yield str(gpu.index), f"{gpu.name}, {_size(gpu.memory_bytes)} ({_size(found.used_bytes)} in use), {link}{node}"
+    yield (
+        str(gpu.index),
+        f"{gpu.name}, {format_bytes(gpu.memory_bytes)} ({format_bytes(found.used_bytes)} in use), {link}{node}",
+    )
     yield "", f"the driver is for CUDA {found.driver_cuda[0]}.{found.driver_cuda[1]}"
 
 
@@ -179,7 +191,7 @@ def _drive_rows(found: DriveFound) -> Iterator[tuple[str, str]]:
     parts = [drive.model, drive.device, drive.file_system or "unknown file system", drive.link, node]
     yield "directory", str(drive.directory)
     yield "on", ", ".join(part for part in parts if part)
-    yield "room", f"{_size(found.free_bytes)} free of {_size(found.total_bytes)}"
+    yield "room", f"{format_bytes(found.free_bytes)} free of {format_bytes(found.total_bytes)}"
     yield (
         "measured",
         (
@@ -204,7 +216,3 @@ def _print_findings(paint: Paint, findings: list[Finding]) -> None:
             print(f"      {finding.mend}")
     if not findings:
         print(f"  {paint('nothing that was looked for', GREEN)}")
-
-
-def _size(nbytes: float) -> str:
-    return format_bytes(nbytes)

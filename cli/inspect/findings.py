@@ -11,21 +11,21 @@ from common.units import format_bytes, format_count
 
 @dataclass(frozen=True)
 class MachineFound:
-    """Processors and memory."""
+    """Processors and memory, as they were found."""
 
     processors: int
-    """That this process may use."""
+    """Processors that this process may use."""
     all_processors: int
     memory_bytes: int
-    """Of the whole machine."""
+    """Memory of the whole machine."""
     limit_bytes: int
-    """That control groups allow, at most all."""
+    """Memory that control groups allow, at most all."""
     available_bytes: int
     huge_pages: bool
     """Whether memory gets huge pages on request."""
     numa_nodes: int
     governor: str | None
-    """Of the processors' clock."""
+    """Governor of the processors' clock."""
     has_p2p_storage: bool
     """Whether the kernel module of GPUDirect Storage is loaded."""
     torch_cuda: tuple[int, int] | None
@@ -34,14 +34,14 @@ class MachineFound:
 
 @dataclass(frozen=True)
 class GpuFound:
-    """One GPU."""
+    """A GPU, as it was found."""
 
     gpu: Gpu
     used_bytes: int
-    """Of its memory, by anybody."""
+    """Bytes of its memory in use by anybody."""
     link_generation: int
     link_width: int
-    """PCI Express lanes now; 0: not told."""
+    """PCI Express lanes in use; 0: unknown."""
     full_link_width: int
     """Lanes that device and slot could have."""
     driver_cuda: tuple[int, int]
@@ -50,19 +50,19 @@ class GpuFound:
 
 @dataclass(frozen=True)
 class DriveFound:
-    """One directory for a store, with what was measured through it."""
+    """A directory for a store, with what was measured through it."""
 
     drive: Drive
     file_system_id: int
-    """The same for directories on one file system."""
+    """Number of the file system."""
     total_bytes: int
     free_bytes: int
     direct: bool
     """Whether direct I/O works."""
     read: float
-    """Bytes per second."""
+    """Bytes read per second."""
     write: float
-    """The same, on an empty fast cache."""
+    """Bytes written per second, on an empty fast cache."""
     commit_seconds: float
 
 
@@ -80,20 +80,25 @@ class Finding:
 def find_trouble(
     machine: MachineFound, gpus: list[GpuFound], drives: list[DriveFound], store_bytes: int | None, model: str | None
 ) -> list[Finding]:
-    """All that applies, the grave ones first.
+    """Return all findings that apply, the grave ones first.
 
     Args:
-        machine, gpus, drives: what there is.
-        store_bytes: what ``model`` takes on all drives together; None: not known.
+        machine: processors and memory.
+        gpus: all GPUs.
+        drives: directories for the store.
+        store_bytes: bytes that ``model`` takes on all drives together; None: unknown.
         model: its name.
     """
     found = [*_of_machine(machine), *_of_gpus(machine, gpus), *_of_drives(gpus, drives)]
     free = _free_bytes(drives)
     if store_bytes is not None and store_bytes > free:
-        found.append(Finding(
-            f"{model} takes {format_bytes(store_bytes)} on the drives, and {format_bytes(free)} can be used.",
-            "Name more or larger drives with --ssd, or take half the space with --single-slot.", grave=True,
-        ))  # fmt: skip
+        found.append(
+            Finding(
+                f"{model} takes {format_bytes(store_bytes)} on the drives, and {format_bytes(free)} can be used.",
+                "Name more or larger drives with --ssd, or take half the space with --single-slot.",
+                grave=True,
+            )
+        )
     return sorted(found, key=lambda finding: not finding.grave)
 
 
@@ -101,8 +106,9 @@ def _of_machine(machine: MachineFound) -> Iterator[Finding]:
     if not machine.huge_pages:
         yield Finding(
             "Huge pages are off: direct I/O then takes two to three times as long.",
-            "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled", grave=True,
-        )  # fmt: skip
+            "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
+            grave=True,
+        )
     if machine.limit_bytes < machine.memory_bytes:
         yield Finding(
             f"A control group allows {format_bytes(machine.limit_bytes)} of the machine's "
@@ -136,13 +142,15 @@ def _of_gpus(machine: MachineFound, gpus: list[GpuFound]) -> Iterator[Finding]:
     if machine.torch_cuda is None:
         yield Finding(
             f"PyTorch was built without CUDA and cannot use the {gpus[0].gpu.name}.",
-            "Install a CUDA build of the same version; pytorch.org/get-started says how.", grave=True,
-        )  # fmt: skip
+            "Install a CUDA build of the same version; pytorch.org/get-started says how.",
+            grave=True,
+        )
     elif machine.torch_cuda[0] > gpus[0].driver_cuda[0]:
         yield Finding(
             f"PyTorch was built for CUDA {machine.torch_cuda[0]}, and the driver knows CUDA {gpus[0].driver_cuda[0]}.",
-            "Install a newer NVIDIA driver, or PyTorch for the older CUDA.", grave=True,
-        )  # fmt: skip
+            "Install a newer NVIDIA driver, or PyTorch for the older CUDA.",
+            grave=True,
+        )
     for found in gpus:
         if found.link_width < found.full_link_width:
             yield Finding(
@@ -164,13 +172,15 @@ def _of_drives(gpus: list[GpuFound], drives: list[DriveFound]) -> Iterator[Findi
         if drive.is_in_memory:
             yield Finding(
                 f"{where} is {drive.file_system}: it takes host memory instead of a drive.",
-                "Give a directory on an NVMe drive with --ssd.", grave=True,
-            )  # fmt: skip
+                "Give a directory on an NVMe drive with --ssd.",
+                grave=True,
+            )
         if drive.is_over_a_network:
             yield Finding(
                 f"{where} is a network file system ({drive.file_system}).",
-                "Give a directory on a local NVMe drive with --ssd; --output may stay.", grave=True,
-            )  # fmt: skip
+                "Give a directory on a local NVMe drive with --ssd; --output may stay.",
+                grave=True,
+            )
         if drive.is_rotational and found.read < 1e9:  # virtual drives may say so as well
             yield Finding(f"{where} is on a hard disk.", "Give a directory on an NVMe drive with --ssd.", grave=True)
         if not found.direct and not drive.is_in_memory:
@@ -201,7 +211,7 @@ def _of_drives(gpus: list[GpuFound], drives: list[DriveFound]) -> Iterator[Findi
 
 
 def _of_preset(found: DriveFound) -> Iterator[Finding]:
-    """What is known of this kind of drive and shows only after a while."""
+    """Yield what is known of this kind of drive and shows only after a while."""
     preset = found.drive.preset
     if preset is None:
         return
@@ -221,6 +231,6 @@ def _of_preset(found: DriveFound) -> Iterator[Finding]:
 
 
 def _free_bytes(drives: list[DriveFound]) -> int:
-    """What a store striped over all of them can take: as much on each as the fullest has free."""
+    """Return what a store striped over all drives can take: as much on each as the fullest has free."""
     shared = Counter(found.file_system_id for found in drives)
     return min(found.free_bytes // shared[found.file_system_id] for found in drives) * len(drives)

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable
 
+from cli.job.machine import device_at_hand, directories_at_hand, training_of
+from cli.job.quiet import quiet_transformers
 from cli.options.computing_dtype import with_dtype
 from cli.options.settings import Settings
-from cli.plan.machine import device_at_hand, directories_at_hand, training_of
-from cli.report.summary import RESOURCES
-from cli.train.one_machine import quiet_transformers
+from cli.report.results import RESOURCES
 from common.hardware.machine import describe_machine
 from common.units import format_bytes, format_count
 from fuyou.calibration import measured_profile
@@ -19,7 +19,7 @@ from fuyou.schedule.tasks import Resource
 _OPERATORS = 8
 
 Row = tuple[str, str, str]
-"""What, how much, and a remark."""
+"""Row of the table: what was measured, how much it was, and a remark."""
 
 
 def run_profile(settings: Settings) -> None:
@@ -34,21 +34,21 @@ def run_profile(settings: Settings) -> None:
     settings = with_dtype(settings)
     directories = directories_at_hand(settings)
     limits = memory_limits(device, settings.host_memory, settings.device_memory)
-    prospect = PlannerContext(training_of(settings), device, limits, directories)
-    workload = prospect.workload
+    context = PlannerContext(training_of(settings), device, limits, directories)
+    workload = context.workload
     print(f"machine  {describe_machine()}")
     print(
         f"model    {settings.model}, micro-batches of {workload.rows} x {workload.seq_len} tokens in {settings.dtype} "
         f"on {device.name}",
         flush=True,
     )
-    profile = save(measured_profile(prospect), workload, device)
+    profile = save(measured_profile(context), workload, device)
     print("\n".join(table(profile, len(directories))))
     print(f"Measured in {profile.measured_in_seconds:.1f} s; kept in {profile_path(describe(workload, device))}")
 
 
 def table(profile: Profile, drives: int) -> list[str]:
-    """Lines of the table, in sections."""
+    """Return the lines of the table, in sections."""
     per_token = 2.0 * profile.block_parameters * profile.tokens
     reached = [
         f"{factor * per_token / seconds / 1e12:.3g} TFLOP/s"
@@ -66,10 +66,16 @@ def table(profile: Profile, drives: int) -> list[str]:
             ("embedding backward", _time(profile.embed_backward_seconds), ""),
         ],
         "copies between host and device": [
-            ("to the device", _rate(profile.upload_bytes_per_second),
-             f"{_rate(profile.upload_beside_bytes_per_second)} with both directions busy"),
-            ("from the device", _rate(profile.download_bytes_per_second),
-             f"{_rate(profile.download_beside_bytes_per_second)} with both directions busy"),
+            (
+                "to the device",
+                _rate(profile.upload_bytes_per_second),
+                f"{_rate(profile.upload_beside_bytes_per_second)} with both directions busy",
+            ),
+            (
+                "from the device",
+                _rate(profile.download_bytes_per_second),
+                f"{_rate(profile.download_beside_bytes_per_second)} with both directions busy",
+            ),
         ],
         f"SSDs, {drives} director{'y' if drives == 1 else 'ies'}": [
             ("read", _rate(profile.read_bytes_per_second), ""),
@@ -89,7 +95,7 @@ def table(profile: Profile, drives: int) -> list[str]:
             (f"{one.name.removeprefix('aten.')} #{one.ordinal}", _time(one.seconds), format_bytes(one.output_bytes))
             for one in sorted(profile.operators, key=lambda one: -one.seconds)[:_OPERATORS]
         ],
-    }  # fmt: skip
+    }
     rows = [row for section in sections.values() for row in section]
     wide, wider = max(len(row[0]) for row in rows), max(len(row[1]) for row in rows)
     lines = []
@@ -104,8 +110,8 @@ def _rate(bytes_per_second: float) -> str:
     return f"{bytes_per_second / 1e9:.3g} GB/s"
 
 
-def _others(one: Resource, run_on_all_ranks: Iterable[Resource]) -> str:
-    return " and ".join(RESOURCES[other.value] for other in run_on_all_ranks if other is not one)
+def _others(one: Resource, busy: Iterable[Resource]) -> str:
+    return " and ".join(RESOURCES[other.value] for other in busy if other is not one)
 
 
 def _time(seconds: float) -> str:

@@ -11,25 +11,28 @@ from fuyou.checkpoint.verify import find_runs, verify_run
 
 
 def run_verify(places: Sequence[str]) -> int:
-    """Look at all runs in ``places``. Returns the exit status: 1 if anything is damaged."""
+    """Verify all runs in ``places``, and print what was found.
+
+    Returns:
+        The exit status: 1 if anything is damaged.
+    """
     status = 0
-    began = time.monotonic()
-    for where, step, parts, nbytes, damage in _look([Path(place).expanduser() for place in places]):
+    start_time = time.monotonic()
+    for where, step, parts, nbytes, damage in _verify([Path(place).expanduser() for place in places]):
         result = f"{len(damage)} damaged" if damage else "all as written"
+        seconds = time.monotonic() - start_time
         print(
-            f"verify   {where}: step {step:,}, {parts}, {format_bytes(nbytes)} in {time.monotonic() - began:.1f} s: "
-            f"{result}",
-            flush=True,
+            f"verify   {where}: step {step:,}, {parts}, {format_bytes(nbytes)} in {seconds:.1f} s: {result}", flush=True
         )
         for sentence in damage:
             status = 1
             print(f"finetune: error: {sentence}", file=sys.stderr)
-        began = time.monotonic()
+        start_time = time.monotonic()
     return status
 
 
-def _look(places: Sequence[Path]) -> Iterator[tuple[str, int, str, int, list[str]]]:
-    """Where each run is, its committed step, what was read of it, how much that was, and what is damaged."""
+def _verify(places: Sequence[Path]) -> Iterator[tuple[str, int, str, int, list[str]]]:
+    """Yield where each run is, its committed step, what and how many bytes of it were read, and what is damaged."""
     from fcdp.checkpoint.commits import ShardedCheckpoints, has_commits
 
     commits = {place: [each for each in (place, place / COMMITS) if has_commits(each)] for place in places}

@@ -1,1 +1,1 @@
-"""Starting the processes of several ranks, and ending them together."""
+"""Starting the ranks of a node and ending them together: the launcher, and the entry point of a rank."""

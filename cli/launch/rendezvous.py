@@ -18,25 +18,25 @@ from common.errors import UserError
 from common.units import format_seconds
 
 DEFAULT_PORT = 29400
-"""torchrun's."""
+"""Port that torchrun has by default."""
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where and how this node's launcher meets the others."""
+    """A rendezvous is where and how this node's launcher meets the others."""
 
     nodes: int
     host: str
     port: int
-    """0: any free one (a single node)."""
+    """Port of the meeting point; 0: any free one, for a single node."""
     run_id: str
-    """Tells runs that meet in one place apart."""
+    """Name that tells runs apart that meet in one place."""
     is_host: bool = True
     """Whether this launcher holds the meeting point."""
     address: str = "127.0.0.1"
-    """Of this machine, as others reach it."""
+    """Address of this machine, as others reach it."""
     claim: socket.socket | None = field(default=None, repr=False)
-    """Keeps other launchers on this machine from holding it too."""
+    """Socket that keeps other launchers on this machine from holding the meeting point, too."""
 
     @property
     def endpoint(self) -> str:
@@ -44,7 +44,7 @@ class Rendezvous:
 
     @property
     def interface(self) -> str | None:
-        """The network device that has this machine's address, for libraries that would guess."""
+        """Network device that has this machine's address, for libraries that would guess."""
         for name, addresses in psutil.net_if_addrs().items():
             if any(address.address == self.address for address in addresses):
                 return str(name)
@@ -52,7 +52,7 @@ class Rendezvous:
 
 
 def find_meeting(settings: Settings, environment: Mapping[str, str] = os.environ) -> Rendezvous:
-    """Decide where to meet.
+    """Decide where the launchers meet.
 
     Raises:
         UserError: the other nodes cannot be found, or the environment does not go with the options; says what to add.
@@ -80,7 +80,7 @@ def find_meeting(settings: Settings, environment: Mapping[str, str] = os.environ
 
 
 def wait_for_host(meeting: Rendezvous, timeout: float) -> None:
-    """Return once somebody answers at the endpoint. (PyTorch's own wait cannot be interrupted.)
+    """Wait until somebody answers at the endpoint; PyTorch's own wait cannot be interrupted.
 
     Raises:
         UserError: nobody did.
@@ -100,7 +100,7 @@ def wait_for_host(meeting: Rendezvous, timeout: float) -> None:
 
 
 def expand_node_list(text: str) -> list[str]:
-    """Slurm's short form of names: ``gpu[01-03,7],login`` is gpu01, gpu02, gpu03, gpu7, login."""
+    """Expand Slurm's short form of names: ``gpu[01-03,7],login`` is gpu01, gpu02, gpu03, gpu7, login."""
     names = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         prefix, bracket, rest = part.partition("[")
@@ -168,7 +168,7 @@ def _locate(meeting: Rendezvous) -> Rendezvous:
 
 
 def _is_here(family: int, target: tuple[object, ...]) -> bool:
-    """Whether the endpoint's address is one of this machine."""
+    """Return whether the endpoint's address is one of this machine."""
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
             probe.bind((target[0], 0, *target[2:]))
@@ -178,7 +178,10 @@ def _is_here(family: int, target: tuple[object, ...]) -> bool:
 
 
 def _claim(port: int) -> socket.socket | None:
-    """What only one launcher in this machine (or network namespace) can hold for a port; None: another one does.
+    """Take what only one launcher in this machine (or network namespace) can hold for a port.
+
+    Returns:
+        The socket to hold; None: another launcher holds it.
 
     Launchers of several emulated nodes may start at the same moment: to look whether the port is free is not enough.
     """

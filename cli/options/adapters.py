@@ -1,4 +1,4 @@
-"""Which adapters the command line asks for."""
+"""Adapters and frozen towers, as the settings ask for them."""
 
 from typing import TYPE_CHECKING
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from common.models.vision.towers import TowerFreezing
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""As in ``common.models.adapters.adapters``, which takes long to import."""
+"""Name of the adapters' file: ``common.models.adapters.adapters`` has it, too, and takes long to import."""
 
 
 def peft_config_of(settings: Settings) -> "PeftConfig | None":
-    """The adapters' configuration for ``peft``; None where all weights are trained.
+    """Return the adapters' configuration for ``peft``; None where all weights are trained.
 
     Raises:
         UserError: what was typed, or the file of ``--peft-config``, cannot be used.
@@ -32,14 +32,14 @@ def peft_config_of(settings: Settings) -> "PeftConfig | None":
 
 
 def towers_of(settings: Settings) -> "TowerFreezing":
-    """What of a vision-language model is frozen."""
+    """Return which towers of a vision-language model are frozen."""
     from common.models.vision.towers import TowerFreezing
 
     return TowerFreezing(settings.train_vision != "all", settings.train_vision is None)
 
 
 def trainable_parameters(settings: Settings, model: "PreTrainedModel") -> int:
-    """How many numbers are trained when ``model``, which is on the meta device and changed, is given its adapters.
+    """Count the numbers that are trained once ``model`` has its adapters. It is on the meta device, and is changed.
 
     Raises:
         UserError: they do not fit the model.

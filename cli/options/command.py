@@ -1,20 +1,16 @@
-"""The options of ``finetune``, in the groups that ``--help`` shows them in. Imports nothing slow."""
+"""The command ``finetune``: its options are the fields of :mod:`cli.options.groups`. Imports nothing slow."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from click.shell_completion import CompletionItem, get_completion_class
 
 from cli.options.config_file import load_config_file
-from cli.options.grouped import FiniteFloat, GroupedCommand, GroupedOption, ParsedValue
-from cli.options.schedule import SCHEDULES, Warmup
-from cli.options.settings import CLIP_BY, ROUTER_LOSS, TRACKERS, TRAIN_VISION
-from common.errors import UserError
-from common.presets import preset_files
-from common.units import parse_bytes
+from cli.options.groups import GROUPS
+from cli.options.option import WRITTEN, GroupedOption, attribute_docstrings, option_fields
 
 EXAMPLES = {
     "Model": "finetune --model ~/Llama-3-8B --data chats.jsonl\n"
@@ -36,17 +32,6 @@ EXAMPLES = {
 }
 """Command lines for each heading of the help."""
 
-EXCLUSIVE = (("steps", "epochs"), ("resume", "overwrite"))
-"""Options of which a run has at most one."""
-
-
-def _memory(text: str) -> int:
-    """A budget in which something must fit."""
-    nbytes = parse_bytes(text)
-    if nbytes <= 0:
-        raise UserError(f"{text!r}: a budget must be more than 0 bytes. Leave the option out to use what there is.")
-    return nbytes
-
 
 def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     if not value or ctx.resilient_parsing:
@@ -67,376 +52,129 @@ def _show_completion(ctx: click.Context, param: click.Parameter, shell: str | No
     ctx.exit()
 
 
-def _preset_names(kind: str) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
-    """Completes names of presets, and folders where one may stand instead."""
-
-    def complete(ctx: click.Context, param: click.Parameter, begun: str) -> list[CompletionItem]:
-        names = [CompletionItem(name) for name in sorted(preset_files(kind)) if name.startswith(begun)]
-        return names + ([CompletionItem(begun, type="file")] if kind in ("models", "clusters") else [])
-
-    return complete
+CALLBACKS: dict[str, Callable[..., Any]] = {
+    "config": load_config_file,
+    "completion": _show_completion,
+    "version": _show_version,
+}
+"""Callbacks of options that act at once, while the command line is read."""
 
 
-def build_command(run: Callable[..., int]) -> click.Command:
-    """The command: parses, then calls ``run`` with one keyword argument per option."""
-    size = ParsedValue("size", _memory)
-    positive = click.IntRange(min=1)
-    rate = FiniteFloat(min=0)
-    decay = FiniteFloat(min=0, max=1, max_open=True)
-    folder = click.Path(path_type=Path)
-    options: list[GroupedOption] = []
+class GroupedCommand(click.Command):
+    """A command whose help has headings, and some of whose options take several words.
 
-    def group(heading: str) -> Callable[..., None]:
-        def add(*names: str, **kwargs: Any) -> None:
-            shown = "default" in kwargs and not kwargs.get("is_flag")
-            options.append(GroupedOption([*names], group=heading, show_default=shown, **kwargs))
+    click has options with a fixed number of values only. Shells expand ``--ssd /mnt/nvme*`` into one ``--ssd`` and
+    several words: the option is repeated before each of them, and click sees what it knows.
+    """
 
-        return add
+    @property
+    def options(self) -> list[GroupedOption]:
+        """All options, in the order of the help."""
+        return [option for option in self.params if isinstance(option, GroupedOption)]
 
-    add = group("Model")
-    add(
-        "--model",
-        metavar="DIR|PRESET",
-        shell_complete=_preset_names("models"),
-        help="Checkpoint directory, or the name of a preset (random weights).",
-    )
-    add("--demo", is_flag=True, help="Make a small checkpoint and fine-tune it: no network, no GPU, two minutes.")
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        names = {name for option in self.options if option.words for name in option.opts}
+        rest = super().parse_args(ctx, repeat_option(args, names))
+        by_name = {option.name: option for option in self.options}
+        for option in self.options:
+            other = option.declaration.excludes
+            if other is None or ctx.get_parameter_source(option.name or "") is not ParameterSource.COMMANDLINE:
+                continue
+            if ctx.get_parameter_source(other) is ParameterSource.DEFAULT_MAP:
+                del ctx.meta[WRITTEN][other]
+                ctx.params[other] = by_name[other].plain_default
+        return rest
 
-    add = group("Data")
-    add(
-        "--data",
-        metavar="FILE...",
-        words=True,
-        help="Files (.jsonl .json .csv .parquet .txt), directories or quoted patterns. Default: random tokens.",
-    )
-    add(
-        "--seq-len",
-        type=click.IntRange(min=2),
-        metavar="N",
-        help="Tokens per sequence. Default: 1024, or the model's context if that is shorter.",
-    )
-    add("--batch-size", type=positive, default=8, metavar="N", help="Sequences per step.")
-    add(
-        "--truncate/--drop-long",
-        is_flag=True,
-        default=True,
-        help="Leave out conversations, and prompts with completions, that are longer than --seq-len. By default "
-        "(--truncate) they are cut behind the last answer that fits, so that what is trained on keeps all that comes "
-        "before it. Counted and said either way; plain texts go on in the next row.",
-    )
-    add(
-        "--eval-data",
-        metavar="FILE...",
-        words=True,
-        help="Held-out data: loss and perplexity on all of them before the first and after the last step.",
-    )
-    add("--eval-every", type=positive, metavar="N", help="Evaluate every N steps, too.")
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write every heading with its options and an example or two."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for option in self.options:
+            record = option.get_help_record(ctx)
+            if record is not None:
+                groups.setdefault(option.group, []).append(record)
+        for heading, records in groups.items():
+            with formatter.section(heading):
+                formatter.write_dl(records, col_max=28)
+                if heading in EXAMPLES:
+                    formatter.write_paragraph()
+                    formatter.write("".join(f"  $ {line}\n" for line in EXAMPLES[heading].splitlines()))
 
-    add = group("Memory")
-    add(
-        "--ssd",
-        metavar="DIR...",
-        words=True,
-        help="Directories for parameters and optimizer states, one per drive. Default: inside --output.",
-    )
-    add(
-        "--leave-ssd",
-        metavar="DIR...",
-        words=True,
-        help="With --resume: drives that the run is on and that --ssd no longer names. Its records move to those of "
-        "--ssd, as they do to drives that are new there.",
-    )
-    add(
-        "--gpu",
-        default="auto",
-        metavar="auto|cpu|NAME|INDEX",
-        shell_complete=_preset_names("gpus"),
-        help="What computes. (emulated:tflops=165,memory=24GiB,link=25GB/s computes nothing and times the rest.)",
-    )
-    add("--device-memory", type=size, metavar="SIZE", help="Device memory to use: 24GiB. Default: what is free.")
-    add("--host-memory", type=size, metavar="SIZE", help="Host memory to use: 64GiB. Default: what is free.")
-    add(
-        "--host-cache",
-        type=ParsedValue("size", parse_bytes),
-        metavar="SIZE",
-        help="Host memory (of each node) to keep parameters and states in between steps; 0: none. Default: the rest.",
-    )
-    add("--micro-batch", type=positive, metavar="N", help="Sequences computed at once. Default: as many as fit.")
-    add(
-        "--dtype",
-        type=click.Choice(["auto", "bf16", "fp32"]),
-        default="auto",
-        help="What blocks compute in; auto: what the device multiplies faster. Master weights are fp32 either way.",
-    )
-    add(
-        "--optimizer-dtype",
-        type=click.Choice(["fp32", "bf16"]),
-        default="fp32",
-        help="Of Adam's two moments; bf16 is rounded stochastically.",
-    )
-    add(
-        "--train-vision",
-        type=click.Choice(TRAIN_VISION),
-        help="Of a vision-language model: train the projector, or all that turns images into tokens. Default: frozen.",
-    )
-    add("--io", type=click.Choice(["auto", "kvikio", "posix"]), default="auto", help="How SSDs are read and written.")
-    add("--single-slot", is_flag=True, help="Half the space on SSD, but a crash loses the run.")
-    add("--unproven", is_flag=True, help="Do not show first, on a small model, that streaming this family is exact.")
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete options; a word that is none belongs to the option of several words before it, and is a path."""
+        if incomplete.startswith("-"):
+            return super().shell_complete(ctx, incomplete)
+        return [CompletionItem(incomplete, type="file")]
 
-    add = group("Cluster")
-    add(
-        "--nodes",
-        type=positive,
-        metavar="N",
-        help="Train on N machines together: sharded over all GPUs in memory, or out of core with --ssd. Start the same "
-        "line on each.",
-    )
-    add("--gpus-per-node", type=positive, metavar="M", help="Ranks per machine. Default: its GPUs; 1 with --gpu cpu.")
-    add(
-        "--rdzv-endpoint",
-        metavar="HOST:PORT",
-        help="Where nodes meet: one of them, and a free port there. Default: as srun or MASTER_ADDR say.",
-    )
-    add(
-        "--node-timeout",
-        type=positive,
-        default=300,
-        metavar="SECONDS",
-        help="How long to wait for a node that does not come or no longer answers.",
-    )
-    add(
-        "--max-restarts",
-        type=click.IntRange(min=0),
-        default=3,
-        metavar="N",
-        help="How often to start again from the last commit after a rank is lost.",
-    )
-    add(
-        "--strategy",
-        metavar="NAME|P/G/OS",
-        help="In memory, how parameters, gradients and optimizer states are sharded: fcdp (parameters cached in host "
-        "memory), zero3, hybrid, zero2, paro-iig, ..., or their scopes, IGG or 4x1/4x1/8x1 (docs/strategies.md). auto: "
-        "what the planner finds fastest on --cluster. Default: fcdp.",
-    )
-    add(
-        "--device-cache-threshold",
-        type=FiniteFloat(min=0, max=1),
-        metavar="X",
-        help="Part of device memory up to which cached parameters stay there. Default: 0.9.",
-    )
+    def get_help_option(self, ctx: click.Context) -> click.Option | None:
+        found = super().get_help_option(ctx)
+        return found and GroupedOption(
+            ["--help"],
+            group="Other",
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            help=found.help,
+            callback=found.callback,
+        )
 
-    add = group("Training")
-    add("--steps", type=positive, metavar="N", help="Default: one epoch with --data, 10 steps without.")
-    add("--epochs", type=FiniteFloat(min=0, min_open=True), metavar="N", help="Passes over the data.")
-    add("--lr", metavar="X", type=rate, default=1e-5, help="Highest learning rate.")
-    add(
-        "--warmup",
-        type=ParsedValue("warmup", Warmup.parse),
-        default="0",
-        metavar="N|FRACTION",
-        help="Steps, or part of all steps (0.03 or 3%), in which the learning rate rises.",
-    )
-    add("--schedule", type=click.Choice(SCHEDULES), default="cosine", help="How the learning rate falls afterwards.")
-    add("--weight-decay", metavar="X", type=rate, default=0.01, help="Not for biases and norms.")
-    add("--beta1", metavar="X", type=decay, default=0.9, help="Decay of Adam's mean.")
-    add("--beta2", metavar="X", type=decay, default=0.999, help="Decay of Adam's variance.")
-    add(
-        "--eps",
-        metavar="X",
-        type=FiniteFloat(min=0, min_open=True),
-        default=1e-8,
-        help="Added to Adam's divisor.",
-    )
-    add(
-        "--max-grad-norm",
-        metavar="X",
-        type=rate,
-        default=0.0,
-        help="Scale gradients down to this global norm. 0: never.",
-    )
-    add(
-        "--on-nonfinite",
-        type=click.Choice(["stop", "skip"]),
-        default="stop",
-        help="When loss or gradient of a step is NaN or infinite: stop, or skip the step (10 in a row at most). Where "
-        "states are on SSD, skip costs as much as --max-grad-norm.",
-    )
-    add(
-        "--router-loss",
-        type=click.Choice(ROUTER_LOSS),
-        default="auto",
-        help="Add a mixture of experts' load-balancing loss, times the model's own coefficient. auto: if its "
-        "configuration has output_router_logits on.",
-    )
-    add(
-        "--clip-by",
-        type=click.Choice(CLIP_BY),
-        default="auto",
-        help="Update when the norm is known, in the next step, or before and again if need be. Same numbers.",
-    )
-    add(
-        "--seed",
-        metavar="N",
-        type=click.IntRange(min=0),
-        default=0,
-        help="Of the data's order, and of random weights and tokens.",
-    )
 
-    add = group("Adapters")
-    add("--lora-rank", type=positive, metavar="R", help="Train LoRA adapters of this rank, and freeze the weights.")
-    add(
-        "--lora-alpha",
-        type=FiniteFloat(min=0, min_open=True),
-        metavar="X",
-        help="An adapter's output is multiplied by this over the rank. Default: twice the rank.",
-    )
-    add(
-        "--lora-dropout",
-        type=decay,
-        default=0.0,
-        metavar="X",
-        help="Part of the adapters' inputs to drop in training.",
-    )
-    add(
-        "--lora-targets",
-        metavar="NAME...",
-        words=True,
-        help="Modules to adapt: q_proj v_proj. Default: every linear layer but the head.",
-    )
-    add(
-        "--peft-config",
-        type=folder,
-        metavar="FILE",
-        help="An adapter_config.json of the peft library instead (or its directory): rsLoRA, DoRA, LoHa, LoKr, IA3.",
-    )
-    add(
-        "--frozen-dtype",
-        type=click.Choice(["checkpoint", "int8", "nf4", "plain"]),
-        help="Keep the frozen weights on SSD in fewer bits: rounded once (int8, nf4), or in the bytes of a compressed "
-        "checkpoint. They compute in --dtype. Default: checkpoint, if it is compressed; else plain, as --dtype.",
-    )
-    add("--merge", is_flag=True, help="Write the model with the adapters merged into it, beside the adapters.")
+def repeat_option(args: Sequence[str], names: set[str]) -> list[str]:
+    """Turn ``--ssd a b`` into ``--ssd=a --ssd=b`` for the options in ``names``; all else stays.
 
-    add = group("Output")
-    add("--output", type=folder, metavar="DIR", help="Default: finetune-output/<model>.")
-    add("--save/--no-save", is_flag=True, default=True, help="Write no checkpoint at the end.")
-    add("--allow-nonfinite", is_flag=True, help="Write the checkpoint even if it holds a NaN or an infinity.")
-    add("--resume", is_flag=True, help="Continue from the last committed step.")
-    add("--overwrite", is_flag=True, help="Replace the run that is in --output and --ssd.")
-    add(
-        "--commit-every",
-        type=positive,
-        metavar="N",
-        help="Steps between commits: a crash loses at most so many. Default: 1; 100 with --nodes in memory.",
-    )
-    add("--sample", metavar="PROMPT", help="At the end, print how the tuned model goes on from there.")
-    add("--sample-tokens", type=positive, default=32, metavar="N", help="How far at most.")
-    add(
-        "--temperature",
-        type=rate,
-        default=0.0,
-        metavar="X",
-        help="Of the --sample: 0 takes the likeliest word each time, 0.8 varies.",
-    )
-    add("--report", type=folder, metavar="FILE", help="Write the summary there, as JSON.")
+    A word that begins with a dash is an option; a file of such a name is given as ``./-name``.
 
-    add(
-        "--log-to",
-        metavar="NAME...",
-        words=True,
-        type=click.Choice(TRACKERS),
-        help="Send every step's figures to tensorboard, wandb, trackio, mlflow; <output>/run/metrics.jsonl has them "
-        "always.",
-    )
+    Raises:
+        click.BadOptionUsage: no word follows.
+    """
+    result: list[str] = []
+    position = 0
+    while position < len(args):
+        name, equals, value = args[position].partition("=")
+        position += 1
+        if name not in names:
+            result.append(args[position - 1])
+            continue
+        values = [value] if equals else []
+        while position < len(args) and not (args[position].startswith("-") and len(args[position]) > 1):
+            values.append(args[position])
+            position += 1
+        if not values:
+            raise click.BadOptionUsage(name, f"Option {name!r} requires an argument.")
+        result += [f"{name}={value}" for value in values]
+    return result
 
-    add = group("Planning")
-    add("--plan", is_flag=True, help="Train nothing: say whether it fits, how fast it will be, and what bounds it.")
-    add(
-        "--drive",
-        metavar="NAME",
-        shell_complete=_preset_names("drives"),
-        help="Plan for drives of this kind, and for the kind of GPU that --gpu names.",
-    )
-    add("--ssds", type=positive, metavar="N", help="Plan for so many of them.  [default: 1]")
-    add("--network", metavar="RATE", help="Plan for several nodes with SSDs: what each sends, 25Gbit/s.")
-    add(
-        "--scheme",
-        type=click.Choice(["ours", "fuyou"]),
-        default="ours",
-        help="Plan what this program does, or what the paper's Fuyou did.",
-    )
-    add("--max-model", is_flag=True, help="Plan the largest preset that fits.")
-    add(
-        "--cluster",
-        metavar="PRESET|FILE",
-        shell_complete=_preset_names("clusters"),
-        help="The hardware to plan for, or to choose a strategy for: a preset, or a profile's file.",
-    )
-    add("--levels", metavar="N,N,...", help="A cluster's ranks by level, fastest first: 2,4,16 is 16 nodes of 4 pairs.")
-    add(
-        "--trainable",
-        type=FiniteFloat(min=0, min_open=True, max=1),
-        metavar="X",
-        help="Part of the parameters to plan as trainable on a cluster: about 0.01 with LoRA. Default: 1.",
-    )
-    add(
-        "--quantise",
-        is_flag=True,
-        help="Let the plan for a cluster, or --strategy auto, choose strategies that send fewer bits.",
-    )
-    add("--json", is_flag=True, help="Print the plan as JSON.")
-    add(
-        "--verify",
-        metavar="DIR...",
-        words=True,
-        help="Train nothing: is what runs have in DIR (as --ssd, or --output) what was written?",
-    )
-    add(
-        "--profile",
-        is_flag=True,
-        help="Measure this machine with the model (default: gpt3-1.3b) instead of training: a dozen seconds, a table. "
-        "With --nodes, measure the cluster, and write a file for --cluster.",
-    )
-    add(
-        "--check",
-        is_flag=True,
-        help="Look at this machine and measure its drives (--ssd) instead of training: what a bug report needs, and "
-        "what will hurt.",
-    )
-    add(
-        "--trace",
-        type=folder,
-        metavar="FILE",
-        help="Write the last (or the planned) step's tasks there, for ui.perfetto.dev.",
-    )
 
-    add = group("Other")
-    add(
-        "--config",
-        type=folder,
-        metavar="FILE",
-        is_eager=True,
-        callback=load_config_file,
-        help="Take options from this TOML file, too; the command line wins.",
-    )
-    add("--write-config", is_flag=True, help="Print all options as they are now, as a file for --config, and stop.")
-    add("--debug", is_flag=True, help="Show where an error came from.")
-    add(
-        "--completion",
-        type=click.Choice(["bash", "zsh", "fish"]),
-        is_eager=True,
-        expose_value=False,
-        callback=_show_completion,
-        help='Print what makes a shell complete our options: put eval "$(finetune --completion bash)" in ~/.bashrc.',
-    )
-    add("--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version.")
-
+def build_command(run: Callable[..., int]) -> GroupedCommand:
+    """Make the command: it parses, then calls ``run`` with one keyword argument per option."""
+    options = [
+        GroupedOption.of_field(heading, field, help_texts[field.name], CALLBACKS.get(field.name))
+        for heading, group in GROUPS.items()
+        for help_texts in [attribute_docstrings(group)]
+        for field in option_fields(group)
+    ]
     return GroupedCommand(
         "finetune",
-        params=list(options),
-        examples=EXAMPLES,
-        exclusive=EXCLUSIVE,
+        params=[*options],
         callback=run,
         help="Fine-tune a Hugging Face model that is larger than memory: parameters and optimizer states live on SSD.",
         context_settings={"max_content_width": 110, "help_option_names": ["--help"]},
     )
+
+
+def parse_command_line(arguments: Iterable[str]) -> click.Context:
+    """Return the context of a command line, without running anything.
+
+    Args:
+        arguments: of ``finetune``.
+    """
+    return build_command(lambda **options: 0).make_context("finetune", list(arguments))
+
+
+def plain_options(arguments: Iterable[str]) -> dict[str, str | int | float | bool]:
+    """Return every option of a command line that has a value, as trackers take them."""
+    plain: dict[str, str | int | float | bool] = {}
+    for name, value in parse_command_line(arguments).params.items():
+        if value is not None and value != ():
+            text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            plain[name] = value if isinstance(value, int | float) else text
+    return plain

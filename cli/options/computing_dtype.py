@@ -1,4 +1,4 @@
-"""``--dtype auto``: decided once, before anything is planned, opened or said."""
+"""``--dtype auto``: decided once, before anything is planned, opened or printed."""
 
 import contextlib
 from dataclasses import replace
@@ -8,18 +8,19 @@ from typing import Any
 from cli.options.settings import COMMITS, Settings
 from common.errors import FinetuneError, UserError
 from common.hardware.machine import pick_gpu, torch_name
-from fuyou.engine.computing_dtype import AUTO, dtype_of_all, fastest_dtype, stored_dtype
+from fuyou.config import AUTO
+from fuyou.engine.computing_dtype import dtype_of_all, fastest_dtype, stored_dtype
 from fuyou.runtime.emulated import is_emulated
 
 ELSEWHERE = "meta"
-"""In the place of a device's type: hardware that is not here."""
+"""Device type of hardware that is not in this machine."""
 
 
 def with_dtype(settings: Settings, device_type: str | None = None) -> Settings:
-    """Return ``settings`` with a dtype instead of ``auto``: that of the run that goes on, else the device's fastest.
+    """Return ``settings`` with a dtype instead of ``auto``: that of the resumed run, else the device's fastest.
 
     Args:
-        device_type: of what will compute; None: what ``--gpu`` names here.
+        device_type: type of the device that will compute; None: of what ``--gpu`` names here.
     """
     if settings.dtype != AUTO:
         return settings
@@ -28,11 +29,11 @@ def with_dtype(settings: Settings, device_type: str | None = None) -> Settings:
 
 
 def with_dtype_of_all(settings: Settings, device_type: str, restarted: bool) -> Settings:
-    """The same for every rank of a run, alike on all of them; collective.
+    """Return ``settings`` with a dtype instead of ``auto``, the same one on every rank of a run; collective.
 
     Args:
-        device_type: of what this rank computes on.
-        restarted: whether the ranks have been started again, and go on from what they left.
+        device_type: type of this rank's device.
+        restarted: whether the ranks have been started again, and resume what they left.
     """
     from common.object_collectives import all_gather_object
 
@@ -43,7 +44,7 @@ def with_dtype_of_all(settings: Settings, device_type: str, restarted: bool) -> 
 
 
 def _stored(settings: Settings) -> str | None:
-    """What the run that is there began with, on this node's drives or in its commits."""
+    """Return the dtype of the run that is on this node's drives, or in its commits; None: there is none."""
     if settings.nodes is not None and not settings.ssd:
         from fcdp.checkpoint.commits import ShardedCheckpoints
 

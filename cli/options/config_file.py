@@ -14,18 +14,18 @@ from typing import Any
 
 import click
 
-from cli.options.grouped import WRITTEN, GroupedCommand, GroupedOption
+from cli.options.option import WRITTEN, GroupedOption
 from common.errors import UserError, did_you_mean
 
-NOT_IN_FILES = ("config", "write_config", "version", "help", "completion")
-"""Options that say what to do with options."""
+NOT_IN_FILES = ("config", "write_config", "version", "completion")
+"""Options about options, which no file has."""
 _WIDTH = 116
 _NUMBER = re.compile(r"(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
-"""Those that TOML and the command line write alike."""
+"""Numbers that TOML and the command line write alike."""
 
 
 def load_config_file(ctx: click.Context, param: click.Parameter, file: Path | None) -> Path | None:
-    """Callback of ``--config``: what is in the file becomes the default of all other options.
+    """Make what is in the file the default of all other options; click calls this for ``--config``.
 
     Raises:
         UserError: the file cannot be read, is not TOML, or has keys or values that no option takes.
@@ -39,14 +39,17 @@ def load_config_file(ctx: click.Context, param: click.Parameter, file: Path | No
         raise UserError(f"--config {file}: it cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"--config {file}: this is not TOML: {error}") from error
-    assert isinstance(ctx.command, GroupedCommand)
-    options = [option for option in ctx.command.options if option.name not in NOT_IN_FILES]
-    ctx.default_map = dict(_read(f"--config {file}", content, options))
+    ctx.default_map = dict(_read(f"--config {file}", content, _options_in_files(ctx)))
     return file
 
 
+def _options_in_files(ctx: click.Context) -> list[GroupedOption]:
+    options = [option for option in ctx.command.params if isinstance(option, GroupedOption)]
+    return [option for option in options if option.name not in NOT_IN_FILES]
+
+
 def _read(where: str, content: Mapping[str, Any], options: list[GroupedOption]) -> Iterable[tuple[str, Any]]:
-    """Names and values as click wants them for a context's ``default_map``."""
+    """Yield names and values as click wants them for a context's ``default_map``."""
     by_key = {name.removeprefix("--"): option for option in options for name in (*option.opts, *option.secondary_opts)}
     tables = {option.group.lower() for option in options}
     entries: list[tuple[str, Any]] = []
@@ -70,7 +73,7 @@ def _read(where: str, content: Mapping[str, Any], options: list[GroupedOption]) 
 
 
 def _value(where: str, value: Any, option: GroupedOption, negated: bool) -> Any:
-    """``value`` as the command line would have it: words as text, flags as booleans."""
+    """Return ``value`` as the command line would have it: words as text, flags as booleans."""
     if option.is_flag:
         if not isinstance(value, bool):
             raise UserError(f"{where} is either true or false, not {value!r}.")
@@ -87,18 +90,15 @@ def _value(where: str, value: Any, option: GroupedOption, negated: bool) -> Any:
 
 
 def effective_config(ctx: click.Context, *, absolute: bool = False, leave_out: Iterable[str] = ()) -> str:
-    """All options of a parsed command line as TOML, grouped and commented; those without a value are commented out.
+    """Return all options of a parsed command line as TOML, grouped; those without a value are commented out.
 
     Args:
-        ctx: of a :class:`~cli.options.grouped.GroupedCommand`.
+        ctx: of a command whose options are of :class:`~cli.options.option.GroupedOption`.
         absolute: whether paths are made independent of the working directory.
         leave_out: names of options that are shown without a value.
     """
-    assert isinstance(ctx.command, GroupedCommand)
     groups: dict[str, list[str]] = {}
-    for option in ctx.command.options:
-        if option.name is None or option.name in NOT_IN_FILES:
-            continue
+    for option in _options_in_files(ctx):
         value = ctx.meta.get(WRITTEN, {}).get(option.name, option.plain_default)
         if option.name in leave_out:
             value = option.plain_default
@@ -106,29 +106,8 @@ def effective_config(ctx: click.Context, *, absolute: bool = False, leave_out: I
     return "\n".join(f"[{heading.lower()}]\n" + "\n".join(entries) for heading, entries in groups.items())
 
 
-def written_by(arguments: Iterable[str]) -> click.Context:
-    """The context of a command line that was parsed before, without running anything.
-
-    Args:
-        arguments: of ``finetune``.
-    """
-    from cli.options.command import build_command
-
-    return build_command(lambda **options: 0).make_context("finetune", list(arguments))
-
-
-def plain_options(arguments: Iterable[str]) -> dict[str, str | int | float | bool]:
-    """Every option of a command line that has a value, as trackers take them."""
-    plain: dict[str, str | int | float | bool] = {}
-    for name, value in written_by(arguments).params.items():
-        if value is not None and value != ():
-            text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            plain[name] = value if isinstance(value, int | float) else text
-    return plain
-
-
 def _entry(option: GroupedOption, value: Any, absolute: bool) -> str:
-    """An option's help as a comment, its key and its value."""
+    """Return an option's help as a comment, its key and its value."""
     lines = textwrap.wrap(option.help or "", _WIDTH, initial_indent="# ", subsequent_indent="# ")
     key = option.shown.removeprefix("--")
     if option.is_flag:
@@ -143,7 +122,7 @@ def _entry(option: GroupedOption, value: Any, absolute: bool) -> str:
 
 
 def _toml(option: GroupedOption, value: Any, absolute: bool) -> str:
-    """A value as TOML: numbers as they are, all else as a string."""
+    """Return a value as TOML: numbers as they are, all else as a string."""
     text = str(value)
     if absolute and (isinstance(option.type, click.Path) or _names_a_path(option, text)):
         text = str(Path(text).expanduser().absolute())
@@ -153,5 +132,5 @@ def _toml(option: GroupedOption, value: Any, absolute: bool) -> str:
 
 
 def _names_a_path(option: GroupedOption, text: str) -> bool:
-    """Whether this word of an option for names and paths alike is a path."""
-    return (option.words or option.name in ("model", "cluster")) and Path(text).expanduser().exists()
+    """Return whether this word of an option for names and paths alike is a path."""
+    return (option.words or option.declaration.may_be_path) and Path(text).expanduser().exists()

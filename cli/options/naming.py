@@ -1,4 +1,4 @@
-"""Which option a message is about, where what raises it does not know options."""
+"""Errors that name an option, though whatever raises them does not know options."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from common.errors import FinetuneError, UserError
 
 @contextmanager
 def naming(option: str) -> Iterator[None]:
-    """Errors inside begin with ``option`` (``--data``), unless they name it themselves."""
+    """Let errors inside begin with ``option`` (``--data``), unless they name it themselves."""
     try:
         yield
     except (UserError, FinetuneError) as error:

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step, so that a resumed run needs no state for it."""
+"""Learning rate schedules: pure functions of the step, so that a resumed run needs no state for them."""
 
 import math
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ SCHEDULES = ("cosine", "linear", "constant")
 
 @dataclass(frozen=True)
 class Warmup:
-    """How long the learning rate rises: a number of steps, or a fraction of all steps."""
+    """A warm-up is the time in which the learning rate rises: a number of steps, or a fraction of all steps."""
 
     value: float
     is_fraction: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "Warmup":
-        """From ``"100"`` (steps), ``"0.03"`` or ``"3%"`` (of all steps).
+        """Parse ``"100"`` (steps), ``"0.03"`` or ``"3%"`` (of all steps).
 
         Raises:
             UserError: neither.
@@ -35,8 +35,11 @@ class Warmup:
             raise UserError(f"{text!r} is neither a number of steps (100) nor a fraction of them (0.03 or 3%).")
         return warmup
 
+    def __str__(self) -> str:
+        return f"{self.value:g}" if self.is_fraction else str(int(self.value))
+
     def steps(self, total: int) -> int:
-        """Steps that it takes in a run of ``total`` steps; fractions are rounded up.
+        """Return how many steps it takes in a run of ``total`` steps; fractions are rounded up.
 
         Raises:
             UserError: more than ``total``.
@@ -49,18 +52,18 @@ class Warmup:
 
 @dataclass(frozen=True)
 class LearningRate:
-    """Rises evenly to ``peak`` within ``warmup`` steps, then falls towards zero or stays."""
+    """A learning rate rises evenly to ``peak`` within ``warmup`` steps, then falls towards zero or stays."""
 
     schedule: str
-    """``cosine``: half a wave, ``linear``: a straight line, both at zero just after the end; ``constant``."""
+    """Shape after the warm-up: ``cosine`` (half a wave) or ``linear``, at zero just after the end; or ``constant``."""
     peak: float
     warmup: int
-    """Steps; the last of them has the peak."""
+    """Number of steps that it rises; the last of them has the peak."""
     total: int
-    """Steps of the whole run."""
+    """Number of steps of the whole run."""
 
     def at(self, step: int) -> float:
-        """The learning rate of ``step``, counted from 1."""
+        """Return the learning rate of ``step``, counted from 1."""
         if step <= self.warmup:
             return self.peak * step / self.warmup
         if self.schedule == "constant":

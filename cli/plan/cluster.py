@@ -1,114 +1,51 @@
 """``finetune --plan`` for a cluster: every sharding strategy that fits, with its costs, and the one to take."""
 
 import json
-from dataclasses import dataclass
 
+from cli.job.machine import sequence_length
+from cli.job.strategy import cluster_of
 from cli.options.naming import naming
-from cli.plan.machine import sequence_length
+from cli.options.settings import Settings
 from common.errors import UserError
 from common.models.presets import load_config
 from common.units import format_bytes, format_count, format_seconds
-from fcdp.planner import Cluster, Estimate, StrategyPlan, Workload, bytes_per_node, cluster_names, load_cluster, plan
+from fcdp.planner import Cluster, Estimate, StrategyPlan, Workload, bytes_per_node, plan
 from fcdp.planner.node_order import group_of, groups_across_leaves, node_order
 from fcdp.planner.search import refusal
-from fcdp.strategy.mesh import Levels
 from fcdp.strategy.names import AUTO, parse_strategy
 
 
-@dataclass(frozen=True)
-class ClusterSettings:
-    """What ``finetune --plan --nodes`` was asked."""
+def plan_cluster(settings: Settings, batch_size: int | None) -> int:
+    """Print the plan, and return the exit status.
 
-    model: str
-    """Checkpoint directory or preset name."""
-    cluster: str | None
-    """Name of a preset, or the file of a profile."""
-    nodes: int | None = None
-    """None: as many as the preset has."""
-    gpus_per_node: int | None = None
-    """None: as many as the preset has."""
-    levels: str | None = None
-    """``2,4,16``: instead of ``nodes`` and ``gpus_per_node``."""
-    batch_size: int | None = None
-    """Sequences per step of all ranks together; None: one micro-batch for each rank."""
-    micro_batch: int | None = None
-    """Sequences that a rank computes at once; None: 1."""
-    seq_len: int | None = None
-    """Tokens per sequence; None: 1024, or the model's context where that is shorter."""
-    trainable: float | None = None
-    """Trainable parameters over all parameters: about 0.01 with LoRA. None: 1."""
-    strategy: str | None = None
-    """One strategy to cost instead of all; None or ``auto``: all."""
-    quantise: bool = False
-    """Whether a strategy that quantises what it sends may be chosen."""
-    as_json: bool = False
-
-
-def plan_cluster(settings: ClusterSettings) -> int:
-    """Print the plan. Returns the exit status.
+    Args:
+        settings: of the run and the plan.
+        batch_size: sequences per step of all ranks together; None: one micro-batch for each rank.
 
     Raises:
         UserError: what was asked for makes no cluster, batch or strategy.
         FinetuneError: nothing fits.
     """
     cluster = cluster_of(settings.cluster, settings.levels, settings.nodes, settings.gpus_per_node)
-    workload = _workload(settings, cluster)
+    workload = _workload(settings, batch_size, cluster)
     chosen = None if settings.strategy in (None, AUTO) else [parse_strategy(settings.strategy)]
     quantise = settings.quantise or chosen is not None
     found = plan(workload, cluster, strategies=chosen, allow_quantised=quantise)
-    if settings.as_json:
+    if settings.json:
         print(json.dumps({**found.as_dict(), "node_order": _node_order(found, cluster)}, indent=1))
     if found.choice is None:
         raise refusal(found, cluster)
-    if not settings.as_json:
+    if not settings.json:
         print(render(found, workload, cluster))
     return 0
 
 
-def cluster_of(name: str | None, levels: str | None, nodes: int | None, gpus_per_node: int | None) -> Cluster:
-    """The hardware called ``name``, in the size that the other options say; None: as it is.
-
-    Raises:
-        UserError: there is no such hardware, or it does not come in that size.
-    """
-    if name is None:
-        raise UserError(
-            f"Name the hardware: --cluster PRESET, one of {', '.join(cluster_names())}, or a profile's file, which "
-            "finetune --profile --nodes N writes."
-        )
-    cluster = load_cluster(name)
-    if levels is not None:
-        return cluster.resized(levels_of(levels, nodes, gpus_per_node))
-    *inner, last, there = cluster.levels.sizes
-    ranks = cluster.levels.ranks_per_node if gpus_per_node is None else gpus_per_node
-    faster = cluster.levels.ranks_per_node // last
-    if ranks % faster:
-        raise UserError(f"{name} has {faster} ranks at its fastest level, which {ranks} per node do not fill.")
-    return cluster.resized(Levels((*inner, ranks // faster, nodes or there)))
-
-
-def levels_of(text: str, nodes: int | None, gpus_per_node: int | None) -> Levels:
-    """``--levels``, which the other two options must not contradict.
-
-    Raises:
-        UserError: they do, or the text is no list of levels.
-    """
-    levels = Levels.parse(text)
-    for option, given, there in (
-        ("--nodes", nodes, levels.nodes),
-        ("--gpus-per-node", gpus_per_node, levels.ranks_per_node),
-    ):
-        if given not in (None, there):
-            raise UserError(f"--levels {levels} has {there} where {option} says {given}. Leave one of them out.")
-    return levels
-
-
-def _workload(settings: ClusterSettings, cluster: Cluster) -> Workload:
+def _workload(settings: Settings, batch_size: int | None, cluster: Cluster) -> Workload:
     with naming("--model"):
         config, _ = load_config(settings.model)
     micro_batch = settings.micro_batch or 1
     at_once = micro_batch * cluster.levels.world_size
-    batch = settings.batch_size or at_once
+    batch = batch_size or at_once
     if batch % at_once:
         raise UserError(
             f"--batch-size {batch} is no multiple of {at_once}: {micro_batch} at once on each of "
@@ -124,7 +61,7 @@ def _workload(settings: ClusterSettings, cluster: Cluster) -> Workload:
 
 
 def _node_order(found: StrategyPlan, cluster: Cluster) -> list[int] | None:
-    """How to number nodes for the choice, where the cluster says which leaf switches they hang on."""
+    """Return how to number nodes for the chosen strategy, where the cluster tells their leaf switches."""
     if found.choice is None or cluster.leaf_of_node is None:
         return None
     return node_order(cluster.leaf_of_node, group_of(found.choice.layout))
@@ -134,7 +71,7 @@ _HEADINGS = ("strategy", "P", "G", "OS", "cache", "device", "host", "gather", "r
 
 
 def render(found: StrategyPlan, workload: Workload, cluster: Cluster) -> str:
-    """The plan as a table, the fastest first, and what the choice consists of."""
+    """Return the plan as a table, the fastest strategy first, with details of the chosen one."""
     levels, choice = cluster.levels, found.choice
     fitting = [estimate for estimate in found.estimates if estimate.fits]
     lines = [
@@ -189,7 +126,7 @@ def _details(choice: Estimate) -> list[str]:
     memory = choice.memory
     parts = {
         "parameters": memory.parameters,
-        "second shards": memory.second,
+        "second shards": memory.secondary,
         "gradients": memory.gradients,
         "optimizer states": memory.optimizer,
         "activations": memory.activations,

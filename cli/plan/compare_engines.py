@@ -8,26 +8,29 @@ from common.units import format_bytes, format_seconds
 from fcdp.planner import Cluster, Estimate, Workload, plan
 from fcdp.planner.rates import AlphaBeta, Link
 from fcdp.strategy.mesh import Levels
-from fuyou.planner import Machine, RunPlan, Training
+from fuyou.planner import Machine, RunPlan, TrainingJob
 
 LATENCY_SECONDS = 10e-6
-"""Of a step of a ring: what the presets of clusters have on Ethernet and inside nodes."""
+"""Latency of a step of a ring, as the presets of clusters have it on Ethernet and inside nodes."""
 
 
 @dataclass(frozen=True)
 class InMemory:
-    """The other engine's best way, as far as presets can tell; its optimizer step, which runs on the device, and what
-    the network loses between messages are not counted, so it is not made worse than it is."""
+    """The best way to train in memory, as far as presets can tell.
+
+    The optimizer step, which runs on the device, and what the network loses between messages are not counted, so that
+    it does not look worse than it is.
+    """
 
     best: Estimate | None
-    """None: no strategy fits, at any micro-batch."""
+    """Fastest strategy; None: none fits, at any micro-batch."""
     least_device_bytes: float
     """Device memory of the strategy that needs least."""
     device_bytes: int
-    """What there is."""
+    """Device memory that there is."""
 
     def verdict(self, result: RunPlan) -> str:
-        """Which of the two is faster, in words."""
+        """Return which of the two is faster, in words."""
         if self.best is None:
             return (
                 f"does not fit: the strategy that needs least takes {format_bytes(int(self.least_device_bytes))} of "
@@ -43,34 +46,44 @@ class InMemory:
         return f"{text}: out of core is {1 / factor:.2g} times as fast"
 
     def to_json(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Return the content of ``--json``."""
         if self.best is None:
             return {"fits": False, "least_device_bytes": round(self.least_device_bytes)}
         return {"fits": True, "strategy": self.best.name, "step_seconds": self.best.step_seconds}
 
 
-def in_memory(job: Training, machine: Machine, network_bytes_per_second: float) -> InMemory:
-    """Cost every strategy at every micro-batch that divides the batch.
+def in_memory(job: TrainingJob, machine: Machine, network_bytes_per_second: float) -> InMemory:
+    """Cost every strategy at every micro-batch that divides the batch, and keep the best.
 
     Args:
-        job: of one rank among several.
-        machine: all of a node.
-        network_bytes_per_second: of a node, each way.
+        job: training of one rank among several.
+        machine: a whole node.
+        network_bytes_per_second: what a node sends, and receives.
     """
     share, rates = job.shape.share, machine.rates
-    inside = min(rates.upload_bytes_per_second, rates.download_bytes_per_second)
-    links = (Link(inside, LATENCY_SECONDS), Link(network_bytes_per_second / share.ranks_per_node, LATENCY_SECONDS))
+    intra_node = min(rates.upload_bytes_per_second, rates.download_bytes_per_second)
+    links = (Link(intra_node, LATENCY_SECONDS), Link(network_bytes_per_second / share.ranks_per_node, LATENCY_SECONDS))
     cluster = Cluster(
-        "planned", machine.device, Levels((share.ranks_per_node, share.nodes)), machine.device_bytes,
-        machine.host_bytes, rates.flops_per_second, math.inf, inside, AlphaBeta(links),
-    )  # fmt: skip
+        "planned",
+        machine.device,
+        Levels((share.ranks_per_node, share.nodes)),
+        machine.device_bytes,
+        machine.host_bytes,
+        rates.flops_per_second,
+        math.inf,
+        intra_node,
+        AlphaBeta(links),
+    )
     trained = sum(job.shape.records[index].trained_count for index in job.shape.trainable)
     found, least = [], math.inf
     for micro_batch in (size for size in range(1, job.rows + 1) if job.rows % size == 0):
         workload = Workload.of_model(
-            job.config, seq_len=job.seq_len, micro_batch=micro_batch, micro_batches=job.rows // micro_batch,
+            job.config,
+            seq_len=job.seq_len,
+            micro_batch=micro_batch,
+            micro_batches=job.rows // micro_batch,
             trainable_ratio=trained / job.parameters,
-        )  # fmt: skip
+        )
         planned = plan(workload, cluster)
         least = min(least, *(estimate.memory.device for estimate in planned.estimates))
         if planned.choice is not None:

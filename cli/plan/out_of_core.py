@@ -1,19 +1,19 @@
-"""``finetune --plan``: what a run would take and how fast it would be, before there is a run."""
+"""``finetune --plan`` out of core: what a run would take, and how fast it would be."""
 
 import json
 import math
 import shutil
 import textwrap
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
+from cli.job.machine import device_at_hand, directories_at_hand, training_of
+from cli.job.quiet import quiet_transformers
 from cli.options.computing_dtype import ELSEWHERE, with_dtype
 from cli.options.naming import naming
 from cli.options.settings import Settings
 from cli.plan.compare_engines import InMemory, in_memory
-from cli.plan.machine import device_at_hand, directories_at_hand, training_of
-from cli.report.summary import RESOURCES
-from cli.train.one_machine import quiet_transformers
+from cli.report.results import RESOURCES
 from common.errors import UserError
 from common.hardware.machine import memory_available_bytes
 from common.hardware.presets import drive_names, drive_preset, gpu_names, gpu_preset
@@ -27,8 +27,8 @@ from fuyou.planner import (
     PlannerContext,
     RankLinks,
     RunPlan,
-    Training,
-    one_of_several,
+    TrainingJob,
+    machine_of_one_rank,
     plan,
     preset_machine,
     profiled_machine,
@@ -37,7 +37,7 @@ from fuyou.planner.advice import (
     MOST_ROWS,
     best_changes,
     clipping_cost,
-    fits_ours,
+    fits_our_scheme,
     largest_batch,
     largest_model,
     rarer_commits,
@@ -51,59 +51,40 @@ WIDTH = 100
 _BAR = 24
 _LABEL = 10
 DOES_NOT_FIT = 1
-"""Exit status of a plan that does not fit: it is an answer, and not the one that was hoped for."""
+"""Exit status of a plan that does not fit."""
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """What only ``--plan`` takes."""
-
-    drive: str | None = None
-    """Name of a drive preset; None: the drives of this machine."""
-    ssds: int | None = None
-    """How many of them."""
-    scheme: str = "ours"
-    """``ours`` or ``fuyou``."""
-    max_model: bool = False
-    json: bool = False
-    nodes: int | None = None
-    """Machines of that kind; None: one, with one GPU."""
-    gpus_per_node: int | None = None
-    network: str | None = None
-    """What a node sends to others, such as ``25Gbit/s``."""
-
-
-def run_plan(settings: Settings, options: PlanOptions) -> int:
+def run_plan(settings: Settings) -> int:
     """Plan, print, and return the exit status.
 
     Args:
-        settings: of the run; with ``max_model`` they name no model.
-        options: of the plan.
+        settings: of the run and the plan; with ``max_model`` they name no model.
 
     Raises:
         UserError: something typed does not exist.
     """
+    share = None if settings.nodes is None else Share(settings.nodes, settings.gpus_per_node or 1)
+    settings = replace(settings, nodes=None, gpus_per_node=None)  # a rank is planned as a machine, then shared
     if not settings.debug:
         quiet_transformers()
-    settings = with_dtype(settings, None if options.drive is None else ELSEWHERE)
-    machine = _machine(settings, options)
-    wanted = _largest(settings, options, machine) if options.max_model else training_of(settings)
+    settings = with_dtype(settings, None if settings.drive is None else ELSEWHERE)
+    machine = _machine(settings)
+    wanted = _largest(settings, machine) if settings.max_model else training_of(settings)
     other: InMemory | None = None
-    if wanted is not None and options.nodes is not None:
-        share = Share(options.nodes, options.gpus_per_node or 1)
-        wanted, network = wanted.among(share), _network(options.network, share.nodes)
+    if wanted is not None and share is not None:
+        wanted, network = wanted.among(share), _network(settings.network, share.nodes)
         other = in_memory(wanted, machine, network)
-        machine = one_of_several(
+        machine = machine_of_one_rank(
             machine, share.ranks_per_node, RankLinks.assumed(machine, share.ranks_per_node, network)
         )
     if wanted is None:
         lacking = f"No preset fits on {machine.device} with {format_bytes(machine.host_bytes)} of host memory."
-        print(json.dumps({"model": None, "fits": False, "missing": [lacking]}) if options.json else lacking)
+        print(json.dumps({"model": None, "fits": False, "missing": [lacking]}) if settings.json else lacking)
         return DOES_NOT_FIT
-    result = _plan(wanted, machine, options.scheme)
+    result = _plan(wanted, machine, settings.scheme)
     if settings.trace is not None:
         _write_trace(result, settings.trace)
-    if options.json:
+    if settings.json:
         content = result.to_json() | ({} if other is None else {"in_memory": other.to_json()})
         print(json.dumps(content, indent=2))
     else:
@@ -114,17 +95,17 @@ def run_plan(settings: Settings, options: PlanOptions) -> int:
     return 0 if result.fits else DOES_NOT_FIT
 
 
-def _plan(wanted: Training, machine: Machine, scheme: str) -> RunPlan:
+def _plan(wanted: TrainingJob, machine: Machine, scheme: str) -> RunPlan:
     return PaperScheme(wanted, machine).plan() if scheme == "fuyou" else plan(wanted, machine)
 
 
-def _largest(settings: Settings, options: PlanOptions, machine: Machine) -> Training | None:
-    """The largest preset that fits."""
+def _largest(settings: Settings, machine: Machine) -> TrainingJob | None:
+    """Return the training of the largest preset that fits; None: none fits."""
 
-    def fits(candidate: Training) -> bool:
-        if options.scheme == "fuyou":
+    def fits(candidate: TrainingJob) -> bool:
+        if settings.scheme == "fuyou":
             return not PaperScheme(candidate, machine).missing()
-        return fits_ours(candidate, machine)
+        return fits_our_scheme(candidate, machine)
 
     return largest_model(lambda name: training_of(replace(settings, model=name)), fits)
 
@@ -132,9 +113,9 @@ def _largest(settings: Settings, options: PlanOptions, machine: Machine) -> Trai
 # -- the machine ------------------------------------------------------------------------------------------------------
 
 
-def _machine(settings: Settings, options: PlanOptions) -> Machine:
-    """From presets if ``--drive`` is given, else the one at hand, profiled."""
-    if options.drive is not None:
+def _machine(settings: Settings) -> Machine:
+    """Return the machine that presets describe if ``--drive`` is given, else the one at hand, profiled."""
+    if settings.drive is not None:
         if settings.gpu in ("auto", "cpu") or is_emulated(settings.gpu):
             raise UserError(
                 f"--drive plans for hardware by name: name the GPU as well, --gpu {' | '.join(gpu_names())}."
@@ -143,17 +124,17 @@ def _machine(settings: Settings, options: PlanOptions) -> Machine:
         with naming("--gpu"):
             gpu = gpu_preset(settings.gpu)
         with naming("--drive"):
-            drive = drive_preset(options.drive)
+            drive = drive_preset(settings.drive)
         return preset_machine(
             gpu,
             drive,
-            options.ssds or 1,
+            settings.ssds or 1,
             host,
             device_bytes=settings.device_memory,
         )
-    if options.ssds is not None:
+    if settings.ssds is not None:
         raise UserError(f"--ssds counts drives of one kind: name it with --drive {' | '.join(drive_names())}.")
-    if options.max_model:
+    if settings.max_model:
         raise UserError("--max-model needs hardware by name: --gpu NAME --drive NAME --ssds N --host-memory SIZE.")
     return _machine_at_hand(settings)
 
@@ -167,7 +148,11 @@ def _machine_at_hand(settings: Settings) -> Machine:
 
 
 def _open(name: str) -> Device:
-    """The device at hand; a GPU that is not there, but has a preset, lacks its drives only."""
+    """Open the device at hand.
+
+    Raises:
+        UserError: it is not there; for a GPU with a preset, says that only its drives need to be named.
+    """
     try:
         return device_at_hand(name)
     except UserError as error:
@@ -182,7 +167,7 @@ def _open(name: str) -> Device:
 
 
 def _network(text: str | None, nodes: int) -> float:
-    """Bytes per second of ``25Gbit/s`` or ``3GB/s``.
+    """Return the bytes per second of ``25Gbit/s`` or ``3GB/s``.
 
     Raises:
         UserError: it is neither, or not given for several nodes.
@@ -205,15 +190,15 @@ def _write_trace(result: RunPlan, path: Path) -> None:
     if result.tasks is None or result.simulation is None:
         raise UserError("--trace: a run that does not fit has no step to draw.")
     ends = result.simulation.step_ends
-    write_trace(path, [result.tasks], result.training.shape.records, (ends[-2], ends[-1]), result.simulation.intervals)
+    write_trace(path, [result.tasks], result.job.shape.records, (ends[-2], ends[-1]), result.simulation.intervals)
 
 
 # -- for people -------------------------------------------------------------------------------------------------------
 
 
 def describe(result: RunPlan) -> list[str]:
-    """The plan as lines of at most :data:`WIDTH` columns."""
-    job, machine, share = result.training, result.machine, result.training.shape.share
+    """Return the plan as lines of at most :data:`WIDTH` columns."""
+    job, machine, share = result.job, result.machine, result.job.shape.share
     several = f"{machine.drive_count} x " if machine.drive_count > 1 else ""
     scheme = ", as the paper's Fuyou would run it" if result.scheme == "fuyou" else ""
     among = f"{share.nodes} nodes of " if share.nodes > 1 else ""
@@ -266,7 +251,7 @@ def _bars(result: RunPlan) -> list[str]:
 
 def _places(result: RunPlan) -> list[str]:
     assert result.memory is not None
-    counts, job, machine = result.memory.counts, result.training, result.machine
+    counts, job, machine = result.memory.counts, result.job, result.machine
     layers = len(job.shape.blocks)
     device = [
         f"{_many(counts.device_blocks, 'block')}, {_many(counts.device_block_gradients, 'gradient')}",
@@ -301,7 +286,7 @@ def _places(result: RunPlan) -> list[str]:
 
 def _limits(result: RunPlan) -> list[str]:
     assert result.memory is not None
-    job, batch = result.training, result.memory.batch
+    job, batch = result.job, result.memory.batch
     how = [_many(batch.micro_batches, "micro-batch", "es") + f" of {batch.micro_rows}"]
     if result.clip_by is not None:
         how.append(_clipping(result))
@@ -334,8 +319,8 @@ def _limits(result: RunPlan) -> list[str]:
 
 
 def _clipping(result: RunPlan) -> str:
-    """How gradients are clipped, and what that costs."""
-    job, cost = result.training, clipping_cost(result)
+    """Return how gradients are clipped, and what that costs."""
+    job, cost = result.job, clipping_cost(result)
     what = "clipping" if job.clipped_share else "leaving out what is not finite"
     if result.clip_by is ClipBy.SPECULATION:
         text = f"{what} by speculation, updates before the gradient's norm is known, done again where it is too large"
@@ -345,11 +330,11 @@ def _clipping(result: RunPlan) -> str:
         text = f"{what} by deferral, all updates in the next forward pass, when the gradient's norm is known"
         if job.speculation_obstacle is not None:
             text += f" (speculation: {job.speculation_obstacle})"
-    return text if cost is None else f"{text}: a step {cost:.2f} times as long as with {job.asks_for_norm}"
+    return text if cost is None else f"{text}: a step {cost:.2f} times as long as with {job.option_without_norm}"
 
 
 def _commits(result: RunPlan) -> list[str]:
-    """What rarer commits would save, where it is more than a little."""
+    """Return what rarer commits would save, where it is more than a little."""
     rarer = rarer_commits(result)
     if rarer is None or rarer.written_bytes_per_day * rarer.step_seconds > 0.95 * result.written_bytes * 86400:
         return []
@@ -364,9 +349,12 @@ def _commits(result: RunPlan) -> list[str]:
 
 def _row(label: str, text: str, width: int = _LABEL) -> list[str]:
     return textwrap.wrap(
-        text, WIDTH, initial_indent=f"{label:{width}}", subsequent_indent=" " * width, drop_whitespace=True,
+        text,
+        WIDTH,
+        initial_indent=f"{label:{width}}",
+        subsequent_indent=" " * width,
         break_on_hyphens=False,
-    )  # fmt: skip
+    )
 
 
 def _many(count: int, what: str, plural: str = "s") -> str:

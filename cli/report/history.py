@@ -1,4 +1,4 @@
-"""What every step gave, one JSON line each: to plot, and to compare runs by."""
+"""A file with one JSON line for each step, to plot and to compare runs by."""
 
 import json
 import math
@@ -9,15 +9,15 @@ from common.files import replace_file
 from common.store.errors import described
 
 HISTORY_FILE = "losses.jsonl"
-"""In the output directory: what was learnt, the same whenever the run is repeated."""
+"""File in the output directory with what was learnt, which is the same whenever the run is repeated."""
 
 
 class History:
-    """Appends to a file; what is in it beyond ``committed`` belongs to steps that were lost, and goes.
+    """A history appends to a file, from which lines of steps that were lost are removed first.
 
     Args:
         path: the file.
-        committed: steps that the run has behind it; 0 begins a new file.
+        committed: steps that the run has behind it: later lines are removed. 0 begins a new file.
 
     Raises:
         StoreError: the system refused.
@@ -31,7 +31,9 @@ class History:
             self._file = path.open("a", buffering=1)
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
-        """Add a step's; they are with the system when this returns. Null: not finite, which JSON has no number for.
+        """Append the values of a step; null stands for what is not finite, for which JSON has no number.
+
+        They are with the operating system when this returns.
 
         Raises:
             StoreError: the system refused.
@@ -53,7 +55,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _step(line: str) -> float:
-    """The step of a line; infinity for one that a crash has cut off, or that is damaged."""
+    """Return the step of a line; infinity for a line that a crash has cut off, or that is damaged."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError, RecursionError):

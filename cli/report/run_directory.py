@@ -14,26 +14,26 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from cli.inspect.versions import versions
-from cli.options.config_file import effective_config, written_by
-from cli.options.grouped import WRITTEN
+from cli.job.job import Job
+from cli.options.command import parse_command_line
+from cli.options.config_file import effective_config
+from cli.options.option import WRITTEN
 from cli.options.settings import DESCRIPTION, RUN
-from cli.train.prepare import Job
-from common.files import replace_file
+from cli.report.versions import versions
 from common.hardware.machine import describe_machine
 from common.store.errors import described
 
 CONFIG, METRICS = "config.toml", "metrics.jsonl"
-OF_ONE_CALL = ("resume", "overwrite", "leave_ssd", "report", "trace", "debug")
+PER_CALL_OPTIONS = ("resume", "overwrite", "leave_ssd", "report", "trace", "debug")
 """Options that belong to a call, not to the run."""
 
 
 class RunDirectory:
-    """Made, or found again, when a run begins or goes on.
+    """A run directory is made when a run begins, and found again when it goes on.
 
     Args:
         job: the run.
-        done: steps behind it; with 0, what an earlier run left here is replaced.
+        done: steps that are behind it; with 0, what an earlier run left here is replaced.
     """
 
     def __init__(self, job: Job, done: int) -> None:
@@ -41,14 +41,14 @@ class RunDirectory:
         self.path.mkdir(exist_ok=True)
         before = self._load() if done else {}
         self.id: str = before.get("id") or uuid.uuid4().hex
-        """Stays the same when a run is continued."""
+        """Id of the run, which stays the same when it is continued."""
         calls = before.get("calls")
         self._before: list[dict[str, Any]] = calls if isinstance(calls, list) else []
         self._call = _describe(job, done)
 
     @property
     def metrics_file(self) -> Path:
-        """Where what every step measured goes."""
+        """File that gets the metrics of every step."""
         return self.path / METRICS
 
     def write(self, job: Job, plan: Mapping[str, Any]) -> None:
@@ -56,16 +56,16 @@ class RunDirectory:
 
         Args:
             job: the run.
-            plan: what has been planned for it, JSON.
+            plan: what was planned for it, as JSON.
         """
         description = {"id": self.id, "store": job.run_name, "calls": [*self._before, {**self._call, "plan": plan}]}
         _replace(self.path / DESCRIPTION, json.dumps(description, indent=2, default=str) + "\n")
-        context = written_by(job.settings.arguments)
+        context = parse_command_line(job.settings.arguments)
         context.meta.setdefault(WRITTEN, {})["dtype"] = job.settings.dtype  # on another machine, too
-        _replace(self.path / CONFIG, effective_config(context, absolute=True, leave_out=OF_ONE_CALL))
+        _replace(self.path / CONFIG, effective_config(context, absolute=True, leave_out=PER_CALL_OPTIONS))
 
     def _load(self) -> dict[str, Any]:
-        """What is there; of a run whose description is lost, nothing."""
+        """Return the description that is there; nothing if it is lost."""
         try:
             return dict(json.loads((self.path / DESCRIPTION).read_text()))
         except (OSError, ValueError, TypeError, RecursionError):
@@ -93,6 +93,8 @@ def _describe(job: Job, done: int) -> dict[str, Any]:
 
 
 def _replace(file: Path, text: str) -> None:
-    """Complete or not at all."""
+    """Write a file, completely or not at all."""
+    beside = file.with_name(file.name + ".tmp")
     with described("writing", file):
-        replace_file(file, text)
+        beside.write_text(text)
+        os.replace(beside, file)

@@ -1,7 +1,6 @@
-"""``--log-to``: the trackers that people look at runs in, by way of ``accelerate.tracking``, which wraps them all."""
+"""``--log-to``: sending metrics to the trackers in which people look at runs, through ``accelerate.tracking``."""
 
 import contextlib
-import importlib.util
 import os
 import sys
 import warnings
@@ -13,82 +12,64 @@ from typing import Any
 from common.errors import UserError
 
 PROJECT = "finetune"
-"""Under which trackers that know projects file a run, unless their own environment variable names another."""
+"""Project that runs are filed under, unless a tracker's own environment variable names another."""
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of a run."""
+    """A run, as trackers are told of it."""
 
     name: str
     id: str
     directory: Path
-    """Of the run."""
+    """Directory of the run, where trackers may write."""
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """One tracker."""
+class _Tracker:
+    """A tracker, as accelerate wraps it."""
 
-    module: str
-    """That must be installed."""
     arguments: Callable[[TrackedRun], dict[str, Any]]
-    """Of accelerate's class."""
+    """Arguments of accelerate's class for a run."""
     metric_name: Callable[[str], str] = str
-    """Changes what the tracker does not allow in names."""
-
-    @property
-    def is_installed(self) -> bool:
-        return importlib.util.find_spec(self.module) is not None
+    """Function that changes what the tracker does not allow in names of metrics."""
 
 
 def _mlflow_name(name: str) -> str:
-    """MLflow's names have letters, digits and ``_-. :/`` only."""
+    """Return ``name`` in letters, digits and ``_-. :/``, which is all that MLflow allows."""
     return name.replace("(", "_").replace(")", "").replace("%", "percent")
 
 
-_KINDS = {
-    "tensorboard": _Kind("tensorboard", lambda run: {"run_name": "tensorboard", "logging_dir": run.directory}),
-    "wandb": _Kind(
-        "wandb",
+_TRACKERS = {
+    "tensorboard": _Tracker(lambda run: {"run_name": "tensorboard", "logging_dir": run.directory}),
+    "wandb": _Tracker(
         lambda run: {
-            "run_name": os.environ.get("WANDB_PROJECT", PROJECT), "name": run.name, "id": run.id, "resume": "allow",
+            "run_name": os.environ.get("WANDB_PROJECT", PROJECT),
+            "name": run.name,
+            "id": run.id,
+            "resume": "allow",
             "dir": str(run.directory),
         },
     ),
-    "trackio": _Kind(
-        "trackio",
+    "trackio": _Tracker(
         lambda run: {
-            "run_name": os.environ.get("TRACKIO_PROJECT", PROJECT), "name": f"{run.name}-{run.id[:6]}",
-            "resume": "allow", "embed": False,
+            "run_name": os.environ.get("TRACKIO_PROJECT", PROJECT),
+            "name": f"{run.name}-{run.id[:6]}",
+            "resume": "allow",
+            "embed": False,
         },
     ),
-    "mlflow": _Kind("mlflow", lambda run: {"experiment_name": PROJECT, "run_name": run.name}, _mlflow_name),
-}  # fmt: skip
-
-
-def check_trackers(names: tuple[str, ...]) -> None:
-    """Refuse trackers that are not installed.
-
-    Raises:
-        UserError: says what to install.
-    """
-    for name in names:
-        if name in _KINDS and not _KINDS[name].is_installed:
-            raise UserError(
-                f"--log-to {name}: the package {_KINDS[name].module} is not installed. Install it with "
-                f"`{Path(sys.executable).name} -m pip install {_KINDS[name].module}`, or leave {name} out: "
-                "metrics.jsonl is always written."
-            )
+    "mlflow": _Tracker(lambda run: {"experiment_name": PROJECT, "run_name": run.name}, _mlflow_name),
+}
 
 
 class Trackers:
-    """All trackers of a run. One that fails in the middle of it is given up, not the run.
+    """Trackers sends metrics to all trackers of a run; one that fails on the way is given up, not the run.
 
     Args:
-        names: those of ``--log-to``.
-        run: what they are told of it.
-        options: the run's, by name: text and numbers.
+        names: trackers of ``--log-to``; ``jsonl`` is none of them.
+        run: what they are told of the run.
+        options: the run's options, by name: text and numbers.
 
     Raises:
         UserError: a tracker cannot begin.
@@ -97,17 +78,19 @@ class Trackers:
     def __init__(self, names: Sequence[str], run: TrackedRun, options: Mapping[str, Any]) -> None:
         self._open: dict[str, Any] = {}
         for name in dict.fromkeys(names):
-            if name in _KINDS:
+            if name in _TRACKERS:
                 self._open[name] = _begin(name, run, options)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Pass on what ``step`` measured."""
+        """Send the metrics of ``step``."""
         for name, tracker in list(self._open.items()):
             with self._watching(name):
-                tracker.log({_KINDS[name].metric_name(metric): value for metric, value in metrics.items()}, step=step)
+                tracker.log(
+                    {_TRACKERS[name].metric_name(metric): value for metric, value in metrics.items()}, step=step
+                )
 
     def finish(self) -> None:
-        """Let trackers send what they still have."""
+        """Have the trackers send what they still hold."""
         for name, tracker in list(self._open.items()):
             with self._watching(name):
                 tracker.finish()
@@ -115,7 +98,7 @@ class Trackers:
 
     @contextlib.contextmanager
     def _watching(self, name: str) -> Iterator[None]:
-        """Give up on a tracker that fails: each has a network and a mind of its own."""
+        """Give up on the tracker if it fails: each depends on a network or a server of its own."""
         try:
             yield
         except Exception as error:
@@ -131,7 +114,7 @@ def _begin(name: str, run: TrackedRun, options: Mapping[str, Any]) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             PartialState(cpu=True)  # accelerate's classes look at it, and it would otherwise look for GPUs of its own
-            tracker = LOGGER_TYPE_TO_CLASS[name](**_KINDS[name].arguments(run))
+            tracker = LOGGER_TYPE_TO_CLASS[name](**_TRACKERS[name].arguments(run))
             tracker.start()
             tracker.store_init_configuration(dict(options))
     except Exception as error:

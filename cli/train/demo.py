@@ -1,4 +1,4 @@
-"""``finetune --demo``: the whole of it on any machine in under two minutes, without a network or a GPU."""
+"""``finetune --demo``: a whole run on any machine in under two minutes, without a network or a GPU."""
 
 import json
 import shutil
@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cli.launch.interrupts import Interrupts
+from cli.job.quiet import quiet_transformers
 from cli.options.schedule import Warmup
 from cli.options.settings import Settings
-from cli.train.one_machine import Result, finetune, quiet_transformers
+from cli.train.interrupts import Interrupts
+from cli.train.loop import RunResult
+from cli.train.one_machine import finetune
 from common.units import format_bytes, format_count, format_seconds
 
 PROMPT = "The module provides"
@@ -18,13 +20,13 @@ PROMPT = "The module provides"
 
 @dataclass(frozen=True)
 class DemoSize:
-    """How large the demonstration is."""
+    """Sizes of the demonstration."""
 
     hidden: int = 320
     layers: int = 24
     vocab: int = 4096
     host_memory: int = 208 << 20
-    """The cap, bytes. Nearly 120 MiB of it are a fixed allowance for what no program can plan."""
+    """Host memory that the run may take. Nearly 120 MiB of it are a fixed allowance for what no program can plan."""
     steps: int = 32
     batch_size: int = 4
     seq_len: int = 128
@@ -35,9 +37,9 @@ class DemoSize:
 def run_demo(
     output: Path | None, report: Path | None, debug: bool, interrupts: Interrupts, size: DemoSize | None = None
 ) -> None:
-    """Write a checkpoint and data, fine-tune them out of core, load the result and let it say something."""
+    """Write a checkpoint and data, train out of core, load the result and let it continue a prompt."""
     size = size or DemoSize()
-    began = time.monotonic()
+    start_time = time.monotonic()
     folder = (output or Path("finetune-output") / "demo").expanduser().absolute()
     checkpoint, data, tuned = folder / "checkpoint", folder / "data.jsonl", folder / "tuned"
     if not debug:
@@ -65,11 +67,11 @@ def run_demo(
     result = finetune(settings, interrupts)
     print(f"\n{_summary(result, size)}\n")
     print(f'from_pretrained("{tuned}") says: {_generate(tuned, size.new_tokens)}')
-    print(f"\nAll of it took {format_seconds(time.monotonic() - began)}.")
+    print(f"\nAll of it took {format_seconds(time.monotonic() - start_time)}.")
 
 
 def _equivalent(settings: Settings, size: DemoSize) -> tuple[str, ...]:
-    """The command line that does the same."""
+    """Return the command line that does the same."""
     words = ["--model", settings.model, "--data", *settings.data, "--gpu", "cpu"]
     words += ["--host-memory", f"{size.host_memory >> 20}MiB", "--batch-size", str(size.batch_size)]
     words += ["--seq-len", str(size.seq_len), "--steps", str(size.steps), "--lr", f"{size.lr:g}", "--warmup", "10%"]
@@ -113,8 +115,8 @@ def write_data(file: Path) -> None:
             out.write(json.dumps({"text": " ".join(text.split())}) + "\n")
 
 
-def _summary(result: Result, size: DemoSize) -> str:
-    """What a run out of core is about: its states are larger than the memory it took."""
+def _summary(result: RunResult, size: DemoSize) -> str:
+    """Return what a run out of core is about: its states are larger than the memory it took."""
     report = result.report
     states = 12 * report.parameters
     used = report.host_peak_bytes - report.host_baseline_bytes
@@ -127,7 +129,7 @@ def _summary(result: Result, size: DemoSize) -> str:
 
 
 def _generate(directory: Path, new_tokens: int) -> str:
-    """The beginning of a text and how the fine-tuned model goes on."""
+    """Return how the trained model continues a prompt."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -137,7 +139,10 @@ def _generate(directory: Path, new_tokens: int) -> str:
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         tokens = model.generate(
-            input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=new_tokens,
-            do_sample=True, top_k=40,
-        )  # fmt: skip
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            max_new_tokens=new_tokens,
+            do_sample=True,
+            top_k=40,
+        )
     return repr(str(tokenizer.decode(tokens[0], skip_special_tokens=True)))

@@ -1,4 +1,4 @@
-"""A continuation of a prompt by the model that was just tuned: so that people see that something was learnt."""
+"""``--sample``: a prompt continued by the model that was just trained, so that people see what it has learnt."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -16,21 +16,23 @@ def continuation(
     longest: int,
     seed: int,
 ) -> Iterator[str]:
-    """Pieces of text as they are made; they end with the document, or where the model's context does.
+    """Yield pieces of text as they are made, to the end of the document or of the model's context.
 
     Args:
-        logits_after: of the next token ``[V]``, after ``[1, S]`` tokens.
+        logits_after: returns the logits of the next token ``[V]``, after ``[1, S]`` tokens.
+        tokenizer: the model's tokenizer.
+        prompt: text to continue.
         tokens: how many to make at most.
         temperature: 0 takes the likeliest token, more draws.
         longest: sequence that the model can take.
-        seed: of what is drawn.
+        seed: seed of what is drawn.
     """
     generator = torch.Generator().manual_seed(seed)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"][:, -longest:]
     if not ids.numel():  # an empty prompt, and a tokenizer that begins documents with nothing
         ids = torch.tensor([[tokenizer.bos_token_id or tokenizer.eos_token_id or 0]])
-    given, said = ids.shape[1], ""
-    for _ in range(min(tokens, longest - given)):
+    prompt_tokens, shown = ids.shape[1], ""
+    for _ in range(min(tokens, longest - prompt_tokens)):
         logits = logits_after(ids)
         if temperature > 0:
             chosen = torch.multinomial(torch.softmax(logits.double() / temperature, 0), 1, generator=generator)
@@ -40,17 +42,17 @@ def continuation(
             break
         ids = torch.cat([ids, chosen.view(1, 1)], dim=1)
         # A token may be a part of a letter, or a space that only shows before the next word: decode from the start.
-        text = str(tokenizer.decode(ids[0, given:], skip_special_tokens=True)).removesuffix("\ufffd")
-        yield text.removeprefix(said)
-        said = text
+        text = str(tokenizer.decode(ids[0, prompt_tokens:], skip_special_tokens=True)).removesuffix("\ufffd")
+        yield text.removeprefix(shown)
+        shown = text
 
 
 def print_sample(pieces: Iterator[str], prompt: str) -> None:
-    """Show the prompt and, piece by piece, what follows; then how fast that was."""
-    began, count = time.monotonic(), 0
+    """Print the prompt and, piece by piece, what follows; then how fast that was."""
+    start_time, count = time.monotonic(), 0
     print(f"sample   {prompt}", end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)
         count += 1
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - start_time
     print(f"\n         ({count} tokens in {seconds:.1f} s; each reads the whole model once)", flush=True)

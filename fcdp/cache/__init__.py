@@ -1,1 +1,1 @@
-"""Parameters cached in host memory: what is kept where, and whether it is still right."""
+"""Cached parameters: which are cached, in which memory, and whether they are still up to date."""

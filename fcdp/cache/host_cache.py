@@ -1,13 +1,13 @@
-"""What a rank keeps of gathered parameters: its share of every group, on the device, in host memory, or as fits.
+"""Where a rank's cached shards lie: on the device, in host memory, or on the device while there is room.
 
-A share is ``[n, c]``: the cells of n ranks, those with this rank's place in the blocks of ranks that have a copy of the
-parameters among them. In FCDP such a block is a node, n the number of nodes, and the shares of its M ranks together are
-one copy of the model in compute precision. Host memory is mapped once, page-locked where there is CUDA, on the GPU's
-NUMA node, and never given back during the run.
+A cached shard is ``[n, c]``: the cells of n ranks, those with this rank's place in the blocks of ranks that hold one
+copy of the parameters together. In FCDP such a block is a node, n the number of nodes, and the cached shards of its M
+ranks together are one copy of the model in compute precision. Host memory is mapped once, page-locked where there is
+CUDA, on the GPU's NUMA node, and never given back during the run.
 
 Streams on CUDA (not run on a GPU yet). Gathers run on a stream of FSDP2's, the current one in every call here. Copies
-to the host run on ``outward``; copies to the device, and everything that touches a share on the device, on ``inward``.
-A copy inward waits for two things only, that the output is allocated and that the share is filled, so it overtakes the
+to the host run on ``outward``; copies to the device, and everything that touches a shard on the device, on ``inward``.
+A copy inward waits for two things only, that the output is allocated and that the shard is filled, so it overtakes the
 gather before it. A copy outward reads an output that FSDP2 may free at any time: the output is held until the stream
 on which the next one is allocated has been told to wait for the copy.
 """
@@ -32,13 +32,13 @@ class CopyStreams:
 
     @classmethod
     def on(cls, device: torch.device) -> "CopyStreams | None":
-        """Two new streams; None for the CPU, where copies are calls that return when done."""
+        """Make two streams; None for the CPU, where copies are calls that return when done."""
         if device.type != "cuda":
             return None
         return cls(torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device, priority=-1))
 
     def release(self) -> None:
-        """Order the current stream after all pending reads of outputs, and let go of these."""
+        """Order the current stream after all pending reads of outputs, and drop the references to these."""
         current = torch.cuda.current_stream()
         for _, done in self.read:
             current.wait_event(done)
@@ -46,16 +46,16 @@ class CopyStreams:
 
 
 class HostCache:
-    """Host memory for the shares of all groups: one mapping, cut up once.
+    """Host memory for the cached shards of all groups: one mapping, cut up once.
 
     Args:
-        sizes: bytes of each share, in the order in which :meth:`take` is called.
+        sizes: bytes of each shard, in the order in which :meth:`allocate` is called.
         device: what copies from it; decides page-locking and the NUMA node.
     """
 
     def __init__(self, sizes: list[int], device: torch.device):
         self.nbytes = sum(sizes)
-        """Bytes of all shares; the mapping is up to a page larger for each."""
+        """Bytes of all shards; the mapping is up to a page larger for each."""
         self._free = 0
         self._buffer: HostBuffer | None = None
         if sizes:
@@ -64,8 +64,8 @@ class HostCache:
             if device.type == "cuda":
                 self._buffer.page_lock()
 
-    def take(self, nbytes: int) -> torch.Tensor:
-        """The next ``uint8 [nbytes]``, on a page of its own."""
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return the next ``uint8 [nbytes]``, which begins on a page of its own."""
         assert self._buffer is not None
         part = self._buffer.tensor(torch.uint8, self._free, nbytes)
         self._free += round_up(nbytes, PAGE)
@@ -79,11 +79,11 @@ class HostCache:
 
 
 class CacheEntry:
-    """One group's share: written by a gather, read by later ones until the group is dirty.
+    """Memory for one group's cached shard: written by a gather, read by later ones until the group is dirty.
 
     Args:
-        nbytes: its size.
-        host: ``uint8 [nbytes]``, its place in host memory; None: it is always on the device.
+        nbytes: size of the shard.
+        host: ``uint8 [nbytes]``, place in host memory; None: the shard is always on the device.
         streams: None on the CPU.
         placement: decides between host and device at every use.
         traffic: where copied bytes are counted.
@@ -112,17 +112,17 @@ class CacheEntry:
         """Whether the newest copy is on the device."""
         return self._device is not None
 
-    def store(self, column: torch.Tensor, output: torch.Tensor) -> None:
-        """Keep ``column`` ``[n, c]``, a strided part of ``output`` that the current stream has filled."""
+    def store(self, shard: torch.Tensor, output: torch.Tensor) -> None:
+        """Copy ``shard`` ``[n, c]``, a strided part of ``output`` that the current stream has filled."""
         if self._device is not None and not self._placement.may_stay():
             self._drop_device()
         keep = self._device is not None or self._placement.admit(self.nbytes)
         self._on_host = not keep
         if self._streams is None:
             if keep:
-                self._device = _copy_cells(column, self._device)
+                self._device = _copy_cells(shard, self._device)
             else:
-                _copy_cells(column, self._host_view(column))
+                _copy_cells(shard, self._host_view(shard))
         else:
             stream = self._streams.inward if keep else self._streams.outward
             stream.wait_stream(torch.cuda.current_stream())
@@ -130,63 +130,66 @@ class CacheEntry:
                 stream.wait_event(self._loaded)
             with torch.cuda.stream(stream):
                 if keep:
-                    self._device = _copy_cells(column, self._device)
+                    self._device = _copy_cells(shard, self._device)
                 else:
-                    _copy_cells(column, self._host_view(column))
+                    _copy_cells(shard, self._host_view(shard))
                 self._filled = stream.record_event()
             self._streams.read.append((output, self._filled))
         if not keep:
             self._traffic.device_to_host += self.nbytes
 
-    def load(self, column: torch.Tensor, own: int, allocated: torch.cuda.Event | None) -> None:
-        """Fill ``column`` ``[n, c]`` but for cell ``own``, which holds what FSDP2 has just put there.
+    def load(self, shard: torch.Tensor, own: int, allocated: torch.cuda.Event | None) -> None:
+        """Fill ``shard`` ``[n, c]`` but for cell ``own``, which holds what FSDP2 has just put there.
 
         On return the current stream is ordered after the copies.
         """
         if self._streams is None:
-            _copy_cells(self._newest(column), column, skip=own)
+            _copy_cells(self._newest(shard), shard, skip=own)
             return
         inward = self._streams.inward
         for event in (allocated, self._filled):
             if event is not None:
                 inward.wait_event(event)
         with torch.cuda.stream(inward):
-            _copy_cells(self._newest(column), column, skip=own)
+            _copy_cells(self._newest(shard), shard, skip=own)
             self._loaded = inward.record_event()
         torch.cuda.current_stream().wait_event(self._loaded)
 
-    def cell(self, column: torch.Tensor, index: int) -> torch.Tensor:
-        """Cell ``index`` where it lies now, ``[c]``; shape and dtype are those of ``column`` ``[n, c]``. For the CPU:
-        nothing is ordered."""
-        return self._device[index] if self._device is not None else self._host_view(column)[index]
+    def cell(self, shard: torch.Tensor, index: int) -> torch.Tensor:
+        """Return cell ``index`` where it lies now, ``[c]``. For the CPU: no stream is ordered.
 
-    def _newest(self, column: torch.Tensor) -> torch.Tensor:
-        """The share where it should be read from, after moving it between tiers if that is called for."""
+        Args:
+            shard: ``[n, c]``, whose shape and dtype the cached shard has.
+        """
+        return self._device[index] if self._device is not None else self._host_view(shard)[index]
+
+    def _newest(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return the shard where it should be read from, after moving it between tiers if the rule says so."""
         if self._device is not None and not self._placement.may_stay():
             if not self._on_host:
-                _copy_cells(self._device, self._host_view(column))
+                _copy_cells(self._device, self._host_view(shard))
                 self._traffic.device_to_host += self.nbytes
                 self._on_host = True
             self._drop_device()
             if self._streams is not None:
                 self._filled = self._streams.inward.record_event()
         elif self._device is None and self._placement.admit(self.nbytes):
-            self._device = torch.empty_like(column, memory_format=torch.contiguous_format)
-            self._device.copy_(self._host_view(column), non_blocking=True)
+            self._device = torch.empty_like(shard, memory_format=torch.contiguous_format)
+            self._device.copy_(self._host_view(shard), non_blocking=True)
             self._traffic.host_to_device += self.nbytes
         if self._device is not None:
             return self._device
-        self._traffic.host_to_device += self.nbytes // column.size(0) * (column.size(0) - 1)
-        return self._host_view(column)
+        self._traffic.host_to_device += self.nbytes // shard.size(0) * (shard.size(0) - 1)
+        return self._host_view(shard)
 
     def _drop_device(self) -> None:
-        """Free the device copy. It was made and used on ``inward`` alone, so its memory is in order there."""
+        """Free the device copy. It was made and used on ``inward`` alone, so reusing its memory there is safe."""
         self._device = None
         self._placement.leave(self.nbytes)
 
-    def _host_view(self, column: torch.Tensor) -> torch.Tensor:
+    def _host_view(self, shard: torch.Tensor) -> torch.Tensor:
         assert self._host is not None
-        return self._host.view(column.dtype).view(column.shape)
+        return self._host.view(shard.dtype).view(shard.shape)
 
 
 def _copy_cells(source: torch.Tensor, target: torch.Tensor | None, skip: int = -1) -> torch.Tensor:

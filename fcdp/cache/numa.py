@@ -15,7 +15,7 @@ _DEFAULT, _PREFERRED = 0, 1
 
 
 def node_of(device: torch.device) -> int | None:
-    """The NUMA node that ``device`` is attached to; None for the CPU and where the kernel does not tell."""
+    """Return the NUMA node that ``device`` is attached to; None for the CPU and where the kernel does not tell."""
     if device.type != "cuda":
         return None
     properties: Any = torch.cuda.get_device_properties(device)
@@ -29,7 +29,7 @@ def node_of(device: torch.device) -> int | None:
 
 @contextlib.contextmanager
 def prefer(node: int | None) -> Iterator[None]:
-    """Pages first touched by this thread come from ``node`` while there are any. Without effect where not allowed."""
+    """Have pages that this thread first touches come from ``node`` while it has any. No effect where not allowed."""
     number = _SET_MEMPOLICY.get(platform.machine())
     if node is None or number is None:
         yield

@@ -1,12 +1,12 @@
-"""Which shares stay on the device: the device-memory threshold of FCDP-Cache (section IV-D of the paper).
+"""Which cached shards stay on the device: the device-memory threshold of FCDP-Cache (section IV-D of the paper).
 
-A share on the device saves two trips over PCIe per step. It must never cost a batch size: with all shares in host
-memory the device holds what ZeRO-3 holds. The paper looks at memory in use when a block's forward is done; but what a
-step needs most comes later, in the backward, when activations have piled up. So a share is let in only if the *peak* of
-the last whole step leaves room for it below the threshold, and is sent back to the host if memory in use ever passes
-it. Until one step has been seen, everything goes to the host.
+A cached shard on the device saves two trips over PCIe per step. It must never cost a batch size: with all of them in
+host memory the device holds what ZeRO-3 holds. The paper looks at memory in use when a block's forward is done; but a
+step needs most memory later, in the backward, when activations have piled up. So a shard is admitted only if the *peak*
+of the last whole step leaves room for it below the threshold, and is sent back to the host if memory in use ever passes
+the threshold. Until one step has been seen, everything goes to the host.
 
-Which tier holds a share is each rank's own decision: either way it is a hit, and no collective depends on it.
+Which tier holds a shard is each rank's own decision: either way it is a hit, and no collective depends on it.
 """
 
 from collections.abc import Callable
@@ -18,15 +18,17 @@ import torch
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """How much device memory there is and how much is in use, both in bytes."""
+    """Device memory: all of it and what is in use, in bytes."""
 
     total: int
     in_use: Callable[[], int]
 
     @classmethod
     def of(cls, device: torch.device) -> "DeviceMemory | None":
-        """Of a CUDA device, what PyTorch has cached but not handed out counting as free. None for the CPU, whose
-        memory is the host's."""
+        """Return a CUDA device's memory, in which what PyTorch has cached but not handed out counts as free.
+
+        None for the CPU, whose memory is the host's.
+        """
         if device.type != "cuda":
             return None
         free, total = torch.cuda.mem_get_info(device)
@@ -35,56 +37,56 @@ class DeviceMemory:
 
 
 class DevicePlacement(Protocol):
-    """Which shares may be on the device."""
+    """The rule that says which cached shards may be on the device."""
 
     def admit(self, nbytes: int) -> bool:
-        """Whether a share of ``nbytes`` may go to the device; if so it is counted as held."""
+        """Return whether a shard of ``nbytes`` may go to the device; if so it is counted as held."""
         ...
 
     def may_stay(self) -> bool:
-        """Whether a share that is on the device may remain."""
+        """Return whether a shard that is on the device may remain."""
         ...
 
     def leave(self, nbytes: int) -> None:
-        """A share of ``nbytes`` is no longer on the device."""
+        """Count a shard of ``nbytes`` as no longer on the device."""
         ...
 
 
-class OnDevice:
-    """Every share, always: the tier ``device``."""
+class AlwaysOnDevice:
+    """The rule of the tier ``device``: every shard is on the device, always."""
 
     def admit(self, nbytes: int) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
     def may_stay(self) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
     def leave(self, nbytes: int) -> None:
-        """Never happens."""
+        """Do nothing: no shard ever leaves."""
 
 
 class Placement:
-    """The shares on one device, and the rule for who may join or must leave.
+    """The rule of the tier ``adaptive``: shards are on the device while memory in use stays below a threshold.
 
     Args:
-        memory: of the device; None: every share stays in host memory.
-        threshold: part of device memory, 0 to 1, that may be in use with shares on the device. 0: none ever is.
+        memory: the device's memory; None: every shard stays in host memory.
+        threshold: part of device memory, 0 to 1, that may be in use with shards on the device. 0: none ever is.
     """
 
     def __init__(self, memory: DeviceMemory | None, threshold: float):
         self._memory = memory
         self._limit = int(threshold * memory.total) if memory and threshold > 0 else 0
         self.held_bytes = 0
-        """Bytes of shares on the device now."""
+        """Bytes of cached shards on the device now."""
         self._peak = 0
-        """Most in use by everything but shares, this step."""
+        """Most bytes in use by everything but cached shards, this step."""
         self._last_peak: int | None = None
-        """The same for the last whole step."""
+        """Most bytes in use by everything but cached shards in the last whole step; None: there was none."""
 
     def admit(self, nbytes: int) -> bool:
-        """Whether a share of ``nbytes`` may go to the device; if so it is counted as held."""
+        """Return whether a shard of ``nbytes`` may go to the device; if so it is counted as held."""
         if not self._look():
             return False
         if self._last_peak is None or max(self._last_peak, self._peak) + self.held_bytes + nbytes > self._limit:
@@ -93,20 +95,20 @@ class Placement:
         return True
 
     def may_stay(self) -> bool:
-        """Whether a share that is on the device may remain: memory in use is below the threshold."""
+        """Return whether a shard that is on the device may remain: memory in use is below the threshold."""
         return self._look() <= self._limit and self._limit > 0
 
     def leave(self, nbytes: int) -> None:
-        """A share of ``nbytes`` is no longer on the device."""
+        """Count a shard of ``nbytes`` as no longer on the device."""
         self.held_bytes -= nbytes
 
     def end_step(self) -> None:
-        """The optimizer has stepped: what was seen since the last time was a whole step."""
+        """Note that the optimizer has stepped: what was seen since the last time was a whole step."""
         if self._limit:
             self._last_peak, self._peak = self._peak, 0
 
     def _look(self) -> int:
-        """Bytes in use now, noted for the peak. 0 if nothing may be on the device."""
+        """Return the bytes in use now, and note them for the peak. 0 if nothing may be on the device."""
         if not self._memory or not self._limit:
             return 0
         in_use = self._memory.in_use()

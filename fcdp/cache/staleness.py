@@ -1,4 +1,4 @@
-"""Telling when cached parameters are no longer the parameters: marks, and a net for what no mark has seen.
+"""Noticing that cached parameters are out of date: marks set by hooks, and a check for what no hook has seen.
 
 A stale cache ruins training in silence. PyTorch's version counters do not see fused and foreach optimizer steps, and a
 checkpoint loaded in place fires no hook. So each group carries a mark that is set
@@ -8,8 +8,8 @@ checkpoint loaded in place fires no hook. So each group carries a mark that is s
 * by :meth:`Sharding.invalidate`, for everything else.
 
 Hit or miss must be the same decision on every rank, or ranks wait in different collectives for ever. All three happen
-on every rank alike, and nothing else decides. What slipped through is found by comparing this rank's part of the cache
-with its current parameters at each hit: the rank cannot go and gather alone, so it is an error.
+on every rank alike, and nothing else decides. A change that none of them has marked is found by comparing this rank's
+part of the cache with its current parameters at each hit: the rank cannot gather alone, so it is an error.
 """
 
 import weakref
@@ -38,30 +38,31 @@ class StaleCacheError(FinetuneError):
 
 
 class OptimizerHooks:
-    """Sets the groups' marks on optimizer steps and loads, from now until :meth:`close`.
+    """Hooks that mark groups as dirty at optimizer steps and loads, from now until :meth:`close`.
 
     Args:
-        groups: those to mark.
-        before_step, after_step: called before and after an optimizer step that concerns any of them.
+        groups: the groups to mark.
+        before_step, after_step: called before and after an optimizer step that may change any of them.
     """
 
     def __init__(self, groups: list[ParameterGroup], before_step: weakref.WeakMethod, after_step: weakref.WeakMethod):
         self._groups = groups
         self._before_step = before_step
         self._after_step = after_step
-        #: By place, and whether it was sharded. Not weak: PyTorch refuses to swap tensors that have weak references.
-        self._shown: dict[tuple[int, str, bool], tuple[nn.Parameter, ParameterGroup]] = {}
-        self._learn()
+        #: Parameter and group by place, and by whether it was sharded. Not weak: PyTorch refuses to swap tensors that
+        #: have weak references.
+        self._known: dict[tuple[int, str, bool], tuple[nn.Parameter, ParameterGroup]] = {}
+        self._look_up_parameters()
         # Hooks for all optimizers are kept by PyTorch for ever: they must not keep the model alive.
         this = weakref.ref(self)
 
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if (watch := this()) is not None:
-                watch._before(optimizer)
+            if (hooks := this()) is not None:
+                hooks._before(optimizer)
 
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if (watch := this()) is not None:
-                watch._after(optimizer)
+            if (hooks := this()) is not None:
+                hooks._after(optimizer)
 
         self._handles: list[RemovableHandle] = [
             register_optimizer_step_pre_hook(before),
@@ -72,25 +73,28 @@ class OptimizerHooks:
                 self._handles.append(owner.register_load_state_dict_post_hook(_mark_hook(group)))
 
     def close(self) -> None:
-        """OptimizerHooks no longer."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
-    def _learn(self) -> None:
-        """Whose parameters are which. Asked again at every step, because objects change: ``to_empty()`` and loading
-        may put new ones in place. The newest of each kind are kept: a group that is unsharded now shows others than
-        those that the optimizer has."""
+    def _look_up_parameters(self) -> None:
+        """Note which parameters belong to which group.
+
+        This is done anew at every step, because objects change: ``to_empty()`` and loading may put new ones in place.
+        The newest sharded and the newest unsharded ones are kept: a group that is unsharded now shows other objects
+        than those that the optimizer has.
+        """
         for group in self._groups:
             for owner, name in group.places:
                 parameter = owner._parameters.get(name)
                 if parameter is not None:
-                    self._shown[id(owner), name, isinstance(parameter, DTensor)] = parameter, group
+                    self._known[id(owner), name, isinstance(parameter, DTensor)] = parameter, group
 
     def _touched(self, optimizer: Optimizer) -> list[ParameterGroup]:
-        """Groups with a parameter that a step of ``optimizer`` may change. Too many does no harm, too few does."""
-        self._learn()
-        known = {id(parameter): group for parameter, group in self._shown.values()}
+        """Return the groups with a parameter that a step of ``optimizer`` may change. Too many do no harm."""
+        self._look_up_parameters()
+        known = {id(parameter): group for parameter, group in self._known.values()}
         touched = {}
         for options in optimizer.param_groups:
             for parameter in options["params"]:
@@ -119,14 +123,18 @@ def _mark_hook(group: ParameterGroup) -> Any:
 
 
 class StalenessCheck:
-    """The check at a hit. On the CPU exact and at once. On CUDA a sum of the words' bits, compared on the device and
-    read once per step: no host waits inside the step, and what is found stops the step before it is applied."""
+    """Compares cached with current parameters at each hit.
+
+    On the CPU this is exact and done at once. On CUDA a sum of the words' bits is compared on the device, and the
+    result is read once per step: the host never waits inside the step, and a difference stops the step before the
+    optimizer applies it.
+    """
 
     def __init__(self, device: torch.device):
         self._found = torch.zeros((), dtype=torch.bool, device=device) if device.type == "cuda" else None
 
     def filled(self, group: ParameterGroup, current: torch.Tensor) -> None:
-        """The cache of ``group`` has just been filled; this rank's part of it was ``current``."""
+        """Note that the cache of ``group`` has just been filled, this rank's part of it with ``current``."""
         if self._found is not None:
             group.fingerprint = _fingerprint(current)
 
@@ -134,9 +142,9 @@ class StalenessCheck:
         """Compare this rank's ``current`` parameters with what was cached.
 
         Args:
-            group: whose parameters they are.
-            current: this rank's part of them, flat, as it is now.
-            cached: this rank's part of the cache; on CUDA not needed.
+            group: the group whose parameters they are.
+            current: this rank's part of the parameters, flat, as it is now.
+            cached: this rank's part of the cache; not needed on CUDA.
 
         Raises:
             StaleCacheError: they differ (CPU).
@@ -148,7 +156,7 @@ class StalenessCheck:
             raise StaleCacheError(f"'{group.name}'")
 
     def raise_if_found(self) -> None:
-        """Read what checks on CUDA have found since the last call. Waits for the device.
+        """Read what checks on CUDA have found since the last call. This waits for the device.
 
         Raises:
             StaleCacheError: some group's parameters differed.
@@ -159,7 +167,7 @@ class StalenessCheck:
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:
-    """The bits as integers: NaN equals itself, and 0.0 is not -0.0."""
+    """Return the bits as integers, among which NaN equals itself and 0.0 is not -0.0."""
     return data.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()])
 
 
@@ -168,6 +176,6 @@ def _fingerprint(data: torch.Tensor) -> torch.Tensor:
 
 
 def mark_all(groups: Iterable[ParameterGroup]) -> None:
-    """Every group is gathered across nodes at its next use."""
+    """Mark every group as dirty, so that it is gathered across nodes at its next use."""
     for group in groups:
         group.dirty = True

@@ -1,1 +1,1 @@
-"""Sharded checkpoints of a training on several nodes."""
+"""Checkpoints of a training on several nodes: commits of all ranks, weights in and out, exports."""

@@ -1,8 +1,8 @@
 """Commits: whole states of a run on a file system that all nodes share, written by all ranks together.
 
 A commit is a folder ``step-<N>``: a safetensors file from each rank with the rows that it holds, and a manifest that
-says where everything lies and what it comes to, so that any number of ranks can load it. It is written beside the last
-one, under another name; it counts once all of it is on the drives and it is renamed, and only then the last one goes.
+says where everything lies, with checksums, so that any number of ranks can load it. It is written beside the last one,
+under another name; it is renamed, and counts, once all of it is on the drives, and only then the last one is removed.
 So whatever happens, the newest commit that is there is whole.
 """
 
@@ -31,14 +31,15 @@ _INCOMPLETE, _DISCARDED = "incomplete", "discarded"
 
 @dataclass(frozen=True)
 class VerifiedCheckpoint:
-    """What was found in a commit."""
+    """The result of reading a whole commit."""
 
     step: int
     parts: int
-    """Of tensors and files, each with a checksum."""
+    """Number of parts of tensors and files, each with a checksum."""
     nbytes: int
+    """Bytes that were read."""
     damage: list[str]
-    """A sentence for each part that is not what was written; names tensor and file."""
+    """Sentences, one for each part that is not what was written; names tensor and file."""
 
 
 class ShardedCheckpoints:
@@ -53,11 +54,11 @@ class ShardedCheckpoints:
         self._lock: DirectoryLock | None = None
 
     def newest(self) -> int | None:
-        """The step of the newest commit; None if there is none."""
+        """Return the step of the newest commit; None if there is none."""
         return max(self._steps(), default=None)
 
     def describe(self, step: int) -> dict[str, Any]:
-        """What the commit of ``step`` was saved with.
+        """Return the description that the commit of ``step`` was saved with.
 
         Raises:
             UserError: it is in another format.
@@ -66,8 +67,8 @@ class ShardedCheckpoints:
         return Manifest.read(self._folder(step)).description
 
     def lock(self) -> None:
-        """Keep other runs away until :meth:`close`, or this process ends, and remove what a run that was killed left
-        half done. For one rank to do.
+        """Keep other runs away until :meth:`close`, or until this process ends, and remove what a run that was killed
+        has left half done. For one rank to call.
 
         Raises:
             UserError: another run is at work here.
@@ -92,8 +93,8 @@ class ShardedCheckpoints:
         """
         beside = self.directory / _INCOMPLETE
         broadcast_from_rank0(lambda: self._prepare(beside))
-        told = run_on_all_ranks(lambda: _write_own(beside, state))
-        broadcast_from_rank0(lambda: self._finish(beside, _assemble(step, state, description, told)))
+        written = run_on_all_ranks(lambda: _write_own(beside, state))
+        broadcast_from_rank0(lambda: self._finish(beside, _assemble(step, state, description, written)))
 
     def load(self, manifest: Manifest, state: Mapping[str, torch.Tensor]) -> None:
         """Read a commit into the tensors of ``state``, however they are sharded. Collective.
@@ -104,7 +105,7 @@ class ShardedCheckpoints:
         run_on_all_ranks(lambda: self._load_own(manifest, state))
 
     def read_newest(self) -> Manifest | None:
-        """That of the newest commit, as rank 0 sees it. Collective.
+        """Return the manifest of the newest commit, as rank 0 sees it. Collective.
 
         Raises:
             UserError, FinetuneError: as :meth:`Manifest.read`, on every rank.
@@ -113,12 +114,12 @@ class ShardedCheckpoints:
         return None if content is None else Manifest.from_dict(content)
 
     def discard(self) -> None:
-        """Remove all commits. For one rank to do."""
+        """Remove all commits. For one rank to call."""
         for step in self._steps():
             self._remove(self._folder(step))
 
     def verify(self) -> VerifiedCheckpoint:
-        """Read all of the newest commit, which no run may be adding to.
+        """Read all of the newest commit and compare it with its checksums. No run may be at work.
 
         Raises:
             UserError: there is none, or it is in another format, or a run is in progress.
@@ -137,7 +138,7 @@ class ShardedCheckpoints:
         return VerifiedCheckpoint(step, parts, nbytes, damage)
 
     def close(self) -> None:
-        """Let others in."""
+        """Let other runs use the commits."""
         if self._lock is not None:
             self._lock.close()
 
@@ -168,7 +169,7 @@ class ShardedCheckpoints:
             self._remove(self._folder(step))
 
     def _remove(self, folder: Path) -> None:
-        """So that it stops being a commit before any of it is gone."""
+        """Remove a commit, which is renamed, and no commit any more, before any of it is deleted."""
         away = self.directory / _DISCARDED
         _empty(away)
         with described("renaming", folder):
@@ -178,8 +179,8 @@ class ShardedCheckpoints:
 
     def _load_own(self, manifest: Manifest, state: Mapping[str, torch.Tensor]) -> None:
         folder = self._folder(manifest.step)
-        if odd := sorted(manifest.tensors.keys() ^ state.keys()):
-            raise FinetuneError(f"{folder} is of another model: {odd[0]} is in only one of them.")
+        if unmatched := sorted(manifest.tensors.keys() ^ state.keys()):
+            raise FinetuneError(f"{folder} is of another model: {unmatched[0]} is in only one of them.")
         reader = Reader(folder, manifest)
         for name, value in state.items():
             saved, wanted = manifest.tensors[name], (dtype_name(value.dtype), tuple(value.shape))
@@ -192,7 +193,7 @@ class ShardedCheckpoints:
 
 
 def has_commits(directory: Path) -> bool:
-    """Whether a run has committed anything in ``directory``."""
+    """Return whether a run has committed anything in ``directory``."""
     return ShardedCheckpoints(directory).newest() is not None
 
 
@@ -202,7 +203,7 @@ def _own_rows(value: torch.Tensor) -> Rows:
 
 
 def _write_own(folder: Path, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Write the rows that are this rank's to write: where ranks have the same ones, they take turns, by tensor."""
+    """Write the rows that are this rank's to write. Ranks that hold the same rows take turns, tensor by tensor."""
     mine = {}
     for index, (name, value) in enumerate(state.items()):
         assert isinstance(value, DTensor)
@@ -221,11 +222,12 @@ def _write_own(folder: Path, state: Mapping[str, torch.Tensor]) -> dict[str, Any
 
 
 def _assemble(
-    step: int, state: Mapping[str, torch.Tensor], description: dict[str, Any], told: list[dict[str, Any]]
+    step: int, state: Mapping[str, torch.Tensor], description: dict[str, Any], written: list[dict[str, Any]]
 ) -> Manifest:
+    """Return the manifest of a commit from what every rank has written."""
     pieces: dict[str, list[TensorPiece]] = {name: [] for name in state}
-    files = {name: SavedFile(**file) for one in told for name, file in one["files"].items()}
-    for one in told:
+    files = {name: SavedFile(**file) for one in written for name, file in one["files"].items()}
+    for one in written:
         for name, found in one["pieces"].items():
             pieces[name] += [TensorPiece(*piece) for piece in found]
     tensors = {
@@ -238,7 +240,7 @@ def _assemble(
 
 
 def _make(directory: Path) -> None:
-    """Make it, and what it lies in, so that a power cut does not take it away with all that is in it."""
+    """Make a directory and its parents, durably: a power cut does not take them away with what is in them."""
     if directory.is_dir():
         return
     _make(directory.parent)

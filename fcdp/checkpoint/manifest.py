@@ -1,6 +1,6 @@
-"""What a commit says about itself: which rows of which tensor lie where, and what their bytes come to.
+"""The manifest of a commit: which rows of which tensor lie where, and their checksums.
 
-A sealed JSON file beside the ranks' safetensors files. Everything in it is checked before anything is read by it: a
+A sealed JSON file beside the ranks' safetensors files. Everything in it is checked before it is used: a
 manifest that has been tampered with, or comes from elsewhere, leads to no other file and no absurd amount of memory.
 """
 
@@ -16,11 +16,12 @@ from common.store.sealed import read_sealed
 
 MANIFEST = "commit.json"
 FORMAT = 2
-"""Format 1, without a number in it, was PyTorch's distributed checkpoint, whose index is a Python pickle."""
+"""Number of the format. Format 1, which had no number, was PyTorch's distributed checkpoint, whose index is a Python
+pickle."""
 _OLD_INDEX = ".metadata"
 
 PIECE_BYTES = 16 << 20
-"""Of the largest piece, unless a single row is larger: what a rank that needs one of its rows reads."""
+"""Bytes of the largest piece, unless a single row is larger. A rank that needs one of its rows reads all of it."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,13 @@ class TensorPiece:
 
     file: str
     offset: int
-    """Of the first row's first byte in the file."""
+    """Offset of the first row in the file."""
     start: int
+    """First row."""
     stop: int
-    """Rows ``start`` to ``stop``."""
+    """Row after the last one."""
     sum: int
-    """:func:`common.store.checksums.checksum` of its bytes, from page 0."""
+    """Checksum of its bytes by :func:`common.store.checksums.checksum`, from page 0."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +44,17 @@ class SavedTensor:
     """A whole tensor, in pieces that follow each other."""
 
     dtype: str
-    """As safetensors writes it: ``F32``."""
+    """Dtype as safetensors writes it: ``F32``."""
     shape: tuple[int, ...]
     pieces: tuple[TensorPiece, ...]
 
     @property
     def row_bytes(self) -> int:
-        """Of one of its rows."""
+        """Bytes of one row."""
         return math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
 
     def holding(self, start: int, stop: int) -> list[TensorPiece]:
-        """The pieces with any of these rows."""
+        """Return the pieces with any of these rows."""
         return [piece for piece in self.pieces if piece.start < stop and piece.stop > start]
 
 
@@ -62,22 +64,22 @@ class SavedFile:
 
     nbytes: int
     header_nbytes: int
-    """All before the first tensor."""
+    """Bytes of all that stands before the first tensor."""
     header_sum: int
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of one commit."""
+    """All that a commit says about itself."""
 
     step: int
     description: dict[str, Any]
-    """The trainer's own: of which model it is, and what goes with the state."""
+    """JSON of the trainer: which model it is, and what goes with the state."""
     files: dict[str, SavedFile]
     tensors: dict[str, SavedTensor]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the manifest for JSON."""
         return {
             "format": FORMAT,
             "step": self.step,
@@ -95,7 +97,7 @@ class Manifest:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> "Manifest":
-        """From :meth:`to_dict`.
+        """Read what :meth:`to_dict` has returned.
 
         Raises:
             ValueError, TypeError, KeyError, AttributeError: it describes no commit.
@@ -113,7 +115,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """That of the commit in ``folder``.
+        """Read the manifest of the commit in ``folder``.
 
         Raises:
             UserError: another format.
@@ -135,7 +137,7 @@ class Manifest:
 
 
 def is_commit(folder: Path) -> bool:
-    """Whether ``folder`` was committed, in any format."""
+    """Return whether ``folder`` was committed, in any format."""
     return (folder / MANIFEST).exists() or (folder / _OLD_INDEX).exists()
 
 

@@ -1,4 +1,4 @@
-"""Rows of tensors, to a rank's file and back. The file is an ordinary safetensors file, which any tool can read."""
+"""Writing and reading rows of tensors in a rank's file, an ordinary safetensors file that any tool can read."""
 
 import json
 import os
@@ -20,24 +20,24 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Rows:
-    """Consecutive rows of a tensor, which this rank has."""
+    """Consecutive rows of a tensor that this rank holds."""
 
     first: int
-    """Which row of the whole tensor is the first of ``data``."""
+    """Row of the whole tensor that is the first of ``data``."""
     data: torch.Tensor
-    """``[rows, ...]``."""
+    """The rows, ``[rows, ...]``."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As safetensors writes it."""
+    """Return the name of ``dtype`` in safetensors files."""
     return _NAMES[dtype]
 
 
 def write_rows(path: Path, named: Mapping[str, Rows]) -> tuple[SavedFile, dict[str, list[TensorPiece]]]:
-    """Write a new file; on return it is on the drive, but for its name (sync the folder).
+    """Write a new file. On return it is on the drive, but not its name: sync the folder.
 
     Args:
-        named: by name of the tensor; a piece at a time is copied to host memory.
+        named: rows by name of the tensor; a piece at a time is copied to host memory.
 
     Raises:
         StoreError: the file system refused.
@@ -63,8 +63,8 @@ class Reader:
     """Reads the pieces of one commit, and compares each with its checksum.
 
     Args:
-        folder: of the commit.
-        manifest: its own.
+        folder: folder of the commit.
+        manifest: the commit's manifest.
     """
 
     def __init__(self, folder: Path, manifest: Manifest):
@@ -72,10 +72,10 @@ class Reader:
         self._seen: set[str] = set()
 
     def read(self, name: str, rows: Rows) -> None:
-        """Fill ``rows`` with the saved ones.
+        """Fill ``rows`` with the saved rows of tensor ``name``.
 
         Raises:
-            StoreError: names tensor, rows and file if the bytes are not those that were written.
+            StoreError: the bytes are not those that were written; names tensor, rows and file.
         """
         saved = self._manifest.tensors[name]
         start, stop = rows.first, rows.first + len(rows.data)
@@ -88,7 +88,7 @@ class Reader:
                 rows.data[first - start : last - start].copy_(values[first - piece.start : last - piece.start])
 
     def check_all(self) -> Iterator[tuple[int, str | None]]:
-        """Read everything. Yields for each piece, and each file's header, its bytes and a sentence if it is damaged."""
+        """Read everything. Yield the bytes of each piece and file header, and a sentence if it is damaged."""
         by_file: dict[str, list[tuple[str, SavedTensor, TensorPiece]]] = {name: [] for name in self._manifest.files}
         for name, saved in self._manifest.tensors.items():
             for piece in saved.pieces:
@@ -111,7 +111,7 @@ class Reader:
 
     @contextmanager
     def _open(self, name: str) -> Iterator[int]:
-        """A file whose size and header are right."""
+        """Open a file, and check its size and header."""
         path, expected = self._folder / name, self._manifest.files[name]
         with opened(path, "reading", os.O_RDONLY) as descriptor:
             size = os.fstat(descriptor).st_size
@@ -139,7 +139,7 @@ class Reader:
 
 
 def _header(named: Mapping[str, Rows]) -> bytes:
-    """The start of a safetensors file, its length a multiple of 8 as the format asks for."""
+    """Return the start of a safetensors file, its length a multiple of 8 as the format asks for."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, rows in named.items():
@@ -155,7 +155,7 @@ def _header(named: Mapping[str, Rows]) -> bytes:
 
 
 def _cut(data: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Ranges of rows of at most :data:`PIECE_BYTES` together."""
+    """Yield ranges of rows with at most :data:`PIECE_BYTES` each."""
     rows = len(data)
     step = max(1, PIECE_BYTES * rows // max(1, data.nbytes))
     for start in range(0, rows, step):

@@ -1,10 +1,9 @@
-"""Weights into a sharded model, each rank its own rows; and out of it, a block at a time. Adapters, which are small,
-are made whole on every rank.
+"""Loading weights into a sharded model, each rank its own rows, and gathering them from it, a block at a time.
 
 FSDP2 cuts every parameter along its first dimension into as many equal parts as there are shards, so a rank's part is a
-range of rows. Where a tensor on disk is the parameter, each rank reads its range alone. What has to be put together
-first (fused experts, other layouts) and random weights are made one parameter or module at a time on every rank, of
-which the rank keeps its rows.
+range of rows. Where a tensor on disk is the parameter, each rank reads its range alone. Parameters that have to be put
+together first (fused experts, other layouts), random weights, and adapters, which are small, are made whole on every
+rank, one parameter or module at a time, and the rank keeps its rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,8 +18,10 @@ from common.models.checkpoint.sources import CheckpointSource, WeightSource
 
 
 def widen(model: nn.Module) -> None:
-    """Turn the parameters of a model on the meta device that are trained into fp32 ones, the masters, tied ones staying
-    tied. Buffers, and parameters that are frozen, stay as they are."""
+    """Turn the trained parameters of a model on the meta device into fp32, the master weights. Tied ones stay tied.
+
+    Buffers and frozen parameters stay as they are.
+    """
     wide: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -46,8 +47,8 @@ def load(model: nn.Module, source: WeightSource, adapters: Adapters | None = Non
 
     Args:
         model: sharded and materialised.
-        source: of the same model, made from a copy of it that is not sharded and has no adapters. It has been checked.
-        adapters: that ``model`` has been given.
+        source: weights of the same model without adapters, made from a copy that is not sharded. It has been checked.
+        adapters: the adapters that ``model`` has been given.
     """
     shards = {name: cast(DTensor, parameter) for name, parameter in model.named_parameters()}
     new = adapters.names if adapters is not None else ()
@@ -82,7 +83,7 @@ def _keep_rows(shard: DTensor, value: torch.Tensor) -> None:
 
 
 def row_range(parameter: DTensor) -> tuple[int, int]:
-    """The rows of a parameter sharded by FSDP2 that this rank holds: the last dimension of the mesh shards."""
+    """Return the rows that this rank holds of a parameter sharded by FSDP2, along the last dimension of its mesh."""
     mesh = parameter.device_mesh
     rows = parameter.shape[0]
     part = -(-rows // mesh.size(mesh.ndim - 1))
@@ -93,24 +94,25 @@ def row_range(parameter: DTensor) -> tuple[int, int]:
 def gather_blocks(
     model: nn.Module, prefix: str, dtype: torch.dtype | None, layers: Sequence[str] = ()
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """All parameters, those of one block at a time, then those outside blocks one by one. Collective: every rank
-    iterates to the end, and gets all.
+    """Yield all parameters, those of one block at a time, then those outside blocks one by one.
+
+    Collective: every rank iterates to the end, and gets all.
 
     Args:
         prefix: name of the model's list of blocks.
-        dtype: that they are given in; None: their own.
-        layers: names of modules outside blocks whose parameters are to come together.
+        dtype: dtype to give them in; None: their own.
+        layers: names of modules outside blocks whose parameters are to be given together.
     """
-    run_on_all_ranks: dict[str, list[str]] = {}
+    by_layer: dict[str, list[str]] = {}
     for name, _ in model.named_parameters():
         layer = next((layer for layer in layers if name.startswith(f"{layer}.")), name)
         if name.startswith(f"{prefix}."):
             layer = f"block {name.removeprefix(f'{prefix}.').partition('.')[0]}"
-        run_on_all_ranks.setdefault(layer, []).append(name)
-    for names in run_on_all_ranks.values():
+        by_layer.setdefault(layer, []).append(name)
+    for names in by_layer.values():
         yield {name: whole(model.get_parameter(name), dtype) for name in names}
 
 
 def whole(parameter: nn.Parameter, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A sharded parameter put together on every rank, in ``dtype`` or its own. Collective."""
+    """Return a sharded parameter put together on every rank, in ``dtype`` or its own. Collective."""
     return cast(DTensor, parameter.detach().to(dtype or parameter.dtype)).full_tensor()

@@ -1,1 +1,1 @@
-"""Collectives: all-gather, reduce-scatter and the rings and formats that they are put together from."""
+"""Collectives: all-gather, reduce-scatter, and the rings and formats that they are made of."""

@@ -1,16 +1,16 @@
-"""How a parameter group comes together: axis after axis, from what the rank itself keeps or from others.
+"""The all-gather of a parameter group: axis after axis, from this rank's cached shard or from other ranks.
 
 FSDP2 hands over an output of one cell for each rank of OS's scope, this rank's already in place. The further apart
-ranks are, the earlier they exchange, when least has come together (``[.., rank on the axis, .., cell]``):
+ranks are, the earlier they exchange, when least has been gathered (``[.., rank on the axis, .., cell]``):
 
-1. *spread*, if the group is dirty: along the axes between P's scope and OS's. Then the rank has its column, the cells
-   of all ranks with its place in P's blocks. Where P is sharded, and less finely than OS, that is its share of P, and
-   it is kept (FCDP-Sched's cache, PaRO's P); until the next step, step 1 is a copy from there.
+1. *spread*, if the group is dirty: along the axes between P's scope and OS's. Then the rank has the cells of all ranks
+   with its place in P's blocks. Where P is sharded, and less finely than OS, that is its shard of P, and it is cached
+   (FCDP-Sched's cache, PaRO's P); until the next step, step 1 is a copy from there.
 2. *gather*: along the axes inside P's scope. Nothing is left to do where P is not sharded; then FSDP2 keeps the
    parameters until they change.
 
-Second shards (ZeRO++) are such a column, too, of blocks as large as their scope: kept when all has come together, used
-once, in the backward pass, and forgotten.
+The secondary partition (ZeRO++) is cached in the same way, in blocks as large as its scope: stored when everything has
+been gathered, used once, in the backward pass, and stored anew by the next forward pass.
 
 The call is the same for forward, recomputation and backward, and FSDP2 issues it ahead of use. On CUDA everything is
 enqueued in order and the host never waits. On the CPU the messages of the first axis are under way when the call
@@ -24,23 +24,24 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from common.point_to_point import Wait
 from common.quantisation import Bits, dequantise, quantise, quantised_nbytes
 from fcdp.cache.host_cache import CacheEntry, CopyStreams
 from fcdp.cache.staleness import StalenessCheck
-from fcdp.comms.rank_level import CommLevel, Wait, nothing
+from fcdp.comms.rank_level import CommLevel, nothing
 from fcdp.grouping import ParameterGroup
 from fcdp.traffic import Traffic
 
 
 class PendingGather(dist.Work):
-    """The second half of a gather, done when FSDP2 waits."""
+    """The second half of a gather, which is done when FSDP2 waits."""
 
     def __init__(self, finish: Callable[[], None]):
         super().__init__()
         self._finish: Callable[[], None] | None = finish
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Finish. Idempotent."""
+        """Finish the gather. Idempotent."""
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -49,32 +50,34 @@ class PendingGather(dist.Work):
 
 @dataclass
 class CachedShard:
-    """What a rank keeps of a group: the cells of the ranks with its own place in blocks of ``block`` ranks."""
+    """The part of a group that a rank caches: the cells of the ranks with its own place in blocks of ranks."""
 
     block: int
-    share: CacheEntry
+    """Number of ranks that together hold one copy of the parameters."""
+    entry: CacheEntry
+    """Memory for the cells."""
     bits: Bits | None = None
-    """Of second shards that are kept quantised, and travel so."""
-    used_up: bool = True
-    """Of second shards: the backward has used them, or no forward has filled them yet."""
+    """Bits per element in which a secondary partition is cached and gathered; None: it is not quantised."""
+    consumed: bool = True
+    """Whether the backward pass has used this secondary shard, or no forward pass has filled it yet."""
 
     def of(self, cells: torch.Tensor, rank: int) -> torch.Tensor:
-        """``[n, c]`` of ``cells`` ``[n * block, c]``."""
+        """Return the cells ``[n, c]`` of ``cells`` ``[n * block, c]`` that ``rank`` caches."""
         return cells.view(-1, self.block, cells.size(1))[:, rank % self.block]
 
     def fits(self, cells: torch.Tensor) -> bool:
-        """Whether the share has the size that parameters have now: what is trainable may change their dtype."""
+        """Return whether the shard has the size that parameters have now: their dtype may change as they are frozen."""
         if self.bits is not None and not cells.is_floating_point():
             return False
         cell = cells.size(1) * cells.element_size() if self.bits is None else quantised_nbytes(cells.size(1), self.bits)
-        return self.share.nbytes * self.block == cells.size(0) * cell
+        return self.entry.nbytes * self.block == cells.size(0) * cell
 
     def store(self, cells: torch.Tensor, rank: int, output: torch.Tensor) -> None:
-        """Keep what of ``cells`` is to be kept. ``output`` is their memory."""
-        column = self.of(cells, rank)
+        """Cache this rank's part of ``cells``, which lie in ``output``."""
+        shard = self.of(cells, rank)
         if self.bits is not None:
-            column = output = quantise(column, self.bits)
-        self.share.store(column, output)
+            shard = output = quantise(shard, self.bits)
+        self.entry.store(shard, output)
 
 
 @dataclass(frozen=True)
@@ -82,19 +85,24 @@ class GatherLevels:
     """The axes of a gather, slowest first."""
 
     spread: Sequence[CommLevel]
+    """Axes from OS's scope to P's."""
     gather: Sequence[CommLevel]
-    second: Sequence[CommLevel]
+    """Axes inside P's scope."""
+    secondary: Sequence[CommLevel]
+    """Axes inside the scope of the secondary partition."""
 
 
 class StagedAllGather:
     """FSDP2's all-gather for one parameter group.
 
     Args:
-        group: whose ``dirty`` mark decides whether what is kept may be used.
-        rank: in the block of ranks over which FSDP2 shards.
-        kept: this rank's share of P; None: it has none, or no room for it.
-        second: this rank's second shard; None: there are none.
-        streams: None on the CPU.
+        group: its ``dirty`` mark decides whether what is cached may be used.
+        rank: this rank's place in the block of ranks over which FSDP2 shards.
+        cached: this rank's cached shard of P; None: it has none, or no room for it.
+        secondary: this rank's shard in the secondary partition; None: there is none.
+        streams: copy streams; None on the CPU.
+        staleness: checks what is cached at each hit.
+        traffic: where hits and misses are counted.
     """
 
     def __init__(
@@ -102,24 +110,24 @@ class StagedAllGather:
         group: ParameterGroup,
         rank: int,
         levels: GatherLevels,
-        kept: CachedShard | None,
-        second: CachedShard | None,
+        cached: CachedShard | None,
+        secondary: CachedShard | None,
         streams: CopyStreams | None,
-        net: StalenessCheck,
+        staleness: StalenessCheck,
         traffic: Traffic,
     ):
         self.group = group
-        self.kept = kept
-        self.second = second
+        self.cached = cached
+        self.secondary = secondary
         self._rank = rank
         self._levels = levels
         self._streams = streams
-        self._net = net
+        self._staleness = staleness
         self._traffic = traffic
         self._allocated: torch.cuda.Event | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for the output; from here on it may be written to on the current stream."""
+        """Return memory for the output, which may be written to on the current stream from now on."""
         output = torch.empty(*size, dtype=dtype, device=device)
         if self._streams is not None:
             self._streams.release()
@@ -133,74 +141,80 @@ class StagedAllGather:
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Fill ``output_tensor`` ``[ranks * c]``, of which ``input_tensor`` ``[c]`` is this rank's part."""
+        """Fill ``output_tensor`` ``[ranks * c]``, whose part ``input_tensor`` ``[c]`` this rank has."""
         cells = output_tensor.view(-1, input_tensor.numel())
-        kept = self.kept if self.kept is not None and self.kept.fits(cells) else None
-        second = self.second if self.second is not None and self.second.fits(cells) else None
-        travelling, levels, filled = self._begin(cells, input_tensor, kept, second)
+        cached = self.cached if self.cached is not None and self.cached.fits(cells) else None
+        secondary = self.secondary if self.secondary is not None and self.secondary.fits(cells) else None
+        travelling, levels, cached_after = self._begin(cells, input_tensor, cached, secondary)
         first = self._start(levels, 0, travelling)
 
-        def rest() -> None:
-            arriving = first
-            for passed in range(1, len(levels) + 1):
-                arriving()
-                arriving = self._start(levels, passed, travelling)
-                if passed == filled and kept is not None:
-                    kept.store(cells, self._rank, output_tensor)
-            if second is not None and filled is not None:
-                second.store(cells, self._rank, output_tensor)
-            elif second is not None and second.bits is not None:
+        def finish() -> None:
+            wait = first
+            for done in range(1, len(levels) + 1):
+                wait()
+                wait = self._start(levels, done, travelling)
+                if done == cached_after and cached is not None:
+                    cached.store(cells, self._rank, output_tensor)
+            if secondary is not None and cached_after is not None:
+                secondary.store(cells, self._rank, output_tensor)
+            elif secondary is not None and secondary.bits is not None:
                 for others in (slice(self._rank), slice(self._rank + 1, None)):
-                    cells[others] = dequantise(travelling[others], cells.size(1), second.bits)
+                    cells[others] = dequantise(travelling[others], cells.size(1), secondary.bits)
 
         if self._streams is None:
-            return PendingGather(rest)
-        rest()
+            return PendingGather(finish)
+        finish()
         return None
 
     def forget(self) -> None:
-        """Let go of what is kept: from now on every gather goes all the way."""
-        self.kept = self.second = None
+        """Drop what is cached: from now on every gather goes all the way."""
+        self.cached = self.secondary = None
 
     def _begin(
-        self, cells: torch.Tensor, own: torch.Tensor, kept: CachedShard | None, second: CachedShard | None
+        self, cells: torch.Tensor, own: torch.Tensor, cached: CachedShard | None, secondary: CachedShard | None
     ) -> tuple[torch.Tensor, Sequence[CommLevel], int | None]:
-        """Start from what is kept, if it is good. Returns the cells to gather, the axes that are left, and how many of
-        them come before this rank's share of P is complete; None: nothing is to be kept of what comes."""
-        if second is not None and not second.used_up and not self.group.dirty:
-            second.used_up = True
-            return self._load(second, cells, own), self._levels.second, None
-        if second is not None:
-            second.used_up = False
-        if kept is not None and not self.group.dirty:
-            return self._load(kept, cells, own), self._levels.gather, None if second is None else 0
+        """Start from what is cached, if it is up to date.
+
+        Returns:
+            The cells to gather, the axes that are left, and how many of these complete this rank's shard of P; None:
+            nothing is to be cached of this gather.
+        """
+        if secondary is not None and not secondary.consumed and not self.group.dirty:
+            secondary.consumed = True
+            return self._load(secondary, cells, own), self._levels.secondary, None
+        if secondary is not None:
+            secondary.consumed = False
+        if cached is not None and not self.group.dirty:
+            return self._load(cached, cells, own), self._levels.gather, None if secondary is None else 0
         self._traffic.misses += 1
         self.group.dirty = False
-        if kept is not None or second is not None:
-            self._net.filled(self.group, own)
+        if cached is not None or secondary is not None:
+            self._staleness.filled(self.group, own)
         return cells, [*self._levels.spread, *self._levels.gather], len(self._levels.spread)
 
-    def _load(self, column: CachedShard, cells: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """What is kept, in its places: in ``cells``, or, if it is quantised, in cells of bytes."""
+    def _load(self, shard: CachedShard, cells: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """Copy a cached shard to its places in ``cells``; if it is quantised, in new cells of bytes. Return these."""
         self._traffic.hits += 1
         mine, allocated = own, self._allocated
-        if column.bits is not None:
-            mine = quantise(own, column.bits)
+        if shard.bits is not None:
+            mine = quantise(own, shard.bits)
             cells = mine.new_empty((cells.size(0), mine.numel()))
             cells[self._rank] = mine
             if self._streams is not None:
                 allocated = torch.cuda.current_stream().record_event()
-        place, target = self._rank // column.block, column.of(cells, self._rank)
+        place, target = self._rank // shard.block, shard.of(cells, self._rank)
         if self._streams is None:
-            self._net.check(self.group, mine, column.share.cell(target, place))
+            self._staleness.check(self.group, mine, shard.entry.cell(target, place))
         else:
-            self._net.check(self.group, own, None)
-        column.share.load(target, place, allocated)
+            self._staleness.check(self.group, own, None)
+        shard.entry.load(target, place, allocated)
         return cells
 
     def _start(self, levels: Sequence[CommLevel], number: int, cells: torch.Tensor) -> Wait:
-        """Gather along one axis, if there is one: what travels is ``[blocks, ranks of the axis, c]``, of the ranks with
-        this one's place."""
+        """Gather along axis ``number`` of ``levels``, if there is one.
+
+        The rows are ``[blocks, ranks of the axis, c]``: the cells of the ranks with this one's place on faster axes.
+        """
         if number >= len(levels):
             return nothing
         level = levels[number]

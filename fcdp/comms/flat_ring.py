@@ -8,14 +8,15 @@ an all-reduce, so that ring is built here from point-to-point messages.
 
 import torch
 
-from fcdp.comms.rank_level import RankLevel, Wait, all_gather, uses_gloo
+from common.point_to_point import Wait
+from fcdp.comms.rank_level import RankLevel, all_gather, uses_gloo
 
 
 class FlatRing(RankLevel):
-    """A :class:`RankLevel` whose lines have ranks of one node and of others."""
+    """A :class:`RankLevel` along an axis on whose lines are ranks of one node and of others."""
 
     def gather(self, rows: torch.Tensor) -> Wait:
-        """See :class:`RankLevel`."""
+        """See :meth:`RankLevel.gather`."""
         if not uses_gloo(self._group, rows.device) or rows.device.type != "cpu":
             return super().gather(rows)
         self._count(rows)
@@ -29,7 +30,7 @@ class FlatRing(RankLevel):
         return lambda: self._pass_on(rows)
 
     def reduce_scatter(self, rows: torch.Tensor, output: torch.Tensor) -> None:
-        """See :class:`RankLevel`; but the sum of a cell begins at the rank after its own and ends there."""
+        """See :meth:`RankLevel.reduce_scatter`; a cell's sum begins at the rank after its own, and ends at its own."""
         if not uses_gloo(self._group, rows.device) or rows.device.type != "cpu":
             super().reduce_scatter(rows, output)
             return
@@ -45,7 +46,7 @@ class FlatRing(RankLevel):
                 carried = arrived + rows[:, cell]
 
     def _pass_on(self, rows: torch.Tensor) -> None:
-        """Every step, the cell that has come last goes on to the next rank."""
+        """Gather by sending on, in every step, the cell that has arrived last."""
         for step in range(self.size - 1):
             sent, came = (self.index - step) % self.size, (self.index - step - 1) % self.size
             arrived = torch.empty_like(rows[:, came], memory_format=torch.contiguous_format)
@@ -56,9 +57,9 @@ class FlatRing(RankLevel):
         self._swap(sent, (self.index + 1) % self.size, arrived, (self.index - 1) % self.size)()
 
     def _count(self, rows: torch.Tensor) -> None:
-        """All that this rank sends goes to its neighbour."""
+        """Count what this rank sends, all of which goes to its neighbour."""
         rank, ranks_per_node = self._topology.rank, self._topology.ranks_per_node
         step = self.axis.stride if self.index < self.size - 1 else self.axis.stride * (1 - self.size)
-        across = (rank + step) // ranks_per_node != rank // ranks_per_node
+        inter_node = (rank + step) // ranks_per_node != rank // ranks_per_node
         nbytes = rows.numel() // self.size * (self.size - 1) * rows.element_size()
-        self._traffic.sent(self._purpose, "across" if across else "inside", nbytes)
+        self._traffic.sent(self._purpose, "inter_node" if inter_node else "intra_node", nbytes)

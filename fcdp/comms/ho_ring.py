@@ -1,62 +1,63 @@
 """HO-Ring (PaRO 3.4): all-gather and reduce-scatter in which links inside nodes and between nodes work together.
 
-Ranks are seen as N nodes of M. A hierarchical ring gathers across nodes first, while links inside are idle, and inside
-then, while links between nodes are. Here the ring across nodes hands on one *block* at a time, the cells of one node,
-and the block that has arrived goes round inside its new node while the next one is on its way:
+Ranks are seen as N nodes of M. A hierarchical ring gathers between nodes first, while links inside are idle, and then
+inside, while links between nodes are. Here the ring between nodes hands on one *block* at a time, the cells of one
+node, and the block that has arrived goes round inside its new node while the next one is on its way:
 
-    across   | node n-1  | node n-2  | node n-3  |
-    inside   | own node  | node n-1  | node n-2  | node n-3 |
+    inter-node   | node n-1  | node n-2  | node n-3  |
+    intra-node   | own node  | node n-1  | node n-2  | node n-3 |
 
-The paper's figure 4 has the own node's block beside the ring across and all others after it; this is that schedule
-with every block moved to where its data first exists, so only one block is left to go round by itself. A reduce-scatter
-is the mirror image: a block is summed inside while the one before it crosses nodes.
+The paper's figure 4 has the own node's block beside the ring between nodes and all others after it; this is that
+schedule with every block moved to where its data first exists, so only one block is left to go round by itself. A
+reduce-scatter is the mirror image: a block is summed inside a node while the one before it crosses nodes.
 
-What a rank sends is what it sends in the hierarchical ring: (N-1)/N of its M-th across nodes, (M-1)/M inside.
+A rank sends as much as in the hierarchical ring: (N-1)/N of its M-th to other nodes, (M-1)/M inside.
 """
 
 import torch
 
-from fcdp.comms.rank_level import CommLevel, RankLevel, Wait, nothing
+from common.point_to_point import Wait
+from fcdp.comms.rank_level import CommLevel, RankLevel, nothing
 from fcdp.comms.side_stream import SideStream
 from fcdp.strategy.routes import Axis
 
 
 class HoRing:
-    """Two axes as one :class:`CommLevel`, both at work at once. With three, the faster two are a HoRing themselves.
+    """A :class:`CommLevel` of two axes, both at work at once. With three axes, the faster two are a HoRing, too.
 
     Args:
-        inside: the faster axis.
-        across: the slower one, which goes on where ``inside`` ends.
+        intra_node: the faster axis.
+        inter_node: the slower one, which goes on where ``intra_node`` ends.
     """
 
-    def __init__(self, inside: CommLevel, across: RankLevel):
-        self._inside = inside
-        self._across = across
-        self.axis = Axis(inside.axis.stride, inside.size * across.size)
+    def __init__(self, intra_node: CommLevel, inter_node: RankLevel):
+        self._intra_node = intra_node
+        self._inter_node = inter_node
+        self.axis = Axis(intra_node.axis.stride, intra_node.size * inter_node.size)
         self.size = self.axis.size
-        self.index = across.index * inside.size + inside.index
-        self._beside = SideStream()
+        self.index = inter_node.index * intra_node.size + intra_node.index
+        self._side_stream = SideStream()
 
     def gather(self, rows: torch.Tensor) -> Wait:
         """Fill every cell of ``rows`` ``[R, N * M, c]`` from the rank it belongs to.
 
         Returns:
-            What to call before reading. On CUDA everything is in order on the current stream when this returns; on the
-            CPU the first step is under way and the others are done by that call.
+            A function to call before reading. On CUDA everything is in order on the current stream when this returns;
+            on the CPU the first step is under way and the others are done by that call.
         """
-        nodes, node = self._across.size, self._across.index
+        nodes, node = self._inter_node.size, self._inter_node.index
         blocks = rows.unflatten(1, (nodes, -1))
-        own = blocks[:, :, self._inside.index]
+        own = blocks[:, :, self._intra_node.index]
         after, before = (node + 1) % nodes, (node - 1) % nodes
 
         def hand_on(block: int) -> list[Wait]:
             coming = (block - 1) % nodes
-            return [self._across.shift(row[block], after, row[coming], before) for row in own]
+            return [self._inter_node.shift(row[block], after, row[coming], before) for row in own]
 
-        side = self._beside.start(rows)
+        side = self._side_stream.start(rows)
         arriving = hand_on(node)
         with side:
-            filled = [self._inside.gather(blocks[:, node])]
+            filled = [self._intra_node.gather(blocks[:, node])]
 
         def rest() -> None:
             nonlocal arriving
@@ -67,7 +68,7 @@ class HoRing:
                 side.follow()
                 arriving = hand_on(block) if step < nodes - 1 else []
                 with side:
-                    filled.append(self._inside.gather(blocks[:, block]))
+                    filled.append(self._intra_node.gather(blocks[:, block]))
             with side:
                 for wait in filled:
                     wait()
@@ -79,27 +80,27 @@ class HoRing:
         return nothing
 
     def reduce_scatter(self, rows: torch.Tensor, output: torch.Tensor) -> None:
-        """``output`` ``[R, c]`` = sum over all ranks of their ``rows[:, <this rank>]``.
+        """Set ``output`` ``[R, c]`` to the sum over all ranks of their ``rows[:, <this rank>]``.
 
         Sums are those of a reduction level by level, bit for bit: inside each node in the order of ranks, then in the
-        order of nodes. So that they can be, a node's sum goes to the node it is for in one hop instead of being added
-        to on its way. In every step all nodes send to the one at the same distance, which loads links as a ring does.
+        order of nodes. For that, a node's sum goes to the node it is for in one hop instead of being added to on its
+        way. In every step all nodes send to the one at the same distance, which loads links as a ring does.
 
         Args:
             rows: ``[R, N * M, c]``, left as they are.
         """
-        nodes, node = self._across.size, self._across.index
+        nodes, node = self._inter_node.size, self._inter_node.index
         blocks = rows.unflatten(1, (nodes, -1))
         mine, sums = torch.empty((2, nodes, *output.shape), dtype=rows.dtype, device=rows.device)
-        side = self._beside.start(rows)
+        side = self._side_stream.start(rows)
         arriving: list[Wait] = []
         for step in range(1, nodes + 1):
             block, source = (node + step) % nodes, (node - step) % nodes
             with side:
-                self._inside.reduce_scatter(blocks[:, block], mine[block])
+                self._intra_node.reduce_scatter(blocks[:, block], mine[block])
             if block != node:
                 side.join()
-                arriving.append(self._across.shift(mine[block], block, sums[source], source))
+                arriving.append(self._inter_node.shift(mine[block], block, sums[source], source))
         side.join()
         for wait in arriving:
             wait()

@@ -17,18 +17,19 @@ from collections.abc import Iterator
 
 import torch
 
+from common.point_to_point import Wait
 from common.quantisation import BLOCK, Bits, dequantise, quantise, quantised_nbytes
-from fcdp.comms.rank_level import CommLevel, RankLevel, Wait, nothing
+from fcdp.comms.rank_level import CommLevel, RankLevel, nothing
 from fcdp.comms.side_stream import SideStream
 
 PIECES = 4
-"""Most pieces of a cell: all but one of them overlap, and each costs a message to every peer."""
+"""Most pieces that a cell is cut into: all but one of them overlap, and each costs a message to every peer."""
 SMALLEST_PIECE = 1 << 14
-"""Elements below which a cell is not cut further."""
+"""Fewest elements of a piece, unless the cell is smaller."""
 
 
 class QuantisedLevel:
-    """Stands for ``level`` wherever rows are gathered or reduced, and sends ``bits`` per element.
+    """A :class:`CommLevel` that gathers and reduces along ``level`` and sends ``bits`` per element.
 
     The bytes that it counts are those that travel, scales included.
 
@@ -43,30 +44,30 @@ class QuantisedLevel:
         self.size = level.size
         self.index = level.index
         self._others = [others for others in (slice(self.index), slice(self.index + 1, self.size)) if _length(others)]
-        self._beside = SideStream()
+        self._side_stream = SideStream()
 
     def gather(self, rows: torch.Tensor) -> Wait:
         """See :meth:`RankLevel.gather`."""
         if not rows.is_floating_point() or not rows.numel():
             return self._level.gather(rows)
         own, bits = rows[:, self.index], self._bits
-        beside = self._beside.start(rows)
-        on_their_way = []
+        side = self._side_stream.start(rows)
+        in_transit = []
         for start, stop in pieces(rows.size(2)):
             nbytes = quantised_nbytes(stop - start, bits)
             payload = torch.empty((*rows.shape[:2], nbytes), dtype=torch.uint8, device=rows.device)
             quantise(own[:, start:stop], bits, out=payload[:, self.index])
-            beside.follow()
-            with beside:
-                on_their_way.append((start, stop, payload, self._level.gather(payload), beside.mark()))
+            side.follow()
+            with side:
+                in_transit.append((start, stop, payload, self._level.gather(payload), side.mark()))
 
         def wait() -> None:
-            for start, stop, payload, arrived, gathered in on_their_way:
+            for start, stop, payload, arrived, gathered in in_transit:
                 arrived()
-                beside.join(until=gathered)
+                side.join(until=gathered)
                 for others in self._others:
                     rows[:, others, start:stop] = dequantise(payload[:, others], stop - start, bits)
-            on_their_way.clear()
+            in_transit.clear()
 
         if not rows.is_cuda:
             return wait
@@ -74,11 +75,11 @@ class QuantisedLevel:
         return nothing
 
     def reduce_scatter(self, rows: torch.Tensor, output: torch.Tensor) -> None:
-        """:meth:`RankLevel.reduce_scatter`; sums are taken in fp32."""
+        """See :meth:`RankLevel.reduce_scatter`; sums are taken in fp32."""
         level = self._level
         if not rows.is_floating_point() or not rows.numel() or not isinstance(level, RankLevel):
             return level.reduce_scatter(rows, output)
-        on_their_way = []
+        in_transit = []
         for start, stop in pieces(rows.size(2)):
             nbytes = quantised_nbytes(stop - start, self._bits)
             sent = torch.empty((*rows.shape[:2], nbytes), dtype=torch.uint8, device=rows.device)
@@ -86,8 +87,8 @@ class QuantisedLevel:
                 quantise(rows[:, others, start:stop], self._bits, out=sent[:, others])
             received = sent.new_empty((sent.size(0), self.size - 1, sent.size(2)))
             # What is sent has to stay until it is: hence it is kept here, too.
-            on_their_way.append((start, stop, sent, received, level.all_to_all(sent, received)))
-        for start, stop, _, received, arrived in on_their_way:
+            in_transit.append((start, stop, sent, received, level.all_to_all(sent, received)))
+        for start, stop, _, received, arrived in in_transit:
             arrived()
             places = [dequantise(cells, stop - start, self._bits) for cells in received.unbind(1)]
             places.insert(self.index, rows[:, self.index, start:stop].float())
@@ -102,7 +103,7 @@ def _length(part: slice) -> int:
 
 
 def pieces(count: int) -> Iterator[tuple[int, int]]:
-    """Start and stop of the pieces in which ``count`` elements travel: whole blocks, but for the last."""
+    """Yield start and stop of the pieces in which ``count`` elements travel: whole blocks, but for the last."""
     width = max(-(-count // PIECES), SMALLEST_PIECE)
     width = -(-width // BLOCK) * BLOCK
     for start in range(0, count, width):

@@ -5,31 +5,29 @@ strided, cells are contiguous. So neither collective needs a copy to bring ranks
 node, next to each other in memory:
 
 * NCCL: one collective per contiguous row, in place; grouped point-to-point where a row is strided.
-* gloo: point-to-point on every cell. Sends what theory says, which its own reduce-scatter does not (that one is an
-  all-reduce: twice the bytes), needs no flattened copies, and is under way while the caller computes.
+* gloo: point-to-point on every cell. This sends what theory says, which gloo's own reduce-scatter does not (that one is
+  an all-reduce: twice the bytes), needs no flattened copies, and is under way while the caller computes.
 * gloo with CUDA tensors: by way of host memory. For tests of stream order, not for speed.
 """
 
-from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from common.point_to_point import Wait, start_exchange, turns
 from fcdp.strategy.routes import Axis
 from fcdp.strategy.topology import Purpose, Topology
 from fcdp.traffic import Level as LevelName
 from fcdp.traffic import Traffic
 
-Wait = Callable[[], None]
-
 
 def nothing() -> None:
-    """Already complete, or ordered on the current stream."""
+    """Wait for a collective that is complete, or ordered on the current stream."""
 
 
 class CommLevel(Protocol):
-    """What gathers and reductions are put together from: ranks along an axis."""
+    """Ranks along an axis that gather and reduce among themselves: what collectives are put together from."""
 
     axis: Axis
     size: int
@@ -58,6 +56,7 @@ class RankLevel:
         self.axis = axis
         self.size = axis.size
         self.index = axis.index(topology.rank)
+        self._turns = turns(self.index, self.size)
         self._topology = topology
         self._purpose: Purpose = purpose
         self._traffic = traffic
@@ -71,22 +70,22 @@ class RankLevel:
         """Fill every cell of ``rows`` ``[R, K, c]`` from the rank it belongs to; this rank's cells hold its data.
 
         Returns:
-            What to call before reading. NCCL: nothing to wait for on the host, the current stream is in order.
+            A function to call before reading. NCCL: nothing to wait for on the host, the current stream is in order.
         """
         if not rows.numel():
             return nothing
         self._count(rows)
         if uses_gloo(self._group, rows.device):
-            return self._exchange(rows, rows) if rows.device.type == "cpu" else self._gather_staged(rows)
+            return self._gather_point_to_point(rows) if rows.device.type == "cpu" else self._gather_staged(rows)
         for row in rows:
             if row.is_contiguous():
                 all_gather(row.view(-1), row[self.index], self._group)
             else:
-                self._grouped([(row[self.index], to, row[source], source) for to, source in self._turns()])()
+                self._gather_point_to_point(row.unsqueeze(0))()
         return nothing
 
     def reduce_scatter(self, rows: torch.Tensor, output: torch.Tensor) -> None:
-        """``output[r]`` = sum over ranks of their ``rows[r, <this rank>]``, added in rank order.
+        """Set ``output[r]`` to the sum over ranks of their ``rows[r, <this rank>]``, added in rank order.
 
         Args:
             rows: ``[R, K, c]``, left as they are.
@@ -100,7 +99,7 @@ class RankLevel:
         # Sent as they are, received into a place for each sender, then added in the order of ranks on every rank.
         on_host = rows if rows.device.type == "cpu" else rows.cpu()
         received = torch.empty((on_host.size(0), self.size - 1, on_host.size(2)), dtype=rows.dtype)
-        self._exchange(on_host, received, skip_own=True)()
+        self._all_to_all(on_host, received)()
         places = list(received.unbind(1))
         places.insert(self.index, on_host[:, self.index])
         if rows.device.type == "cpu":
@@ -111,88 +110,65 @@ class RankLevel:
             output.copy_(sum(places[1:], start=places[0]))
 
     def all_to_all(self, rows: torch.Tensor, received: torch.Tensor) -> Wait:
-        """Cell k of every row goes to rank k, and what the others have for this rank arrives.
+        """Send cell k of every row to rank k, and receive what the others have for this rank.
 
         Args:
             rows: ``[R, K, c]``, left as they are; this rank's own cells are not read.
             received: ``[R, K-1, c]``, by rank of the sender, without this rank.
 
         Returns:
-            What to call before reading ``received``; until then ``rows`` must stay.
+            A function to call before reading ``received``; until then ``rows`` must stay.
         """
         if not rows.numel():
             return nothing
         nbytes = rows.numel() // self.size * rows.element_size()
-        for to, _ in self._turns():
-            self._traffic.sent(self._purpose, "across" if self._is_on_another_node(to) else "inside", nbytes)
-        if not uses_gloo(self._group, rows.device):
-            return self._grouped([
-                (row[to], to, places[_without(self.index, source)], source)
-                for row, places in zip(rows, received, strict=True)
-                for to, source in self._turns()
-            ])  # fmt: skip
-        if rows.device.type == "cpu":
-            return self._exchange(rows, received, skip_own=True)
+        for to, _ in self._turns:
+            self._traffic.sent(self._purpose, "inter_node" if self._is_on_another_node(to) else "intra_node", nbytes)
+        if rows.device.type == "cpu" or not uses_gloo(self._group, rows.device):
+            return self._all_to_all(rows, received)
         staged = torch.empty(received.shape, dtype=received.dtype)
-        self._exchange(rows.cpu(), staged, skip_own=True)()
+        self._all_to_all(rows.cpu(), staged)()
         received.copy_(staged)
         return nothing
 
     def shift(self, cell: torch.Tensor, to: int, place: torch.Tensor, source: int) -> Wait:
-        """One step of a ring: ``cell`` goes to rank ``to`` while ``place`` is filled by rank ``source``.
+        """Make one step of a ring: send ``cell`` to rank ``to`` while rank ``source`` fills ``place``.
 
         Returns:
-            What to call before reading ``place``; until then ``cell`` must stay. NCCL: orders the stream that is
-            current when it is called.
+            A function to call before reading ``place``; until then ``cell`` must stay. NCCL: it orders the stream that
+            is current when it is called.
         """
         self._traffic.sent(self._purpose, self._name, cell.numel() * cell.element_size())
         return self._swap(cell, to, place, source)
 
     def _swap(self, cell: torch.Tensor, to: int, place: torch.Tensor, source: int) -> Wait:
-        """:meth:`shift`, not counted."""
-        if not uses_gloo(self._group, cell.device):
-            return self._grouped([(cell, to, place, source)])
-        if cell.device.type == "cpu":
-            works = [
-                dist.irecv(place, group=self._group, group_src=source),
-                dist.isend(cell, group=self._group, group_dst=to),
-            ]
-            return _all_of(works)
+        """Do what :meth:`shift` does without counting it."""
+        if cell.device.type == "cpu" or not uses_gloo(self._group, cell.device):
+            return start_exchange([(to, cell)], [(source, place)], self._group)
         staged = torch.empty(place.shape, dtype=place.dtype)
-        receiving = dist.irecv(staged, group=self._group, group_src=source)
-        _all_of([receiving, dist.isend(cell.cpu(), group=self._group, group_dst=to)])()
+        start_exchange([(to, cell.cpu())], [(source, staged)], self._group)()
         place.copy_(staged)
         return nothing
 
-    def _turns(self) -> list[tuple[int, int]]:
-        """To whom to send and from whom to receive, in which order: everyone starts with its neighbour, so that not
-        all send to rank 0 first."""
-        return [((self.index + step) % self.size, (self.index - step) % self.size) for step in range(1, self.size)]
+    def _gather_point_to_point(self, rows: torch.Tensor) -> Wait:
+        """Send this rank's cell of every row to every peer, and receive theirs."""
+        sends = [(to, row[self.index]) for row in rows for to, _ in self._turns]
+        receives = [(source, row[source]) for row in rows for _, source in self._turns]
+        return start_exchange(sends, receives, self._group)
 
-    def _exchange(self, send: torch.Tensor, receive: torch.Tensor, *, skip_own: bool = False) -> Wait:
-        """Point-to-point on host memory. Gather (``send`` is ``receive``): this rank's cell goes to every peer.
-        With ``skip_own``: cell k goes to rank k, and ``receive`` has no place for this rank."""
-        works = []
-        for row_out, row_in in zip(send, receive, strict=True):
-            for to, source in self._turns():
-                cell = row_out[to] if skip_own else row_out[self.index]
-                place = _without(self.index, source) if skip_own else source
-                works.append(dist.irecv(row_in[place], group=self._group, group_src=source))
-                works.append(dist.isend(cell, group=self._group, group_dst=to))
-        return _all_of(works)
-
-    def _grouped(self, messages: list[tuple[torch.Tensor, int, torch.Tensor, int]]) -> Wait:
-        """NCCL: all sends and receives (cell, to, place, source) as one operation."""
-        operations = []
-        for cell, to, place, source in messages:
-            operations.append(dist.P2POp(dist.isend, cell, group=self._group, group_peer=to))
-            operations.append(dist.P2POp(dist.irecv, place, group=self._group, group_peer=source))
-        return _all_of(dist.batch_isend_irecv(operations))
+    def _all_to_all(self, rows: torch.Tensor, received: torch.Tensor) -> Wait:
+        """Do what :meth:`all_to_all` does without counting it, on host memory or with NCCL."""
+        sends = [(to, row[to]) for row in rows for to, _ in self._turns]
+        # Senders after this rank are one place earlier, because this rank has no place.
+        receives = [
+            (source, places[source - (source > self.index)]) for places in received for _, source in self._turns
+        ]
+        return start_exchange(sends, receives, self._group)
 
     def _gather_staged(self, rows: torch.Tensor) -> Wait:
-        """gloo has no point-to-point for CUDA tensors: there and back over the host, synchronously."""
+        """Gather by way of the host, synchronously: gloo has no point-to-point for CUDA tensors."""
         on_host = rows.cpu()
-        self._exchange(on_host, on_host)()
+        self._gather_point_to_point(on_host)()
         for index in range(self.size):
             if index != self.index:
                 rows[:, index].copy_(on_host[:, index])
@@ -204,31 +180,15 @@ class RankLevel:
 
     @property
     def _name(self) -> LevelName:
-        return "across" if self.axis.crosses_nodes(self._topology.ranks_per_node) else "inside"
+        return "inter_node" if self.axis.crosses_nodes(self._topology.ranks_per_node) else "intra_node"
 
     def _is_on_another_node(self, index: int) -> bool:
         rank = self._topology.rank + (index - self.index) * self.axis.stride
         return rank // self._topology.ranks_per_node != self._topology.node
 
 
-def _all_of(works: Sequence[dist.Work | None]) -> Wait:
-    """Wait for every one. gloo: the host waits; NCCL: the current stream does."""
-
-    def wait() -> None:
-        for work in works:
-            if work is not None:
-                work.wait()
-
-    return wait
-
-
-def _without(own: int, rank: int) -> int:
-    """The place of ``rank`` where ranks are numbered without ``own``."""
-    return rank - (rank > own)
-
-
 def uses_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether tensors on ``device`` go through gloo in this group, which may have a backend per device type."""
+    """Return whether tensors on ``device`` go through gloo in this group, which may have a backend per device type."""
     configuration = dist.get_backend_config(group)
     for part in configuration.split(","):
         kind, _, backend = part.rpartition(":")
@@ -238,12 +198,12 @@ def uses_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def all_gather(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> Any:
-    """The flat all-gather under the name that this PyTorch does not deprecate."""
+    """Call the flat all-gather under the name that this PyTorch does not deprecate."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(output, own, group=group, async_op=async_op)
 
 
 def _reduce_scatter(output: torch.Tensor, data: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """The flat reduce-scatter (sum) under the name that this PyTorch does not deprecate."""
+    """Call the flat reduce-scatter (sum) under the name that this PyTorch does not deprecate."""
     reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     reduce(output, data, group=group)

@@ -1,10 +1,10 @@
-"""How gradients are reduced: axis after axis, inside G's scope by every micro-batch, beyond it once per step.
+"""The reduction of a group's gradients: axis after axis, inside G's scope by every micro-batch, beyond it once a step.
 
 FSDP2 hands over the unsharded gradients of a group as one cell for each rank of OS's scope. The closer ranks are, the
 earlier they exchange, while there is most to reduce:
 
-1. *reduce*: along the axes inside G's scope, scattering. What a rank is left with, one of as many parts as G has
-   shards, is added to what earlier micro-batches have left. Before the last one, FSDP2 is told that gradients are zero.
+1. *reduce*: along the axes inside G's scope, scattering. The result, one of as many parts as G has shards, is added to
+   that of earlier micro-batches. Before the last micro-batch, FSDP2 is told that gradients are zero.
 2. *finish*: along the axes from G's scope to OS's, scattering: the rank's own cell.
 3. *replicate*: the same cells of OS's replicas are added, by a reduction along the axes between them and a gather back.
 
@@ -17,6 +17,7 @@ Where OS is not sharded, FSDP2 has nothing to scatter and calls :meth:`StagedRed
 gradients in one cell.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,7 @@ from fcdp.comms.rank_level import CommLevel
 
 @dataclass
 class MicroBatches:
-    """Shared by the reductions of all groups."""
+    """Where in a step the backward pass is; shared by the reductions of all groups."""
 
     is_last: bool = True
     """Whether the next backward is the step's last: gradients go all the way, and ``.grad`` is valid after it."""
@@ -41,19 +42,22 @@ class ReduceLevels:
     """The axes of a reduction, fastest first."""
 
     reduce: Sequence[CommLevel]
+    """Axes inside G's scope."""
     finish: Sequence[CommLevel]
+    """Axes from G's scope to OS's."""
     replicate: Sequence[CommLevel]
+    """Axes between the replicas of OS's shards."""
     gather_back: Sequence[CommLevel]
-    """Those of ``replicate``, slowest first, with process groups for gathers."""
+    """The axes of ``replicate``, slowest first, with process groups for gathers."""
 
 
 class StagedReduction:
     """FSDP2's reduce-scatter for one parameter group, and all that follows until the gradient is final.
 
     Args:
-        name: the group's, for messages.
-        replica: which one this rank is, among those that hold the same shard.
-        micro_batches: tells which backward is the last.
+        name: the group's name, for messages.
+        replica: this rank's number among those that hold the same shard.
+        micro_batches: says which backward pass is the last.
     """
 
     def __init__(self, name: str, levels: ReduceLevels, replica: int, micro_batches: MicroBatches):
@@ -62,10 +66,11 @@ class StagedReduction:
         self._replica = replica
         self._micro_batches = micro_batches
         self.partial: torch.Tensor | None = None
-        """``[cells, c]``: summed inside G's scope over micro-batches, and not yet beyond it."""
+        """Gradients ``[cells, c]`` summed inside G's scope over micro-batches, and not yet beyond it; None: there are
+        none."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for the input, then for the output. Never reused: the output becomes ``.grad``."""
+        """Return memory for the input, then for the output. It is never reused: the output becomes ``.grad``."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -90,7 +95,7 @@ class StagedReduction:
         output_tensor.copy_(self._over_replicas(total.view(-1)))
 
     def add_up(self, gradient: torch.Tensor) -> None:
-        """FSDP2's hook after a reduction, where OS is not sharded: make ``gradient`` the mean over all ranks."""
+        """Make ``gradient`` the mean over all ranks: FSDP2's hook after a reduction, where OS is not sharded."""
         if gradient.is_cuda:  # allocated on one stream of FSDP2's, and freed while this one may still use it
             gradient.record_stream(torch.cuda.current_stream())
         is_kept = not self._micro_batches.is_last and self.partial is None
@@ -101,7 +106,7 @@ class StagedReduction:
             gradient.copy_(self._over_replicas(total.view(-1)))
 
     def _accumulate(self, cells: torch.Tensor) -> torch.Tensor | None:
-        """Add what earlier micro-batches have left. None: more will come."""
+        """Add the gradients of earlier micro-batches. Return None if more micro-batches will come."""
         if self.partial is not None:
             if self.partial.shape != cells.shape:
                 raise FinetuneError(
@@ -119,13 +124,11 @@ class StagedReduction:
         return None
 
     def _over_replicas(self, total: torch.Tensor) -> torch.Tensor:
-        """The mean of ``total`` ``[c]`` over the replicas. FSDP2 does not know of them, so it is never a sum."""
+        """Return the mean of ``total`` ``[c]`` over the replicas. FSDP2 does not know of them, so it is never a sum."""
         levels = self._levels
         if not levels.replicate:
             return total
-        replicas = 1
-        for level in levels.replicate:
-            replicas *= level.size
+        replicas = math.prod(level.size for level in levels.replicate)
         padding = -total.numel() % replicas
         cells = torch.nn.functional.pad(total, (0, padding)).view(replicas, -1)
         summed = scatter(cells, levels.replicate, True)
@@ -140,7 +143,7 @@ class StagedReduction:
 
 
 def scatter(cells: torch.Tensor, levels: Sequence[CommLevel], average: bool) -> torch.Tensor:
-    """Reduce ``cells`` ``[n, c]`` along axes, fastest first, to the cells of the ranks with this one's place."""
+    """Reduce ``cells`` ``[n, c]`` along ``levels``, fastest first, and return this rank's cells of the result."""
     for level in levels:
         rows = cells.view(-1, level.size, cells.size(1))
         cells = torch.empty((rows.size(0), rows.size(2)), dtype=rows.dtype, device=rows.device)
@@ -151,7 +154,7 @@ def scatter(cells: torch.Tensor, levels: Sequence[CommLevel], average: bool) -> 
 
 
 def _is_average(op: Any) -> bool:
-    """Whether ``op`` divides by the number of ranks.
+    """Return whether ``op`` divides by the number of ranks.
 
     Raises:
         FinetuneError: it is neither a sum nor an average.

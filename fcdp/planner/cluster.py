@@ -1,4 +1,4 @@
-"""The cluster a plan is for: a preset with its sources (``configs/clusters``), or a profile of one that is there."""
+"""The cluster that a plan is for: a preset with its sources (``configs/clusters``), or a profile that was measured."""
 
 import json
 import tomllib
@@ -16,21 +16,21 @@ from fcdp.strategy.mesh import Levels
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hardware: memory, computing and links."""
+    """The hardware of a cluster: memory, computing and links."""
 
     name: str
     title: str
     levels: Levels
     device_memory_bytes: int
-    """Of one device, all of it."""
+    """Memory of one device."""
     host_memory_bytes: int
-    """Of one node."""
+    """Host memory of one node."""
     flops_per_second: float
-    """What training reaches on one device while nothing waits for the network."""
+    """FLOPs per second that training reaches on one device while nothing waits for the network."""
     memory_bytes_per_second: float
-    """Of the device's own memory: what an optimizer step is bound by."""
+    """Bandwidth of the device's own memory, which bounds an optimizer step."""
     host_link_bytes_per_second: float
-    """Of one device, to host memory or from it, while all devices of the node copy."""
+    """Bandwidth of one device to host memory or from it, while all devices of the node copy."""
     rates: CollectiveRates
     overlaps: bool = True
     """Whether devices compute while they communicate. Where the CPU computes they do not: it moves the data as well,
@@ -39,7 +39,7 @@ class Cluster:
     """Leaf switch of each node, where known; see :mod:`fcdp.planner.node_order`."""
 
     def resized(self, levels: Levels) -> "Cluster":
-        """The same hardware with other numbers of ranks and nodes.
+        """Return the same hardware with other numbers of ranks and nodes.
 
         Raises:
             UserError: another number of levels, or of ranks per node: a node's links are shared by its ranks.
@@ -61,12 +61,12 @@ class Cluster:
 
 
 def cluster_names() -> list[str]:
-    """Names of all cluster presets, sorted."""
+    """Return the names of all cluster presets, sorted."""
     return sorted(preset_files("clusters"))
 
 
 def load_cluster(name: str) -> Cluster:
-    """The cluster called ``name``: a preset, a file written like one (``.toml``), or a profile's file.
+    """Return the cluster called ``name``: a preset, a file written like one (``.toml``), or a profile's file.
 
     Raises:
         UserError: no such preset or file.
@@ -116,7 +116,7 @@ def _read_file(path: Path) -> Cluster:
 
 
 def _read_profile(path: Path) -> Cluster:
-    """What ``Cluster`` needs under its fields' names, levels as a list, and ``collectives`` (see ``Measured``)."""
+    """Read a profile: fields of ``Cluster`` by name, levels as a list, and ``collectives`` (see ``MeasuredRates``)."""
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         return Cluster(

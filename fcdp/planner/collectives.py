@@ -1,4 +1,4 @@
-"""What a step sends: every collective of a layout with its ranks and bytes, and what of it crosses which level.
+"""The collectives of a step: each with its ranks and bytes, and how many of these cross which level.
 
 Notation of PaRO: Psi parameters, Psi' trainable, s micro-batches. All bytes are those of a whole model; a rank's share
 of a collective follows from its ranks.
@@ -15,16 +15,17 @@ from fcdp.strategy.mesh import Mesh
 from fcdp.strategy.strategy import Format, Ring, StrategyMeshes
 
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
-"""``broadcast``: every rank in turn gives its part to all others; at the end, what an all-gather gives."""
+"""What a collective does. ``broadcast``: every rank in turn sends its part to all others, with an all-gather's
+result."""
 Phase = Literal["forward", "backward", "reduce", "spread"]
-"""When: in every forward, in every backward, after the last backward, or before the next forward."""
+"""When a collective runs: in every forward, in every backward, after the last backward, or before the next forward."""
 
 BYTES_PER_ELEMENT: dict[Format, float] = {
     "bf16": 2.0,
     "int8": quantised_nbytes(BLOCK, 8) / BLOCK,
     "int4": quantised_nbytes(BLOCK, 4) / BLOCK,
 }
-"""Scales included."""
+"""Bytes of an element as it is sent, scales included."""
 
 
 @dataclass(frozen=True)
@@ -32,25 +33,25 @@ class Collective:
     """One kind of collective of a step. Every rank of the cluster is in one group of it."""
 
     purpose: str
-    """For people: ``gather P, forward``."""
+    """Description for people: ``gather P, forward``."""
     operation: Operation
     mesh: Mesh
-    """The group's ranks by level."""
+    """Ranks of the group by level."""
     nbytes: float
-    """Of the whole buffer: what a gather ends with, what a reduction begins with, of all units together."""
+    """Bytes of the whole buffer, of all units together: what a gather ends with, or a reduction begins with."""
     times: int
-    """Per step."""
+    """Number of runs per step."""
     phase: Phase
     ring: Ring
 
     def sent_by_rank(self) -> tuple[float, ...]:
-        """Bytes that a rank sends per step, on average over ranks, by level of the link."""
+        """Return the bytes that a rank sends per step, on average over ranks, by level of the link."""
         passes = 2 if self.operation == "all_reduce" else 1
         return tuple(self.times * passes * part * self.nbytes for part in ring_parts(self.mesh, self.ring))
 
 
 def ring_parts(mesh: Mesh, ring: Ring) -> tuple[float, ...]:
-    """Part of the buffer that a rank sends over links of each level in an all-gather or a reduce-scatter.
+    """Return the part of the buffer that a rank sends over links of each level in an all-gather or a reduce-scatter.
 
     * Level after level (``hierarchical``, ``ho``): among the e ranks of a level every rank sends (e-1)/e of what the
       slower levels leave it, which is 1/(product of the faster levels) of the buffer.
@@ -72,7 +73,7 @@ def ring_parts(mesh: Mesh, ring: Ring) -> tuple[float, ...]:
 
 
 def step_collectives(layout: StrategyMeshes, workload: Workload, *, select_and_drop: bool = False) -> list[Collective]:
-    """All collectives of one step that move anything.
+    """Return all collectives of one step that move anything.
 
     Args:
         select_and_drop: communicate as AMSP does (IV-C, equations for T_p, T_g and T_os), whose ranks hold whole
@@ -88,7 +89,7 @@ def step_collectives(layout: StrategyMeshes, workload: Workload, *, select_and_d
     compute, gradient = workload.compute_bytes, workload.gradient_bytes
     gather = _element(strategy.precision.gather, compute)
     reduce = _element(strategy.precision.reduce, gradient)
-    again = psi - workload.kept  # what is gathered in the backward pass, too
+    again = psi - workload.kept_gathered  # what is gathered in the backward pass, too
     ring = strategy.ring
     found: list[Collective] = []
 
@@ -99,11 +100,11 @@ def step_collectives(layout: StrategyMeshes, workload: Workload, *, select_and_d
             found.append(Collective(purpose, operation, mesh, nbytes, times, phase, ring))
 
     add("gather P, forward", "all_gather", p, gather * psi, s, "forward")
-    if layout.second is None:
+    if layout.secondary is None:
         add("gather P, backward", "all_gather", p, gather * again, s, "backward")
     else:
-        second = _element(strategy.precision.second, compute)
-        add("gather second shards, backward", "all_gather", layout.second, second * again, s, "backward")
+        secondary = _element(strategy.precision.secondary, compute)
+        add("gather second shards, backward", "all_gather", layout.secondary, secondary * again, s, "backward")
 
     if select_and_drop:
         if g not in (p, os) or not g.holds(p):
@@ -123,12 +124,12 @@ def step_collectives(layout: StrategyMeshes, workload: Workload, *, select_and_d
 
 
 def _element(format: Format, plain: float) -> float:
-    """Bytes of one element in ``format``; ``plain`` where it is not quantised."""
+    """Return the bytes of one element in ``format``; ``plain`` where it is not quantised."""
     return plain if format == "bf16" else BYTES_PER_ELEMENT[format]
 
 
 def bytes_per_node(collectives: list[Collective], layout: StrategyMeshes) -> tuple[float, float]:
-    """Bytes that one node's ranks send per step: to other nodes, and to each other."""
+    """Return the bytes that one node's ranks send per step: to other nodes, and to each other."""
     sent = [collective.sent_by_rank() for collective in collectives]
     ranks = layout.levels.ranks_per_node
     return ranks * sum(parts[-1] for parts in sent), ranks * sum(sum(parts[:-1]) for parts in sent)

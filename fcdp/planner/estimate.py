@@ -1,4 +1,4 @@
-"""What a strategy costs on a cluster: memory, bytes, and the time of a step in which computing hides communication."""
+"""The cost of a strategy on a cluster: memory, bytes, and the time of a step in which computing hides communication."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,40 +10,41 @@ from fcdp.planner.workload import Workload
 from fcdp.strategy.strategy import StrategyMeshes
 
 OPTIMIZER_BYTES = 28.0
-"""Per trainable parameter, read and written by Adam: 12 of states and 2 of gradient in, 12 and 2 of P out."""
+"""Bytes per trainable parameter that Adam reads and writes: 12 of states and 2 of gradient in, 12 and 2 of P out."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """One strategy on one cluster with one workload."""
+    """The cost of one strategy on one cluster with one workload."""
 
     layout: StrategyMeshes
     checkpointing: bool
-    """Whether blocks keep only their inputs and compute again in the backward pass."""
+    """Whether blocks keep only their inputs and are computed again in the backward pass."""
     memory: Memory
     collectives: tuple[Collective, ...]
     seconds: tuple[float, ...]
-    """Of each collective, per step."""
+    """Seconds of each collective, per step."""
     inter_node_bytes: float
-    """That a node sends to others per step."""
+    """Bytes that a node sends to others per step."""
     intra_node_bytes: float
-    """That the ranks of a node send to each other per step."""
+    """Bytes that the ranks of a node send to each other per step."""
     compute_seconds: float
-    """Per step, without waiting for anything."""
+    """Seconds of computing per step, without waiting for anything."""
     step_seconds: float
     fits: bool
 
     @property
     def name(self) -> str:
+        """Name of the strategy."""
         return self.layout.strategy.name
 
     @property
     def communication_seconds(self) -> float:
-        """Of all collectives together, hidden or not: what AMSP minimises (V-B, equation 1)."""
+        """Seconds of all collectives together, hidden or not: what AMSP minimises (V-B, equation 1)."""
         return sum(self.seconds)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; scopes are pairs, ranks per node and nodes."""
+        """Return the estimate for JSON; scopes are pairs, ranks per node and nodes."""
         layout = self.layout
         return {
             "name": self.name,
@@ -51,15 +52,19 @@ class Estimate:
             "p": layout.p.pair,
             "g": layout.g.pair,
             "os": layout.os.pair,
-            "second": None if layout.second is None else layout.second.pair,
+            "second": None if layout.secondary is None else layout.secondary.pair,
             "cache": layout.cache,
             "exact": layout.strategy.precision.exact,
             "ring": layout.strategy.ring,
             "checkpointing": self.checkpointing,
             "device_bytes": round(self.memory.device),
             "device_bytes_of": {
-                part: round(getattr(self.memory, part))
-                for part in ("parameters", "second", "gradients", "optimizer", "activations", "working")
+                "parameters": round(self.memory.parameters),
+                "second": round(self.memory.secondary),
+                "gradients": round(self.memory.gradients),
+                "optimizer": round(self.memory.optimizer),
+                "activations": round(self.memory.activations),
+                "working": round(self.memory.working),
             },
             "host_bytes": round(self.memory.host),
             "inter_node_bytes_per_step": round(self.inter_node_bytes),
@@ -94,12 +99,12 @@ def estimate(
     select_and_drop: bool = False,
     overlap_spread: bool = True,
 ) -> Estimate:
-    """What ``layout`` costs.
+    """Return what ``layout`` costs.
 
     Args:
-        select_and_drop: reduce as AMSP does; see :func:`step_collectives`.
-        overlap_spread: new parameters are spread while the next forward computes (AMSP V-C2). AMSP's own comparison
-            does without (VI-A4).
+        select_and_drop: whether to reduce as AMSP does; see :func:`step_collectives`.
+        overlap_spread: whether new parameters are spread while the next forward computes (AMSP V-C2). AMSP's own
+            comparison does without (VI-A4).
     """
     memory = memory_of(layout, workload, checkpointing=checkpointing)
     collectives = step_collectives(layout, workload, select_and_drop=select_and_drop)
@@ -141,19 +146,21 @@ def estimate(
 
 @dataclass(frozen=True)
 class _Step:
-    """The phases of a step, in each of which the slowest resource sets the pace."""
+    """A step's phases, in each of which the slowest resource sets the pace."""
 
     forward: float
-    """Seconds of computing in one micro-batch."""
+    """Seconds of computing in the forward pass of one micro-batch."""
     backward: float
+    """Seconds of computing in the backward pass of one micro-batch."""
     copies: float
     """Seconds of host copies in one forward, and in one backward."""
     pieces: int
-    """In how many units parameters and gradients travel: of these, the first gather and the last reduction of a pass
+    """Number of units in which parameters and gradients are sent. The first gather and the last reduction of a pass
     have no computing beside them."""
 
     def seconds(self, phases: dict[Phase, float], micro_batches: int, overlap_spread: bool) -> float:
-        """AMSP V-C: gathers run one unit ahead, reductions one behind, and nothing else waits."""
+        """Return a step's seconds by AMSP V-C: gathers run one unit ahead, reductions one behind, nothing else
+        waits."""
         gathers, both = phases["forward"], phases["backward"]
         spread_hidden = phases["spread"] if overlap_spread else 0.0
         first = self._pass(self.forward, gathers + spread_hidden)
@@ -162,7 +169,7 @@ class _Step:
         return first + last + (micro_batches - 1) * (plain_forward + plain_backward) + phases["spread"] - spread_hidden
 
     def serial_seconds(self, phases: dict[Phase, float], micro_batches: int) -> float:
-        """Nothing beside anything else."""
+        """Return the seconds of a step in which nothing overlaps."""
         each = self.forward + self.backward + 2 * self.copies + phases["forward"] + phases["backward"]
         return micro_batches * each + phases["reduce"] + phases["spread"]
 
@@ -171,21 +178,21 @@ class _Step:
 
 
 def _packing(layout: StrategyMeshes, workload: Workload, phase: Phase) -> float:
-    """Bytes that FSDP2 reads and writes in one pass to take gathered parameters apart, and to put gradients together
-    that are reduced: its collectives work on one buffer per unit."""
+    """Return the bytes that FSDP2 reads and writes in one pass to copy gathered parameters out of one buffer per unit,
+    and gradients that are reduced into one."""
     is_gathered = layout.p.shards > 1 or layout.p_in_cache
-    gathered = workload.parameters - (workload.kept if phase == "backward" else 0.0) if is_gathered else 0.0
+    gathered = workload.parameters - (workload.kept_gathered if phase == "backward" else 0.0) if is_gathered else 0.0
     reduced = workload.trainable if phase == "backward" else 0.0
     return 2 * (workload.compute_bytes * gathered + workload.gradient_bytes * reduced)
 
 
 def _copies(layout: StrategyMeshes, workload: Workload, memory: Memory, cluster: Cluster) -> float:
-    """Seconds in which a device's shards cross the host link once, less those that an adaptive cache keeps."""
+    """Return the seconds in which a device's cached shards cross the host link once, but for those on the device."""
     if not memory.cached:
         return 0.0
     kept = 0.0
     if layout.cache == "adaptive":
         room = ADAPTIVE_THRESHOLD * cluster.device_memory_bytes - memory.device
         kept = min(max(room / memory.cached, 0.0), 1.0)
-    whole = memory.cached if layout.second is not None else P_BYTES * workload.parameters / layout.p.shards
+    whole = memory.cached if layout.secondary is not None else P_BYTES * workload.parameters / layout.p.shards
     return (1.0 - kept) * whole / cluster.host_link_bytes_per_second

@@ -1,4 +1,4 @@
-"""What a layout holds in device and host memory. PaRO table 2, AMSP IV-D, ZeRO-topo tables V and VI, FCDP VI-A.
+"""The device and host memory that a layout takes: PaRO table 2, AMSP IV-D, ZeRO-topo tables V and VI, FCDP VI-A.
 
 Mixed precision with Adam: 2 bytes of P and 12 of OS (fp32 master, momentum, variance) per parameter, 2 of G per
 trainable one. To these model states come activations and what a device needs while a block computes.
@@ -11,10 +11,10 @@ from fcdp.planner.workload import Workload
 from fcdp.strategy.strategy import StrategyMeshes
 
 P_BYTES, G_BYTES, OS_BYTES = 2.0, 2.0, 12.0
-"""Per parameter: in bf16, in bf16, and K of the papers."""
+"""Bytes per parameter of P in bf16, of G in bf16, and of OS, which is K of the papers."""
 
 RUNTIME_BYTES = 2 * 2**30
-"""Of the driver's context, the libraries' workspaces and the communicators' buffers. Assumed, not measured."""
+"""Bytes of the driver's context, the libraries' workspaces and the communicators' buffers. Assumed, not measured."""
 
 ADAPTIVE_THRESHOLD = 0.9
 """Part of device memory up to which an adaptive cache keeps shards there, as in ``fcdp.fully_shard``."""
@@ -22,46 +22,49 @@ ADAPTIVE_THRESHOLD = 0.9
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes."""
+    """Bytes that a layout takes."""
 
     parameters: float
     """P's shards on a device."""
-    second: float
-    """Second shards on a device."""
+    secondary: float
+    """The secondary partition on a device."""
     gradients: float
+    """G's shards on a device."""
     optimizer: float
+    """OS's shards on a device."""
     activations: float
+    """Activations of a micro-batch on a device."""
     working: float
     """Gathered blocks, whole gradients of one, and what the runtime takes."""
     host: float
     """Cached shards in the memory of one node."""
     cached: float
-    """Of them, one device's."""
+    """Cached shards of one device, in host memory."""
 
     @property
     def states(self) -> float:
         """P, G and OS on a device: what the papers' tables give."""
-        return self.parameters + self.second + self.gradients + self.optimizer
+        return self.parameters + self.secondary + self.gradients + self.optimizer
 
     @property
     def device(self) -> float:
-        """All of a device's. An adaptive cache takes more while there is room."""
+        """Everything on a device. An adaptive cache takes more while there is room."""
         return self.states + self.activations + self.working
 
 
 def memory_of(layout: StrategyMeshes, workload: Workload, *, checkpointing: bool) -> Memory:
-    """What ``layout`` takes."""
+    """Return what ``layout`` takes."""
     psi, trained = workload.parameters, workload.trainable
     on_device = layout.os if layout.p_in_cache else layout.p
-    cached = second = 0.0
+    cached = secondary = 0.0
     if layout.p_in_cache:
         cached = P_BYTES * psi / layout.p.shards
-    elif layout.second is not None:
-        nbytes = BYTES_PER_ELEMENT[layout.strategy.precision.second] * psi / layout.second.shards
-        cached, second = (0.0, nbytes) if layout.cache == "device" else (nbytes, 0.0)
+    elif layout.secondary is not None:
+        nbytes = BYTES_PER_ELEMENT[layout.strategy.precision.secondary] * psi / layout.secondary.shards
+        cached, secondary = (0.0, nbytes) if layout.cache == "device" else (nbytes, 0.0)
     return Memory(
         parameters=P_BYTES * psi / on_device.shards,
-        second=second,
+        secondary=secondary,
         gradients=G_BYTES * trained / layout.g.shards,
         optimizer=OS_BYTES * trained / layout.os.shards,
         activations=workload.activation_bytes(checkpointing),
@@ -72,7 +75,7 @@ def memory_of(layout: StrategyMeshes, workload: Workload, *, checkpointing: bool
 
 
 def _gathered(layout: StrategyMeshes, workload: Workload) -> float:
-    """Blocks that are whole for a while: the one that computes and the one fetched ahead, and one block's gradients."""
+    """Return the bytes of blocks that are whole: the one that computes, the one fetched ahead, and one's gradients."""
     parameters = 2 * P_BYTES * workload.parameters / workload.units if layout.p.shards > 1 or layout.p_in_cache else 0.0
     gradients = G_BYTES * workload.trainable / workload.units if layout.g.shards > 1 else 0.0
     return parameters + gradients

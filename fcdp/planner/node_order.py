@@ -1,4 +1,4 @@
-"""In which order to number nodes so that those that communicate most are under one leaf switch (AMSP V-D, figure 10).
+"""An order of nodes in which those that communicate most are under one leaf switch (AMSP V-D, figure 10).
 
 Consecutive nodes form the groups over which a scope of s^1 nodes shards. Traffic of a group whose nodes hang on one
 leaf switch never reaches a spine switch.
@@ -11,7 +11,8 @@ from fcdp.strategy.strategy import StrategyMeshes
 
 
 def node_order(leaf_of_node: Sequence[int], group: int) -> list[int]:
-    """Node indices in the order to number them in: whole groups of every leaf first, then what is left over.
+    """Return node indices in the order in which to number them: whole groups of every leaf first, then what is left
+    over.
 
     Args:
         leaf_of_node: the leaf switch of each node.
@@ -37,11 +38,11 @@ def node_order(leaf_of_node: Sequence[int], group: int) -> list[int]:
 
 
 def groups_across_leaves(order: Sequence[int], leaf_of_node: Sequence[int], group: int) -> int:
-    """How many groups of an order have nodes under more than one leaf switch."""
+    """Return how many groups of an order have nodes under more than one leaf switch."""
     starts = range(0, len(order), group)
     return sum(len({leaf_of_node[node] for node in order[start : start + group]}) > 1 for start in starts)
 
 
 def group_of(layout: StrategyMeshes) -> int:
-    """Nodes of the smallest group that crosses nodes, which communicates most often; 1 if none does."""
+    """Return the nodes of the smallest group that crosses nodes, which communicates most often; 1 if none does."""
     return min((mesh.nodes for mesh in (layout.p, layout.g, layout.os) if mesh.nodes > 1), default=1)

@@ -1,4 +1,4 @@
-"""A cluster as it is: the planner's numbers, measured on the process groups and devices that will train.
+"""Profiling a cluster: the planner's numbers, measured on the process groups and devices that will train.
 
 All ranks measure together, so that links and memory are as busy as in training (AMSP IV-A: profiling instead of a cost
 model). What is measured is what the engine does: the same levels, rings and buffers, in bf16.
@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from common.hardware.machine import memory_limit_bytes
 from common.models.flops import hardware_flops_per_token
 from common.models.meta_model import build_meta_model
-from fcdp.comms.collectives import shaped_levels
+from fcdp.comms.levels import make_levels
 from fcdp.comms.rank_level import CommLevel
 from fcdp.comms.reduce_scatter import scatter
 from fcdp.planner.estimate import OPTIMIZER_BYTES
@@ -36,7 +36,7 @@ from fuyou.planner.profiling.links import measure_link
 from fuyou.runtime.devices import open_device
 
 SIZES = (16 << 10, 256 << 10, 4 << 20, 32 << 20)
-"""Bytes of whole buffers; on CUDA, four times as large again at the end."""
+"""Bytes of the buffers that are measured; on CUDA also one of four times the largest."""
 REPEAT_SECONDS = 0.3
 MOST_REPETITIONS = 7
 RINGS: tuple[Ring, ...] = ("flat", "hierarchical", "ho")
@@ -47,14 +47,15 @@ _COPIED_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class ComputeRates:
-    """What one device does while all devices of its node do the same."""
+    """Rates of one device while all devices of its node do the same."""
 
     flops_per_second: float
-    """Of forward and backward with recomputation, in the model's shapes, head and embedding included."""
+    """FLOPs per second of forward and backward with recomputation, in the model's shapes, head and embedding
+    included."""
     memory_bytes_per_second: float
-    """Of AdamW, by the bytes that the planner counts for it."""
+    """Bytes per second of AdamW, by the bytes that the planner counts for it."""
     host_link_bytes_per_second: float
-    """The slower direction."""
+    """Bytes per second between device and host, in the slower direction."""
 
 
 def profile_cluster(
@@ -67,13 +68,13 @@ def profile_cluster(
     dtype: str = "bf16",
     say: Callable[[str], None] = lambda line: None,
 ) -> MeasuredRates:
-    """Measure, and have rank 0 write what ``finetune --cluster`` reads. Collective.
+    """Measure the cluster, and have rank 0 write what ``finetune --cluster`` reads. Collective.
 
     Args:
-        config: of the model whose blocks are computed.
-        path: of the file.
-        rows, seq_len: a rank's micro-batch.
-        say: hears on rank 0 what is being measured.
+        config: configuration of the model whose blocks are computed.
+        path: file to write.
+        rows, seq_len: shape of a rank's micro-batch.
+        say: called with what is being measured next.
     """
     device = topology.device
     say("computing")
@@ -103,7 +104,7 @@ def profile_cluster(
 def measure_computing(
     topology: Topology, config: PreTrainedConfig, rows: int, seq_len: int, dtype: str
 ) -> ComputeRates:
-    """How fast devices compute, update and copy, all at once; the slowest one counts."""
+    """Measure how fast devices compute, update and copy, all at once; the slowest one counts."""
     device = open_device(topology.device)
     model = build_meta_model(config, dtype=Precision.named(dtype, "fp32").dtype)
     stack = StreamedModel(model, topology.device)
@@ -125,7 +126,7 @@ def measure_computing(
 def measure_collectives(
     topology: Topology, sizes: Sequence[int] | None = None, say: Callable[[str], None] = lambda line: None
 ) -> list[CollectiveTiming]:
-    """Gathers, reductions and all-reduces of all scopes, rings and sizes that a strategy may use here.
+    """Measure gathers, reductions and all-reduces of all scopes, rings and sizes that a strategy may use here.
 
     An all-reduce is what the engine makes it of: a reduce-scatter and an all-gather.
     """
@@ -150,7 +151,7 @@ def measure_collectives(
 
 
 def _meshes(topology: Topology) -> list[tuple[Mesh, int, int]]:
-    """Every mesh between two scopes, once, with the sizes of blocks that it lies between."""
+    """Return every mesh between two scopes, once, with the sizes of blocks that it lies between."""
     scopes = [scope.on(topology.levels) for scope in scopes_of(topology.levels)]
     found: dict[Mesh, tuple[int, int]] = {}
     for inner in scopes:
@@ -169,11 +170,11 @@ class _Group:
         self._topology = topology
         self._low, self._ranks = low, high // low
         self._index = topology.rank // low % self._ranks
-        self._gather: list[CommLevel] = shaped_levels(topology, axes, "gather", traffic, ring)[::-1]
-        self._reduce: list[CommLevel] = shaped_levels(topology, axes, "reduce", traffic, ring)
+        self._gather: list[CommLevel] = make_levels(topology, axes, "gather", traffic, ring)[::-1]
+        self._reduce: list[CommLevel] = make_levels(topology, axes, "reduce", traffic, ring)
 
     def gather_seconds(self, nbytes: int) -> float:
-        """Of an all-gather whose result has ``nbytes``."""
+        """Return the seconds of an all-gather whose result has ``nbytes``."""
         cells = self._cells(nbytes)
 
         def gather() -> None:
@@ -184,7 +185,7 @@ class _Group:
         return self._seconds(gather)
 
     def reduce_seconds(self, nbytes: int) -> float:
-        """Of a reduce-scatter of ``nbytes``."""
+        """Return the seconds of a reduce-scatter of ``nbytes``."""
         cells = self._cells(nbytes)
         return self._seconds(lambda: scatter(cells, self._reduce, True))
 
@@ -193,14 +194,14 @@ class _Group:
         return torch.ones((self._ranks, count), dtype=torch.bfloat16, device=self._topology.device)
 
     def _seconds(self, work: Callable[[], object]) -> float:
-        taken = [_together(self._topology, work)]
+        taken = [_time_on_all_ranks(self._topology, work)]
         again = min(MOST_REPETITIONS, int(REPEAT_SECONDS / taken[0]) + 1)
-        taken = [_together(self._topology, work) for _ in range(again)]  # the first one has made connections
+        taken = [_time_on_all_ranks(self._topology, work) for _ in range(again)]  # the first one has made connections
         return sorted(taken)[len(taken) // 2]
 
 
-def _together(topology: Topology, work: Callable[[], object]) -> float:
-    """Seconds that ``work`` takes from where all ranks begin to where the last one has ended. The same everywhere."""
+def _time_on_all_ranks(topology: Topology, work: Callable[[], object]) -> float:
+    """Return the seconds from when all ranks begin ``work`` to when the last one has ended, equal on all ranks."""
 
     def synchronize() -> None:
         if topology.device.type == "cuda":
@@ -208,18 +209,18 @@ def _together(topology: Topology, work: Callable[[], object]) -> float:
 
     synchronize()
     dist.barrier()
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     work()
     synchronize()
-    taken = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+    taken = torch.tensor(time.perf_counter() - start_time, dtype=torch.float64)
     dist.all_reduce(taken, op=dist.ReduceOp.MAX)
     return float(taken)
 
 
 def _update_seconds(topology: Topology) -> float:
-    """Of AdamW on :data:`_OPTIMIZER_ELEMENTS` fp32 parameters."""
+    """Return the seconds of AdamW on :data:`_OPTIMIZER_ELEMENTS` fp32 parameters."""
     parameter: Any = torch.nn.Parameter(torch.zeros(_OPTIMIZER_ELEMENTS, device=topology.device))
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)
-    _together(topology, optimizer.step)
-    return min(_together(topology, optimizer.step) for _ in range(3))
+    _time_on_all_ranks(topology, optimizer.step)
+    return min(_time_on_all_ranks(topology, optimizer.step) for _ in range(3))

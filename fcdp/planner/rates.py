@@ -1,4 +1,4 @@
-"""How long one collective takes: by a latency and a bandwidth for each level, or by what was measured on a cluster."""
+"""The time that one collective takes: by latency and bandwidth of each level, or by measurements on a cluster."""
 
 import bisect
 import json
@@ -15,31 +15,33 @@ from fcdp.strategy.strategy import Ring
 
 
 class CollectiveRates(Protocol):
-    """What the planner asks of either."""
+    """Times of collectives, as the planner asks for them."""
 
     def seconds(self, operation: Operation, mesh: Mesh, nbytes: float, ring: Ring) -> float:
-        """Of one collective over ``mesh`` whose whole buffer has ``nbytes``, while all other groups do the same."""
+        """Return the seconds of one collective over ``mesh`` whose whole buffer has ``nbytes``, while all other groups
+        do the same."""
         ...
 
 
 @dataclass(frozen=True)
 class Link:
-    """What connects the groups of a level."""
+    """A link between the groups of a level."""
 
     bytes_per_second: float
-    """Of one rank, one way, while all ranks send: a node's network cards divided by its ranks."""
+    """Bandwidth of one rank, one way, while all ranks send: a node's network cards divided by its ranks."""
     latency_seconds: float
-    """Of one step of a ring."""
+    """Latency of one step of a ring."""
 
 
 @dataclass(frozen=True)
 class AlphaBeta:
-    """alpha + beta n, level by level (AMSP IV-A; the steps of a ring by level as in NCCL's own model, tuning.cc)."""
+    """Times of the form alpha + beta n, level by level (AMSP IV-A; the steps of a ring by level as in NCCL's own model,
+    tuning.cc)."""
 
     links: tuple[Link, ...]
-    """By level, fastest first."""
+    """Links by level, fastest first."""
     start_seconds: float = 0.0
-    """Of launching a collective on one level."""
+    """Time of launching a collective on one level."""
 
     def seconds(self, operation: Operation, mesh: Mesh, nbytes: float, ring: Ring) -> float:
         """See :class:`CollectiveRates`. All-reduce: reduce-scatter and all-gather, or a tree if faster."""
@@ -62,7 +64,7 @@ class AlphaBeta:
         return min(2 * once, self._tree(mesh, moving)) if ring == "flat" else 2 * once
 
     def _flat(self, mesh: Mesh, moving: list[float]) -> float:
-        """Every step of the ring takes as long as its slowest link; NCCL adds up the latencies of those passed."""
+        """Return the time of a ring, each step of which takes as long as its slowest link; NCCL adds up latencies."""
         latency, beyond = 0.0, mesh.shards
         for extent, link in zip(mesh.extents, self.links, strict=True):
             here = beyond - beyond // extent
@@ -71,18 +73,19 @@ class AlphaBeta:
         return self.start_seconds + latency + max(moving)
 
     def _overlapped(self, mesh: Mesh, moving: list[float]) -> float:
-        """HO-Ring (PaRO 3.4): while a block crosses nodes, the one before it goes round inside; the last one has to
-        go round by itself."""
+        """Return the time of an HO-Ring (PaRO 3.4): while a block crosses nodes, the one before it goes round inside;
+        the last one has to go round by itself."""
         blocks = mesh.extents[-1]
-        inside, across = sum(moving[:-1]), moving[-1]
-        overlapped = max(across, inside * (blocks - 1) / blocks) + inside / blocks
+        intra_node, inter_node = sum(moving[:-1]), moving[-1]
+        overlapped = max(inter_node, intra_node * (blocks - 1) / blocks) + intra_node / blocks
         return overlapped + self._latencies(mesh)
 
     def _tree(self, mesh: Mesh, moving: list[float]) -> float:
-        """Double binary trees across nodes: few steps, at nine tenths of a ring's bandwidth (NCCL's tuning.cc)."""
-        *inside, across = zip(mesh.extents, self.links, strict=True)
-        steps = sum((extent - 1) * link.latency_seconds for extent, link in inside)
-        steps += math.ceil(math.log2(across[0])) * across[1].latency_seconds
+        """Return the time of double binary trees: few steps, at nine tenths of a ring's bandwidth (NCCL's
+        tuning.cc)."""
+        *intra_node, inter_node = zip(mesh.extents, self.links, strict=True)
+        steps = sum((extent - 1) * link.latency_seconds for extent, link in intra_node)
+        steps += math.ceil(math.log2(inter_node[0])) * inter_node[1].latency_seconds
         return self.start_seconds + 2 * (steps + max(moving) / 0.9)
 
     def _latencies(self, mesh: Mesh) -> float:
@@ -92,20 +95,20 @@ class AlphaBeta:
 
 @dataclass(frozen=True)
 class CollectiveTiming:
-    """One measurement."""
+    """One measured collective."""
 
     operation: Operation
     ring: Ring
     mesh: tuple[int, ...]
-    """Extents by level."""
+    """Extents of the mesh by level."""
     nbytes: int
-    """Of the whole buffer."""
+    """Bytes of the whole buffer."""
     seconds: float
-    """Median, while all groups of the cluster did the same."""
+    """Median of the seconds taken, while all groups of the cluster did the same."""
 
 
 class MeasuredRates:
-    """Collective times by interpolation between measurements (AMSP IV-A).
+    """Times of collectives by interpolation between measurements (AMSP IV-A).
 
     Between two sizes the effective bandwidth is interpolated over the logarithm of the size; a smaller buffer than any
     measured takes as long as the smallest; a larger one has the bandwidth of the largest.
@@ -157,7 +160,7 @@ class MeasuredRates:
 
     @classmethod
     def from_facts(cls, facts: dict[str, Any]) -> "MeasuredRates":
-        """From what :meth:`save` wrote, read back."""
+        """Read back what :meth:`save` wrote."""
         timings = []
         for entry in facts.get("collectives", []):
             timing = CollectiveTiming(**{**entry, "mesh": tuple(entry["mesh"])})

@@ -1,4 +1,4 @@
-"""The planner: every admissible strategy, what each costs, and the fastest that fits (AMSP section V)."""
+"""The search among all admissible strategies for the fastest that fits (AMSP section V)."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -18,26 +18,27 @@ from fcdp.strategy.strategy import Strategy, StrategyMeshes, Tier
 Objective = Literal["step", "communication"]
 
 SAME = 0.01
-"""Times closer than this part are the same as far as a model of them can tell."""
+"""Part by which times may differ and still count as equal, as far as a model of them can tell."""
 
 
 @dataclass(frozen=True)
 class StrategyPlan:
-    """All strategies, the best first."""
+    """All strategies with their costs, the best first."""
 
     estimates: tuple[Estimate, ...]
     choice: Estimate | None
-    """The best that fits and changes no arithmetic. None: nothing fits."""
+    """The best strategy that fits and changes no arithmetic. None: nothing fits."""
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the plan for JSON."""
         chosen = None if self.choice is None else self.choice.as_dict()
         return {"choice": chosen, "strategies": [found.as_dict() for found in self.estimates]}
 
 
 def scopes_of(levels: Levels) -> list[Scope]:
-    """Scopes that pass AMSP's filters (V-B): they divide ranks and nodes without rest (equations 5 and 6), and take all
-    ranks of a node before a second node (equation 7). From none to all, by letter where they have one."""
+    """Return the scopes that pass AMSP's filters (V-B): they divide ranks and nodes without rest (equations 5 and 6),
+    and take all ranks of a node before a second node (equation 7). They go from none to all, and are letters where
+    there is one."""
     node = levels.ranks_per_node
     texts = [f"{ranks}x1" for ranks in range(1, node + 1)] + [f"{node}x{nodes}" for nodes in range(2, levels.nodes + 1)]
     letters = {Scope(letter).on(levels): Scope(letter) for letter in "GIN"}  # N last: on one rank all are the same
@@ -50,17 +51,17 @@ def scopes_of(levels: Levels) -> list[Scope]:
 
 
 def admissible(levels: Levels) -> list[Strategy]:
-    """Every strategy that the papers' rules leave, each once, under a name that ``--strategy`` understands.
+    """Return every strategy that the papers' rules leave, each once, under a name that ``--strategy`` understands.
 
     The presets; AMSP's meshes and PaRO's four that AMSP's rule excludes, P's shards in device or in host memory where
-    there is a choice; and second shards inside the node where P is sharded across nodes.
+    there is a choice; and a secondary partition inside the node where P is sharded across nodes.
     """
     found: dict[tuple[object, ...], Strategy] = {}
 
     def add(strategy: Strategy) -> None:
         # On these levels, names may mean the same: 8x1 is I. The first one stays.
         layout = strategy.on(levels)
-        point = (layout.p, layout.g, layout.os, layout.second, layout.cache, strategy.precision, strategy.ring)
+        point = (layout.p, layout.g, layout.os, layout.secondary, layout.cache, strategy.precision, strategy.ring)
         found.setdefault(point, strategy)
 
     for preset in PRESETS.values():
@@ -79,15 +80,15 @@ def admissible(levels: Levels) -> list[Strategy]:
         if mesh[p].nodes == 1 and 1 < mesh[p].shards < mesh[os].shards:
             add(_strategy(p, g, os, cache="host"))
         if mesh[p].nodes > 1 and levels.ranks_per_node > 1:
-            add(_strategy(p, g, os, second=True, cache="device"))
-            add(_strategy(p, g, os, second=True, cache="host"))
+            add(_strategy(p, g, os, secondary=True, cache="device"))
+            add(_strategy(p, g, os, secondary=True, cache="host"))
     return list(found.values())
 
 
-def _strategy(p: Scope, g: Scope, os: Scope, *, second: bool = False, cache: Tier | None = None) -> Strategy:
-    """As :func:`parse_strategy` reads its name."""
+def _strategy(p: Scope, g: Scope, os: Scope, *, secondary: bool = False, cache: Tier | None = None) -> Strategy:
+    """Return the strategy with these scopes, as :func:`parse_strategy` reads its name."""
     return parse_strategy(
-        "/".join(map(str, (p, g, os))) + (f"+{cache}" if cache else "") + ("+second" if second else "")
+        "/".join(map(str, (p, g, os))) + (f"+{cache}" if cache else "") + ("+second" if secondary else "")
     )
 
 
@@ -102,7 +103,7 @@ def plan(
     select_and_drop: bool = False,
     overlap_spread: bool = True,
 ) -> StrategyPlan:
-    """Cost every strategy and choose: exhaustive, since the rules leave few (AMSP V-B).
+    """Estimate every strategy and choose one: exhaustively, since the rules leave few (AMSP V-B).
 
     Args:
         strategies: those to choose from. None: all that are admissible.
@@ -111,8 +112,8 @@ def plan(
             ``communication``: AMSP's equation 1, which leaves overlap out; among those that are the same, the one with
             the least memory.
         allow_quantised: whether a strategy that quantises may be chosen. All are listed either way.
-        checkpointing: None: only where a strategy does not fit without.
-        select_and_drop: reduce as AMSP does.
+        checkpointing: whether activations are checkpointed; None: only where a strategy does not fit without.
+        select_and_drop: whether to reduce as AMSP does.
         overlap_spread: see :func:`estimate`.
     """
 
@@ -144,7 +145,7 @@ def plan(
 
 
 def refusal(plan: StrategyPlan, cluster: Cluster) -> FinetuneError:
-    """What to say where nothing fits: by how much the smallest strategy misses."""
+    """Return an error that says that nothing fits, and what the smallest strategy needs."""
     least = min(plan.estimates, key=lambda found: (found.memory.device, found.memory.host))
     return FinetuneError(
         f"No strategy fits. The one that needs least, {least.name}, takes {format_bytes(least.memory.device)} of the "

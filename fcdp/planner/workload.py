@@ -1,4 +1,4 @@
-"""What is trained: a model and a batch, as far as memory, communication and computing depend on them."""
+"""A model and a batch to train, as far as memory, communication and computing depend on them."""
 
 from dataclasses import dataclass
 
@@ -14,36 +14,36 @@ from fcdp.grouping import find_units, whole_units
 
 @dataclass(frozen=True)
 class Workload:
-    """A step of one rank: ``micro_batches`` times ``micro_batch`` sequences of ``seq_len`` tokens."""
+    """A training step of one rank: ``micro_batches`` times ``micro_batch`` sequences of ``seq_len`` tokens."""
 
     parameters: float
-    """Psi: all of them, tied ones once."""
+    """Number of all parameters, tied ones counted once: Psi."""
     trainable: float
-    """Psi': those that have gradients and optimizer states."""
+    """Number of parameters that have gradients and optimizer states: Psi'."""
     blocks: int
-    """Transformer blocks: what is gathered, reduced and checkpointed one by one."""
+    """Number of transformer blocks, which are gathered, reduced and checkpointed one by one."""
     block_activation_bytes: float = 0.0
-    """Saved for the backward pass per token and block."""
+    """Bytes saved for the backward pass per token and block."""
     hidden_bytes: float = 0.0
-    """Of a block's input per token: what checkpointing keeps."""
+    """Bytes of a block's input per token, which checkpointing keeps."""
     logits_bytes: float = 0.0
-    """Of the loss per token: logits as they come, in fp32, and their gradient."""
+    """Bytes of the loss per token: logits as they come, in fp32, and their gradient."""
     forward_flops_per_token: float = 0.0
-    """Of the forward pass."""
+    """FLOPs of the forward pass per token."""
     weight_flops_per_token: float = 0.0
-    """Of the gradients of trainable weights."""
+    """FLOPs of the gradients of trainable weights per token."""
     seq_len: int = 1
     micro_batch: int = 1
     """Sequences that a rank computes at once."""
-    kept: float = 0.0
+    kept_gathered: float = 0.0
     """Parameters that stay gathered from forward to backward because the backward begins with them: head and final
     norm."""
     compute_bytes: float = 2.0
-    """Of one parameter as it is gathered, where that is not quantised."""
+    """Bytes of one parameter as it is gathered, where that is not quantised."""
     gradient_bytes: float = 2.0
-    """Of one gradient as it is reduced, where that is not quantised."""
+    """Bytes of one gradient as it is reduced, where that is not quantised."""
     micro_batches: int = 1
-    """How many of them accumulate before the optimizer steps: s in PaRO, M in AMSP."""
+    """Number of micro-batches that accumulate before the optimizer steps: s in PaRO, M in AMSP."""
 
     def __post_init__(self) -> None:
         if not 0 < self.trainable <= self.parameters:
@@ -54,29 +54,31 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Of one micro-batch."""
+        """Tokens of one micro-batch."""
         return self.seq_len * self.micro_batch
 
     @property
     def units(self) -> int:
-        """Pieces in which parameters travel: every block, and the embedding and head together."""
+        """Number of units in which parameters are sent: every block, and embedding and head together."""
         return self.blocks + 1
 
     @property
     def forward_flops(self) -> float:
-        """Of one micro-batch."""
+        """FLOPs of the forward pass of one micro-batch."""
         return self.tokens * self.forward_flops_per_token
 
     def backward_flops(self, checkpointing: bool) -> float:
-        """Of one micro-batch: gradients of activations cost a forward, those of weights what is trainable."""
+        """Return the FLOPs of a micro-batch's backward pass: those of a forward pass for gradients of activations, and
+        those for gradients of trainable weights."""
         again = self.forward_flops_per_token if checkpointing else 0.0
         return self.tokens * (self.forward_flops_per_token + self.weight_flops_per_token + again)
 
     def activation_bytes(self, checkpointing: bool) -> float:
-        """Of one micro-batch, with attention that does not keep its scores (flash attention)."""
+        """Return the bytes that one micro-batch saves, with attention that does not keep its scores (flash
+        attention)."""
         block = self.tokens * self.block_activation_bytes
-        kept = self.blocks * self.tokens * self.hidden_bytes + block if checkpointing else self.blocks * block
-        return kept + self.tokens * self.logits_bytes
+        saved = self.blocks * self.tokens * self.hidden_bytes + block if checkpointing else self.blocks * block
+        return saved + self.tokens * self.logits_bytes
 
     @classmethod
     def of_model(
@@ -89,11 +91,11 @@ class Workload:
         trainable_ratio: float = 1.0,
         dtype_bytes: int = 2,
     ) -> "Workload":
-        """The workload of a Hugging Face model.
+        """Return the workload of a Hugging Face model.
 
         Args:
             trainable_ratio: trainable parameters over all parameters.
-            dtype_bytes: of one number in the dtype that blocks compute in, and that gradients are reduced in.
+            dtype_bytes: bytes of one number in the dtype that blocks compute and gradients are reduced in.
         """
         model = build_meta_model(config)
         _, blocks = find_blocks(model)
@@ -113,15 +115,16 @@ class Workload:
             weight_flops_per_token=2.0 * active * trainable_ratio + attention,
             seq_len=seq_len,
             micro_batch=micro_batch,
-            kept=_kept(model),
+            kept_gathered=_kept_gathered(model),
             compute_bytes=float(dtype_bytes),
             gradient_bytes=float(dtype_bytes),
             micro_batches=micro_batches,
         )
 
 
-def _kept(model: nn.Module) -> float:
-    """Parameters of the units that :func:`fcdp.fully_shard` does not reshard after the forward pass."""
+def _kept_gathered(model: nn.Module) -> float:
+    """Return the number of parameters in units that :func:`fcdp.fully_shard` does not reshard after the forward
+    pass."""
     units = find_units(model, None)
     kept = [group for group in whole_units(units) if units[group.unit].keep_after_forward]
     return float(sum(parameter.numel() for group in kept for parameter in group.registered()))
@@ -133,7 +136,7 @@ def _is_gated(model: object) -> bool:
 
 
 def _block_activation_bytes(config: PreTrainedConfig, gated: bool) -> float:
-    """Bytes per token that one block saves in bf16, by Korthikanti et al. (arXiv:2205.05198, section 4.1).
+    """Return the bytes per token that one block saves in bf16, by Korthikanti et al. (arXiv:2205.05198, section 4.1).
 
     Theirs is 34 per hidden unit with dropout masks and without attention scores. Here without the masks (2), with the
     model's own sizes: inputs of two norms; attention's input, queries, keys, values and result; the input of the MLP,

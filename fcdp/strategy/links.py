@@ -1,4 +1,4 @@
-"""Levels inside a node, found: groups of GPUs that NVLink connects with each other but not with the others."""
+"""Finding levels inside a node: groups of GPUs that NVLink connects with each other but not with the others."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from common.hardware.machine import nvlink_peers
 
 
 def linked_gpus(count: int) -> int:
-    """How many GPUs form a group inside a node; 1 where there are no groups, one for all, or unequal ones.
+    """Return how many GPUs form a group inside a node; 1 where there are no groups, one for all, or unequal ones.
 
     Args:
         count: GPUs that ranks use, the first ones of this machine.
@@ -18,11 +18,11 @@ def linked_gpus(count: int) -> int:
 
 
 def group_size(peers: Sequence[set[int]]) -> int:
-    """The size of groups, if consecutive GPUs form equal groups and every GPU is linked to its whole group and to
-    nothing else; else 1. All linked to all is no level of its own.
+    """Return the size of groups, if consecutive GPUs form equal groups and every GPU is linked to its whole group and
+    to nothing else; else 1. GPUs that are all linked to all form no level of their own.
 
     Args:
-        peers: for each GPU, which it is linked to.
+        peers: for each GPU, the GPUs that it is linked to.
     """
     count = len(peers)
     size = len(peers[0]) + 1 if peers else 1

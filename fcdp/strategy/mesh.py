@@ -2,7 +2,7 @@
 
 A cluster has levels, fastest first: 8 ranks in a node and 128 nodes are ``Levels((8, 128))``; sixteen nodes of four
 GPUs with two dies each are ``Levels((2, 4, 16))``. A :class:`Scope` is what people write; on given levels it becomes a
-:class:`Mesh`, how many ranks of each level share one copy.
+:class:`Mesh`, the number of ranks of each level that share one copy.
 """
 
 import re
@@ -33,7 +33,7 @@ class Levels:
 
     @classmethod
     def parse(cls, text: str) -> "Levels":
-        """``"8,128"``, or ``"2,4,16"``: two dies in a GPU, four GPUs in a node, sixteen nodes.
+        """Read ``"8,128"``, or ``"2,4,16"``: two dies in a GPU, four GPUs in a node, sixteen nodes.
 
         Raises:
             UserError: the text is no such list.
@@ -46,17 +46,17 @@ class Levels:
 
     @property
     def ranks_per_node(self) -> int:
-        """R in AMSP, M in PaRO."""
+        """Ranks in a node: R in AMSP, M in PaRO."""
         return prod(self.sizes[:-1])
 
     @property
     def nodes(self) -> int:
-        """N in AMSP, g in PaRO."""
+        """Nodes of the cluster: N in AMSP, g in PaRO."""
         return self.sizes[-1]
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """Number of all ranks."""
         return prod(self.sizes)
 
     @property
@@ -67,7 +67,7 @@ class Levels:
 
 @dataclass(frozen=True)
 class Mesh:
-    """How many ranks of each level share one copy of a tensor. Level by level as in :class:`Levels`."""
+    """The number of ranks of each level that share one copy of a tensor, by level as in :class:`Levels`."""
 
     extents: tuple[int, ...]
 
@@ -76,36 +76,36 @@ class Mesh:
 
     @property
     def shards(self) -> int:
-        """Into how many parts the tensor is cut."""
+        """Number of parts that the tensor is cut into."""
         return prod(self.extents)
 
     @property
     def ranks_per_node(self) -> int:
-        """s^0 in AMSP."""
+        """Ranks in each node that share a copy: s^0 in AMSP."""
         return prod(self.extents[:-1])
 
     @property
     def nodes(self) -> int:
-        """s^1 in AMSP."""
+        """Nodes that share a copy: s^1 in AMSP."""
         return self.extents[-1]
 
     @property
     def pair(self) -> tuple[int, int]:
-        """Ranks per node, nodes."""
+        """Ranks per node and nodes that share a copy."""
         return self.ranks_per_node, self.nodes
 
     def holds(self, other: "Mesh") -> bool:
-        """Whether every group of ``other`` lies in one group of this mesh: finer, or equal."""
+        """Return whether every group of ``other`` lies in one group of this mesh: this one is as fine, or finer."""
         return all(mine % theirs == 0 for mine, theirs in zip(self.extents, other.extents, strict=True))
 
     def over(self, other: "Mesh") -> "Mesh":
-        """The ranks of this mesh that have the same place in groups of ``other``, which it holds."""
+        """Return the mesh of the ranks with the same place in groups of ``other``, which this mesh holds."""
         return Mesh(tuple(mine // theirs for mine, theirs in zip(self.extents, other.extents, strict=True)))
 
 
 @dataclass(frozen=True)
 class Scope:
-    """Over which ranks a tensor is sharded, as written: ``N``, ``pair``, ``I``, ``G``, or ``4x2`` (ranks x nodes)."""
+    """Ranks over which a tensor is sharded, as written: ``N``, ``pair``, ``I``, ``G``, or ``4x2`` (ranks x nodes)."""
 
     text: str
 
@@ -114,7 +114,7 @@ class Scope:
 
     @classmethod
     def parse(cls, text: str) -> "Scope":
-        """Letters and names in any case.
+        """Read a scope; letters and names in any case.
 
         Raises:
             UserError: the text is no scope.
@@ -132,14 +132,14 @@ class Scope:
 
     @property
     def numbers(self) -> tuple[int, int] | None:
-        """Ranks per node and nodes, if written so."""
+        """Ranks per node and nodes, if the scope is written so."""
         if self.text in _ORDER:
             return None
         ranks, _, nodes = self.text.partition("x")
         return int(ranks), int(nodes)
 
     def coarser_than(self, other: "Scope") -> bool | None:
-        """Whether it has fewer shards in any direction; None where only a cluster can tell."""
+        """Return whether it has fewer shards in any direction; None where only a cluster can tell."""
         mine, theirs = self.numbers, other.numbers
         if "N" in (self.text, other.text) or "G" in (self.text, other.text):
             return self != other and (self.text == "N" or other.text == "G")
@@ -150,7 +150,7 @@ class Scope:
         return mine[0] < theirs[0] or mine[1] < theirs[1]
 
     def on(self, levels: Levels) -> Mesh:
-        """The mesh it is on a cluster.
+        """Return the mesh that the scope is on a cluster.
 
         Raises:
             UserError: it breaks one of the rules by which AMSP (V-B, equations 5 to 7) keeps to useful meshes.

@@ -22,12 +22,12 @@ def _meshes(name: str, p: str, g: str, os: str) -> Strategy:
 
 
 def _paro() -> list[str]:
-    """The 14 of table 1: OS is sharded at least as finely as P and as G (3.1.3, principle 1)."""
+    """Return the 14 strategies of table 1: OS is sharded at least as finely as P and as G (3.1.3, principle 1)."""
     return [p + g + os for p, g, os in product("NIG", repeat=3) if max(map("NIG".index, (p, g))) <= "NIG".index(os)]
 
 
 PARO = tuple(_paro())
-"""``NNN`` to ``GGG``, in the order of PaRO's table 1 up to its grouping by P."""
+"""Scopes of P, G and OS, ``NNN`` to ``GGG``, in the order of PaRO's table 1 up to its grouping by P."""
 
 
 def _presets() -> dict[str, Strategy]:
@@ -40,13 +40,13 @@ def _presets() -> dict[str, Strategy]:
         _letters("III", "mics", ring="hierarchical"),
         _letters("III", "hsdp", ring="hierarchical"),
         _letters("III", "hybrid", ring="hierarchical"),
-        # ZeRO++ (ZeRO-topo III-C): int8 gathers, a second set of shards in the node, int4 all-to-all reductions.
+        # ZeRO++ (ZeRO-topo III-C): int8 gathers, a secondary partition in the node, int4 all-to-all reductions.
         Strategy(
             "zero++",
             Scope("G"),
             Scope("G"),
             Scope("G"),
-            second=Scope("I"),
+            secondary=Scope("I"),
             precision=WireFormats(gather="int8", reduce="int4"),
             ring="hierarchical",
         ),
@@ -58,14 +58,14 @@ def _presets() -> dict[str, Strategy]:
         _meshes("amsp-7b", "1x1", "1x1", "8x1"),
         _meshes("amsp-13b", "4x1", "4x1", "8x1"),
         _meshes("amsp-30b", "8x1", "8x1", "8x4"),
-        # ZeRO-topo (V): P over a pair, G over a node, OS over all; int8 second shards over the pair.
+        # ZeRO-topo (V): P over a pair, G over a node, OS over all; an int8 secondary partition over the pair.
         Strategy(
             "zero-topo",
             Scope("pair"),
             Scope("I"),
             Scope("G"),
-            second=Scope("pair"),
-            precision=WireFormats(gather="int8", second="int8", reduce="int4"),
+            secondary=Scope("pair"),
+            precision=WireFormats(gather="int8", secondary="int8", reduce="int4"),
             ring="hierarchical",
         ),
     ]
@@ -73,7 +73,7 @@ def _presets() -> dict[str, Strategy]:
 
 
 PRESETS = _presets()
-"""Named strategies. Those that quantise also exist with ``-exact`` appended, where they do not."""
+"""Strategies by name. Those that quantise have a twin that does not, with ``-exact`` appended."""
 PRESETS |= {
     exact.name: exact
     for exact in (strategy.without_quantisation() for strategy in PRESETS.values())
@@ -82,12 +82,12 @@ PRESETS |= {
 
 
 def parse_strategy(text: str) -> Strategy:
-    """The strategy that a user names.
+    """Return the strategy that a user names.
 
     Args:
         text: a preset (``zero3``, ``paro-iig``), three letters (``IGG``), or three scopes (``I/G/G``, ``4x1/4x1/8x1``,
             ``pair/node/cluster``). To scopes, ``+device``, ``+host`` or ``+adaptive`` adds the tier of the cache, and
-            ``+second`` second shards in the node. ``auto`` is for :mod:`fcdp.planner` to answer.
+            ``+second`` a secondary partition in the node. ``auto`` is for :mod:`fcdp.planner` to answer.
 
     Raises:
         UserError: no such strategy, or one that breaks a rule.
@@ -104,17 +104,17 @@ def parse_strategy(text: str) -> Strategy:
     if len(parts) != 3:
         raise UserError(_unknown(text))
     p, g, os = (Scope.parse(part) for part in parts)
-    second, cache = None, None
+    secondary, cache = None, None
     for extra in extras:
         if extra == "second":
-            second = Scope("I")
+            secondary = Scope("I")
         elif extra in get_args(Tier):
             cache = cast(Tier, extra)
         else:
             known = (*get_args(Tier), "second")
             raise UserError(f"{text!r}: {extra!r} is no tier of a cache.{did_you_mean(extra, known)}")
     written = "+".join(["/".join(map(str, (p, g, os))), *extras])
-    return Strategy(written, p, g, os, second=second, cache=cache, ring="hierarchical")
+    return Strategy(written, p, g, os, secondary=secondary, cache=cache, ring="hierarchical")
 
 
 def _unknown(text: str) -> str:

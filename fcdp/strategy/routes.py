@@ -1,4 +1,4 @@
-"""Where tensors travel: a strategy on a cluster, as the ranks that exchange data, in which order, and what stays where.
+"""The routes of tensors: which ranks exchange data under a strategy, in which order, and what stays where.
 
 Ranks are numbered level by level, fastest first, and AMSP's rules (V-B, equations 5 to 7) let a scope cross a level
 only when it has filled the faster ones. So every scope is a *block* of consecutive ranks, and every collective works on
@@ -19,33 +19,32 @@ from fcdp.strategy.strategy import Ring, StrategyMeshes
 
 @dataclass(frozen=True)
 class Axis:
-    """Ranks that exchange data in one step: those in one block of ``stride * size`` ranks with the same place in the
-    blocks of ``stride`` ranks that it consists of."""
+    """Ranks that exchange data in one step: ``size`` of them, ``stride`` apart, in one block of consecutive ranks."""
 
     stride: int
     size: int
 
     def index(self, rank: int) -> int:
-        """The place of ``rank`` on its line of the axis."""
+        """Return the place of ``rank`` on its line of the axis."""
         return rank // self.stride % self.size
 
     def lines(self, world_size: int) -> list[list[int]]:
-        """All lines, each with its ranks in order."""
+        """Return all lines, each with its ranks in order."""
         first = [rank for rank in range(world_size) if self.index(rank) == 0]
         return [[rank + place * self.stride for place in range(self.size)] for rank in first]
 
     def crosses_nodes(self, ranks_per_node: int) -> bool:
-        """Whether ranks of different nodes are on one line."""
+        """Return whether ranks of different nodes are on one line."""
         return self.stride * self.size > ranks_per_node
 
     def mixes_levels(self, ranks_per_node: int) -> bool:
-        """Whether ranks of one node and of others are on one line."""
+        """Return whether ranks of one node and of others are on one line."""
         return self.stride < ranks_per_node < self.stride * self.size
 
 
 def axes_between(low: int, high: int, levels: Levels, ring: Ring) -> tuple[Axis, ...]:
-    """The steps between blocks of ``low`` and blocks of ``high`` ranks, fastest first: one for each level, or with a
-    flat ring one for all."""
+    """Return the axes between blocks of ``low`` and blocks of ``high`` ranks, fastest first: one for each level, or one
+    for all with a flat ring."""
     borders = [low]
     if ring != "flat":
         block = 1
@@ -59,27 +58,27 @@ def axes_between(low: int, high: int, levels: Levels, ring: Ring) -> tuple[Axis,
 
 @dataclass(frozen=True)
 class Routes:
-    """A layout's collectives. Axes are fastest first: reductions follow them, gathers go the other way."""
+    """The axes of a layout's collectives, fastest first: reductions follow them, gathers go the other way."""
 
     layout: StrategyMeshes
     gather: tuple[Axis, ...]
-    """P from its shards, at every use."""
+    """Axes along which P is gathered from its shards, at every use."""
     spread: tuple[Axis, ...]
-    """New values from OS's ranks to P's shards, after each step, at the first use."""
-    second: tuple[Axis, ...]
-    """P from second shards, in the backward pass; empty: there are none."""
+    """Axes along which new values go from OS's ranks to P's shards, at the first use after each step."""
+    secondary: tuple[Axis, ...]
+    """Axes along which P is gathered from the secondary partition, in the backward pass; empty: there is none."""
     reduce: tuple[Axis, ...]
-    """G over its scope, by every micro-batch."""
+    """Axes along which G is reduced over its scope, by every micro-batch."""
     finish: tuple[Axis, ...]
-    """G to OS's scope, once per step."""
+    """Axes along which G is reduced to OS's scope, once per step."""
     replicate: tuple[Axis, ...]
-    """G over the replicas of OS's shards, once per step."""
+    """Axes along which G is reduced over the replicas of OS's shards, once per step."""
 
     @classmethod
     def of(cls, layout: StrategyMeshes) -> "Routes":
-        """The routes that ``layout`` takes."""
+        """Return the routes of ``layout``."""
         p, g, os = layout.p.shards, layout.g.shards, layout.os.shards
-        second = 1 if layout.second is None else layout.second.shards
+        secondary = 1 if layout.secondary is None else layout.secondary.shards
 
         def between(low: int, high: int) -> tuple[Axis, ...]:
             return axes_between(low, high, layout.levels, layout.strategy.ring)
@@ -93,7 +92,7 @@ class Routes:
             layout,
             gather=between(1, p),
             spread=between(p, os),
-            second=between(1, second),
+            secondary=between(1, secondary),
             reduce=reduce,
             finish=between(g, os),
             replicate=between(os, layout.levels.world_size),
@@ -101,20 +100,20 @@ class Routes:
 
     @property
     def shards(self) -> int:
-        """Ranks over which FSDP2 shards: OS's."""
+        """Number of ranks over which FSDP2 shards: OS's."""
         return self.layout.os.shards
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same shard."""
+        """Number of ranks that hold the same shard."""
         return self.layout.levels.world_size // self.shards
 
     @property
-    def keeps_whole(self) -> bool:
+    def keeps_gathered(self) -> bool:
         """Whether P is not sharded, so that gathered parameters stay until they change."""
         return self.layout.p.shards == 1 and not self.layout.p_in_cache
 
     @property
-    def keeps_shares(self) -> bool:
+    def caches_shards(self) -> bool:
         """Whether ranks keep P's shards besides their shards of OS: P is sharded, and less finely than OS."""
-        return self.layout.p.shards < self.shards and not self.keeps_whole
+        return self.layout.p.shards < self.shards and not self.keeps_gathered

@@ -1,13 +1,13 @@
 """A sharding strategy: over which ranks parameters, gradients and optimizer states are sharded, and how they travel.
 
-Every strategy of PaRO, AMSP, ZeRO-topo and FCDP is a point in one space (``strategy_names.py`` names them):
+Every strategy of PaRO, AMSP, ZeRO-topo and FCDP is a point in one space (``names.py`` names them):
 
 * P, G and OS each have a scope. P is gathered over its scope at every use; G is reduced over its scope by every
   micro-batch, and over the rest of the cluster once per step; new parameters are spread from OS's scope to P's once
   per step (PaRO 3.3).
 * P's shards live in device memory. With a scope between N and that of OS they are a cache of what OS's ranks hold, and
-  may live in host memory instead (FCDP). Besides, a *second* set of shards inside the node may be kept from forward
-  to backward (ZeRO++).
+  may live in host memory instead (FCDP). Besides, a *secondary partition* of P inside the node may be
+  kept from forward to backward (ZeRO++).
 
 OS here includes the fp32 master weights. What all of it costs on a cluster is worked out in ``fcdp/planner``.
 """
@@ -20,7 +20,8 @@ from common.quantisation import Bits
 from fcdp.strategy.mesh import Levels, Mesh, Scope
 
 Tier = Literal["none", "device", "host", "adaptive"]
-"""Where cached shards of P live. ``adaptive``: on the device while there is room, in host memory otherwise."""
+"""Memory in which cached shards of P live. ``adaptive``: on the device while there is room, in host memory
+otherwise."""
 
 Ring = Literal["flat", "hierarchical", "ho"]
 """Shape of gathers and reductions that cross levels. ``flat``: one ring through all ranks, as NCCL's and gloo's own.
@@ -32,14 +33,15 @@ BITS: dict[Format, Bits] = {"int8": 8, "int4": 4}
 
 @dataclass(frozen=True)
 class WireFormats:
-    """What travels. Anything but bf16 is quantised in blocks, with a scale for each (``common.quantisation``)."""
+    """Formats on the network. Anything but bf16 is quantised in blocks, with a scale for each
+    (``common.quantisation``)."""
 
     gather: Format = "bf16"
-    """P, gathered over its scope."""
-    second: Format = "bf16"
-    """The second set of shards: as it is kept and as it is gathered."""
+    """Format of P as it is gathered over its scope."""
+    secondary: Format = "bf16"
+    """Format in which the secondary partition of P is kept and gathered."""
     reduce: Format = "bf16"
-    """G, reduced over its scope by every micro-batch."""
+    """Format of G as it is reduced over its scope by every micro-batch."""
 
     @property
     def exact(self) -> bool:
@@ -49,7 +51,7 @@ class WireFormats:
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to shard. Construction checks what can be checked without a cluster, :meth:`on` the rest.
+    """A way to shard. Construction checks what can be checked without a cluster, :meth:`on` the rest.
 
     Raises:
         UserError: a dependency rule of the papers is broken; the message cites it.
@@ -57,67 +59,69 @@ class Strategy:
 
     name: str
     p: Scope
-    """Of parameters in compute precision."""
+    """Scope of parameters in compute precision."""
     g: Scope
-    """Of gradients while micro-batches accumulate."""
+    """Scope of gradients while micro-batches accumulate."""
     os: Scope
-    """Of optimizer states and fp32 masters."""
-    second: Scope | None = None
-    """Of a second set of P's shards, filled by each forward, gathered by its backward."""
+    """Scope of optimizer states and fp32 master weights."""
+    secondary: Scope | None = None
+    """Scope of a secondary partition of P, which each forward pass fills and its backward pass gathers; None: there is
+    none."""
     cache: Tier | None = None
-    """Tier of the second set, or else of P's own shards where OS's scope is wider. None: device if there is any such
-    cache, none otherwise."""
+    """Tier of the secondary partition, or else of P's own shards where OS's scope is wider. None: device if there is
+    any such cache, none otherwise."""
     precision: WireFormats = WireFormats()
+    """Formats in which tensors are sent."""
     ring: Ring = "flat"
 
     def __post_init__(self) -> None:
         _check_order(self, self.os.coarser_than(self.p), self.os.coarser_than(self.g), self.g.coarser_than(self.p))
-        if self.second is not None:
+        if self.secondary is not None:
             if self.p.text == "N":
                 raise UserError(f"{self.name}: P is not sharded, so a second set of shards saves nothing (FCDP VI-A).")
-            if self.second.text in ("N", "G") or (self.second.numbers or (0, 1))[1] > 1:
+            if self.secondary.text in ("N", "G") or (self.secondary.numbers or (0, 1))[1] > 1:
                 raise UserError(
                     f"{self.name}: a second set of shards is there to stay inside a node (ZeRO-topo III-C), "
-                    f"but its scope is {self.second}."
+                    f"but its scope is {self.secondary}."
                 )
-        elif self.precision.second != "bf16":
+        elif self.precision.secondary != "bf16":
             raise UserError(f"{self.name}: a precision is given for second shards, but there are none.")
-        if self.cache not in (None, "none") and self.second is None and (self.p.text == "N" or self.p == self.os):
+        if self.cache not in (None, "none") and self.secondary is None and (self.p.text == "N" or self.p == self.os):
             why = "not sharded" if self.p.text == "N" else f"sharded over {self.p} as OS is"
             raise UserError(
                 f"{self.name}: P is {why}, so there is no cache to put in {self.cache} memory. A cache holds a node's "
                 "shards of P while OS is sharded more widely, or a second set of shards (FCDP IV-C, VI-A)."
             )
-        if self.cache == "none" and self.second is not None:
+        if self.cache == "none" and self.secondary is not None:
             raise UserError(f"{self.name}: a second set of shards needs a tier: device, host or adaptive.")
 
     @property
     def scopes(self) -> str:
-        """``IGG``, or ``4x1/4x1/8x1``."""
+        """Scopes of P, G and OS in short: ``IGG``, or ``4x1/4x1/8x1``."""
         parts = (self.p.text, self.g.text, self.os.text)
         return "".join(parts) if all(len(part) == 1 for part in parts) else "/".join(parts)
 
     def on(self, levels: Levels) -> "StrategyMeshes":
-        """The strategy on a cluster.
+        """Return the strategy's meshes on a cluster.
 
         Raises:
             UserError: it breaks a rule there.
         """
         p, g, os = self.p.on(levels), self.g.on(levels), self.os.on(levels)
         _check_order(self, not os.holds(p), not os.holds(g), not g.holds(p))
-        second = None if self.second is None else self.second.on(levels)
-        if p == second and self.precision.second == "bf16":
-            second = None  # on one node they are the same shards
+        secondary = None if self.secondary is None else self.secondary.on(levels)
+        if p == secondary and self.precision.secondary == "bf16":
+            secondary = None  # on one node they are the same shards
         # A node of one rank has all of P in that rank's share: on the device nothing is gained by it.
         own = p.shards < os.shards and (p.shards > 1 or self.cache in ("host", "adaptive"))
-        cached = second is not None or own
+        cached = secondary is not None or own
         cache: Tier = (self.cache or "device") if cached else "none"
         if cached and cache == "none":
             cache = "device"
-        return StrategyMeshes(self, levels, p, g, os, second, cache)
+        return StrategyMeshes(self, levels, p, g, os, secondary, cache)
 
     def without_quantisation(self) -> "Strategy":
-        """The same with everything in bf16."""
+        """Return the strategy with everything in bf16."""
         return self if self.precision.exact else replace(self, name=f"{self.name}-exact", precision=WireFormats())
 
 
@@ -130,18 +134,18 @@ class StrategyMeshes:
     p: Mesh
     g: Mesh
     os: Mesh
-    second: Mesh | None
+    secondary: Mesh | None
     cache: Tier
-    """``none`` where nothing is cached on this cluster."""
+    """Tier of the cache; ``none`` where nothing is cached on this cluster."""
 
     @property
     def p_in_cache(self) -> bool:
         """Whether P's own shards are the cache, so that a device holds no more of P than OS's ranks do."""
-        return self.second is None and self.cache in ("host", "adaptive")
+        return self.secondary is None and self.cache in ("host", "adaptive")
 
 
 def _check_order(strategy: Strategy, os_under_p: bool | None, os_under_g: bool | None, g_under_p: bool | None) -> None:
-    """The dependency rules; None is a comparison that only a cluster can decide.
+    """Refuse what the papers' dependency rules forbid; None is a comparison that only a cluster can decide.
 
     PaRO and AMSP agree that OS is sharded at least as finely as P and G. On G against P they differ: AMSP (IV-B) and
     ZeRO-topo (V) want G as fine as P, PaRO recommends INI and others for adapters (table 1).

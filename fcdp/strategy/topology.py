@@ -1,4 +1,4 @@
-"""Where this rank stands: its node, its place in the node, and the process groups that strategies communicate in.
+"""The cluster as a rank sees it: its node, its place in the node, and the process groups of strategies.
 
 A cluster is ``nodes`` machines with ``ranks_per_node`` processes each, numbered node by node as torchrun and Slurm's
 block distribution do: rank = node * ranks_per_node + local_rank. Inside a node there may be further levels, pairs of
@@ -28,9 +28,9 @@ Purpose = Literal["gather", "reduce"]
 class LevelGroups:
     """One process group for each level. A level of one rank has none: nothing is ever sent there."""
 
-    inside: dist.ProcessGroup | None
+    intra_node: dist.ProcessGroup | None
     """The ranks of this node."""
-    across: dist.ProcessGroup | None
+    inter_node: dist.ProcessGroup | None
     """The ranks with this rank's place in the other nodes."""
 
 
@@ -41,10 +41,11 @@ class Topology:
     time, the gather of the next block and the reduction of the last one proceed together.
 
     Args:
-        nodes: how many machines.
+        nodes: number of machines.
         ranks_per_node: processes on each of them; the same number everywhere.
         device: this rank's compute device. None: ``cuda:<local rank>`` where there is CUDA, else the CPU.
-        levels: where there are levels inside the nodes: ``Levels((2, 4, 16))`` is 16 nodes of four pairs.
+        levels: ranks by level where there are levels inside the nodes: ``Levels((2, 4, 16))`` is 16 nodes of four
+            pairs.
 
     Raises:
         UserError: the process group is not initialised, the numbers do not multiply to its size, or ranks disagree.
@@ -89,10 +90,10 @@ class Topology:
 
     @classmethod
     def from_environment(cls, *, device: torch.device | str | None = None, levels: Levels | None = None) -> "Topology":
-        """The topology that torchrun's variables describe: LOCAL_WORLD_SIZE ranks in each node.
+        """Return the topology that torchrun's variables describe: LOCAL_WORLD_SIZE ranks in each node.
 
         Args:
-            device: that this rank computes on; None: as :class:`Topology` chooses.
+            device: this rank's compute device; None: as :class:`Topology` chooses.
             levels: None: pairs (or larger groups) of GPUs inside the nodes that NVLink connects are found where there
                 are any; see :mod:`fcdp.strategy.links`.
 
@@ -114,7 +115,7 @@ class Topology:
         return cls(nodes, local_world, device=device, levels=levels)
 
     def group(self, axis: Axis, purpose: Purpose) -> dist.ProcessGroup:
-        """This rank's process group on ``axis``. Collective when an axis is asked for the first time.
+        """Return this rank's process group on ``axis``. Collective when an axis is asked for the first time.
 
         Raises:
             FinetuneError: the topology has been closed.
@@ -132,20 +133,20 @@ class Topology:
 
     @property
     def gather_groups(self) -> LevelGroups:
-        """For parameters, by level. Collective when they are asked for the first time."""
+        """Process groups for gathering parameters, by level. Collective at the first use."""
         return self._level_groups("gather")
 
     @property
     def reduce_groups(self) -> LevelGroups:
-        """For gradients, by level. Collective when they are asked for the first time."""
+        """Process groups for reducing gradients, by level. Collective at the first use."""
         return self._level_groups("reduce")
 
     def _level_groups(self, purpose: Purpose) -> LevelGroups:
-        inside, across = Axis(1, self.ranks_per_node), Axis(self.ranks_per_node, self.nodes)
-        return LevelGroups(*(self.group(axis, purpose) if axis.size > 1 else None for axis in (inside, across)))
+        intra_node, inter_node = Axis(1, self.ranks_per_node), Axis(self.ranks_per_node, self.nodes)
+        return LevelGroups(*(self.group(axis, purpose) if axis.size > 1 else None for axis in (intra_node, inter_node)))
 
     def shard_mesh(self, shards: int) -> DeviceMesh:
-        """The block of ``shards`` consecutive ranks that this one is in: what FSDP2 shards over. Collective."""
+        """Return the block of ``shards`` consecutive ranks that this one is in, which FSDP2 shards over. Collective."""
         if shards not in self._meshes:
             whole = init_device_mesh(
                 self.device.type, (self.world_size // shards, shards), mesh_dim_names=("replicate", "shard")
@@ -165,8 +166,8 @@ class Topology:
 def _agree(numbers: tuple[int, ...]) -> None:
     """Refuse, on every rank, numbers that are not the same on every rank."""
     everywhere = all_gather_object(numbers)
-    if any(told != everywhere[0] for told in everywhere):
-        described = ", ".join(f"rank {rank}: {'x'.join(map(str, told))}" for rank, told in enumerate(everywhere))
+    if any(numbers_there != everywhere[0] for numbers_there in everywhere):
+        described = ", ".join(f"rank {rank}: {'x'.join(map(str, each))}" for rank, each in enumerate(everywhere))
         raise UserError(
             "Every node needs the same number of ranks, because ranks exchange data with the one in the same place of "
             f"every other node. What the ranks were started with differs ({described}). "
@@ -175,7 +176,7 @@ def _agree(numbers: tuple[int, ...]) -> None:
 
 
 def _found_levels(nodes: int, ranks_per_node: int) -> Levels | None:
-    """The levels that every node finds in itself; None where a node has none, or nodes differ."""
+    """Return the levels that every node finds in itself; None where a node has none, or nodes differ."""
     found: list[int] = all_gather_object(linked_gpus(ranks_per_node))
     if len(set(found)) > 1 or found[0] == 1:
         return None

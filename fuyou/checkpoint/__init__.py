@@ -1,1 +1,1 @@
-"""What a run leaves on its drives: commits, resuming, moving to other drives or ranks, export."""
+"""The run on its drives: commits, resuming, moving to other drives or ranks, export, verification."""

@@ -1,4 +1,4 @@
-"""Commits of several ranks: a step counts when the manifest of every rank has it.
+"""Commits of several ranks: a step counts once the manifest of every rank lists it.
 
 Writes of step t + 1 overwrite step t - 1 and wait until *all* ranks have committed t. So the newest step of any two
 ranks differ by one commit at most, and whoever is ahead still has the one before, whole, in its other slot; its
@@ -19,13 +19,13 @@ from fuyou.schedule.tasks import Task
 
 
 class ClusterCommits(Commits):
-    """The committed state of this rank's store, and that of all others.
+    """Commits of one rank among several, which agree on every step before it counts.
 
     Args:
         agreement: with the other ranks.
-        run: random name of the run, the same on every rank.
-        checksum: of what ``step`` has made of the parameters that this rank stores.
-        arguments: those of :class:`fuyou.checkpoint.commits.Commits`.
+        run: random name of the run, equal on every rank.
+        checksum: returns a checksum of the parameters that this rank stores, as they are after a step.
+        arguments: arguments of :class:`fuyou.checkpoint.commits.Commits`.
     """
 
     def __init__(self, agreement: Agreement, run: str, checksum: Callable[[int], int], *arguments: Any):
@@ -37,38 +37,42 @@ class ClusterCommits(Commits):
         self._compare(task.step)
         self._previous = self.state
         super()._make_durable(task)
-        self._agreement.tell_at_commit(task.step)
+        self._agreement.all_gather_at_commit(task.step)
 
     def _compare(self, step: int) -> None:
-        """Nodes hold copies of the same parameters: what the step has made of them must be equal.
+        """Check that all nodes, which hold copies of the same parameters, hold the same after ``step``.
 
         Raises:
-            FinetuneError: it is not. The step is not committed anywhere.
+            FinetuneError: they do not. The step is not committed anywhere.
         """
         share = self._agreement.share
-        told: list[tuple[str, int]] = self._agreement.tell_at_commit((host(), self._checksum(step)))
-        for rank, (name, checksum) in enumerate(told):
+        checksums: list[tuple[str, int]] = self._agreement.all_gather_at_commit((host(), self._checksum(step)))
+        for rank, (name, checksum) in enumerate(checksums):
             first = rank % share.ranks_per_node  # the rank in the same place of node 0
-            if checksum != told[first][1]:
+            if checksum != checksums[first][1]:
                 raise FinetuneError(
-                    f"After step {step}, {rank_name(share, rank, name)} and {rank_name(share, first, told[first][0])} "
-                    "hold different parameters (their checksums differ): memory or network of one of them has failed. "
+                    f"After step {step}, {rank_name(share, rank, name)} and "
+                    f"{rank_name(share, first, checksums[first][0])} hold different parameters (their checksums "
+                    "differ): memory or network of one of them has failed. "
                     f"The step is not committed; step {self.committed_step} is, on all nodes."
                 )
 
     def _content(self) -> dict[str, Any]:
         share = self._agreement.share
         previous = self._previous.to_dict() if self._previous is not None and self._previous.slots > 1 else None
-        about = {
-            "run": self._run, "nodes": share.nodes, "ranks_per_node": share.ranks_per_node, "rank": share.rank,
+        cluster = {
+            "run": self._run,
+            "nodes": share.nodes,
+            "ranks_per_node": share.ranks_per_node,
+            "rank": share.rank,
             "previous": previous,
-        }  # fmt: skip
-        return {**super()._content(), CLUSTER: about}
+        }
+        return {**super()._content(), CLUSTER: cluster}
 
 
 @dataclass(frozen=True)
 class LocalCommit:
-    """What one rank has found in its store, or why there is nothing."""
+    """What one rank has found in its store, or why it has found nothing."""
 
     host: str
     problem: str = ""
@@ -76,15 +80,18 @@ class LocalCommit:
     nodes: int = 0
     ranks_per_node: int = 0
     rank: int = 0
-    """That the store belongs to."""
+    """Rank that the store belongs to."""
     steps: Sequence[int] = ()
-    """That it could continue from, newest first."""
+    """Steps that it could continue from, newest first."""
 
 
 def find_common_state(
     agreement: Agreement, open_store: Callable[[], Store], wanted: TrainingState
 ) -> tuple[Store, TrainingState, str]:
-    """This rank's store, the newest step that all ranks have, and the run's name. Collective.
+    """Open this rank's store, and find the newest step that all ranks have. Collective.
+
+    Returns:
+        The store, its state after that step, and the run's name.
 
     Raises:
         UserError, StoreError: on every rank alike; says which node lacks what, or what is damaged where.
@@ -95,20 +102,22 @@ def find_common_state(
     try:
         store = open_store()
         content = load_manifest(store.directories[0])
-        about = content.pop(CLUSTER, None) if content is not None else None
-        if content is not None and about is None:
+        cluster = content.pop(CLUSTER, None) if content is not None else None
+        if content is not None and cluster is None:
             raise UserError(f"The run in {store.directories[0]} was made by a single rank, not by {share.world_size}.")
         states.append(check_state(store, content, wanted))
-        assert about is not None
-        if about["previous"] is not None:
-            states.append(check_state(store, about["previous"], wanted))
+        assert cluster is not None
+        if cluster["previous"] is not None:
+            states.append(check_state(store, cluster["previous"], wanted))
         steps = tuple(state.step for state in states)
-        found = LocalCommit(host(), "", about["run"], about["nodes"], about["ranks_per_node"], about["rank"], steps)
+        found = LocalCommit(
+            host(), "", cluster["run"], cluster["nodes"], cluster["ranks_per_node"], cluster["rank"], steps
+        )
     except FinetuneError as error:
         found = LocalCommit(host(), str(error))
     except Exception as error:  # not foreseen: the others must not wait for us
         found, failure = LocalCommit(host(), f"{type(error).__name__}: {error}"), error
-    everyone = [LocalCommit(**told) for told in agreement.all_gather_object(asdict(found))]
+    everyone = [LocalCommit(**content) for content in agreement.all_gather_object(asdict(found))]
     try:
         if failure is not None:
             raise failure
@@ -135,10 +144,10 @@ def find_common_state(
 
 
 def agreed_step(everyone: Sequence[LocalCommit], share: Share) -> int:
-    """The newest step that all ranks have.
+    """Return the newest step that all ranks have.
 
     Raises:
-        UserError: there is none, or they have not been ranks of one run.
+        UserError: there is none, or the stores are not those of all ranks of one run, in their order.
     """
     names = [rank_name(share, rank, found.host) for rank, found in enumerate(everyone)]
     problems = [f"{name}: {found.problem}" for name, found in zip(names, everyone, strict=True) if found.problem]
@@ -171,10 +180,10 @@ def agreed_step(everyone: Sequence[LocalCommit], share: Share) -> int:
 
 
 def common_step(held: Sequence[tuple[str, Sequence[int]]]) -> int:
-    """The newest step that all have.
+    """Return the newest step that all ranks have.
 
     Args:
-        held: the name of each, and its steps, newest first.
+        held: the name of each rank, and its steps, newest first.
 
     Raises:
         UserError: there is none.

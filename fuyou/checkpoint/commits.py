@@ -1,4 +1,4 @@
-"""Which step counts: what each update is, when a step has become durable, what ``resume`` starts from."""
+"""Commits: what each step does to the parameters, when it has become durable, what ``--resume`` starts from."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,10 +15,10 @@ from fuyou.layout.record import FROZEN_FILE, weights_file
 from fuyou.optimizer.absent_gradients import MissedUpdates
 from fuyou.optimizer.adam import Update
 from fuyou.optimizer.clipping import ClipStatistics
-from fuyou.schedule.tasks import Op, Task
+from fuyou.schedule.tasks import Op, Task, known
 
 CLUSTER = "cluster"
-"""Key of what a manifest says beside the state where several ranks have made it together."""
+"""Key in a manifest under which a run of several ranks says which of them the store belongs to."""
 
 
 class Commits:
@@ -28,13 +28,11 @@ class Commits:
         store: the training store, open.
         state: what the store holds (or will hold when it is filled).
         single_slot: whether updates overwrite the only copy.
-        sums: of everything that has been written, which becomes a part of what is committed.
-        missed: in how many steps parameters had no gradient, likewise.
+        sums: checksums of everything that has been written; they are committed, too.
+        missed: in how many steps each parameter had no gradient; committed, too.
     """
 
-    def __init__(
-        self, store: Store, state: TrainingState, single_slot: bool, sums: RecordSums, missed: MissedUpdates
-    ):  # fmt: skip
+    def __init__(self, store: Store, state: TrainingState, single_slot: bool, sums: RecordSums, missed: MissedUpdates):
         self.state = state
         self.sums, self.missed = sums, missed
         self.committed_step = state.step
@@ -46,49 +44,62 @@ class Commits:
         self._submitted: list[Task] = []
 
     def begin(self, update: Update) -> None:
-        """A step starts; its update is known but for the clipping coefficient."""
+        """Note that a step starts, with its update; the clipping coefficient is still to come."""
         self._updates[update.step] = update
 
     def scale_gradients(self, step: int, factor: float) -> None:
-        """``step`` is clipped: its updates multiply gradients by ``factor`` from now on."""
+        """Clip ``step``: its updates multiply gradients by ``factor`` from now on."""
         self.clipped_steps += 1
         self._updates[step] = replace(self._updates[step], gradient_scale=factor)
 
-    def leave_out(self, step: int) -> None:
-        """The updates of ``step``, all of them still to come, change nothing."""
-        self._updates[step] = replace(self._updates[step], left_out=True)
+    def skip_step(self, step: int) -> None:
+        """Let the updates of ``step``, all of which are still to come, change nothing."""
+        self._updates[step] = replace(self._updates[step], skip=True)
 
     def clip_statistics(self, steps: int) -> ClipStatistics:
-        """How often clipping has struck in the run's first ``steps``, which have all ended."""
+        """Return how many of the run's first ``steps``, all of which have ended, were clipped."""
         return ClipStatistics(self.clipped_steps, steps)
 
     def end(self, step: int, skipped: int, device: torch.device, user: dict[str, Any]) -> None:
-        """The caller has ended ``step``, and left out so many up to it: note what its commit will say."""
+        """Note, when the caller ends ``step``, the state that its commit will write.
+
+        Args:
+            step: its number.
+            skipped: steps up to this one that were skipped.
+            device: where the model computes, whose random state is kept.
+            user: whatever the caller keeps with the state.
+        """
         self._states[step] = replace(
-            self.state, step=step, clipped=self.clipped_steps, skipped=skipped, random=random_states(device),
-            user=dict(user), torn=False,
-        )  # fmt: skip
+            self.state,
+            step=step,
+            clipped=self.clipped_steps,
+            skipped=skipped,
+            random=random_states(device),
+            user=dict(user),
+            torn=False,
+        )
         self._updates.pop(step - 2, None)
 
     def update_of(self, step: int) -> Update:
-        """What ``step`` does to a record; asked for right before it is done, after all earlier commits."""
+        """Return what ``step`` does to a record. Call it right before that is done, after all earlier commits."""
         if self._single_slot and not self.state.torn:
             self.state.torn = True  # from here on the only copy is a mixture, until the step is committed
             self.write_manifest()
         return self._updates[step]
 
     def commit(self, task: Task) -> None:
-        """Everything of the step is written: make it durable, then make it count."""
+        """Make a step durable that is written completely, then make it count."""
         self._make_durable(task)
         self.committed_step = task.step
         for old in [step for step in list(self._states) if step <= task.step]:  # the caller adds to it meanwhile
             del self._states[old]
 
     def _make_durable(self, task: Task) -> None:
-        """Sync what is written, then say so in the manifest."""
-        self._store.sync([weights_file(task.target)])
+        """Sync what is written, then write the manifest."""
+        slot = known(task.target)
+        self._store.sync([weights_file(slot)])
         # Updates of later steps wait for this commit: none of them is counted yet.
-        self.state = replace(self._states[task.step], slot=task.target, missed=self.missed.counts())
+        self.state = replace(self._states[task.step], slot=slot, missed=self.missed.counts())
         self.seal()
 
     def seal(self) -> None:
@@ -97,20 +108,20 @@ class Commits:
         self.write_manifest()
 
     def write_manifest(self) -> None:
-        """Make the state durable; atomic."""
+        """Write the state to the manifest, durably and atomically."""
         commit_manifest(self._store.directories[0], self._content())
 
     def _content(self) -> dict[str, Any]:
-        """Of the manifest."""
+        """Return the content of the manifest."""
         return self.state.to_dict()
 
     def submitted(self, tasks: Sequence[Task]) -> None:
-        """Note the commits among tasks that the executor has been given."""
+        """Note the commits among ``tasks``, which the executor has been given."""
         self._submitted = [task for task in self._submitted if not task.done]
         self._submitted += [task for task in tasks if task.op is Op.COMMIT]
 
     def under_way(self, before: int) -> list[Task]:
-        """Commits of steps before ``before`` that the executor has been given and has not finished."""
+        """Return the unfinished commits of steps before ``before`` that the executor has been given."""
         return [task for task in self._submitted if task.step < before and not task.done]
 
 
@@ -118,7 +129,7 @@ def check_records(store: Store, state: TrainingState) -> None:
     """Read all records of a committed state, and compare them with its checksums.
 
     Raises:
-        StoreError: names what is damaged, and where.
+        StoreError: some are damaged; the message names them and the drive.
     """
     _, damage = verify(store, sealed_records(store, state))
     if damage:
@@ -130,10 +141,10 @@ def check_records(store: Store, state: TrainingState) -> None:
 
 
 def sealed_records(store: Store, state: TrainingState) -> list[ChecksummedExtent]:
-    """The checksums of a state.
+    """Return the checksums of a committed state.
 
     Raises:
-        FinetuneError: they are not of this store.
+        FinetuneError: they are not those of everything in this store.
     """
     there = {extent for file in (weights_file(state.slot), FROZEN_FILE) for extent in store.layout.extents(file)}
     try:
@@ -151,7 +162,7 @@ def sealed_records(store: Store, state: TrainingState) -> list[ChecksummedExtent
 
 
 def load_state(store: Store, wanted: TrainingState) -> TrainingState:
-    """The committed state of an existing store.
+    """Return the committed state of an existing store.
 
     Raises:
         UserError: the store holds nothing that could be continued as ``wanted``.
@@ -167,7 +178,7 @@ def load_state(store: Store, wanted: TrainingState) -> TrainingState:
 
 
 def check_state(store: Store, content: dict[str, Any] | None, wanted: TrainingState) -> TrainingState:
-    """The state that a manifest's ``content`` describes, if it can be continued as ``wanted``.
+    """Return the state that a manifest's ``content`` describes, if it can be continued as ``wanted``.
 
     Raises:
         UserError, FinetuneError: as :func:`load_state`.
@@ -192,9 +203,11 @@ def check_state(store: Store, content: dict[str, Any] | None, wanted: TrainingSt
         )
     for field_name, option in (
         # The model's fingerprint comes last: dtypes are a part of it.
-        ("dtype", "--dtype"), ("optimizer_dtype", "--optimizer-dtype"), ("slots", "--single-slot"),
+        ("dtype", "--dtype"),
+        ("optimizer_dtype", "--optimizer-dtype"),
+        ("slots", "--single-slot"),
         ("model", "--model"),
-    ):  # fmt: skip
+    ):
         if getattr(state, field_name) != getattr(wanted, field_name):
             raise UserError(
                 f"The run to continue was made with another {option} ({getattr(state, field_name)}, now "

@@ -1,4 +1,4 @@
-"""What a run leaves: a checkpoint, an adapter, or both merged; record by record, so that it needs little memory."""
+"""Exporting what was trained: as a checkpoint, an adapter, or both merged; record by record, in little memory."""
 
 from pathlib import Path
 
@@ -6,23 +6,23 @@ import torch
 
 from common.errors import UserError
 from common.models.checkpoint.export import CheckpointWriter, copy_tokenizer_files
-from fuyou.checkpoint.store_access import StoreReader
+from fuyou.checkpoint.reader import StoreReader
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Record
 from fuyou.model.open_model import OpenModel
 
-#: Smallest and largest shard of an exported checkpoint, in bytes.
 _LEAST_SHARD, _LARGEST_SHARD = 32 << 20, 5_000_000_000
+"""Smallest and largest shard of an exported checkpoint, in bytes."""
 
 
 class Exporter:
     """Writes what has been trained.
 
     Args:
-        model: what it is.
-        reader: of a store at rest.
+        model: the model, without weights.
+        reader: reads the weights from the run's store.
         shape: the model's records, as this rank sees them.
-        checkpoint: what training began with, whose tokenizer goes along; None if it was random.
+        checkpoint: what training began with, whose tokenizer is copied; None if it was random.
         host_limit: bytes of host memory; a shard takes a third.
         writes: whether this rank writes what the ranks of its node read together.
         allow_nonfinite: whether NaNs and infinities are written, too.
@@ -43,8 +43,8 @@ class Exporter:
         self._shard = max(_LEAST_SHARD, min(_LARGEST_SHARD, host_limit // 3))
 
     def checkpoint(self, directory: Path, dtype: torch.dtype) -> None:
-        """A Hugging Face checkpoint: what was trained in ``dtype``, adapters merged into the weights they adapt, and
-        all else as training found it.
+        """Write a Hugging Face checkpoint: what was trained in ``dtype``, adapters merged into the weights that they
+        adapt, and all else as training found it.
 
         Memory: a shard and, with adapters, one block in ``dtype`` and its adapters.
 
@@ -57,12 +57,12 @@ class Exporter:
             writer = CheckpointWriter(
                 directory, model.base, model.config, dtype, self._shard, self._allows_nonfinite, source
             )
-        run_on_all_ranks: dict[int, set[int]] = {}
+        used_together: dict[int, set[int]] = {}
         for visit in self._shape.visits(train=False):  # where embedding and head are tied, both use one record
-            run_on_all_ranks.setdefault(visit.record, set()).update(visit.records)
-        for indices in run_on_all_ranks.values():
+            used_together.setdefault(visit.record, set()).update(visit.records)
+        for indices in used_together.values():
             if source is not None and not any(self._shape.records[index].trainable for index in indices):
-                continue  # the checkpoint has it, as it was
+                continue  # the checkpoint that training began with has it
             values: dict[str, torch.Tensor] = {}
             for index in sorted(indices):
                 record = self._shape.records[index]
@@ -81,11 +81,11 @@ class Exporter:
             copy_tokenizer_files(self._checkpoint, directory)
 
     def adapter(self, directory: Path, write: bool = True) -> None:
-        """A PEFT adapter directory; without ``write``, adapters are only read. Memory: all adapters.
+        """Write a PEFT adapter directory; without ``write``, adapters are only read. Memory: all adapters.
 
         Raises:
             UserError: the run trains none.
-            NonFiniteWeights: as :meth:`checkpoint`.
+            NonFiniteWeights: see :meth:`checkpoint`.
         """
         adapters, shape = self._model.adapters, self._shape
         if adapters is None:
@@ -102,6 +102,6 @@ class Exporter:
             copy_tokenizer_files(self._checkpoint, directory)
 
     def _values(self, record: Record) -> dict[str, torch.Tensor]:
-        """A record's parameters under their first names, in the dtypes that the model computes in."""
+        """Return a record's parameters by first name, in the dtypes that the model computes in."""
         stack = self._model.stack
         return {name: value.to(stack.dtype_of(name)) for name, value in self._reader.compute_weights(record).items()}

@@ -1,7 +1,7 @@
-"""A run goes on with more or fewer SSDs: its records are copied into a new store, which takes the old one's place.
+"""Going on with more or fewer SSDs: records are copied into a new store, which takes the old one's place.
 
-What lies on the drives is a matter of the model alone, but for how it is striped: so the same bytes are written to
-other places. Every record is compared with its checksum when it is read, and read again from its new place before the
+What lies on the drives depends on the model alone, apart from how it is striped: so the same bytes are written to other
+places. Every record is compared with its checksum when it is read, and read again from its new place before the
 old one is given up. When which store counts: :mod:`common.store.migration`.
 """
 
@@ -23,34 +23,34 @@ from fuyou.checkpoint.state import TrainingState
 from fuyou.layout.record import weights_file
 
 _READS, _WRITES = 2, 2
-"""Pieces under way at once; so a record of any size is copied in 64 MiB of memory."""
+"""Pieces that are read, and written, at once: a record of any size is copied in 64 MiB of memory."""
 
 
 @dataclass(frozen=True)
 class Drives:
-    """Where a run is to be, and where it may be: its folder on each drive."""
+    """The folders of a run on all drives: where it is to be, and where else it may be now."""
 
     folders: Sequence[Path]
-    """On the drives that it is to have."""
+    """Folders on the drives that it is to use."""
     leaving: Sequence[Path] = ()
-    """On those that it is to leave."""
+    """Folders on the drives that it is to leave."""
 
     @property
     def everywhere(self) -> list[Path]:
-        """On all drives that it may be on."""
+        """Folders on all drives that it may be on."""
         return [*self.folders, *self.leaving]
 
 
 def open_run(
     drives: Drives, load: Callable[[Store], TrainingState], **options: Any
 ) -> tuple[DirectoryLock, Store, TrainingState]:
-    """Open the run that is on ``drives``; where it lies on others than it is to have, move it there first.
+    """Open the run that is on ``drives``; where it lies on other drives than it is to use, move it first.
 
     Every record has been read and compared with its checksum.
 
     Args:
-        load: its state, once it is sure that it can be continued.
-        options: of :meth:`common.store.Store.open`.
+        load: returns the state in a store, and refuses one that cannot be continued.
+        options: options of :meth:`common.store.Store.open`.
 
     Raises:
         UserError: there is none, a drive is missing, another process has it, or there is too little space.
@@ -79,7 +79,7 @@ def open_run(
 def restripe(
     directories: Sequence[Path], drives: Drives, load: Callable[[Store], TrainingState], held: DirectoryLock
 ) -> None:
-    """Spread the committed state of the store in ``directories`` over the drives that the run is to have.
+    """Spread the committed state of the store in ``directories`` over the drives that the run is to use.
 
     Raises:
         UserError: there is too little space. Nothing was changed.
@@ -102,7 +102,7 @@ def restripe(
 
 
 def _copy_all(old: Store, state: TrainingState, new: Store) -> list[dict[str, Any]]:
-    """Copy all that counts, make it durable, and see that it is there. Returns the checksums."""
+    """Copy all that counts, make it durable, read it again to compare, and return its checksums."""
     places = {
         place: other
         for name in old.layout.file_bytes()
@@ -132,7 +132,7 @@ def copy_record(sealed: ChecksummedExtent, source: Store, place: Extent, target:
     writing: deque[tuple[Future[None], Bytes]] = deque()
 
     def forward() -> None:
-        """What was read first, write."""
+        """Write the piece whose reading was started first."""
         future, buffer, start, length = reading.popleft()
         future.result()
         if len(writing) == _WRITES:

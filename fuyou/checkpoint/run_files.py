@@ -1,4 +1,4 @@
-"""What a run has on the SSDs: its directories, locked; its store, open; and the state that training goes on from."""
+"""Opening or creating a run on the SSDs: its directories, locked; its store, open; and its newest state."""
 
 import contextlib
 import uuid
@@ -18,24 +18,28 @@ from fuyou.ranks.agreement import Agreement
 
 
 def rank_folder(local_rank: int | str) -> str:
-    """Name of a rank's part of a store, in the store's directory on every SSD of its node."""
+    """Return the name of a rank's folder in the run's directory on every SSD of its node."""
     return f"rank-{local_rank}"
 
 
 @dataclass
 class RunFiles:
-    """Open, and ours until :meth:`close`."""
+    """The files of a run, open and locked until :meth:`close`."""
 
     lock: DirectoryLock
     store: Store
     state: TrainingState
-    """That the store holds, or will hold when it is filled."""
+    """State that the store holds, or will hold when it is filled."""
     run: str
-    """The run's random name, the same on all ranks; empty on a single one."""
+    """Random name of the run, equal on all ranks; empty with a single one."""
 
     @classmethod
     def cleaned(cls, lock: DirectoryLock, store: Store, state: TrainingState, run: str) -> "RunFiles":
-        """Without what a killed process has left beside the store. Raises StoreError if a drive refuses that."""
+        """Return the files, after removing what a killed process has left beside the store.
+
+        Raises:
+            StoreError: a drive refuses that.
+        """
         files = cls(lock, store, state, run)
         try:
             remove_leftovers(store)
@@ -52,11 +56,11 @@ class RunFiles:
 
 
 def resume_run(drives: Drives, wanted: TrainingState, agreement: Agreement | None, **io: Any) -> RunFiles:
-    """The run that is on ``drives``, or moves there, its committed records read and compared with their checksums.
+    """Open the run that is on ``drives`` (or move it there), its records compared with their checksums.
 
     Args:
-        drives: with several ranks, it stays where it is.
-        wanted: what the run must be, but for its step.
+        drives: where it is to be, and may be; with several ranks, it is there already.
+        wanted: what the run must be, apart from its step.
         agreement: with the other ranks, if there are any; then this is collective.
         io: how the store is opened, see :meth:`common.store.Store.open`.
 
@@ -83,15 +87,15 @@ def create_run(
     overwrite: bool,
     **io: Any,
 ) -> RunFiles:
-    """A new run with an empty store; of an attempt that fails, no folder is left that was not there before.
+    """Create a new run with an empty store. An attempt that fails leaves no folder that was not there before.
 
     Args:
         folders: one per drive; made if they are not there.
-        layout: of the store.
-        wanted: what the run is.
+        layout: layout of the store.
+        wanted: the state that it will hold when it is filled.
         agreement: with the other ranks, if there are any; then this is collective.
         overwrite: replace a run that is there.
-        io: how the store is made, see :meth:`common.store.Store.create`.
+        io: how the store is created, see :meth:`common.store.Store.create`.
 
     Raises:
         UserError: another process has the directories, or there is a run, or no room.

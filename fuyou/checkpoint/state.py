@@ -1,4 +1,4 @@
-"""What a committed step is, beside its records: the content of the manifest."""
+"""The state of training beside its records, as the manifest of every committed step has it."""
 
 import base64
 from dataclasses import asdict, dataclass, field
@@ -8,8 +8,8 @@ import torch
 
 from common.errors import FinetuneError, UserError
 
-#: Raised whenever the meaning of files in a store changes.
 FORMAT = 3
+"""Version of the files in a store; raised whenever their meaning changes."""
 
 
 @dataclass
@@ -30,28 +30,29 @@ class TrainingState:
     random: dict[str, str] = field(default_factory=dict)
     """States of the random generators, base64, by device."""
     user: dict[str, Any] = field(default_factory=dict)
-    """Whatever the caller keeps with it."""
+    """Whatever the caller keeps with the state."""
     emulated: bool = False
-    """Made on an emulated device: there is nothing to continue."""
+    """Whether it was made on an emulated device: then there is nothing to continue."""
     clipped: int = 0
     """Steps up to this one whose gradients were clipped."""
     skipped: int = 0
-    """Steps up to this one whose updates were left out, because their gradients were not finite."""
+    """Steps up to this one that were skipped, because their gradients were not finite."""
     missed: dict[str, int] = field(default_factory=dict)
-    """By the name of a parameter, in how many steps up to this one it had no gradient; 0 for those not listed. Of
-    several ranks, each knows it of those that it updates a part of."""
+    """Number of steps up to this one in which a parameter (by name) had no gradient; 0 for those not listed. Each of
+    several ranks knows it for the parameters that it updates a part of."""
     torn: bool = False
-    """Only with one slot: a step was begun over this state and has not been committed."""
+    """Whether a later step has begun to overwrite this state and is not committed; only with a single slot."""
     checksums: list[dict[str, Any]] = field(default_factory=list)
-    """Of everything in ``slot``, as :class:`common.store.verify.ChecksummedExtent` says it."""
+    """Checksums of everything in ``slot``, as dictionaries of :class:`common.store.verify.ChecksummedExtent`."""
     format: int = FORMAT
 
     def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON."""
         return asdict(self)
 
     @staticmethod
     def from_dict(content: dict[str, Any]) -> "TrainingState":
-        """Rebuild.
+        """Rebuild a state from JSON.
 
         Raises:
             UserError: the state was written by a version with another format.
@@ -64,11 +65,15 @@ class TrainingState:
             )
         try:
             state = TrainingState(**content)
-            good = all(isinstance(value, type_of) for value, type_of in (
-                (state.step, int), (state.slot, int), (state.slots, int), (state.random, dict), (state.user, dict),
-                (state.checksums, list), (state.clipped, int), (state.skipped, int), (state.torn, bool),
-                (state.emulated, bool), (state.missed, dict),
-            )) and 0 <= state.slot < state.slots <= 2 and 0 <= state.skipped <= state.step  # fmt: skip
+            integers = (state.step, state.slot, state.slots, state.clipped, state.skipped)
+            good = (
+                all(isinstance(value, int) for value in integers)
+                and all(isinstance(value, bool) for value in (state.torn, state.emulated))
+                and all(isinstance(value, dict) for value in (state.random, state.user, state.missed))
+                and isinstance(state.checksums, list)
+                and 0 <= state.slot < state.slots <= 2
+                and 0 <= state.skipped <= state.step
+            )
         except TypeError:
             good = False
         if not good:
@@ -80,7 +85,7 @@ class TrainingState:
 
 
 def random_states(device: torch.device) -> dict[str, str]:
-    """States of the generators that computation on ``device`` draws from."""
+    """Return the states of the random generators that computation on ``device`` draws from, base64."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -88,7 +93,7 @@ def random_states(device: torch.device) -> dict[str, str]:
 
 
 def restore_random_states(states: dict[str, str], device: torch.device) -> None:
-    """Undo :func:`random_states`."""
+    """Set the random generators to what :func:`random_states` returned."""
     for name, text in states.items():
         state = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
         if name == "cpu":

@@ -1,4 +1,4 @@
-"""``finetune --verify``: read all that counts of a run, and compare it with what was written."""
+"""``finetune --verify``: read the committed state of a run, and compare it with its checksums."""
 
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,27 +16,28 @@ from fuyou.checkpoint.state import TrainingState
 
 @dataclass(frozen=True)
 class VerifiedRun:
-    """What was found in one run."""
+    """What verifying one run has found."""
 
     directories: tuple[Path, ...]
     step: int
-    """The committed step that was looked at."""
+    """Committed step whose state was read."""
     records: int
     nbytes: int
     damage: list[str]
-    """A sentence for each record that is not what was written; names the SSD and the file."""
+    """One sentence for each damaged record, which names the SSD and the file."""
 
 
 def find_runs(places: Iterable[Path], may_have_none: Container[Path] = ()) -> list[list[Path]]:
-    """The directories of runs among ``places`` and what lies directly in them, those of one run together. (In a run's
-    folder, each rank of a node may have one of its own.)
+    """Return the directories of all runs at ``places`` and directly in them, grouped by run.
+
+    A run's folder may have a folder for each rank of a node, which counts as a run of its own.
 
     Args:
         places: where to look.
-        may_have_none: those of them where something else was found already.
+        may_have_none: places that need not have a run.
 
     Raises:
-        UserError: there is none in one of the places, or one was being moved to other drives.
+        UserError: there is none at one of the places, or a run was being moved to other drives.
     """
     runs: dict[str, list[Path]] = {}
     for place in places:
@@ -70,7 +71,7 @@ def _inside(place: Path) -> list[Path]:
 
 
 def verify_run(directories: Sequence[Path]) -> VerifiedRun:
-    """Read the committed state of one run. It must not be in progress.
+    """Verify the committed state of one run, which must not be in progress.
 
     Raises:
         UserError: it is in use, a directory is missing, or nothing was ever committed.
@@ -89,7 +90,7 @@ def verify_run(directories: Sequence[Path]) -> VerifiedRun:
         content = load_manifest(store.directories[0])
         if content is None:
             raise UserError(f"The run in {store.directories[0]} was ended before its weights were written.")
-        content.pop(CLUSTER, None)  # each rank's records are a run of their own here
+        content.pop(CLUSTER, None)  # each rank's records are verified by themselves
         state = TrainingState.from_dict(content)
         if state.torn:
             raise FinetuneError(

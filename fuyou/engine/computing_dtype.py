@@ -14,11 +14,10 @@ from common.store import load_manifest
 from fuyou.checkpoint.run_files import rank_folder
 from fuyou.layout.record import DTYPES
 
-AUTO, DEFAULT = "auto", "bf16"
-"""What asks for a decision, and what stands in its place until it is made."""
 RANK_FOLDERS = rank_folder("*")
 _SIDE = 384
-"""Of the matrices that are multiplied: 113 MFLOP, a millisecond in fp32, long enough not to measure the call alone."""
+"""Side of the matrices that are multiplied: 113 MFLOP, a millisecond in fp32, long enough not to measure the call
+alone."""
 _ROUNDS = 5
 
 
@@ -41,10 +40,10 @@ def stored_dtype(directories: Iterable[Path]) -> str | None:
 def dtype_of_all(stored: str | None, device_type: str, all_gather_object: Callable[[Any], Any]) -> str:
     """Return the dtype that all ranks compute in: what any has stored, else what is fastest on rank 0's device.
 
-    Collective, as ``tell`` is, which gives every rank what all have said. A node may have joined without a store.
+    Collective, as ``all_gather_object`` is. A node may have joined without a store.
     """
-    told = all_gather_object((stored, fastest_dtype(device_type)))
-    return next((one for one, _ in told if one is not None), told[0][1])
+    of_all = all_gather_object((stored, fastest_dtype(device_type)))
+    return next((one for one, _ in of_all if one is not None), of_all[0][1])
 
 
 @functools.cache
@@ -67,7 +66,7 @@ def fastest_dtype(device_type: str) -> str:
     ones = {name: torch.ones(_SIDE, _SIDE, dtype=dtype) for name, dtype in DTYPES.items()}
     for _ in range(_ROUNDS):
         for name, matrix in ones.items():
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             torch.mm(matrix, matrix)
-            seconds[name] = min(seconds[name], time.perf_counter() - began)
+            seconds[name] = min(seconds[name], time.perf_counter() - start_time)
     return "bf16" if seconds["bf16"] <= seconds["fp32"] else "fp32"

@@ -1,9 +1,9 @@
-"""What runs the steps: buffers, workers and the schedule, made for a size of batch, and made again for a larger one."""
+"""Buffers, workers and the schedule of a run, made for a size of batch, and made again for a larger one."""
 
 from dataclasses import replace
 from pathlib import Path
 
-from common.store import IoThrottle, Store
+from common.store import Store
 from common.store.migration import SCRATCH
 from fuyou.checkpoint.commits import Commits
 from fuyou.checkpoint.run_files import RunFiles
@@ -14,15 +14,22 @@ from fuyou.model.open_model import OpenModel
 from fuyou.optimizer.client import OptimizerLink
 from fuyou.ranks.topology import ClusterTopology
 from fuyou.recompute.policy import ActivationPlanner
-from fuyou.recompute.replay import Recomputations
+from fuyou.recompute.replay import BlockReplay
 from fuyou.runtime.accounting import Accounting
+from fuyou.runtime.buffers import Buffers
 from fuyou.runtime.data_plane import DataPlane
 from fuyou.runtime.devices import Device
+from fuyou.runtime.executor import Handler
 from fuyou.runtime.io_counter import Bytes, IoCounter
+from fuyou.runtime.optimizer_handlers import OptimizerHandlers
+from fuyou.runtime.rank_handlers import RankHandlers
+from fuyou.runtime.scratch import Scratch
+from fuyou.runtime.stored_records import StoredRecords
 from fuyou.runtime.trace import StepTrace
-from fuyou.schedule.memory_plan import Batch, MemoryPlan, MemoryPlanner
+from fuyou.schedule.memory_plan import Batch, MemoryPlan
+from fuyou.schedule.memory_planner import MemoryPlanner
 from fuyou.schedule.scheduler import Scheduler
-from fuyou.schedule.tasks import StepList
+from fuyou.schedule.tasks import Op, StepList
 
 
 class Runtime:
@@ -36,7 +43,6 @@ class Runtime:
         limits: bytes of host and device memory that the run may take.
         link: the optimizer process, up.
         topology: the other ranks, if there are any.
-        throttle: makes the drives look slower.
     """
 
     def __init__(
@@ -48,16 +54,17 @@ class Runtime:
         limits: tuple[int, int],
         link: OptimizerLink,
         topology: ClusterTopology | None = None,
-        throttle: IoThrottle | None = None,
     ):
         self._options, self._device, self._shape = options, device, shape
         self.link: OptimizerLink | None = link
-        self._topology, self.throttle = topology, throttle
+        self._topology = topology
         self._deferred = options.deferred(shape)
         self._keeping = ActivationPlanner(
-            model.stack, "cpu" if device.shares_host_memory else "cuda", options.precision.dtype,
+            model.stack,
+            "cpu" if device.shares_host_memory else "cuda",
+            options.precision.dtype,
             options.kept_activations,
-        )  # fmt: skip
+        )
         host_limit, device_limit = limits
         self._planner = MemoryPlanner(
             self._shape,
@@ -69,14 +76,15 @@ class Runtime:
             speculative=options.speculates,
             host_cache=options.host_cache,
             kept_layers=len(self._keeping.layers),
-            kept_bytes=lambda batch: self._keeping.keep(batch.micro_rows, batch.seq_len).nbytes,
+            kept_bytes=lambda batch: self._keeping.saved(batch.micro_rows, batch.seq_len).nbytes,
         )
         self._plane: DataPlane | None = None
+        self._ranks: RankHandlers | None = None
         self._store: Store | None = None
         self._trace: StepTrace | None = None
         self.memory_plan: MemoryPlan
         self.scheduler: Scheduler
-        self.recomputations: Recomputations
+        self.recomputations: BlockReplay
         self.accounting: Accounting
         self.io = IoCounter(self._io_now)
 
@@ -88,7 +96,7 @@ class Runtime:
         """
         if images:
             self._planner.shape = replace(self._planner.shape, images=True)
-        self.memory_plan = self._planner.plan(rows, seq_len, self._options.micro_batch)
+        self.memory_plan = self._planner.plan(rows, seq_len, self._options.memory.micro_batch)
 
     def attach(self, files: RunFiles, extents: list[RecordExtents]) -> None:
         """Train what is in these files; what was read and written before is not counted as training's.
@@ -107,23 +115,35 @@ class Runtime:
             self.link = OptimizerLink()
             self.link.wait_until_up()
         recomputation = self._keeping.recomputation(plan.batch.micro_rows, plan.batch.seq_len)
-        self.recomputations = Recomputations(
+        self.recomputations = BlockReplay(
             recomputation.layers,
-            self._keeping.keep(plan.batch.micro_rows, plan.batch.seq_len).operators,
+            self._keeping.saved(plan.batch.micro_rows, plan.batch.seq_len).operators,
             plan.kept_bytes,
         )
         self.scheduler = Scheduler(
-            self._shape, plan.counts, single_slot=options.single_slot, slot=commits.state.slot,
-            deferred=self._deferred, hold=options.max_grad_norm is not None, speculate=options.speculates,
-            resident=plan.resident, recomputation=recomputation,
-        )  # fmt: skip
-        self._plane = DataPlane(
-            self._shape, plan, self._device, store, self._extents, commits.state.slots, self.link,
-            [folder / SCRATCH for folder in store.directories], commits.commit, commits.update_of,
-            spill_gradients=plan.spills_gradients(self._shape, options.held(self._shape)),
-            resident=plan.resident, throttle=self.throttle, topology=self._topology, locks=self._files.lock.descriptors,
-            sums=commits.sums, missed=commits.missed,
-        )  # fmt: skip
+            self._shape,
+            plan.counts,
+            single_slot=options.store.single_slot,
+            slot=commits.state.slot,
+            deferred=self._deferred,
+            hold=options.max_grad_norm is not None,
+            speculate=options.speculates,
+            resident=plan.resident,
+            recomputation=recomputation,
+        )
+        assert self.link.shared_fd is not None
+        buffers = Buffers(self._shape, plan, self._device, self.link.shared_fd)
+        folders = [folder / SCRATCH for folder in store.directories]
+        spills = plan.spills_gradients(self._shape, options.held(self._shape))
+        scratch = Scratch(buffers, folders, spills, store.directories)
+        stored = StoredRecords(store, self._extents, commits.state.slots, commits.sums, commits.missed)
+        locks = self._files.lock.descriptors
+        optimizer = OptimizerHandlers(self.link, stored, commits.update_of, plan.resident, locks)
+        handlers: dict[Op, Handler] = {Op.COMMIT: commits.commit}
+        if self._topology is not None:
+            self._ranks = RankHandlers(buffers, self._topology)
+            handlers |= self._ranks.handlers()
+        self._plane = DataPlane(buffers, stored, optimizer, scratch, handlers)
         self.accounting = Accounting(self._plane, self._trace)
 
     @property
@@ -131,6 +151,12 @@ class Runtime:
         """Buffers and workers, which are there."""
         assert self._plane is not None
         return self._plane
+
+    @property
+    def ranks(self) -> RankHandlers:
+        """Exchanges with the other ranks, which are there."""
+        assert self._ranks is not None
+        return self._ranks
 
     @property
     def is_open(self) -> bool:
@@ -151,13 +177,13 @@ class Runtime:
         self.open(self._commits)
 
     def fits(self, rows: int, seq_len: int, images: bool = False) -> bool:
-        """Whether there are buffers in which such a batch has room."""
+        """Return whether there are buffers in which such a batch has room."""
         planned = self.memory_plan.batch
         counted = self._planner.shape.images or not images
         return self.is_open and rows <= planned.rows and seq_len <= planned.seq_len and counted
 
     def batch_shape(self, rows: int, seq_len: int) -> BatchShape:
-        """How the schedule sees a batch."""
+        """Return a batch as the schedule sees it."""
         plan = self.memory_plan
         split = Batch(rows, seq_len, min(rows, plan.batch.micro_rows))
         return BatchShape(split.micro_batches, plan.activation_bytes, split.mean_tokens, plan.kept_bytes)
@@ -170,7 +196,7 @@ class Runtime:
         self.accounting.watch(tasks)
 
     def keep_trace(self) -> None:
-        """From the next step on, keep what happens in the newest one."""
+        """Keep what happens in the newest step, from the next one on."""
         self._trace = StepTrace(self._shape.records)
         if self._plane is not None:
             self.accounting = Accounting(self._plane, self._trace)
@@ -195,7 +221,7 @@ class Runtime:
             self.link = None
 
     def _io_now(self) -> Bytes:
-        """What the store and the optimizer process there are have moved."""
+        """Return what the store and the optimizer process that there are have moved."""
         parts = [(store.bytes_read, store.bytes_written) for store in (self._store,) if store is not None]
         parts += [plane.io_bytes() for plane in (self._plane,) if plane is not None]
         return sum(read for read, _ in parts), sum(written for _, written in parts)

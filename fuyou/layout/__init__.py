@@ -1,1 +1,1 @@
-"""How a model's parameters lie: records, the order in which visits need them, and each rank's share."""
+"""The layout of a model's parameters: records, the order in which a step visits them, and each rank's share."""

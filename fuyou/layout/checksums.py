@@ -1,4 +1,4 @@
-"""Checksums of all records: what the optimizer process wrote, what the manifest says, what is looked at in training."""
+"""Checksums of all records: set when they are written, listed in the manifest, compared when they are read."""
 
 from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
@@ -11,12 +11,12 @@ Part = Literal["parameters", "states"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 CHECK_EVERY = 32
-"""While training, a record is checked when it is read in one of so many steps: damage that a drive does unnoticed is
-found within so many steps, for a thirty-second of what it costs to check everything."""
+"""Number of steps of training in which each record is checked once: damage that a drive does unnoticed is found within
+so many steps, for a thirty-second of what it costs to check everything."""
 
 
 def sealed_name(record: Record, part: Part) -> str:
-    """How messages call it: ``block 7, optimizer states``."""
+    """Return the name of a record's part in messages, such as ``block 7, optimizer states``."""
     return f"{record.name}, {'optimizer states' if part == 'states' else part}"
 
 
@@ -24,9 +24,9 @@ class RecordSums:
     """The newest checksums of every record in every slot.
 
     Args:
-        records: of the model.
+        records: all records of the model.
         extents: their places.
-        sealed: what a manifest says.
+        sealed: checksums that a manifest lists.
     """
 
     def __init__(
@@ -39,18 +39,18 @@ class RecordSums:
         self._sums: dict[Extent, tuple[int, ...]] = {one.extent: one.sums for one in sealed}
 
     def written(self, record: int, slot: int, parameters: tuple[int, ...], states: tuple[int, ...] = ()) -> None:
-        """A record, or a part of it, was written to ``slot``; a frozen one, without states, to its only place."""
+        """Note the checksums of a record, or a part of it, that was written to ``slot`` (0 for a frozen one)."""
         if parameters:
             self._sums[self._places[record, "parameters"][slot]] = parameters
         if states:
             self._sums[self._places[record, "states"][slot]] = states
 
     def expected(self, record: int, part: Part, slot: int, step: int) -> tuple[int, ...] | None:
-        """What is to be read in ``step`` must have these checksums; None: it is not its turn to be checked."""
+        """Return the checksums that a part must have when it is read in ``step``; None if it is not checked then."""
         return self._sums.get(self._places[record, part][slot]) if (step + record) % CHECK_EVERY == 0 else None
 
     def sealed(self, slot: int) -> list[ChecksummedExtent]:
-        """All that is known of ``slot``, and of what is frozen."""
+        """Return all checksums of ``slot``, and of what is frozen."""
         found = []
         for record in self._records:
             for part in PARTS:

@@ -1,7 +1,7 @@
-"""How frozen weights are kept on SSD and travel: as they compute, in fewer bits, or in a compressed checkpoint's bytes.
+"""Formats of frozen weights on SSD: the compute dtype, fewer bits, or a compressed checkpoint's own bytes.
 
-Of a record in int8 or nf4 the matrices (all that weight decay would be for) are rows of quantised blocks, and the rest
-follows in the compute dtype. It is brought back into the compute dtype on the device, once per visit.
+In a record in int8 or nf4, the matrices (all parameters that weight decay would apply to) are rows of quantised blocks,
+and the rest follows in the compute dtype. On the device, the record is decoded into the compute dtype once per visit.
 """
 
 from collections.abc import Iterator
@@ -12,26 +12,28 @@ import torch
 from common.errors import UserError
 from common.quantisation import dequantise, dequantise_nf4, nf4_nbytes, quantise, quantise_nf4, quantised_nbytes
 
-#: Elements of a row: what is brought back at once, so that this needs little memory beside the result.
 ROW_ELEMENTS = 1 << 20
+"""Elements that are decoded at once, so that this needs little memory beside the result."""
 
 
 class FrozenDtype(Enum):
-    """What frozen matrices of the blocks are kept in; embeddings and head stay as they are."""
+    """Format of the blocks' frozen matrices; embeddings and head stay in the compute dtype."""
 
     PLAIN = "plain"
     """The dtype that blocks compute in."""
     INT8 = "int8"
-    """1.016 bytes each: off by 1/254 of the largest in each 256 at most."""
+    """1.016 bytes per weight; errors are at most 1/254 of the largest in each 256 weights."""
     NF4 = "nf4"
-    """0.5625 bytes each: one of 16 values, relative to the largest in each 64."""
+    """0.5625 bytes per weight: one of 16 values, relative to the largest in each 64 weights."""
     CHECKPOINT = "checkpoint"
-    """The bytes that a compressed checkpoint (:mod:`common.models.checkpoint.compressed`) has for a parameter; nothing
-    is rounded. How many these are, the parameters say: see :meth:`fuyou.layout.record.Record.decode`."""
+    """The bytes of a compressed checkpoint (:mod:`common.models.checkpoint.compressed`); nothing is rounded. How many
+    they are depends on the parameter: see :meth:`fuyou.layout.record.Record.decode`."""
 
     @classmethod
     def named(cls, name: str | None) -> "FrozenDtype | None":
-        """By its value; None leaves it to the checkpoint: :attr:`CHECKPOINT` if that is compressed, else :attr:`PLAIN`.
+        """Return the format with this value.
+
+        None leaves it to the checkpoint: :attr:`CHECKPOINT` if that is compressed, else :attr:`PLAIN`.
 
         Raises:
             UserError: there is no such dtype.
@@ -44,7 +46,7 @@ class FrozenDtype(Enum):
         return None if name is None else cls(name)
 
     def used_nbytes(self, matrices: int, rest: int, dtype: torch.dtype) -> int:
-        """Bytes of a record with so many elements in matrices (in whole blocks) and elsewhere."""
+        """Return the bytes of a record with so many elements in matrices (in whole blocks) and elsewhere."""
         return self._row_nbytes(matrices, dtype) + rest * dtype.itemsize
 
     def encode(self, flat: torch.Tensor, matrices: int, payload: torch.Tensor) -> None:
@@ -72,7 +74,7 @@ class FrozenDtype(Enum):
     def _rows(
         self, flat: torch.Tensor, matrices: int, payload: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The matrices' elements, and the bytes for them, row by row."""
+        """Yield the matrices' elements and the bytes for them, row by row."""
         position = 0
         for part in flat[:matrices].split(ROW_ELEMENTS):
             nbytes = self._row_nbytes(part.numel(), flat.dtype)

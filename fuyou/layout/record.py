@@ -1,14 +1,15 @@
-"""Records: what moves between the tiers. One record is one block's parameters (or the embeddings', or the head's).
+"""Records: the units that move between SSDs, host memory and device.
 
-In memory a record is one flat buffer of parameters; on SSD it is that buffer and, beside it, its optimizer states in
-chunks of ``[lo | mean | variance]``, so that one chunk is one contiguous range to read, update and write back.
+A record holds the parameters of one block, of the embeddings, or of the head. In memory it is one flat buffer of
+parameters; on SSD it is that buffer and, beside it, its optimizer states in chunks of ``[low | mean | variance]``, so
+that one chunk is one contiguous range to read, update and write back. (``low`` are the low 16 bits of split master
+weights.)
 
-A record is trained as a whole or frozen as a whole. Where a module has both, it has two records: the frozen one is
-written when the store is made and only read from then on; the other, an *adapter* whatever it is made of, holds what is
-trained, in fp32.
+A record is trained as a whole or frozen as a whole. A block with both kinds of parameters has two records: a frozen
+one, which is written when the store is made and only read from then on, and an *adapter record* of all that is trained,
+in fp32, whether or not these are adapters.
 """
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -22,31 +23,28 @@ from common.memory.buffers import PAGE, round_up
 from common.models.checkpoint.compressed import CompressedParameter
 from common.store import Extent, Layout
 from fuyou.layout.frozen_weights import FrozenDtype
+from fuyou.layout.record_parts import ALIGN_ELEMENTS, Chunk, ParameterSlot
 from fuyou.layout.share import ALONE, Share
 
-#: Every parameter starts on a multiple of this many elements: 256 bytes in bf16, enough for any vector unit and for
-#: bit-reproducible BLAS, and no chunk ever ends in a scalar tail.
-ALIGN_ELEMENTS = 128
-#: Ranges that are read or written on their own are multiples of this many elements: one page even at two bytes each.
 PAGE_ELEMENTS = PAGE // 2
-
+"""Ranges that are read or written on their own are multiples of this many elements: a page even at two bytes each."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-"""By the names that people type."""
+"""Dtypes by the names that options give them."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """How parameters, gradients and optimizer states are kept."""
+    """The dtypes of parameters, gradients and optimizer states."""
 
     dtype: torch.dtype
-    """What forward and backward compute in: bfloat16 (with fp32 masters as two halves) or float32."""
+    """Dtype of forward and backward pass: bfloat16 (with split fp32 master weights) or float32."""
     optimizer_dtype: torch.dtype
-    """Of the two moments: float32, or bfloat16 with stochastic rounding."""
+    """Dtype of the two moments: float32, or bfloat16 with stochastic rounding."""
 
     @classmethod
     def named(cls, dtype: str, optimizer_dtype: str) -> "Precision":
-        """From ``"bf16"`` or ``"fp32"`` for each.
+        """Return the precision with these dtypes, each ``"bf16"`` or ``"fp32"``.
 
         Raises:
             UserError: any other name.
@@ -58,17 +56,17 @@ class Precision:
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        """Of parameters and moments."""
+        """Dtypes of parameters and moments."""
         return self.dtype, self.optimizer_dtype
 
     @property
     def split(self) -> bool:
-        """Whether masters are kept as ``hi`` and ``lo`` halves."""
+        """Whether fp32 master weights are split into bf16 weights and the low 16 bits."""
         return self.dtype == torch.bfloat16
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes per parameter of what computes."""
+        """Bytes per parameter in the compute dtype."""
         return self.dtype.itemsize
 
     @property
@@ -78,86 +76,47 @@ class Precision:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes per parameter of what only the optimizer needs: ``lo`` (if split), mean, variance."""
+        """Bytes per parameter of optimizer states: low 16 bits of the master weight (if split), mean, variance."""
         return (2 if self.split else 0) + 2 * self.optimizer_dtype.itemsize
 
 
 class Kind(Enum):
-    """Which buffers a record passes through: each kind has its own, of the size of its largest record."""
+    """Kind of a record, which decides the buffers that it passes through: each kind has buffers of its own size."""
 
     BLOCK = "block"
-    """Of the stack: all of a block's parameters, or those of them that are frozen."""
-    OUTER = "outer"
-    """Outside the stack, likewise: may be many times larger than a block."""
+    """Parameters of a block: all of them, or those that are frozen."""
+    NON_BLOCK = "outer"
+    """Parameters outside the blocks, likewise; may be many times larger than a block."""
     ADAPTER = "adapter"
-    """What is trained of modules whose other parameters are frozen."""
+    """Trained parameters of a block, the embeddings or the head whose other parameters are frozen."""
     TOWER = "tower"
-    """What is frozen of what turns images into input of the embedding: stays on the device."""
-
-
-@dataclass(frozen=True)
-class ParameterSlot:
-    """Where one parameter lies in its record."""
-
-    names: tuple[str, ...]
-    """Name in the model, then the names of parameters tied to it."""
-    shape: tuple[int, ...]
-    offset: int
-    """First element within the record."""
-    decay: bool
-    """Whether weight decay applies."""
-    trained: bool = True
-    """Whether gradients flow to it, if its record is trained."""
-    compressed: CompressedParameter | None = None
-    """How it is kept where its record is kept in the checkpoint's own bytes; None: as it computes."""
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    def kept_nbytes(self, dtype: torch.dtype) -> int:
-        """Bytes in a record that is kept in the checkpoint's own bytes, and otherwise in ``dtype``."""
-        nbytes = self.numel * dtype.itemsize if self.compressed is None else self.compressed.nbytes
-        return round_up(nbytes, ALIGN_ELEMENTS)
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A range of a record that is updated at once: ``[start, stop)`` in elements, all decayed or none."""
-
-    start: int
-    stop: int
-    decay: bool
+    """Frozen parameters of towers, which turn images into input of the embedding; they stay on the device."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """The parameters of one block, or of what stands outside the stack, laid out flat.
+    """The parameters of one block, or of what stands outside the blocks, laid out flat.
 
-    Layout: the parameters that are decayed, zero padding to a page, those that are not, padding. Padding has zero
-    gradients, so it stays zero.
+    Parameters with weight decay come first, then zero padding to a page, then those without, then padding. Padding has
+    zero gradients, so it stays zero.
     """
 
     index: int
     name: str
-    """``block 7``, ``embedding``, ``head`` or ``outer``: for messages and traces."""
+    """``block 7``, ``embedding``, ``head`` or ``outer`` (both of these), for messages and traces."""
     kind: Kind
     precision: Precision
     trainable: bool
-    """Whether it has gradients and optimizer states; a frozen one has a single place on SSD, and is only read."""
+    """Whether it has gradients and optimizer states; a frozen record has a single place on SSD, and is only read."""
     parameters: tuple[ParameterSlot, ...]
     decayed: int
-    """Elements in the decayed part, padding included."""
+    """Elements of the part with weight decay, padding included."""
     numel: int
     """Elements of the whole record, padding included."""
     frozen: FrozenDtype = FrozenDtype.PLAIN
-    """How it is kept if it is frozen."""
+    """Format in which it is stored, if it is frozen."""
     share: Share = ALONE
-    """What of it is this rank's. Where there are several ranks, it is padded so that all have equal parts."""
+    """Share of this rank. With several ranks, the record is padded so that all have equal parts."""
 
     @staticmethod
     def build(
@@ -172,11 +131,18 @@ class Record:
         held: Collection[str] = (),
         compressed: Mapping[str, CompressedParameter] | None = None,
     ) -> "Record":
-        """Lay out ``(names, shape, decay)`` in order, decayed ones first.
+        """Lay out parameters in order, those with weight decay first.
 
         Args:
-            held: first names of those that are not trained though the record is.
-            compressed: some of them by first name, for :attr:`FrozenDtype.CHECKPOINT`.
+            index: number of the record.
+            name: its name.
+            kind: its kind.
+            precision: its dtypes.
+            parameters: names and shape of each, and whether weight decay applies.
+            trainable: whether the record is trained.
+            frozen: format in which it is stored otherwise.
+            held: first names of parameters that are not trained although the record is.
+            compressed: how some of them are stored, by first name, for :attr:`FrozenDtype.CHECKPOINT`.
         """
         own = compressed or {}
         wanted = list(parameters)
@@ -185,9 +151,8 @@ class Record:
         for part in (True, False):
             for names, shape, decay in wanted:
                 if decay is part:
-                    slot = ParameterSlot(
-                        names, tuple(shape), position, decay, names[0] not in held, own.get(names[0])
-                    )  # fmt: skip
+                    trained, stored = names[0] not in held, own.get(names[0])
+                    slot = ParameterSlot(names, tuple(shape), position, decay, trained, stored)
                     slots.append(slot)
                     position = round_up(position + slot.numel, ALIGN_ELEMENTS)
             position = round_up(position, PAGE_ELEMENTS)
@@ -196,35 +161,34 @@ class Record:
         return Record(index, name, kind, precision, trainable, tuple(slots), boundary, position, frozen)
 
     def shared(self, share: Share) -> "Record":
-        """The same record as one rank of several sees it."""
+        """Return the record as one rank of several sees it."""
         return replace(self, numel=share.padded(self.numel), share=share)
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of the units in which what is kept of the parameters is cut up among ranks: an element's; one, if it is
-        encoded in fewer bits."""
+        """Bytes of a unit in which stored parameters are divided among ranks: an element; a byte if encoded."""
         return 1 if self.decoded_nbytes else self.precision.parameter_bytes
 
     @property
     def units(self) -> int:
-        """Of all parameters, padding included."""
+        """Units of all parameters, padding included."""
         return self.device_nbytes // self.unit_bytes
 
     @property
     def used_units(self) -> int:
-        """Up to the end of the last parameter: what follows is padding."""
+        """Units up to the end of the last parameter: what follows is padding."""
         if not self.decoded_nbytes:
             return self.used
-        return self._kept_nbytes(max(0, self.used - self.decayed))
+        return self._stored_nbytes(max(0, self.used - self.decayed))
 
     @property
     def stored(self) -> int:
-        """Units that this rank keeps, on SSD and in host memory: all, where it is alone."""
+        """Units that this rank stores, on SSD and in host memory; all if it is alone."""
         return self.share.stored(self.units)
 
     @property
     def owned(self) -> int:
-        """Elements that this rank updates: all, where it is alone."""
+        """Elements that this rank updates; all if it is alone."""
         return self.share.owned(self.numel)
 
     @property
@@ -234,52 +198,52 @@ class Record:
 
     @property
     def filled_slices(self) -> list[int]:
-        """Units, without the padding at the end, that each rank of a node stores."""
+        """For each rank of a node, the units that it stores, without the padding at the end of the record."""
         return self.share.filled_slices(self.units, self.used_units)
 
     @property
     def filled_parts(self) -> list[int]:
-        """Elements, likewise, of this rank's slice that each node updates."""
+        """For each node, the elements that it updates of this rank's slice, without the padding at the end."""
         return self.share.filled_parts(self.numel, self.used)
 
     @property
     def device_nbytes(self) -> int:
-        """Bytes of all parameters, as they come to the device: so many pages for each rank of a node."""
-        return round_up(self._kept_nbytes(self.numel - self.decayed), PAGE * self.share.ranks_per_node)
+        """Bytes of all parameters as they come to the device: whole pages for each rank of a node."""
+        return round_up(self._stored_nbytes(self.numel - self.decayed), PAGE * self.share.ranks_per_node)
 
     @property
     def decoded_nbytes(self) -> int:
-        """Bytes of the parameters as they compute, if they come in fewer."""
+        """Bytes of the parameters in the compute dtype, if they are stored otherwise; 0 if they are not."""
         return 0 if self.frozen is FrozenDtype.PLAIN else self.numel * self.precision.parameter_bytes
 
     @property
     def parameter_nbytes(self) -> int:
-        """Bytes of the parameters that this rank keeps, on SSD and in host memory."""
+        """Bytes of the parameters that this rank stores, on SSD and in host memory."""
         return self.stored * self.unit_bytes
 
     @property
     def first_byte(self) -> int:
-        """Of these among all parameters as they come to the device."""
+        """First byte that this rank stores, among all parameters as they come to the device."""
         return self.share.stored_start(self.units) * self.unit_bytes
 
     @property
     def gradient_nbytes(self) -> int:
-        """Bytes of the gradient on its way to the optimizer, of what this rank updates."""
+        """Bytes of the gradient that goes to the optimizer, for what this rank updates."""
         return self.owned * self.precision.gradient_bytes if self.trainable else 0
 
     @property
     def state_nbytes(self) -> int:
-        """Bytes of what only the optimizer needs, of what this rank updates."""
+        """Bytes of the optimizer states of what this rank updates."""
         return self.owned * self.precision.state_bytes if self.trainable else 0
 
     @property
     def parameter_count(self) -> int:
-        """Parameters without padding."""
+        """Number of parameters, without padding."""
         return sum(slot.numel for slot in self.parameters)
 
     @property
     def trained_count(self) -> int:
-        """Those of them that gradients flow to."""
+        """Number of parameters that gradients flow to."""
         return sum(slot.numel for slot in self.parameters if slot.name in self.trained_names)
 
     @cached_property
@@ -288,8 +252,11 @@ class Record:
         return frozenset(slot.name for slot in self.parameters if slot.trained and self.trainable)
 
     def chunks(self, chunk_elements: int) -> list[Chunk]:
-        """What this rank owns, in ranges of at most ``chunk_elements`` (a multiple of a page), counted from the first
-        element that it owns."""
+        """Return what this rank owns in chunks, counted from the first element that it owns.
+
+        Args:
+            chunk_elements: largest size of a chunk, a multiple of a page.
+        """
         first = self.share.owned_start(self.numel)
         result = []
         for start, stop, decay in ((0, self.decayed, True), (self.decayed, self.numel, False)):
@@ -299,46 +266,47 @@ class Record:
         return result
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Each parameter by its first name, as a view of the flat buffer ``[numel]``."""
+        """Return each parameter by its first name, as a view of the flat buffer ``[numel]``."""
         return {slot.name: flat[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.parameters}
 
     def decode(self, payload: torch.Tensor, flat: torch.Tensor) -> None:
-        """Bring back what is kept in another way than it computes.
+        """Decode a record that is stored otherwise than in the compute dtype.
 
         Args:
-            payload: all of it as it comes to the device, ``uint8 [device_nbytes]``.
-            flat: ``[numel]``, on the same device. Between parameters it may stay as it is.
+            payload: the record as it comes to the device, ``uint8 [device_nbytes]``.
+            flat: ``[numel]``, on the same device, written; what is between parameters may stay as it is.
         """
         if self.frozen is not FrozenDtype.CHECKPOINT:
             self.frozen.decode(payload, self.decayed, flat)
             return
-        for slot, kept in self.kept(payload):
+        for slot, stored in self.stored_parameters(payload):
             values = flat[slot.offset : slot.offset + slot.numel]
             if slot.compressed is None:
-                values.copy_(kept.view(flat.dtype))
+                values.copy_(stored.view(flat.dtype))
             else:
-                slot.compressed.decode(kept, values)
+                slot.compressed.decode(stored, values)
 
-    def kept(self, payload: torch.Tensor) -> Iterator[tuple[ParameterSlot, torch.Tensor]]:
-        """Each parameter with its bytes in ``payload``, of a record in the checkpoint's own bytes."""
+    def stored_parameters(self, payload: torch.Tensor) -> Iterator[tuple[ParameterSlot, torch.Tensor]]:
+        """Yield each parameter with its bytes in ``payload``, for a record in the checkpoint's own bytes."""
         position = 0
         for slot in self.parameters:
             plain = slot.numel * self.precision.parameter_bytes
             nbytes = plain if slot.compressed is None else slot.compressed.nbytes
             yield slot, payload[position : position + nbytes]
-            position += slot.kept_nbytes(self.precision.dtype)
+            position += slot.stored_nbytes(self.precision.dtype)
 
-    def _kept_nbytes(self, rest: int) -> int:
-        """Bytes of the parameters as they are kept, if ``rest`` elements follow the decayed ones."""
+    def _stored_nbytes(self, rest: int) -> int:
+        """Return the bytes of the parameters as they are stored, if ``rest`` elements follow those with decay."""
         if self.frozen is FrozenDtype.CHECKPOINT:
             return self._checkpoint_nbytes
         return self.frozen.used_nbytes(self.decayed, rest, self.precision.dtype)
 
     @cached_property
     def _checkpoint_nbytes(self) -> int:
-        return sum(slot.kept_nbytes(self.precision.dtype) for slot in self.parameters)
+        return sum(slot.stored_nbytes(self.precision.dtype) for slot in self.parameters)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return its layout as JSON, without its share, for the model's fingerprint."""
         held = [slot.name for slot in self.parameters if not slot.trained]
         compressed = {slot.name: slot.compressed.to_dict() for slot in self.parameters if slot.compressed is not None}
         return {
@@ -352,42 +320,26 @@ class Record:
             **({"compressed": compressed} if compressed else {}),
         }
 
-    @staticmethod
-    def from_dict(index: int, content: dict[str, Any]) -> "Record":
-        return Record.build(
-            index,
-            content["name"],
-            Kind(content["kind"]),
-            Precision(*(getattr(torch, name) for name in content["dtypes"])),
-            [(tuple(names), shape, decay) for names, shape, decay in content["parameters"]],
-            trainable=content["trainable"],
-            frozen=FrozenDtype(content["frozen"]),
-            held=content.get("held", ()),
-            compressed={
-                name: CompressedParameter.from_dict(one) for name, one in content.get("compressed", {}).items()
-            },
-        )
-
 
 @dataclass(frozen=True)
 class RecordExtents:
-    """Where a record lies on SSD: one pair of extents per slot, or the parameters alone, once, if it is frozen."""
+    """The places of a record on SSD: a pair of extents per slot; if it is frozen, one extent of parameters."""
 
     parameters: tuple[Extent, ...]
     states: tuple[Extent, ...]
 
 
-#: Name of the file, in every SSD directory, that holds all frozen records.
 FROZEN_FILE = "weights.frozen"
+"""Name of the file, in every SSD directory, that holds all frozen records."""
 
 
 def weights_file(slot: int) -> str:
-    """Name of the file, in every SSD directory, that holds slot ``slot`` of all records that are trained."""
+    """Return the name of the file, in every SSD directory, that holds slot ``slot`` of all trained records."""
     return f"weights.{slot}"
 
 
 def allocate_extents(layout: Layout, records: Sequence[Record], slots: int) -> list[RecordExtents]:
-    """Give every record its place in every slot. Deterministic: both processes compute the same places."""
+    """Return every record's places in all slots. Engine and optimizer process compute the same places."""
     places: list[tuple[list[Extent], list[Extent]]] = [([], []) for _ in records]
     for record, (parameters, _) in zip(records, places, strict=True):
         if not record.trainable:
@@ -401,5 +353,5 @@ def allocate_extents(layout: Layout, records: Sequence[Record], slots: int) -> l
 
 
 def wants_decay(name: str, shape: Sequence[int]) -> bool:
-    """Weight decay is for matrices: not for biases, nor for the gains of norms (all of them one-dimensional)."""
+    """Return whether weight decay applies: to matrices, but not to biases and gains of norms (all one-dimensional)."""
     return len(shape) > 1 and not name.endswith("bias")

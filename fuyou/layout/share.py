@@ -1,4 +1,4 @@
-"""Which part of every record is this rank's.
+"""The share of each rank in every record.
 
 A cluster of N nodes with M ranks each (W = N M) keeps one copy of the parameters in every *node* and one copy of the
 optimizer states in all of it. A record is cut into M slices, of which rank m of each node stores one on its SSDs; each
@@ -20,15 +20,15 @@ from common.memory.buffers import PAGE, round_up
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's part; the default is a rank that is alone."""
+    """A rank's place among all ranks, which decides its part of every record; the default is a rank that is alone."""
 
     nodes: int = 1
-    """N."""
+    """Number of nodes, N."""
     ranks_per_node: int = 1
-    """M."""
+    """Number of ranks in each node, M."""
     node: int = 0
     local_rank: int = 0
-    """This rank's place in its node."""
+    """Number of this rank in its node."""
 
     @property
     def world_size(self) -> int:
@@ -36,44 +36,46 @@ class Share:
 
     @property
     def rank(self) -> int:
-        """Ranks are numbered node by node."""
+        """Number of this rank; ranks are numbered node by node."""
         return self.node * self.ranks_per_node + self.local_rank
 
     def padded(self, numel: int) -> int:
-        """Elements of a record with so much padding at its end that every part is whole pages, at two bytes each."""
+        """Return the elements of a record after padding, so that every part is whole pages at two bytes each."""
         return round_up(numel, self.world_size * (PAGE // 2))
 
     def stored(self, numel: int) -> int:
-        """Elements of a (padded) record whose parameters this rank stores."""
+        """Return the elements of a (padded) record whose parameters this rank stores."""
         return numel // self.ranks_per_node
 
     def stored_start(self, numel: int) -> int:
-        """The first of them within the record."""
+        """Return the first element that this rank stores, within the record."""
         return self.local_rank * self.stored(numel)
 
     def owned(self, numel: int) -> int:
-        """Elements of a (padded) record that this rank updates."""
+        """Return the elements of a (padded) record that this rank updates."""
         return numel // self.world_size
 
     def owned_start(self, numel: int) -> int:
-        """The first of them within the record."""
+        """Return the first element that this rank updates, within the record."""
         return self.stored_start(numel) + self.owned_in_stored(numel)
 
     def owned_in_stored(self, numel: int) -> int:
-        """The first of them within this rank's slice."""
+        """Return the first element that this rank updates, within the slice that it stores."""
         return self.node * self.owned(numel)
 
     def filled_slices(self, numel: int, used: int) -> list[int]:
-        """Of each slice of a (padded) record, how many elements are among its first ``used``: the others are padding,
-        zero everywhere, and need not be sent."""
+        """Return, for each slice of a (padded) record, how many of its elements are among the record's first ``used``.
+
+        The others are padding, zero everywhere, and need not be sent.
+        """
         return _filled(0, self.stored(numel), self.ranks_per_node, used)
 
     def filled_parts(self, numel: int, used: int) -> list[int]:
-        """The same of each part of this rank's slice."""
+        """Return, for each part of this rank's slice, how many elements are among the record's first ``used``."""
         return _filled(self.stored_start(numel), self.owned(numel), self.nodes, used)
 
     def everyone(self) -> "list[Share]":
-        """The shares of all ranks, in their order."""
+        """Return the shares of all ranks, in their order."""
         return [
             Share(self.nodes, self.ranks_per_node, node, local_rank)
             for node in range(self.nodes)
@@ -85,5 +87,5 @@ def _filled(start: int, length: int, count: int, used: int) -> list[int]:
     return [max(0, min(length, used - start - number * length)) for number in range(count)]
 
 
-#: A rank that is alone.
 ALONE = Share()
+"""The share of a rank that is alone."""

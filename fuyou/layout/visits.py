@@ -1,11 +1,11 @@
-"""A pass goes through the model as a list of visits, each of all micro-batches to one record's modules."""
+"""Visits, of which a step is a list: each takes all micro-batches through the modules of one record."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 
 class Phase(Enum):
-    """What a compute task computes."""
+    """The computation of a visit."""
 
     EMBED_FORWARD = "embedding forward"
     BLOCK_FORWARD = "forward"
@@ -15,10 +15,10 @@ class Phase(Enum):
     EMBED_BACKWARD = "embedding backward"
 
 
-#: What comes before the head.
 BEFORE_HEAD_PHASES = frozenset({Phase.EMBED_FORWARD, Phase.BLOCK_FORWARD})
-#: What comes before the loss is known; a head's forward and backward pass are one.
+"""Phases before the head."""
 FORWARD_PHASES = BEFORE_HEAD_PHASES | {Phase.HEAD, Phase.HEAD_EVAL}
+"""Phases up to the one in which the loss becomes known; a head's forward and backward pass are one phase."""
 
 
 @dataclass(frozen=True)
@@ -27,20 +27,20 @@ class Visit:
 
     phase: Phase
     record: int
-    layer: int
-    """Index of the block, 0 to L - 1; -1 outside the stack."""
-    adapter: int = -1
-    """Record that is trained beside ``record``, which is frozen then; -1 if there is none."""
-    tower: int = -1
-    """Record of frozen towers that the embedding uses; -1 if there is none."""
-    trained: int = -1
-    """Record whose gradient a backward visit adds to: ``record``, ``adapter``, or -1 for none."""
+    layer: int | None = None
+    """Index of the block, 0 to L - 1, or L for the head; None for the embedding."""
+    adapter: int | None = None
+    """Adapter record that is used beside ``record``, which is frozen then."""
+    tower: int | None = None
+    """Record of frozen towers that the embedding uses."""
+    trained: int | None = None
+    """Record whose gradient a backward visit adds to: ``record`` or ``adapter``."""
     completes: bool = True
-    """Whether that gradient is complete after it: not after the head, if the embedding trains the same record."""
+    """Whether that gradient is complete afterwards: not after the head, if the embedding trains the same record."""
     passes_on: bool = True
-    """Whether a backward visit gives the gradient with respect to its input: not if nothing below it is trained."""
+    """Whether a backward visit computes the gradient of its input: not if nothing before it is trained."""
 
     @property
     def records(self) -> tuple[int, ...]:
         """All records that the visit uses."""
-        return tuple(index for index in (self.record, self.adapter, self.tower) if index >= 0)
+        return tuple(index for index in (self.record, self.adapter, self.tower) if index is not None)

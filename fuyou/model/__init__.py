@@ -1,1 +1,1 @@
-"""The streamed model: a transformers model whose blocks are called one by one, with parameters that come and go."""
+"""Running any transformers model block by block, with parameters that are there only while they are needed."""

@@ -1,96 +1,53 @@
-"""What a model calls its blocks with, and what else than hidden states links one block to another.
+"""The calls of a model's blocks in one micro-batch: their arguments, and the values that pass between them.
 
-Masks and position embeddings are constants to a block. In some families there is more:
+For a block, masks and position embeddings are constants. In some families there is more than these and hidden states:
 
-* *Carried arguments*: made before the blocks from something that is trained (Gemma 3n's inputs of each layer).
-* *Produced values*: what a block hands on to later ones, in the tuple that it returns (GLM's top-k indices) or in a
+* *Carried arguments* are made before the blocks from something that is trained (Gemma 3n's inputs of each layer).
+* *Produced values* are handed on from a block to later ones, in the tuple that it returns (GLM's top-k indices) or in a
   dictionary that all blocks are given (Gemma 4's shared keys and values).
-* *Edits*: what the model does to the hidden states between two blocks (Qwen3-VL adds features of the image there).
+* *Edits* change the hidden states between two blocks (Qwen3-VL adds features of the image there).
 
 All of these stay on the device from the forward pass to the backward pass. Their gradients are summed here, on their
 way from the blocks that read them to the block, or the embedding, that made them.
 """
 
 import copy
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from common.data.documents import Documents
-from common.errors import UserError
-
-#: Who made a value, a block or the embedding (-1), and which of its values it is.
-Key = tuple[int, Hashable]
-EMBEDDING = -1
-
-
-@dataclass(frozen=True)
-class BlockLinks:
-    """What links the blocks of a model beside hidden states; the same for all batches."""
-
-    carried: frozenset[tuple[int, str]] = frozenset()
-    """Arguments that carry gradients: block, and path in its arguments."""
-    consumed: frozenset[Key] = frozenset()
-    """Which of the tensors that blocks return beside hidden states other blocks are given."""
-    shared: bool = False
-    """Whether blocks are given one dictionary, in which they leave values for each other."""
-
-    def __bool__(self) -> bool:
-        return bool(self.carried or self.consumed or self.shared)
+from fuyou.model.block_links import EMBEDDING, BlockLinks, Key, argument_paths, shared_dictionaries
+from fuyou.model.hidden_edits import HiddenEdit
 
 
 @dataclass
-class _Opened:
-    """One run of a block, with gradients: where they enter it and where they leave it."""
+class _BlockRun:
+    """The tensors at which gradients enter and leave one run of a block."""
 
     leaves: dict[Key, torch.Tensor] = field(default_factory=dict)
+    """Values that the block has read."""
     produced: dict[Key, torch.Tensor] = field(default_factory=dict)
+    """Values that the block has produced."""
 
 
 @dataclass(frozen=True)
-class _Reference:
-    """The place of a tensor, in what is called again: its identity when it was first called."""
+class _Produced:
+    """Stands for a produced value in a shared dictionary."""
 
-    identity: int
-
-
-@dataclass(frozen=True)
-class _Edit:
-    """How a block's input follows from the output of the block before it: calls of PyTorch's functions."""
-
-    steps: tuple[tuple[Callable[..., Any], Any, Any, Any], ...]
-    """Function, arguments, keyword arguments and result, with references in the place of tensors that depend on it."""
-    source: int
-    result: int
-    values: Mapping[int, Key]
-    """Features and the like that may carry gradients, by identity."""
-
-    def apply(self, hidden: torch.Tensor, value: Callable[[Key], torch.Tensor]) -> torch.Tensor:
-        known = {self.source: hidden.clone()}  # an edit in place must not reach what is kept
-        known.update({identity: value(key) for identity, key in self.values.items()})
-
-        def look_up(leaf: Any) -> Any:
-            return known[leaf.identity] if isinstance(leaf, _Reference) else leaf
-
-        for function, args, kwargs, expected in self.steps:
-            made = function(*tree_map(look_up, args), **tree_map(look_up, kwargs))
-            for leaf, reference in zip(tree_leaves(made), tree_leaves(expected), strict=True):
-                if isinstance(reference, _Reference):
-                    known[reference.identity] = leaf
-        return known[self.result]
+    key: Key
 
 
 class BlockCalls:
-    """What the model called each block with, for one micro-batch, beside the hidden states.
+    """Arguments of each block, beside the hidden states, for one micro-batch.
 
     Args:
         links: what to expect.
         arguments: positional and keyword arguments of each block, if they are known already.
-        documents: those that share the rows; None: every row is one.
+        documents: documents that share the rows; None: every row is one.
     """
 
     def __init__(
@@ -101,42 +58,42 @@ class BlockCalls:
     ):
         self._links = links or BlockLinks()
         self.documents = documents
-        #: Positional and keyword arguments of each block.
         self.arguments = list(arguments)
-        #: The first block's input, until the embedding hands it out.
+        """Positional and keyword arguments of each block."""
         self.first_hidden: torch.Tensor | None = None
-        #: Shape of what flows from block to block.
+        """Input of the first block, until the embedding hands it out."""
         self.hidden_shape: tuple[int, ...] = ()
-        self.edits: dict[int, _Edit] = {}
+        """Shape of the hidden states."""
+        self.edits: dict[int, HiddenEdit] = {}
         self._values: dict[Key, torch.Tensor] = {}
         self._gradients: dict[Key, torch.Tensor] = {}
-        self._keys: dict[int, Key] = {}  # identity of a tensor -> its key
-        self._alive: list[torch.Tensor] = []  # so that identities stay theirs
-        self._shared: dict[int, dict[Any, Any]] = {}  # identity of a dictionary -> what is in it now
-        self._shared_before: dict[int, dict[int, dict[Any, Any]]] = {}  # the same, before each block
-        self._opened = _Opened()
+        self._keys: dict[int, Key] = {}  # by the identity of the tensor
+        self._alive: list[torch.Tensor] = []  # keeps placeholders alive, so that no other tensor gets their identity
+        self._shared: dict[int, dict[Any, Any]] = {}  # content of each shared dictionary now, by its identity
+        self._shared_before: dict[int, dict[int, dict[Any, Any]]] = {}  # content before each block
+        self._latest_run = _BlockRun()
 
     # -- while the embedding runs ---------------------------------------------------------------------------------
 
     def placeholder(self, key: Key) -> torch.Tensor:
-        """An empty tensor that stands for a value until a block has produced it."""
+        """Return an empty tensor that stands for a value until a block has produced it."""
         made = torch.empty(0)
         self._alive.append(made)
         self._keys[id(made)] = key
         return made
 
-    def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], edit: "_Edit | None") -> None:
-        """Note the next block's call."""
+    def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], edit: HiddenEdit | None) -> None:
+        """Note the arguments of the next block, and the edit of the hidden states before it."""
         block = len(self.arguments)
         self.arguments.append((args, kwargs))
-        for path, leaf in paths(args, kwargs) if self._links.carried else ():
+        for path, leaf in argument_paths(args, kwargs) if self._links.carried else ():
             if (block, path) in self._links.carried and isinstance(leaf, torch.Tensor):
                 self.carry(leaf)
         if edit is not None:
             self.edits[block] = edit
 
     def key_of(self, value: Any) -> Key | None:
-        """What ``value`` stands for, if it is a placeholder, or carries a gradient."""
+        """Return the key of the value that ``value`` stands for; None if that is neither produced nor carried."""
         return self._keys.get(id(value))
 
     def carry(self, value: torch.Tensor) -> Key:
@@ -147,11 +104,12 @@ class BlockCalls:
             self._values[key] = value
         return key
 
-    def supply(self, values: Mapping[Key, torch.Tensor], device: torch.device) -> None:
-        """Let zeros be what blocks have produced, so that each of them can be run by itself.
+    def zero_produced_values(self, values: Mapping[Key, torch.Tensor], device: torch.device) -> None:
+        """Set all produced values to zero, so that each block can be run by itself.
 
         Args:
-            values: what they return beside hidden states, on the meta device, as dictionaries that they share hold it.
+            values: tensors that blocks return beside hidden states, on the meta device; shared dictionaries hold meta
+                tensors, too.
             device: where the zeros are.
         """
 
@@ -166,13 +124,13 @@ class BlockCalls:
                     dictionary[name] = tree_map(zeros, entry)
 
     def carried(self) -> list[torch.Tensor]:
-        """What the embedding has made that carries gradients."""
+        """Return the tensors made by the embedding that carry gradients."""
         return [value for (maker, _), value in self._values.items() if maker == EMBEDDING]
 
     def lost_gradient(self) -> tuple[int, str] | None:
-        """Return block and path of an argument that carries a gradient of which nothing is known; None if none does."""
+        """Return block and path of an argument whose gradient would be lost; None if there is none."""
         for block, (args, kwargs) in enumerate(self.arguments):
-            for path, leaf in paths(args, kwargs):
+            for path, leaf in argument_paths(args, kwargs):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad and id(leaf) not in self._keys:
                     return block, path
         return None
@@ -180,7 +138,7 @@ class BlockCalls:
     # -- while a block runs ---------------------------------------------------------------------------------------
 
     def describe(self, block: int) -> Hashable:
-        """What must be the same for a block to run the same operators on the same shapes, beside hidden states."""
+        """Return what decides, beside hidden states, which operators a block runs on which shapes: to compare calls."""
         args, kwargs = self.arguments[block]
         leaves = tree_leaves((args, [kwargs[name] for name in sorted(kwargs)]))
         edit = self.edits.get(block)
@@ -195,72 +153,73 @@ class BlockCalls:
         return tuple(sorted(kwargs)), len(edit.steps) if edit is not None else 0, several, described
 
     def run(self, index: int, block: Callable[..., Any], hidden: torch.Tensor) -> torch.Tensor:
-        """Call block ``index``, here ``block``, on the output of the one before it.
+        """Call block ``index``, here ``block``, on the output of the one before it, and return its hidden states.
 
-        With gradients enabled, :meth:`backward` is to follow. Without, what it produces is kept for later blocks.
+        With gradients enabled, :meth:`backward` is to follow. Without, values it produces are kept for later blocks.
         """
         edit = self.edits.get(index)
         args, kwargs = self.arguments[index]
         if not self._links and edit is None:
             return _hidden_of(block(hidden, *args, **kwargs))
-        opened = self._opened = _Opened()
+        run = self._latest_run = _BlockRun()
         if edit is not None:
             hidden = edit.apply(hidden, self._value)
         shared: dict[int, MutableMapping[Any, Any]] = {}
         given: dict[int, dict[Any, Any]] = {}
         if self._links.shared:
-            before = self._before(index)
-            shared, given = self._open_shared(before, args, kwargs)
+            before = self._shared_content_before(index)
+            shared, given = self._copy_shared(before, args, kwargs)
         args, kwargs = tree_map(
             lambda leaf: self._argument(leaf, shared), (args, kwargs), is_leaf=lambda leaf: id(leaf) in shared
         )
         result = block(hidden, *args, **kwargs)
         for position, leaf in enumerate(tree_leaves(result)):
             if (index, position) in self._links.consumed:
-                opened.produced[index, position] = leaf
+                run.produced[index, position] = leaf
         for identity, dictionary in shared.items():
-            self._close_shared(index, identity, dictionary, given[identity])
+            self._note_shared(index, identity, dictionary, given[identity])
         if not torch.is_grad_enabled():
-            self._values.update(opened.produced)
-            self._opened = _Opened()
+            self._values.update(run.produced)
+            self._latest_run = _BlockRun()
         return _hidden_of(result)
 
     def roots(self) -> list[torch.Tensor]:
-        """What the newest run of a block has produced beside hidden states."""
-        return list(self._opened.produced.values())
+        """Return the values that the latest run of a block has produced beside hidden states."""
+        return list(self._latest_run.produced.values())
 
     def backward(self, result: torch.Tensor, gradient: torch.Tensor, losses: Sequence[torch.Tensor] = ()) -> None:
-        """Go back through the newest run of a block, from the gradient of its output, and of what it has produced.
+        """Run the backward pass of the latest run of a block.
 
-        ``losses``: scalars that the run has added to the loss.
+        Args:
+            result: its output.
+            gradient: gradient of the output.
+            losses: scalars that the run has added to the loss.
         """
-        opened, self._opened = self._opened, _Opened()
+        run, self._latest_run = self._latest_run, _BlockRun()
         roots, gradients = [result, *losses], [gradient, *(torch.ones_like(loss) for loss in losses)]
-        for key, value in opened.produced.items():
+        for key, value in run.produced.items():
             upstream = self._gradients.pop(key, None)
             self._values.pop(key, None)  # all who read it come after it, and have been here
             if upstream is not None and value.requires_grad:
                 roots.append(value)
                 gradients.append(upstream)
         torch.autograd.backward(roots, gradients)
-        for key, leaf in opened.leaves.items():
+        for key, leaf in run.leaves.items():
             if leaf.grad is not None:
                 self._gradients[key] = self._gradients[key] + leaf.grad if key in self._gradients else leaf.grad
 
     def embedding_gradients(self, again: "BlockCalls") -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What the embedding has made for the blocks, in a second run of it (``again``), and the gradients of that."""
+        """Return the tensors that the embedding makes for blocks, in its second run ``again``, and their gradients."""
         keys = [key for key in self._gradients if again._values[key].requires_grad]
         return [again._values[key] for key in keys], [self._gradients[key] for key in keys]
-
-    # -- how ------------------------------------------------------------------------------------------------------
 
     def _value(self, key: Key) -> torch.Tensor:
         value = self._values[key]
         if not torch.is_grad_enabled() or not value.is_floating_point():
             return value
-        if key not in self._opened.leaves:
-            self._opened.leaves[key] = value.detach().requires_grad_()
-        return self._opened.leaves[key]
+        if key not in self._latest_run.leaves:
+            self._latest_run.leaves[key] = value.detach().requires_grad_()
+        return self._latest_run.leaves[key]
 
     def _argument(self, leaf: Any, shared: Mapping[int, Any]) -> Any:
         if id(leaf) in shared:
@@ -268,18 +227,18 @@ class BlockCalls:
         key = self._keys.get(id(leaf)) if isinstance(leaf, torch.Tensor) else None
         return leaf if key is None else self._value(key)
 
-    def _before(self, index: int) -> dict[int, dict[Any, Any]]:
-        """What is in the shared dictionaries when block ``index`` begins."""
+    def _shared_content_before(self, index: int) -> dict[int, dict[Any, Any]]:
+        """Return the content of the shared dictionaries when block ``index`` begins."""
         if index not in self._shared_before:
             for dictionary in shared_dictionaries(*self.arguments[index]):
                 self._shared.setdefault(id(dictionary), dict(dictionary))
             self._shared_before[index] = {identity: dict(content) for identity, content in self._shared.items()}
         return self._shared_before[index]
 
-    def _open_shared(
+    def _copy_shared(
         self, before: Mapping[int, Mapping[Any, Any]], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[dict[int, MutableMapping[Any, Any]], dict[int, dict[Any, Any]]]:
-        """A copy of each shared dictionary for one run of a block, and what is in it."""
+        """Return a copy of each shared dictionary for one run of a block, and its content."""
         shared, given = {}, {}
         for dictionary in shared_dictionaries(args, kwargs):
             content = {
@@ -292,8 +251,8 @@ class BlockCalls:
             shared[id(dictionary)], given[id(dictionary)] = mine, content
         return shared, given
 
-    def _close_shared(self, index: int, identity: int, dictionary: Mapping[Any, Any], given: Mapping[Any, Any]) -> None:
-        """Take what a block has left in a shared dictionary."""
+    def _note_shared(self, index: int, identity: int, dictionary: Mapping[Any, Any], given: Mapping[Any, Any]) -> None:
+        """Note what a block has left in a shared dictionary."""
         for name, entry in dictionary.items():
             if name in given and given[name] is entry:
                 continue
@@ -301,115 +260,10 @@ class BlockCalls:
             for position, leaf in enumerate(leaves):
                 if isinstance(leaf, torch.Tensor):
                     key = (index, (name, position))
-                    self._opened.produced[key] = leaf
+                    self._latest_run.produced[key] = leaf
                     leaves[position] = _Produced(key)
             if not torch.is_grad_enabled():
                 self._shared[identity][name] = tree_unflatten(leaves, structure)
-
-
-@dataclass(frozen=True)
-class _Produced:
-    """The place of a produced value in a shared dictionary."""
-
-    key: Key
-
-
-class Recorder(TorchFunctionMode):
-    """Notes what a model does with the outputs of its blocks before it calls the next one.
-
-    Outputs are not there yet: what the model edits is scratch memory of their shape. A block's output may be edited on
-    its way to the next block. Other uses are refused.
-    """
-
-    def __init__(self, name: str):
-        super().__init__()
-        self._name = name
-        self.paused = False
-        self._steps: list[tuple[Callable[..., Any], Any, Any, Any]] = []
-        self._made: dict[int, torch.Tensor] = {}  # everything that depends on outputs of blocks
-        self._outputs: list[int] = []  # identities of what stands for the outputs of the blocks so far
-
-    def output(self, like: torch.Tensor) -> torch.Tensor:
-        """Scratch memory in the place of what the next block will return."""
-        scratch = torch.empty_like(like, requires_grad=False)
-        self._made[id(scratch)] = scratch
-        self._outputs.append(id(scratch))
-        return scratch
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if self.paused:
-            return result
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if any(id(leaf) in self._made for leaf in inputs):
-            outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-            if outputs or func is torch.Tensor.__setitem__:
-                self._steps.append((func, args, kwargs, result))
-                self._made.update({id(leaf): leaf for leaf in outputs})
-            elif getattr(func, "__name__", "") in ("item", "tolist", "__bool__", "__int__", "__float__"):
-                raise self._refusal("decides by values that its blocks compute")
-        return result
-
-    def edit(self, block: int, hidden: torch.Tensor, calls: BlockCalls) -> _Edit | None:
-        """How the input of ``block`` follows from the output of the one before it; None: it is that output.
-
-        Raises:
-            UserError: it follows from something else.
-        """
-        if not self._outputs:
-            return None
-        *earlier, source = self._outputs
-        if id(hidden) == source and hidden._version == 0:  # as it was made: not edited in place either
-            return None
-        needed, chosen = {id(hidden)}, []
-        for step in reversed(self._steps):
-            function, args, kwargs, result = step
-            outputs = {id(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)}
-            changed = {id(args[0])} if function is torch.Tensor.__setitem__ else set()
-            if needed & (outputs | changed):
-                chosen.append(step)
-                needed |= {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
-        if source not in needed or not needed.isdisjoint(earlier):
-            raise self._refusal(f"gives block {block} another input than the output of the block before it")
-        values: dict[int, Key] = {}
-
-        def refer(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            if id(leaf) in self._made:
-                return _Reference(id(leaf))
-            if leaf.is_floating_point():
-                values.setdefault(id(leaf), calls.carry(leaf))
-                return _Reference(id(leaf))
-            return leaf
-
-        steps = tuple(tree_map(refer, step) for step in reversed(chosen))
-        return _Edit(steps, source, id(hidden), values)
-
-    def check_arguments(self, block: int, args: Any, kwargs: Any) -> None:
-        """See that no argument of ``block`` is computed from the outputs of blocks.
-
-        Raises:
-            UserError: one is.
-        """
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor) and id(leaf) in self._made:
-                raise self._refusal(f"computes an argument of block {block} from the outputs of blocks before it")
-
-    def _refusal(self, what: str) -> UserError:
-        return UserError(f"{self._name} cannot be split at its blocks: it {what}.")
-
-
-def shared_dictionaries(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[MutableMapping[Any, Any]]:
-    """The dictionaries among a block's arguments."""
-    return [value for value in (*args, *kwargs.values()) if isinstance(value, MutableMapping)]
-
-
-def paths(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """All leaves of a block's arguments, with their paths."""
-    for path, leaf in tree_flatten_with_path((args, dict(kwargs)))[0]:
-        yield "".join(str(part) for part in path), leaf
 
 
 def _hidden_of(result: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What must be known of a family before its batches are made, tried out on a small model of the same configuration."""
+"""What batches and loss depend on in a model family, tried out on a small model of the same configuration."""
 
 import contextlib
 from functools import cached_property
@@ -17,7 +17,7 @@ _known: dict[tuple[type, str], "Family"] = {}
 
 
 def family_of(model: PreTrainedModel) -> "Family":
-    """Return what is known of the family of ``model``, which may be on the meta device and have adapters."""
+    """Return the family of ``model``, which may be on the meta device and have adapters; equal models share one."""
     key = type(model), model.config.to_json_string(use_diff=False)
     if key not in _known:
         _known[key] = Family(type(model), model.config)
@@ -25,7 +25,9 @@ def family_of(model: PreTrainedModel) -> "Family":
 
 
 class Family:
-    """How a family's batches are made and its loss is computed. Each answer takes up to a few seconds, once.
+    """A model family: how its batches are made and its loss is computed.
+
+    Each answer takes up to a few seconds, once.
 
     Args:
         kind: class of the model.
@@ -37,30 +39,29 @@ class Family:
 
     @cached_property
     def isolation(self) -> Isolation | None:
-        """How documents that share a row are kept apart; None: they cannot, so every document has a row of its own."""
-        model = self._small_model()
-        if model is None:  # no proof
+        """Way to keep documents apart that share a row; None: there is none, so every document has a row of its own."""
+        if self._small_model is None:  # no proof
             return None
         with torch.random.fork_rng(devices=[]):
-            return find_isolation(model)
+            return find_isolation(self._small_model)
 
     @cached_property
     def shifts_labels(self) -> bool:
         """Whether each position is compared with the label of the next one; if not, with its own.
 
         Raises:
-            UserError: its own loss is not one that is computed here.
+            UserError: the family computes another loss than those that are computed here.
         """
         if task_type_of(self._config) in (TaskType.SEQUENCE_CLASSIFICATION, TaskType.TOKEN_CLASSIFICATION):
             return False
-        model = self._small_model()
-        if model is None:
+        if self._small_model is None:
             return True
         with torch.random.fork_rng(devices=[]):
-            return shifts_labels(model)
+            return shifts_labels(self._small_model)
 
+    @cached_property
     def _small_model(self) -> PreTrainedModel | None:
-        """A small model, or None if the family cannot be shrunk."""
+        """A small model of the family; None if the family cannot be shrunk."""
         try:
             return small_model(self._kind, self._config)
         except Exception:  # each family checks its own fields in its own way
@@ -91,7 +92,7 @@ def small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTra
     """Build a small model of the same structure, with values that make every part of it matter, fp32 on the CPU.
 
     Raises:
-        Exception: of whatever kind; the family cannot be shrunk.
+        Exception: the family cannot be shrunk; any type of exception.
     """
     small = miniature(config)
     for part in (small, small.get_text_config()):

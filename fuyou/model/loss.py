@@ -1,34 +1,34 @@
 """Cross entropy over a large vocabulary, in passes.
 
 A model's logits are its largest tensor by far, and an ordinary loss makes five more of their size on the way to it and
-back, in fp32. Here a pass covers few tokens at a time: what it makes stays in the cache of a CPU, and is small beside
-anything else on a GPU. Rows do not know of each other, and they are summed as one batch, so loss and gradient
-are those of the ordinary loss, bit for bit.
+back, in fp32. Here a pass covers few tokens at a time: its intermediate tensors stay in the cache of a CPU, and are
+small on a GPU. Rows are independent of each other, and they are summed as one batch, so loss and gradient are those of
+the ordinary loss, bit for bit.
 """
 
 import torch
 from torch.nn import functional
 
-#: Logits per pass. On a CPU a pass should stay in the cache; on a GPU it should be large beside a kernel's launch.
 _CPU_LOGITS, _DEVICE_LOGITS = 1 << 20, 1 << 23
-#: Bytes that a pass takes for each of its logits, from above: fp32 logits, log-softmax, two gradients, and a copy.
+"""Logits per pass. On a CPU a pass should stay in the cache; on a GPU it should take long beside a kernel's launch."""
 _PASS_BYTES = 20
-#: Positions with this label have no loss.
+"""Upper bound of the bytes per logit of a pass: fp32 logits, log-softmax, two gradients, and a copy."""
 IGNORED = -100
+"""Label of positions without a loss."""
 
 
 def pass_bytes(tokens: int, vocabulary: int, device_type: str) -> int:
-    """What the loss of so many tokens takes beside logits and gradient, bytes."""
+    """Return the bytes that the loss of so many tokens takes beside logits and their gradient."""
     return min(tokens, _tokens_per_pass(vocabulary, device_type)) * vocabulary * _PASS_BYTES
 
 
 def shifted_labels(labels: torch.Tensor) -> torch.Tensor:
-    """What each position is to predict: ``labels`` int64 ``[B, S]`` moved left by one, -100 at the end."""
+    """Return what each position is to predict: ``labels`` int64 ``[B, S]`` moved left by one, -100 at the end."""
     return functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous()
 
 
 def targets_of(labels: torch.Tensor, shifts: bool) -> torch.Tensor:
-    """Return what each position is to predict, int64 ``[B, S]``, of ``labels`` as a family's own loss takes them.
+    """Return what each position is to predict, int64 ``[B, S]``, from ``labels`` as a family's own loss takes them.
 
     Args:
         labels: int64 ``[B, S]``, -100 where no loss is wanted; ``[B]`` of a sequence classifier gives ``[B, 1]``.
@@ -42,22 +42,22 @@ def targets_of(labels: torch.Tensor, shifts: bool) -> torch.Tensor:
 def cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, items: torch.Tensor, gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Sum of the cross entropies, in fp32, divided by ``items``; and its gradient with respect to ``logits``.
+    """Compute the sum of the cross entropies, divided by ``items``, and its gradient with respect to ``logits``.
 
     Args:
-        logits: ``[B, S, V]``; its graph is not looked at.
+        logits: ``[B, S, V]``; its graph is not used.
         targets: int64 ``[B, S]``, already shifted; -100 where there is no loss.
         items: scalar: how many targets the whole batch has.
         gradient: whether the gradient is wanted.
 
     Returns:
-        fp32 scalar; ``[B, S, V]`` in the logits' dtype, or None.
+        The loss, an fp32 scalar; the gradient ``[B, S, V]`` in the logits' dtype, or None.
     """
     rows = logits.detach().reshape(-1, logits.shape[-1])  # [N, V], N = B S
     labels = targets.reshape(-1)
     losses = torch.empty(rows.shape[0], dtype=torch.float32, device=rows.device)
     result = torch.empty_like(rows) if gradient else None
-    # What flows back into the sum of an ordinary loss: the gradient of (sum / items), which is 1 / items.
+    # The gradient that flows back into the sum of an ordinary loss: that of (sum / items), which is 1 / items.
     share = torch.ones((), device=rows.device) / items
     step = _tokens_per_pass(rows.shape[1], rows.device.type)
     for start in range(0, rows.shape[0], step):
@@ -68,7 +68,7 @@ def cross_entropy(
         losses[part] = loss.detach()
         if result is not None:
             (result[part],) = torch.autograd.grad(loss, values, share.expand_as(loss))
-    # As one batch, in the order in which the ordinary loss adds: a "class" per token, of which each takes the first.
+    # Summed as one batch, in the order of the ordinary loss: each token has a single "class", whose loss is known.
     first = torch.where(labels == IGNORED, IGNORED, 0)
     total = functional.nll_loss(-losses[:, None], first, ignore_index=IGNORED, reduction="sum")
     return total / items, None if result is None else result.view_as(logits)

@@ -1,4 +1,4 @@
-"""From a model to its records: which parameters move together, and in which order the visits need them."""
+"""Dividing a model into records: which parameters move together, and in which order the visits need them."""
 
 import hashlib
 import json
@@ -22,19 +22,20 @@ from fuyou.layout.record import Kind, Precision, Record, wants_decay
 from fuyou.model.streamed_model import StreamedModel
 
 HELD_FRACTION = 0.1
-"""Of what is trained of a block: so much that is frozen stays beside it, as the corrections of a mixture's routers."""
-#: Names, shape, and whether weight decay applies.
+"""Frozen parameters up to this fraction of a block's trained ones stay in one record with them, such as the corrections
+of a mixture's routers."""
 Entry = tuple[tuple[str, ...], Sequence[int], bool]
+"""A parameter's names and shape, and whether weight decay applies to it."""
 
 
 @dataclass
 class _Group:
-    """Parameters that are used together: a block's, or those on one side of the blocks."""
+    """Parameters that are used together: those of a block, or those on one side of the blocks."""
 
     frozen: list[Entry] = field(default_factory=list)
     trained: list[Entry] = field(default_factory=list)
     held: frozenset[str] = frozenset()
-    """First names of those among ``trained`` that are not."""
+    """First names of the parameters among ``trained`` that are not trained."""
 
     def add(self, entry: Entry, trained: bool) -> None:
         (self.trained if trained else self.frozen).append(entry)
@@ -42,9 +43,11 @@ class _Group:
     def joined(self, other: "_Group") -> "_Group":
         return _Group(self.frozen + other.frozen, self.trained + other.trained)
 
-    def settled(self) -> "_Group":
-        """The same group, where little is frozen with that among what is trained: it takes the place of states that it
-        does not need, and what is trained is not taken for adapters."""
+    def with_held(self) -> "_Group":
+        """Return the group with its frozen parameters held among the trained ones, if they are few.
+
+        They take up optimizer states that they do not need, but what is trained is not taken for adapters.
+        """
         frozen, trained = (sum(math.prod(shape) for _, shape, _ in part) for part in (self.frozen, self.trained))
         if frozen > HELD_FRACTION * trained:
             return self
@@ -52,28 +55,37 @@ class _Group:
 
 
 class _Records:
-    """Records as they are made, numbered; what is trained beside what is frozen comes last."""
+    """Makes records, and numbers them."""
 
     def __init__(self, precision: Precision, frozen: FrozenDtype, compressed: Mapping[str, CompressedParameter]):
         self.made: list[Record] = []
         self._precision, self._frozen, self._compressed = precision, frozen, compressed
 
     def main(self, name: str, kind: Kind, group: _Group) -> int:
-        """A record of the whole group, or of what is frozen of it."""
+        """Make a record of a whole group, or of its frozen parameters if there are any; return its index."""
         entries = group.frozen or group.trained
         return self._add(name, kind, self._precision, entries, trainable=not group.frozen, held=group.held)
 
-    def adapter(self, name: str, entries: list[Entry]) -> int:
-        """A record of what is trained of a group that is frozen otherwise; -1 if that is nothing."""
+    def adapter(self, name: str, entries: list[Entry]) -> int | None:
+        """Make a record of the trained parameters of a group that is frozen otherwise; return its index.
+
+        None stands for no record, if nothing is trained.
+        """
         if not entries:
-            return -1
+            return None
         precision = Precision(torch.float32, self._precision.optimizer_dtype)
         return self._add(f"{name} adapters", Kind.ADAPTER, precision, entries, trainable=True)
 
     def _add(
-        self, name: str, kind: Kind, precision: Precision, entries: list[Entry], *, trainable: bool,
+        self,
+        name: str,
+        kind: Kind,
+        precision: Precision,
+        entries: list[Entry],
+        *,
+        trainable: bool,
         held: Collection[str] = (),
-    ) -> int:  # fmt: skip
+    ) -> int:
         frozen = self._frozen if kind is Kind.BLOCK and not trainable else FrozenDtype.PLAIN
         compressed: dict[str, CompressedParameter] = {}
         if frozen is FrozenDtype.CHECKPOINT:
@@ -81,10 +93,17 @@ class _Records:
             frozen = frozen if compressed else FrozenDtype.PLAIN
         self.made.append(
             Record.build(
-                len(self.made), name, kind, precision, entries, trainable=trainable, frozen=frozen,
-                held=held, compressed=compressed,
+                len(self.made),
+                name,
+                kind,
+                precision,
+                entries,
+                trainable=trainable,
+                frozen=frozen,
+                held=held,
+                compressed=compressed,
             )
-        )  # fmt: skip
+        )
         return len(self.made) - 1
 
 
@@ -94,15 +113,18 @@ def model_records(
     frozen: FrozenDtype = FrozenDtype.PLAIN,
     compressed: Mapping[str, CompressedParameter] | None = None,
 ) -> ModelLayout:
-    """One record per block, one for what runs before the blocks, one for what runs after; and where some parameters
-    are frozen (``requires_grad`` is False) and some are not, one more for the latter, unless hardly any are frozen; and
-    one for frozen towers.
+    """Divide a model into records, and return its layout.
 
-    Where a parameter is used on both sides (tied embeddings), both sides are one record.
+    There is one record for each block, one for what runs before the blocks, one for what runs after them, and one for
+    frozen towers. Where some parameters of these are frozen (``requires_grad`` is False) and some are trained, the
+    latter have an adapter record of their own, unless hardly any are frozen. Where a parameter is used on both sides of
+    the blocks (tied embeddings), both sides are one record.
 
     Args:
-        frozen: how frozen parameters of blocks are kept.
-        compressed: how a compressed checkpoint has some of them, by name, for :attr:`FrozenDtype.CHECKPOINT`.
+        stack: the model.
+        precision: dtypes of what is trained.
+        frozen: how frozen parameters of blocks are stored.
+        compressed: how a compressed checkpoint stores some of them, by name, for :attr:`FrozenDtype.CHECKPOINT`.
 
     Raises:
         UserError: the family keeps parameters in fp32 that bf16 training would round, or all parameters are frozen.
@@ -131,33 +153,49 @@ def model_records(
             sides = {stack.runs_before_blocks(name) for name in names}
             group = both if len(sides) == 2 else before if True in sides else after
         group.add(entry, parameter.requires_grad)
-    blocks = [group.settled() for group in blocks]
-    made = _step_shape(blocks, before, after, both, tower, _Records(precision, frozen, compressed or {}), precision)
+    blocks = [group.with_held() for group in blocks]
+    made = _build_layout(blocks, before, after, both, tower, _Records(precision, frozen, compressed or {}), precision)
     adapted = [name for name, module in stack.model.named_modules() if isinstance(module, BaseTunerLayer)]
     outside = (stack.model.get_submodule(name) for name in adapted if not name.startswith(prefix))
     return replace(
-        made, block_adapting=AdapterMemory.most(adapter_memory(block) for block in stack.blocks),
-        outer_adapting=AdapterMemory.most(adapter_memory(module) for module in outside),
-        hidden_size=stack.hidden_size, carried_bytes=stack.carried_bytes if stack.links else no_bytes,
+        made,
+        block_adapter_memory=AdapterMemory.most(adapter_memory(block) for block in stack.blocks),
+        non_block_adapter_memory=AdapterMemory.most(adapter_memory(module) for module in outside),
+        hidden_size=stack.hidden_size,
+        carried_bytes=stack.carried_bytes if stack.links else no_bytes,
         image_memory=image_memory(stack.model),
         attention=AttentionMemory.of(stack.model.config, precision.dtype.itemsize),
-    )  # fmt: skip
+    )
 
 
-def _step_shape(
-    blocks: list[_Group], before: _Group, after: _Group, both: _Group, tower: _Group, records: _Records,
+def _build_layout(
+    blocks: list[_Group],
+    before: _Group,
+    after: _Group,
+    both: _Group,
+    tower: _Group,
+    records: _Records,
     precision: Precision,
-) -> ModelLayout:  # fmt: skip
+) -> ModelLayout:
+    """Make all records, and return the layout.
+
+    Args:
+        blocks: parameters of each block.
+        before, after, both: those outside the blocks that are used on either side of them, or on both.
+        tower: those of frozen towers.
+        records: makes the records.
+        precision: dtypes of what is trained.
+    """
     first, last = before.joined(_Group()), after
     if both.frozen or both.trained or not _any(before) or not _any(after):
         # In the model's order, as far as that goes: what is tied is the embedding, which comes first.
-        whole = both.joined(before).joined(after).settled()
-        embedding = head = records.main("outer", Kind.OUTER, whole)
+        whole = both.joined(before).joined(after).with_held()
+        embedding = head = records.main("outer", Kind.NON_BLOCK, whole)
         if not whole.frozen:
             first = last = _Group()  # trained as a whole: no adapters
     else:
-        whole, before, after = _Group(), before.settled(), after.settled()
-        embedding, head = records.main("embedding", Kind.OUTER, before), records.main("head", Kind.OUTER, after)
+        whole, before, after = _Group(), before.with_held(), after.with_held()
+        embedding, head = records.main("embedding", Kind.NON_BLOCK, before), records.main("head", Kind.NON_BLOCK, after)
         first, last = (group if group.frozen else _Group() for group in (before, after))
     layers = tuple(records.main(f"block {layer}", Kind.BLOCK, group) for layer, group in enumerate(blocks))
     if whole.frozen and both.trained:
@@ -168,11 +206,18 @@ def _step_shape(
     adapters = tuple(
         records.adapter(f"block {layer}", group.trained if group.frozen else []) for layer, group in enumerate(blocks)
     )
-    towers = records.main("towers", Kind.TOWER, tower) if tower.frozen else -1
+    towers = records.main("towers", Kind.TOWER, tower) if tower.frozen else None
     return ModelLayout(
-        tuple(records.made), embedding, head, layers, precision, adapters if max(adapters) >= 0 else (),
-        embedding_adapter, head_adapter, towers,
-    )  # fmt: skip
+        tuple(records.made),
+        embedding,
+        head,
+        layers,
+        precision,
+        block_adapters=adapters if any(index is not None for index in adapters) else (),
+        embedding_adapter=embedding_adapter,
+        head_adapter=head_adapter,
+        tower=towers,
+    )
 
 
 def _any(group: _Group) -> bool:
@@ -180,7 +225,9 @@ def _any(group: _Group) -> bool:
 
 
 def fingerprint(records: Sequence[Record], computation: object = None) -> str:
-    """Identifies the layout of all records, and whatever else of the computation a checkpoint does not say: a store can
-    only be used with the model that it was made for."""
+    """Return a hash of the layout of all records, and of whatever else of the computation a checkpoint does not say.
+
+    A store can only be used with the model that it was made for.
+    """
     content = json.dumps([[record.to_dict() for record in records], computation], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:32]

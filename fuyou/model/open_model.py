@@ -1,4 +1,4 @@
-"""The model that is going to be trained: its parts, its records, and where their values come from. No bytes yet."""
+"""The model that is to be trained, still without weights: its parts, its records, and the source of their values."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,13 +27,13 @@ class OpenModel:
     """A model without its weights.
 
     Args:
-        config: of the model.
-        precision: of what is trained; frozen weights have its dtype.
+        config: configuration of the model.
+        precision: dtypes of what is trained; frozen weights have the same dtype.
         device: where blocks compute.
-        adapters: to train these and freeze everything else.
-        trainable: to train the parameters with these names only; ``*`` stands for anything.
-        frozen: how the blocks' frozen matrices are kept; None: as the checkpoint has them, if that is compressed.
-        seed: of the adapters' first values and of random weights.
+        adapters: adapters that are trained, while everything else is frozen.
+        trainable: names of the only parameters that are trained; ``*`` stands for anything.
+        frozen: how the blocks' frozen matrices are stored; None: as in the checkpoint, if that is compressed.
+        seed: seed of the adapters' first values and of random weights.
         router_loss: whether a mixture of experts' router loss is a part of the loss (:mod:`fuyou.model.router_loss`).
         checkpoint: where weights come from; None for random ones. It is opened only if it is compressed and something
             is frozen, for then the records depend on what is in it.
@@ -41,11 +41,11 @@ class OpenModel:
         images: whether batches come with images.
 
     Attributes:
-        base: the model as it was, for its names: without adapters, it is the one that ``stack`` runs.
-        stack: its parts.
+        base: the model without adapters, for its names; if there are none, it is the one that ``stack`` runs.
+        stack: the model, in parts.
         shape: its records.
-        adapters: None if there are none.
-        router_loss: None if that is none.
+        adapters: its adapters, or None.
+        router_loss: its router loss, or None.
 
     Raises:
         UserError: the model cannot be streamed, or adapted, or no parameter has such a name; or frozen weights are to
@@ -70,10 +70,10 @@ class OpenModel:
         if adapters is not None and trainable is not None:
             raise UserError("adapters freeze all other parameters: give either adapters or trainable.")
         self.config, self._seed, self._checkpoint = config, seed, checkpoint
-        #: What the model's head is for.
         self.task_type = task_type_of(config)
-        #: What training begins with, once :meth:`weights` was asked for it; None if that is random.
+        """Task that the model's head is for."""
         self.source: CheckpointSource | None = None
+        """Checkpoint that training begins with, once it is opened; None if weights are random."""
         model = self.base = build_meta_model(config, dtype=precision.dtype)
         self.adapters: Adapters | None = None
         if adapters is not None:
@@ -96,7 +96,7 @@ class OpenModel:
         self.shape = replace(records, router_experts=experts, images=images)
 
     def weights(self) -> WeightSource:
-        """Where first values come from; checked, and the model's buffers filled from it.
+        """Return the source of the first values, after checking it and filling the model's buffers from it.
 
         Raises:
             UserError, FinetuneError: see :meth:`WeightSource.check`.
@@ -113,7 +113,7 @@ class OpenModel:
 
     @property
     def fingerprint(self) -> str:
-        """Tells apart models whose stores are not interchangeable."""
+        """Hash that differs between models whose stores are not interchangeable."""
         adapted = None
         if self.adapters is not None:  # scaling and dropout are part of the computation, and of no record
             settings = self.adapters.config.to_dict()
@@ -122,15 +122,16 @@ class OpenModel:
 
     @property
     def parameters(self) -> int:
-        """Of the model and its adapters."""
+        """Number of parameters of the model and its adapters."""
         return sum(record.parameter_count for record in self.shape.records)
 
     @property
     def trainable_parameters(self) -> int:
+        """Number of those that are trained."""
         return sum(self.shape.records[index].trained_count for index in self.shape.trainable)
 
     def _compressed(self, frozen: FrozenDtype | None) -> dict[str, CompressedParameter]:
-        """How the checkpoint has frozen parameters that can be kept in its own bytes, if they are to be."""
+        """Return how the checkpoint stores the frozen parameters that are to be kept in its own bytes."""
         names = [name for name, parameter in self.stack.model.named_parameters() if not parameter.requires_grad]
         if not names or frozen not in (None, FrozenDtype.CHECKPOINT):
             return {}
@@ -160,10 +161,10 @@ class OpenModel:
                 raise UserError(f"trainable: no parameter is called {pattern!r}.{did_you_mean(pattern, names)}")
 
 
-#: Settings of an adapter that say nothing about what it computes.
 _NOT_COMPUTED = {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "task_type"}
+"""Settings of an adapter that do not change what it computes."""
 
 
 def same_text(value: object) -> str:
-    """Return ``value`` as text that is the same in every process: peft keeps names in sets, whose order is not."""
+    """Return ``value`` as text that is equal in every process: peft keeps names in sets, whose order differs."""
     return str(sorted(value, key=str) if isinstance(value, (set, frozenset)) else value)

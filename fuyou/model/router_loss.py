@@ -7,8 +7,8 @@ gradient with respect to the sums of probabilities is then one number for each e
 which computes the block once more, gives it on to that block's router. Several ranks add their sums: the loss is that
 of one batch over all ranks.
 
-What a family does is found by trying, not by its name: its own forward pass is run without blocks and weights, with its
-loss functions replaced by ones that note what they are asked.
+What a family does is found by experiment, not by its name: its own forward pass is run without blocks and weights, with
+its loss functions replaced by ones that record their arguments.
 """
 
 import contextlib
@@ -26,25 +26,25 @@ from common.errors import FinetuneError, UserError, did_you_mean
 from fuyou.model.streamed_model import StreamedModel
 
 CHOICES = ("auto", "on", "off")
-"""``auto``: as the model's configuration has it, in ``output_router_logits``."""
-#: The name that the function has in every family.
+"""Values of the option; ``auto``: as ``output_router_logits`` in the model's configuration says."""
 _FUNCTION = "load_balancing_loss_func"
+"""Name that the function has in every family."""
 
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """What a family adds to the cross entropy."""
+    """The load-balancing loss that a family adds to the cross entropy."""
 
     coefficient: float
-    """The loss is multiplied by this."""
+    """Factor of the loss."""
     experts: int
     top_k: int
-    """Experts that are chosen for each token."""
+    """Number of experts that are chosen for each token."""
     masked: bool
-    """Whether tokens that the attention mask hides do not count."""
+    """Whether tokens that the attention mask hides are left out."""
 
     def sums(self, logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return what the loss needs to know of one router: fp32 ``[2, E]``, choices and probabilities of each expert.
+        """Return what the loss depends on of one router: for each expert, choices and probabilities, fp32 ``[2, E]``.
 
         Args:
             logits: ``[N, E]``.
@@ -61,7 +61,7 @@ class RouterLoss:
 
         Args:
             counts, probabilities: fp32 ``[E]``, summed over all tokens of all routers.
-            tokens: fp32 scalar: how many these are, each once for every router.
+            tokens: fp32 scalar: number of these tokens, each counted once for every router.
         """
         return torch.sum(counts / tokens * (probabilities / tokens).unsqueeze(0)) * self.experts
 
@@ -74,8 +74,8 @@ class RouterPass:
     """The router loss of one step (or evaluation): sums from the forward pass, gradients for the backward pass.
 
     Args:
-        loss: of the family.
-        masks: of each micro-batch, fp32 ``[tokens]``, 1 for each token that counts.
+        loss: the family's loss.
+        masks: mask of each micro-batch, fp32 ``[tokens]``, 1 for each token that counts.
     """
 
     def __init__(self, loss: RouterLoss, masks: Sequence[torch.Tensor]):
@@ -84,13 +84,13 @@ class RouterPass:
         self._tokens: torch.Tensor | None = None
         self._weights: torch.Tensor | None = None
         self.value = math.nan
-        """The loss of the whole batch, before it is multiplied by its coefficient, once it is settled."""
+        """Loss of the whole batch, before it is multiplied by its coefficient; NaN until :meth:`combine`."""
         self.share = torch.tensor(math.nan)
-        """What it adds to the whole loss: fp32 scalar on the CPU."""
+        """Its part of the whole loss, an fp32 scalar on the CPU; NaN until :meth:`combine`."""
 
     @torch.no_grad()
     def add(self, micro: int, logits: Sequence[torch.Tensor]) -> None:
-        """Count what the routers of a block have said of a micro-batch, ``[tokens, E]`` each."""
+        """Add the logits of a block's routers for a micro-batch, ``[tokens, E]`` each, to the sums."""
         mask = self._masks[micro]
         for one in logits:
             if one.shape != (mask.numel(), self._loss.experts):
@@ -102,7 +102,7 @@ class RouterPass:
             self._sums = sums if self._sums is None else self._sums + sums
             self._tokens = tokens if self._tokens is None else self._tokens + tokens
 
-    def told(self) -> list[float]:
+    def local_sums(self) -> list[float]:
         """Return this rank's sums, all blocks' and micro-batches' together: ``2 E + 1`` numbers."""
         if self._sums is None or self._tokens is None:
             raise FinetuneError(
@@ -111,11 +111,11 @@ class RouterPass:
             )
         return [*self._sums.flatten().tolist(), float(self._tokens)]
 
-    def settle(self, everyone: Sequence[Sequence[float]]) -> None:
-        """Form the loss from what all ranks have told."""
+    def combine(self, everyone: Sequence[Sequence[float]]) -> None:
+        """Compute the loss from the :meth:`local_sums` of all ranks."""
         total = torch.tensor(everyone[0], dtype=torch.float32)
-        for told in everyone[1:]:
-            total += torch.tensor(told, dtype=torch.float32)
+        for sums in everyone[1:]:
+            total += torch.tensor(sums, dtype=torch.float32)
         device, experts = self._masks[0].device, self._loss.experts
         counts, probabilities = total[: 2 * experts].to(device).view(2, experts).unbind()
         probabilities.requires_grad_()
@@ -126,8 +126,11 @@ class RouterPass:
         self.value, self.share = float(value.detach()), scaled.detach().cpu()
 
     def losses(self, micro: int, logits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return what a block adds to the loss, as its backward pass sees it: a scalar for each of its routers, whose
-        gradient with respect to the router's logits is that of the whole loss; none for those that train nothing."""
+        """Return what a block adds to the loss, as its backward pass sees it.
+
+        That is a scalar for each of its routers through which something is trained; the scalar's gradient with respect
+        to the router's logits is that of the whole loss.
+        """
         assert self._weights is not None
         parts = [one for one in logits if one.requires_grad]
         return [(self._weights * _probabilities(one, self._masks[micro])).sum() for one in parts]
@@ -148,14 +151,14 @@ def router_logits() -> Iterator[list[torch.Tensor]]:
 
 
 def wants_router_loss(model: PreTrainedModel, choice: str) -> bool:
-    """Say whether the loss is to have a router loss, and see to it that the model itself collects nothing.
+    """Return whether the loss is to have a router loss, and keep the model itself from collecting router logits.
 
     Args:
         model: not yet split at its blocks; its configuration is changed.
         choice: one of :data:`CHOICES`.
 
     Raises:
-        UserError: it is none of these.
+        UserError: ``choice`` is none of these.
     """
     if choice not in CHOICES:
         raise UserError(f"router_loss is auto, on or off, not {choice!r}.{did_you_mean(choice, CHOICES)}")
@@ -165,11 +168,12 @@ def wants_router_loss(model: PreTrainedModel, choice: str) -> bool:
 
 
 def find_router_loss(stack: StreamedModel, choice: str) -> RouterLoss | None:
-    """Find what the model adds to its loss where its configuration has ``output_router_logits`` on; None if nothing.
+    """Find the router loss that the model adds where its configuration has ``output_router_logits`` on; None if it has
+    none.
 
     Args:
-        stack: the model, of which :func:`wants_router_loss` has said that it is to have the loss.
-        choice: that this was said of.
+        stack: a model for which :func:`wants_router_loss` has returned True.
+        choice: the choice that it was called with.
 
     Raises:
         UserError: it adds something else than a load-balancing loss of sums over tokens, or was asked to add what it
@@ -197,16 +201,16 @@ def switch_router_logits(model: PreTrainedModel, on: bool) -> None:
 
 
 def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """The configurations of a model and its parts that know of router logits."""
+    """Return those configurations of a model and its parts that have ``output_router_logits``."""
     configs = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
     return [config for config in (*configs, model.config.get_text_config()) if hasattr(config, "output_router_logits")]
 
 
 def _probe(stack: StreamedModel) -> RouterLoss | None:
-    """Ask the family, whose configuration has the loss on.
+    """Run the model without blocks and weights to see what router loss it adds.
 
     Raises:
-        UserError: what it does cannot be streamed.
+        UserError: it cannot be streamed.
     """
     model = stack.model
     namespace = inspect.unwrap(type(model).forward).__globals__
@@ -238,7 +242,7 @@ def _probe(stack: StreamedModel) -> RouterLoss | None:
 def _replaced(
     model: PreTrainedModel, namespace: dict[str, Any], note: Callable[..., torch.Tensor] | None, device: torch.device
 ) -> Iterator[None]:
-    """The cross entropy is 0, and ``note`` takes the place of the family's router loss, if it has one."""
+    """Let the cross entropy be 0, and ``note`` take the place of the family's router loss, if it has one."""
     own, function = model.__dict__.get("_loss_function"), namespace.get(_FUNCTION)
     model.loss_function = lambda *args, **kwargs: torch.zeros((), dtype=torch.float64, device=device)
     if note is not None:
@@ -256,7 +260,11 @@ def _replaced(
 def _checked(
     model: PreTrainedModel, function: Callable[..., torch.Tensor], asked: dict[str, Any], coefficient: float
 ) -> RouterLoss:
-    """The loss that a call of ``function`` is, if it is one of sums: seen by comparing the two on random logits."""
+    """Return the loss that a call of ``function`` computes, once both agree on random logits.
+
+    Raises:
+        UserError: they do not agree.
+    """
     logits, masks = next(iter(asked)), torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 0.0])
     try:
         masked = asked["attention_mask"] is not None

@@ -9,12 +9,12 @@ from common.errors import FinetuneError
 
 
 def streamed_loss(loss: float, backward: Callable[[], None]) -> torch.Tensor:
-    """An fp32 scalar on the CPU, so that ``backward`` runs in the caller's thread whatever the device."""
+    """Return the loss as an fp32 scalar on the CPU, so that ``backward`` runs in the caller's thread on any device."""
     return _StreamedLoss.apply(torch.ones((), requires_grad=True), torch.tensor(loss), backward)
 
 
 class _StreamedLoss(torch.autograd.Function):
-    """Autograd calls ``backward`` when it comes to the loss."""
+    """An autograd function that calls ``backward`` when autograd comes to the loss."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, backward: Callable[[], None]) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""AdamW in a process of its own, with split master weights, clipping and gradients that may be absent."""
+"""AdamW in a process of its own: split master weights, gradient clipping, absent and non-finite gradients."""

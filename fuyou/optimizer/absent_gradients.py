@@ -1,11 +1,12 @@
-"""Parameters that no gradient flowed into in a step, as experts without a token: AdamW leaves them alone.
+"""Parameters without a gradient in a step, such as experts that no token was routed to: AdamW leaves them alone.
 
-It is what ``torch.optim.AdamW`` does where ``grad is None``: weights and moments stay as they are, nothing decays, and
-the number of updates that bias correction goes by does not advance.
+As in ``torch.optim.AdamW`` where ``grad is None``, weights and moments stay as they are, nothing decays, and the number
+of updates that bias correction goes by does not advance.
 
-That there is none is written into the gradient itself, as -0.0 in its first element, where a gradient that is there
-never has -0.0. So it goes wherever the gradient goes, to the drives and back, and the sum over all ranks has -0.0 there
-exactly if no rank had a gradient. Ranks look at their own part only, so the first element of each rank's part has it.
+The absence is written into the gradient itself: its first element is -0.0, which a gradient that is there never has in
+that place. So the mark goes wherever the gradient goes, to the drives and back, and the sum over all ranks has -0.0
+there exactly if no rank had a gradient. Ranks read their own part only, so the first element of each rank's part is
+marked.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -13,37 +14,38 @@ from dataclasses import dataclass
 
 import torch
 
-from fuyou.layout.record import Chunk, ParameterSlot, Record
+from fuyou.layout.record import Record
+from fuyou.layout.record_parts import Chunk, ParameterSlot
 from fuyou.optimizer.adam import UpdateRange
 
 
 def mark_absent(record: Record, flat: torch.Tensor, present: Collection[str]) -> None:
-    """Write into a complete gradient which parameters have none.
+    """Mark in a complete gradient which parameters have none.
 
     Args:
-        record: its layout.
+        record: the record that it is the gradient of.
         flat: ``[numel]`` in the dtype in which it goes to the optimizer; zero where there is no gradient.
         present: first names of the parameters that have one.
     """
-    there: list[torch.Tensor] = []
+    present_firsts: list[torch.Tensor] = []
     for slot in record.parameters:
         firsts = [flat[start : start + 1] for start in _part_starts(record, slot)]
         if slot.name in present:
-            there += firsts
+            present_firsts += firsts
         else:
             for first in firsts:
                 first.fill_(-0.0)
-    if there:
-        torch._foreach_add_(there, 0.0)  # makes 0.0 of -0.0, and changes nothing else
+    if present_firsts:
+        torch._foreach_add_(present_firsts, 0.0)  # makes 0.0 of -0.0, and changes nothing else
 
 
 def marked_absent(firsts: torch.Tensor) -> torch.Tensor:
-    """Return, for the first element of each of some parameters' gradients, whether it says that there is none: bool."""
+    """Return, for the first elements of some parameters' gradients, whether each is the mark of an absent one: bool."""
     return (firsts == 0) & torch.signbit(firsts)
 
 
 def _part_starts(record: Record, slot: ParameterSlot) -> list[int]:
-    """Return the elements of the record at which a rank's part of the parameter begins."""
+    """Return the elements of the record at which some rank's part of a parameter begins."""
     stop = slot.offset + slot.numel
     following = (slot.offset // record.owned + 1) * record.owned
     return [*range(slot.offset, min(slot.offset + 1, stop)), *range(following, stop, record.owned)]
@@ -51,19 +53,20 @@ def _part_starts(record: Record, slot: ParameterSlot) -> list[int]:
 
 @dataclass(frozen=True)
 class _Part:
-    """What of a parameter, padding behind it included, this rank updates."""
+    """The part of a parameter, padding behind it included, that this rank updates: ``[start, stop)``."""
 
     slot: int
+    """Index of the parameter in its record."""
     start: int
-    """Counted from the first element that this rank owns, as ``stop``."""
+    """First element, counted from the first one that this rank owns; ``stop`` likewise."""
     stop: int
 
 
 class OwnedParameters:
-    """The parameters of a record in what this rank updates of it.
+    """The parameters in the part of a record that this rank updates.
 
     Args:
-        record: its layout, as this rank shares it.
+        record: the record, as this rank shares it.
     """
 
     def __init__(self, record: Record):
@@ -82,17 +85,17 @@ class OwnedParameters:
         self._firsts = torch.tensor([part.start for part in self._marked], dtype=torch.int64)
 
     def absent(self, gradient: torch.Tensor) -> tuple[int, ...]:
-        """Return the indices of the parameters that a gradient ``[owned]`` says it has nothing for."""
+        """Return the indices of the parameters that are marked absent in a gradient, ``[owned]``."""
         without = marked_absent(gradient[self._firsts])
         return tuple(part.slot for part, none in zip(self._marked, without.tolist(), strict=True) if none)
 
     def runs(self, chunk: Chunk, absent: Collection[int], missed: Mapping[int, int]) -> list[UpdateRange]:
-        """Return what of a chunk is to be updated, in ranges counted from its start.
+        """Return the ranges of a chunk that are to be updated, counted from its start.
 
         Args:
-            chunk: of what this rank owns.
+            chunk: a chunk of what this rank owns.
             absent: indices of the parameters that have no gradient.
-            missed: in how many earlier steps a parameter had none, by index; 0 for those that are not listed.
+            missed: number of earlier steps in which a parameter had none, by index; 0 for those that are not listed.
         """
         runs: list[UpdateRange] = []
         for part in self._parts:
@@ -107,28 +110,28 @@ class OwnedParameters:
 
 
 class MissedUpdates:
-    """In how many steps each parameter had no gradient, of those that this rank updates a part of.
+    """Counts the steps in which each parameter had no gradient, for those that this rank updates a part of.
 
     Args:
-        records: of the model.
+        records: all records of the model.
         counts: by first name, as :meth:`counts` has returned them; those that are 0 may be missing.
     """
 
     def __init__(self, records: Sequence[Record], counts: Mapping[str, int]):
         self._records = records
         self._after: dict[int, dict[int, int]] = {}
-        """Record -> index of the parameter -> count, after the record's newest update."""
+        """For each record, counts by the parameter's index, after the record's newest update."""
         self._before: dict[int, dict[int, int]] = {}
         self._newest: dict[int, int] = {}
-        """Record -> step of that update."""
+        """Step of each record's newest update."""
         for record in records:
             found = {index: counts.get(slot.name, 0) for index, slot in enumerate(record.parameters)}
             self._after[record.index] = {index: count for index, count in found.items() if count}
 
     def before(self, record: int, step: int) -> dict[int, int]:
-        """Return the counts that the update of a record by ``step``, which comes next, starts from.
+        """Return the counts before the update of a record by ``step``, which comes next.
 
-        An update that is done a second time starts from what the first one started from.
+        An update that is done a second time starts from the counts that the first one started from.
         """
         if self._newest.get(record) != step:
             self._before[record] = self._after[record]
@@ -136,7 +139,7 @@ class MissedUpdates:
         return self._before[record]
 
     def updated(self, record: int, absent: Collection[int]) -> None:
-        """Note that the update that was asked for last is done, and which parameters it left alone."""
+        """Note which parameters had no gradient in the update that :meth:`before` was called for last."""
         counts = dict(self._before[record])
         for index in absent:
             counts[index] = counts.get(index, 0) + 1

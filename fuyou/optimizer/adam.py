@@ -1,7 +1,7 @@
 """AdamW over flat records, in chunks that stay in the processor's cache.
 
-The arithmetic is PyTorch's own ``torch._fused_adamw_``. What this file adds is the way in and out: masters kept as two
-halves, gradients in bf16, moments in fp32 or (with stochastic rounding) in bf16.
+The arithmetic is PyTorch's own ``torch._fused_adamw_``. This file adds the conversions around it: split master weights,
+gradients in bf16, moments in fp32 or (with stochastic rounding) in bf16.
 """
 
 import math
@@ -15,9 +15,9 @@ from common.errors import UserError
 from common.memory.buffers import HostBuffer
 from fuyou.optimizer.split_weights import join, split_in_place
 
-#: Elements per pass and thread. Master and gradient in fp32 take 512 KiB, and what a pass reads and writes about 1 MiB:
-#: together they stay in the second-level cache of a core (1 to 2 MiB).
 PASS_ELEMENTS = 1 << 16
+"""Elements per pass and thread. Master and gradient in fp32 take 512 KiB, and what a pass reads and writes about 1 MiB:
+together they stay in the second-level cache of a core (1 to 2 MiB)."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class AdamConfig:
 
 
 def check_learning_rate(lr: float) -> None:
-    """Refuse a learning rate after which every weight would be NaN, or that would climb the loss.
+    """Refuse a learning rate that makes every weight NaN, or that increases the loss.
 
     Raises:
         UserError: it is NaN, infinite or negative.
@@ -53,7 +53,7 @@ def check_learning_rate(lr: float) -> None:
 
 
 def check_max_grad_norm(norm: float | None) -> None:
-    """Refuse a limit that is none.
+    """Refuse a limit of the gradient norm that is not a positive number.
 
     Raises:
         UserError: it is NaN, infinite or not above 0.
@@ -64,44 +64,44 @@ def check_max_grad_norm(norm: float | None) -> None:
 
 @dataclass(frozen=True)
 class Update:
-    """What one step does to every record: sent to the optimizer process with the gradients."""
+    """The parameters of one step's AdamW update, which are sent to the optimizer process with the gradients."""
 
     step: int
     """Number of this step, from 1: bias correction depends on it."""
     adam: AdamConfig
     """Hyper-parameters of this step."""
     gradient_scale: float = 1.0
-    """Every gradient is multiplied by this: the clipping coefficient."""
+    """Clipping coefficient, by which every gradient is multiplied."""
     seed: int = 0
     """Seed of the stochastic rounding of bf16 moments."""
     skipped: int = 0
-    """Steps before it that were left out: bias correction does not count them."""
-    left_out: bool = False
-    """Everything stays as it is: the gradient is not finite."""
+    """Number of earlier steps that were skipped: bias correction does not count them."""
+    skip: bool = False
+    """Whether the step changes nothing, because its gradient is not finite."""
 
 
 @dataclass(frozen=True)
 class UpdateRange:
-    """A part of a range that is updated, all of whose parameters have had as many updates before."""
+    """Elements ``[start, stop)`` that are updated, all of which have had equally many updates before."""
 
     start: int
     stop: int
     missed: int
-    """Steps in which these parameters had no gradient: bias correction does not count them."""
+    """Number of steps in which these parameters had no gradient: bias correction does not count them."""
 
 
 class ChunkAdam:
-    """Updates flat ranges in place, with scratch memory that is allocated once.
+    """AdamW on flat ranges, in place, with scratch memory that is allocated once.
 
-    Uses as many threads as PyTorch is set to when this is made. Results do not depend on their number.
+    It uses as many threads as PyTorch does when it is made. Results do not depend on their number.
     """
 
     def __init__(self) -> None:
         self._elements = PASS_ELEMENTS * torch.get_num_threads()
         self._memory = HostBuffer(8 * self._elements).touch()
         self._master = self._memory.tensor(torch.float32, 0, self._elements)
-        #: For one thing after the other: low halves, the gradient in fp32, random bits.
         self._scratch = self._memory.tensor(torch.int32, 4 * self._elements, self._elements)
+        """Holds one after the other: low bits, the gradient in fp32, random bits."""
         self._moments: tuple[torch.Tensor, torch.Tensor] | None = None
         self._step = torch.zeros((), dtype=torch.float32)
 
@@ -109,7 +109,7 @@ class ChunkAdam:
     def update(
         self,
         parameter: torch.Tensor,
-        lo: torch.Tensor | None,
+        low: torch.Tensor | None,
         mean: torch.Tensor,
         variance: torch.Tensor,
         gradient: torch.Tensor,
@@ -119,37 +119,36 @@ class ChunkAdam:
         stream: int = 0,
         runs: Sequence[UpdateRange] | None = None,
     ) -> None:
-        """One AdamW step over ``n`` parameters, all arguments flat ``[n]``; all but the gradient are updated in place.
+        """Take one AdamW step over ``n`` parameters. All tensors are flat ``[n]``; all but the gradient change.
 
         Args:
-            parameter: ``hi`` in bf16, or the fp32 master itself if ``lo`` is None.
-            lo: int16 low halves of the masters.
+            parameter: bf16 part of the split master weights, or the fp32 master weights if ``low`` is None.
+            low: low 16 bits of the master weights, int16.
             mean, variance: first and second moment, fp32 or bf16.
             gradient: bf16 or fp32.
             update: step number, hyper-parameters, gradient scale.
             decay: whether weight decay applies to this range.
-            stream: tells this range from others of the same step, so that their stochastic rounding differs.
-            runs: what of it is updated, each a multiple of 128 elements; None: all.
+            stream: number of this range within the step, so that stochastic rounding differs between ranges.
+            runs: the parts of it that are updated, each a multiple of 128 elements; None: all of it.
         """
-        if update.left_out:
+        if update.skip:
             return
         sources = None
         if mean.dtype == torch.bfloat16:
-            # One each: a shared one would make the numbers depend on where a pass ends.
+            # One for each moment: with a single one, numbers would depend on where a pass ends.
             sources = (_random_bits(update, stream, 0), _random_bits(update, stream, 1))
         for run in (UpdateRange(0, parameter.numel(), 0),) if runs is None else runs:
             self._step.fill_(update.step - update.skipped - run.missed)
             for start in range(run.start, run.stop, self._elements):
                 part = slice(start, min(start + self._elements, run.stop))
-                self._pass(
-                    parameter[part], None if lo is None else lo[part], mean[part], variance[part], gradient[part],
-                    update, decay, sources,
-                )  # fmt: skip
+                low_part = None if low is None else low[part]
+                tensors = parameter[part], low_part, mean[part], variance[part], gradient[part]
+                self._pass(*tensors, update, decay, sources)
 
     def _pass(
         self,
         parameter: torch.Tensor,
-        lo: torch.Tensor | None,
+        low: torch.Tensor | None,
         mean: torch.Tensor,
         variance: torch.Tensor,
         gradient: torch.Tensor,
@@ -160,9 +159,9 @@ class ChunkAdam:
         count = parameter.numel()
         scratch = self._scratch[:count]
         master = parameter
-        if lo is not None:
+        if low is not None:
             master = self._master[:count]
-            join(parameter, lo, master, scratch)
+            join(parameter, low, master, scratch)
         if gradient.dtype != torch.float32 or update.gradient_scale != 1.0:
             wide = scratch.view(torch.float32)
             wide.copy_(gradient)
@@ -174,18 +173,28 @@ class ChunkAdam:
             first, second = self._wide_moments(mean, variance)
         adam = update.adam
         torch._fused_adamw_(
-            [master], [gradient], [first], [second], [], [self._step],
-            amsgrad=False, lr=adam.lr, beta1=adam.betas[0], beta2=adam.betas[1],
-            weight_decay=adam.weight_decay if decay else 0.0, eps=adam.eps, maximize=False,
-        )  # fmt: skip
+            [master],
+            [gradient],
+            [first],
+            [second],
+            [],
+            [self._step],
+            amsgrad=False,
+            lr=adam.lr,
+            beta1=adam.betas[0],
+            beta2=adam.betas[1],
+            weight_decay=adam.weight_decay if decay else 0.0,
+            eps=adam.eps,
+            maximize=False,
+        )
         if sources is not None:
             stochastic_round(first, mean, scratch, sources[0])
             stochastic_round(second, variance, scratch, sources[1])
-        if lo is not None:
-            split_in_place(master, parameter, lo)
+        if low is not None:
+            split_in_place(master, parameter, low)
 
     def _wide_moments(self, mean: torch.Tensor, variance: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """fp32 copies of bf16 moments."""
+        """Return fp32 copies of bf16 moments."""
         if self._moments is None:
             self._moments = torch.empty(self._elements), torch.empty(self._elements)
         first, second = (wide[: mean.numel()] for wide in self._moments)
@@ -193,9 +202,9 @@ class ChunkAdam:
 
 
 def _random_bits(update: Update, stream: int, moment: int) -> np.random.SFC64:
-    """The random numbers that round one moment of one range in one step; the same whenever that is repeated.
+    """Return the random numbers that round one moment of one range in one step; a repeated step draws the same.
 
-    NumPy's, whose streams are the same in all its versions, and a sixth of the cost of PyTorch's.
+    They are NumPy's, whose streams are equal in all its versions, at a sixth of the cost of PyTorch's.
     """
     return np.random.SFC64(hash((update.seed, update.step, stream, moment)) & (2**63 - 1))
 
@@ -203,7 +212,8 @@ def _random_bits(update: Update, stream: int, moment: int) -> np.random.SFC64:
 def stochastic_round(wide: torch.Tensor, narrow: torch.Tensor, scratch: torch.Tensor, source: np.random.SFC64) -> None:
     """Round fp32 ``wide`` to bf16 ``narrow``, up or down with the probability that makes the mean exact.
 
-    Adds 16 random bits below the bf16 mantissa and truncates. ``wide`` must be finite; ``scratch`` is int32 ``[n]``.
+    This adds 16 random bits below the bf16 mantissa, and truncates. ``wide`` must be finite; ``scratch`` is int32
+    ``[n]``.
     """
     count = wide.numel()
     bits = source.random_raw(-(-count // 4)).view(np.int16)[:count]  # four times 16 bits from each number

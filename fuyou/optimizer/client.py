@@ -1,4 +1,4 @@
-"""The engine's end of the pipe to the optimizer process: starts it, hears it, notices when it dies."""
+"""The engine's end of the pipe to the optimizer process: starts it, listens to it, notices when it dies."""
 
 import contextlib
 import os
@@ -13,23 +13,23 @@ from common.errors import FinetuneError
 from fuyou.optimizer.protocol import BEAT_SECONDS, Alive, Failed, Ready, Setup
 
 PATIENCE_BEATS = 30
-"""So many signs of life may be missing in a row (a minute) before the process counts as hung."""
+"""Number of missing signs of life in a row (a minute) after which the process counts as hung."""
 _UNKILLABLE_SECONDS = 10.0
-"""A process that a drive does not let go of, even killed, is left behind after this time."""
+"""Time after which a killed process is left behind that still hangs in a call to a drive."""
 
 
 class OptimizerLink:
-    """Starts the optimizer process at once; it imports PyTorch while the caller goes on."""
+    """A running optimizer process. Making one starts it; it imports PyTorch while the caller goes on."""
 
     def __init__(self) -> None:
         self._closing = False
-        self._heard_before = False  # until it says its first word, it imports
+        self._heard_before = False  # it imports until it sends its first message
         self._sending = threading.Lock()
         ours, theirs = socket.socketpair()
-        # The memory file is passed by inheritance, so it has to exist now; its size is set later.
+        # The process inherits the memory file, so it has to exist now; its size is set later.
         self.shared_fd: int | None = os.memfd_create("fuyou", os.MFD_CLOEXEC)
         child_fds = (theirs.fileno(), self.shared_fd)
-        # The user's own directory must not shadow our packages: same search path as ours, no "" in front.
+        # The user's own directory must not shadow our packages: the search path is ours, without "" in front.
         environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "fuyou.optimizer.process", str(theirs.fileno())],
@@ -56,12 +56,13 @@ class OptimizerLink:
         on_failure: Callable[[BaseException], None],
         locks: Sequence[int] = (),
     ) -> None:
-        """Send the set-up message, wait until its buffers exist, start listening.
+        """Send the set-up message, wait until the process has its buffers, and start listening.
 
         Args:
-            locks: descriptors that the process is to hold as long as it lives.
+            setup: what the process is to work on.
             on_message: called in the link's thread with every ``Updated`` and ``Written``.
             on_failure: called once if the process reports a failure or ends without being told to.
+            locks: descriptors that the process is to hold as long as it lives.
         """
         self._on_message, self._on_failure = on_message, on_failure
         try:
@@ -88,7 +89,7 @@ class OptimizerLink:
             raise self._died() from None
 
     def close(self) -> None:
-        """Kill the process (it holds nothing that is not on SSD or in our memory) and wait until it is gone."""
+        """Kill the process (all it holds is on SSD or in our memory), and wait until it is gone."""
         self._closing = True
         if self.shared_fd is not None:
             os.close(self.shared_fd)
@@ -126,19 +127,19 @@ class OptimizerLink:
                 return
             try:
                 self._on_message(message)
-            except BaseException as error:  # of this thread nobody would hear
+            except BaseException as error:  # raised in this thread, it would be lost
                 self._on_failure(error)
                 return
 
     def _receive(self) -> object:
-        """The next message that says something.
+        """Wait for the next message that is not a mere sign of life, and return it.
 
         Raises:
             FinetuneError: the process has not given a sign of life for too long. It is killed.
         """
         missed = 0
         while True:
-            # Beats missed, not time passed: whoever stops us with Ctrl-Z stops both.
+            # Missing beats count, not time that passes: Ctrl-Z stops both processes.
             if not self._connection.poll(BEAT_SECONDS):
                 missed += self._heard_before
                 if missed > PATIENCE_BEATS:

@@ -1,10 +1,10 @@
-"""Clipping by the global norm, which is known when the backward pass has ended: two ways, both exact.
+"""Clipping by the global gradient norm, which is known only after the backward pass. There are two ways, both exact.
 
-*Deferral*: no update before the norm is known; all of them run during the next forward pass. *Speculation*: updates
-run during the backward pass as if nothing were clipped, and gradients are kept; after a step that is clipped, the
-updates are done again, as deferred ones, from what the step before has left in the other slot. The first costs every
-step the overlap of updates with the backward pass; the second costs every step 2 written bytes per parameter, for
-gradients that find no room in host memory, and a clipped one the traffic of a second update.
+*Deferral*: no update runs before the norm is known; all of them run during the next forward pass. *Speculation*:
+updates run during the backward pass as if nothing were clipped, and gradients are kept; after a step that is clipped,
+the updates are done again, as deferred ones, from what the step before has left in the other slot. Deferral costs every
+step the overlap of updates with the backward pass. Speculation costs every step 2 written bytes per parameter, for
+gradients that find no room in host memory, and a clipped step the traffic of a second update.
 """
 
 from collections.abc import Iterable
@@ -17,14 +17,14 @@ from common.store import load_manifest
 
 
 class ClipBy(Enum):
-    """How gradients are clipped."""
+    """The way in which gradients are clipped."""
 
     DEFERRAL = "deferral"
     SPECULATION = "speculation"
 
 
 def clip_by_named(name: str) -> ClipBy | None:
-    """The way that is called ``name``; None for ``auto``.
+    """Return the way of clipping that is called ``name``; None for ``auto``.
 
     Raises:
         UserError: there is no such way.
@@ -38,7 +38,8 @@ def clip_by_named(name: str) -> ClipBy | None:
 
 
 def speculation_obstacle(*, single_slot: bool, commit_every: int, ranks: int) -> str | None:
-    """Why updates cannot be speculative, in words: what they started from must be there until the norm is known."""
+    """Return why updates cannot be speculative, in words, or None if they can: what they start from must stay until the
+    norm is known."""
     if ranks > 1:
         return "several ranks have a part in every update"
     if single_slot:
@@ -50,22 +51,24 @@ def speculation_obstacle(*, single_slot: bool, commit_every: int, ranks: int) ->
 
 @dataclass(frozen=True)
 class ClipStatistics:
-    """How often clipping has struck in a run."""
+    """The number of clipped steps of a run."""
 
     clipped: int = 0
     """Steps that were clipped."""
     steps: int = 0
-    """Of so many."""
+    """Steps of the run so far."""
 
     @property
     def share(self) -> float:
-        """Of the steps to come that will be clipped, by what has been seen. Before that an eighth, as clipping is meant
-        for the odd step; what was assumed weighs as much as eight steps."""
+        """Estimated fraction of clipped steps among those to come.
+
+        It starts at an eighth, as clipping is meant for few steps; this prior weighs as much as eight steps.
+        """
         return (self.clipped + 1) / (self.steps + 8)
 
     @staticmethod
     def of_run(folders: Iterable[Path]) -> "ClipStatistics":
-        """What a run's manifest says, which lies in one of ``folders``; nothing if it cannot be read."""
+        """Return the statistics in the manifest of the run in ``folders``; empty ones if it cannot be read."""
         for folder in folders:
             try:
                 content = load_manifest(folder)

@@ -1,7 +1,7 @@
-"""Gathers gradients into flat buffers as autograd makes them, one parameter at a time.
+"""Summing gradients in flat buffers as autograd makes them, one parameter at a time.
 
-Autograd makes each parameter's gradient where it likes. A hook adds it to the flat buffer at once and lets it go, so at
-no time is there more than one of them beside the buffer.
+Autograd allocates each parameter's gradient. A hook adds it to the flat buffer at once and frees it, so there is never
+more than one of them beside the buffer.
 """
 
 from collections.abc import Mapping
@@ -10,20 +10,20 @@ import torch
 
 from fuyou.layout.record import Record
 
-#: Elements per pass when the squares of a gradient are summed on a CPU: stays in the cache as float64.
 _NORM_ELEMENTS = 1 << 17
-#: The same on a GPU, where CUDA makes a float64 copy of what is summed: 64 MiB of it.
+"""Elements per pass when squares are summed on a CPU: as float64 they stay in the cache."""
 _CUDA_NORM_ELEMENTS = 1 << 23
-#: Elements per pass when a sum is rounded in place.
+"""Elements per pass when squares are summed on a GPU, where CUDA makes a float64 copy: 64 MiB of it."""
 _ROUNDING_ELEMENTS = 1 << 24
+"""Elements per pass when a sum is rounded in place."""
 
 
 class GradientSum:
     """The gradient of one record, summed over micro-batches.
 
     Args:
-        record: its layout.
-        flat: ``[>= numel]`` where the sum is kept, fp32 or the compute dtype.
+        record: the record.
+        flat: memory of the sum, ``[>= numel]``, fp32 or the compute dtype.
     """
 
     def __init__(self, record: Record, flat: torch.Tensor):
@@ -31,16 +31,16 @@ class GradientSum:
         self.flat = flat[: record.numel]
         self._views = record.views(self.flat)
         self.seen: set[str] = set()
-        """Names of the parameters that something has flowed into."""
+        """Names of the parameters that have a gradient."""
         self._zero_padding()
 
     def attach(self, leaves: Mapping[str, torch.Tensor]) -> None:
-        """Take over the gradients of ``leaves`` (by parameter name) from now on."""
+        """Take over the gradients of ``leaves`` (by parameter name) as soon as they are accumulated."""
         for name, leaf in leaves.items():
             leaf.register_post_accumulate_grad_hook(lambda leaf, name=name: self._add(name, leaf))
 
     def finish(self) -> None:
-        """Clear what lies in the place of parameters that nothing flowed into."""
+        """Set the gradients of parameters that have none to zero."""
         for name, view in self._views.items():
             if name not in self.seen:
                 view.zero_()
@@ -55,7 +55,7 @@ class GradientSum:
         leaf.grad = None
 
     def _zero_padding(self) -> None:
-        """What lies between parameters is updated like them: its gradient must be zero."""
+        """Set the gradient of the padding between parameters to zero, as it is updated like them."""
         position = 0
         for slot in sorted(self.record.parameters, key=lambda slot: slot.offset):
             self.flat[position : slot.offset].zero_()
@@ -66,7 +66,7 @@ class GradientSum:
 def round_in_place(wide: torch.Tensor, narrow: torch.Tensor) -> None:
     """Round ``wide`` fp32 ``[n]`` into ``narrow`` bf16 ``[n]``, which begins at the same address.
 
-    From the front: what is written lies before what is still to be read.
+    It goes from the front, so that what is written lies before what is still to be read.
     """
     for start in range(0, wide.numel(), _ROUNDING_ELEMENTS):
         part = slice(start, start + _ROUNDING_ELEMENTS)
@@ -74,7 +74,7 @@ def round_in_place(wide: torch.Tensor, narrow: torch.Tensor) -> None:
 
 
 def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
-    """Sum of the squares of a flat gradient, in float64: exact enough that its order does not matter."""
+    """Return the sum of the squares of a flat gradient, in float64: so exact that the order does not matter."""
     if flat.is_cuda:
         parts = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in flat.split(_CUDA_NORM_ELEMENTS)]
         return torch.stack(parts).square().sum()  # stays on the device: nothing waits for it here

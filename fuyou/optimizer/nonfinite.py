@@ -1,4 +1,4 @@
-"""What becomes of a step whose loss or gradient is NaN or infinite."""
+"""Steps whose loss or gradient is NaN or infinite: training stops, or skips them."""
 
 import math
 
@@ -7,12 +7,12 @@ from common.errors import FinetuneError, UserError, did_you_mean
 POLICIES = ("stop", "skip")
 
 MOST_IN_A_ROW = 10
-"""Steps that are skipped one after the other before training stops all the same: weights that have diverged, or data
-that are broken throughout, give nothing else any more."""
+"""Number of steps that may be skipped in a row before training stops all the same: after so many, the weights have
+diverged, or the data are broken throughout."""
 
 
 class NonFiniteLoss(FinetuneError):
-    """The loss or the gradient is NaN or infinite; the step is not committed.
+    """An error: the loss or the gradient is NaN or infinite. The step is not committed.
 
     Attributes:
         step: the step that failed.
@@ -29,7 +29,7 @@ class NonFiniteLoss(FinetuneError):
 
 
 class NonFinitePolicy:
-    """Decides for every step, and counts.
+    """Decides for every step whether it is skipped, and counts those that are.
 
     A step that is skipped leaves weights and moments as they are and is not counted by Adam's bias correction; its
     number, its batch and its learning rate are used up.
@@ -47,15 +47,15 @@ class NonFinitePolicy:
             raise UserError(f"on_nonfinite is stop or skip, not {name!r}.{did_you_mean(name, POLICIES)}")
         self.skips = name == "skip"
         self.skipped = skipped
-        """In the whole run."""
+        """Skipped steps of the whole run."""
         self._in_a_row = 0
 
     def should_skip_step(self, step: int, loss: float, norm: float, committed: int) -> bool:
-        """Whether ``step`` is to change nothing.
+        """Return whether ``step`` is to change nothing.
 
         Args:
             step: its number.
-            loss, norm: of its whole batch.
+            loss, norm: loss and gradient norm of its whole batch.
             committed: the step that ``resume`` would continue from.
 
         Raises:

@@ -1,28 +1,28 @@
-"""What the engine and the optimizer process say to each other: one small message per record, over a pipe."""
+"""The messages between the engine and the optimizer process: small ones, one per record, over a pipe."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from common.store import IoThrottle
 from common.store.store import Io
-from fuyou.layout.record import Kind
+from fuyou.layout.record import Kind, Record
 from fuyou.layout.share import ALONE, Share
 from fuyou.optimizer.adam import Update
 
 BEAT_SECONDS = 2.0
-"""Between two signs of life of the optimizer process."""
+"""Seconds between two signs of life of the optimizer process."""
 
 
 @dataclass(frozen=True)
 class BufferRegion:
-    """Equal buffers in the shared memory file, one after the other."""
+    """A range of the shared memory file: buffers of equal size, one after the other."""
 
     offset: int
     slot_bytes: int
     count: int
 
     def start(self, index: int) -> int:
-        """First byte of buffer ``index``."""
+        """Return the first byte of buffer ``index``."""
         return self.offset + index * self.slot_bytes
 
     @property
@@ -32,7 +32,7 @@ class BufferRegion:
 
 @dataclass(frozen=True)
 class SharedRegions:
-    """Where parameters and gradients lie in the shared memory file; each kind of record has buffers of its own."""
+    """The ranges of the shared memory file for parameters and gradients of each kind of record."""
 
     nbytes: int
     parameters: dict[Kind, BufferRegion]
@@ -41,65 +41,70 @@ class SharedRegions:
 
 @dataclass(frozen=True)
 class Setup:
-    """First message: everything that the optimizer process needs to know."""
+    """First message to the optimizer process: everything that it needs to know."""
 
     directories: list[str]
     io: Io
     io_threads: int
-    records: list[dict[str, Any]]
+    records: Sequence[Record]
+    """All records of the model, as this rank shares them."""
     slots: int
     chunk_elements: int
     ring_chunks: int
-    """State buffers: one is read into, one is updated, one is written from; more smooth the flow."""
+    """Number of chunk buffers: one is read into, one is updated, one is written from; more smooth the flow."""
     shared: SharedRegions
     threads: int
     share: Share = ALONE
-    """What of every record is this process's. Parameters that other nodes have a part in, the engine writes."""
+    """Share of this process in every record. Parameters that several nodes update are written by the engine."""
     resident: list[int] = field(default_factory=list)
     """Records whose states stay in memory once they have been read."""
     throttle: IoThrottle | None = None
-    """Makes the drives look slower."""
+    """Limit of the drives' speed, for experiments; None: as fast as they are."""
 
 
 @dataclass(frozen=True)
 class CreateRecord:
-    """Write a record's first state: parameters from a host buffer, ``lo`` from a gradient buffer, zero moments."""
+    """Write a record's first state to slot ``target``, with zero moments."""
 
     record: int
     parameters: int
-    low_halves: int
+    """Index of the host buffer with the parameters."""
+    low_bits: int
+    """Index of the gradient buffer with the low 16 bits of the master weights."""
     target: int
 
 
 @dataclass(frozen=True)
 class ReadStates:
-    """Read the record's states from slot ``source`` as soon as buffers are free; its update will come."""
+    """Read a record's states from slot ``source`` as soon as buffers are free; its update will follow."""
 
     record: int
     source: int
     expected: tuple[int, ...] | None = None
-    """What their checksums must be, where they are to be checked."""
-    there: bool = False
-    """Whether they are in memory (resident records only): then nothing is read."""
+    """Checksums that they must have; None: they are not checked."""
+    in_memory: bool = False
+    """Whether they are in memory already (resident records only): then nothing is read."""
 
 
 @dataclass(frozen=True)
 class UpdateRecord:
-    """The gradient is in host buffer ``gradient``: update the parameters in place, write everything to ``target``,
-    or nothing if that is -1 (resident records only)."""
+    """Update the parameters of a record in place, and write everything to slot ``target``."""
 
     record: int
     parameters: int
+    """Index of the host buffer with the parameters."""
     gradient: int
-    target: int
+    """Index of the host buffer with the gradient."""
+    target: int | None
+    """Slot; None: nothing is written (resident records only)."""
     update: Update
     missed: dict[int, int] = field(default_factory=dict)
-    """In how many earlier steps a parameter of the record had no gradient, by its index; the others always had one."""
+    """Number of earlier steps in which a parameter (by index) had no gradient; 0 for those that are not listed."""
 
 
 @dataclass(frozen=True)
 class WriteRecord:
-    """Write parameters and states of a resident record to ``target``."""
+    """Write parameters and states of a resident record to slot ``target``."""
 
     record: int
     parameters: int
@@ -108,47 +113,48 @@ class WriteRecord:
 
 @dataclass(frozen=True)
 class Ready:
-    """The process has started, or has finished its set-up."""
+    """Answer: the process has started, or has finished its set-up."""
 
 
 @dataclass(frozen=True)
 class Alive:
-    """Sent every few seconds: the process may be busy, but it runs."""
+    """Sign of life, sent every few seconds: the process may be busy, but it runs."""
 
 
 @dataclass(frozen=True)
 class Updated:
-    """The parameters in the host buffer are new; the gradient buffer is free."""
+    """Answer: the parameters in the host buffer are updated, and the gradient buffer is free."""
 
     record: int
-    began: float
-    ended: float
+    start_time: float
+    end_time: float
     adam_intervals: list[tuple[float, float]]
-    """When it was computing, not waiting for states, on :func:`time.monotonic`'s clock."""
+    """Start and end of the times at which it computed rather than waited, on :func:`time.monotonic`'s clock."""
     absent: tuple[int, ...] = ()
     """Indices of parameters of the record that had no gradient, and were left as they were."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """Parameters and states are on SSD (not yet synced); the host buffer is free."""
+    """Answer: parameters and states are on SSD (not yet synced), and the host buffer is free."""
 
     record: int
     slot: int
     parameters: tuple[int, ...]
-    """Checksums of what was written, one for each SSD."""
+    """Checksums of the parameters that were written, one for each SSD."""
     states: tuple[int, ...]
+    """Checksums of the states, likewise."""
     read_bytes: int
     """Bytes read from the SSDs since the process started."""
     written_bytes: int
     ssd_intervals: list[tuple[float, float]]
-    """When reads and writes of this record were under way, on :func:`time.monotonic`'s clock."""
+    """Start and end of the times at which this record was read or written, on :func:`time.monotonic`'s clock."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Something went wrong; the process ends."""
+    """Answer: something went wrong, and the process ends."""
 
     message: str
     expected: bool
-    """Whether ``message`` is one for the user (a failing drive), not a traceback."""
+    """Whether ``message`` is meant for the user (a failing drive); otherwise it is a traceback."""

@@ -1,23 +1,28 @@
 """Plans before running: whether a run fits, how fast it will be, and what bounds it. Needs no weights, GPU or SSD."""
 
-from fuyou.planner.choose import Choice, choose
-from fuyou.planner.context import PlannerContext
-from fuyou.planner.machine import Machine, RankLinks, one_of_several, preset_machine, profiled_machine
+from fuyou.planner.choose_settings import (
+    ChosenSettings,
+    PlannerContext,
+    choose_settings,
+    choose_settings_on_all_ranks,
+)
+from fuyou.planner.machine import Machine, RankLinks, machine_of_one_rank, preset_machine, profiled_machine
 from fuyou.planner.paper import PaperScheme
 from fuyou.planner.run_plan import RunPlan, plan
-from fuyou.planner.training import Training, describe_training
+from fuyou.planner.training_job import TrainingJob, describe_training
 
 __all__ = [
-    "Choice",
+    "ChosenSettings",
     "Machine",
     "PaperScheme",
     "PlannerContext",
     "RankLinks",
     "RunPlan",
-    "Training",
-    "choose",
+    "TrainingJob",
+    "choose_settings",
+    "choose_settings_on_all_ranks",
     "describe_training",
-    "one_of_several",
+    "machine_of_one_rank",
     "plan",
     "preset_machine",
     "profiled_machine",

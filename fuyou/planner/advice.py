@@ -1,4 +1,4 @@
-"""What else could be done: the largest batch, the largest model, and the changes that would help most."""
+"""Advice beside a plan: the largest batch, the largest model, and the changes that would help most."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -12,24 +12,24 @@ from fuyou.layout.record import Precision
 from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner.evaluate import Candidate, Evaluator
 from fuyou.planner.machine import Machine
-from fuyou.planner.run_plan import RunPlan, missing_space, quick, ssd_bytes
-from fuyou.planner.training import Training
+from fuyou.planner.run_plan import RunPlan, missing_space, quick_search, ssd_bytes
+from fuyou.planner.training_job import TrainingJob
 from fuyou.schedule.tasks import Resource
 
-#: Larger batches are not looked for.
+#: Largest batch that is looked for.
 MOST_ROWS = 1 << 16
-#: A change that gains less than this is none.
+#: Speedup below which a change is not worth naming.
 LEAST_GAIN = 1.03
 
 
 @dataclass(frozen=True)
 class Change:
-    """Something to change, and what it would bring."""
+    """A change to machine or settings, and what it would bring."""
 
     what: str
     """``4 more SSDs``"""
     speedup: float | None
-    """Tokens per second over what they are now; None if now there is no plan that fits, and then there is."""
+    """Factor on tokens per second; None if no plan fits now, and one does after the change."""
 
 
 @dataclass(frozen=True)
@@ -37,53 +37,53 @@ class RarerCommits:
     """A run that commits every N-th step only."""
 
     every: int
-    """N: a crash loses up to so many steps."""
+    """Steps from one commit to the next: as many as a crash may lose."""
     step_seconds: float
-    """On average."""
+    """Average seconds of a step."""
     written_bytes_per_day: float
     drive_days: float | None
-    """Until the drives' warranted writes are used up; None if nobody says how many these are."""
+    """Days until the drives' warranted writes are used up; None if that is not known."""
 
 
 def rarer_commits(base: RunPlan, every: int = 8) -> RarerCommits | None:
-    """What it would bring to commit every N-th step only; None where no record lives in host memory: nothing then."""
+    """Return what committing every N-th step only would bring; None if no record lives in host memory: nothing."""
     if base.memory is None or not base.memory.resident:
         return None
-    evaluator = Evaluator(base.training, base.machine)
-    candidate = Candidate(base.memory.batch.micro_rows, base.deferred_fraction, base.keeping)
-    others = evaluator.uncommitted(candidate)
+    evaluator = Evaluator(base.job, base.machine)
+    candidate = Candidate(base.memory.batch.micro_rows, base.deferred_fraction, base.activation_policy)
+    uncommitted = evaluator.evaluate_uncommitted(candidate)
     seconds, written = base.compared_seconds, float(base.written_bytes)
     if base.clip_by is ClipBy.SPECULATION:  # for which every step must be committed
         committed = evaluator.evaluate(candidate)
         seconds, written = committed.step_seconds, committed.tasks.ssd_written_bytes()
-    seconds = (seconds + (every - 1) * others.step_seconds) / every
+    seconds = (seconds + (every - 1) * uncommitted.step_seconds) / every
     seconds *= base.step_seconds / base.compared_seconds  # both were of merged micro-batches
-    written = (written + (every - 1) * others.tasks.ssd_written_bytes()) / every
+    written = (written + (every - 1) * uncommitted.tasks.ssd_written_bytes()) / every
     per_day = written * 86400 / seconds
     endurance = base.machine.endurance_bytes
     return RarerCommits(every, seconds, per_day, endurance / per_day if endurance is not None and per_day else None)
 
 
 def clipping_cost(base: RunPlan) -> float | None:
-    """How many times as long a step takes on average because of clipping by the global norm."""
-    if not base.training.clips or base.memory is None:
+    """Return how many times as long an average step takes because of clipping by the global norm."""
+    if not base.job.clips or base.memory is None:
         return None
-    near = Candidate(base.memory.batch.micro_rows, 0.0, base.keeping)
-    without = quick(Evaluator(replace(base.training, clips=False), base.machine), near)
+    near = Candidate(base.memory.batch.micro_rows, 0.0, base.activation_policy)
+    without = quick_search(Evaluator(replace(base.job, clips=False), base.machine), near)
     return base.compared_seconds / without.step_seconds
 
 
-def largest_batch(training: Training, machine: Machine) -> int:
-    """Most sequences per step that fit (at most :data:`MOST_ROWS`); 0 if not even one does."""
+def largest_batch(job: TrainingJob, machine: Machine) -> int:
+    """Return the largest number of sequences per step that fits (at most :data:`MOST_ROWS`); 0 if not one does."""
 
     def fits(rows: int) -> bool:
-        evaluator = Evaluator(training.with_batch(rows), machine)
-        micro = None if training.micro_batch is None else min(training.micro_batch, rows)
+        evaluator = Evaluator(job.with_batch(rows), machine)
+        micro = None if job.micro_batch is None else min(job.micro_batch, rows)
         try:
-            memory = evaluator.memory(Candidate(micro, training.deferred_fraction or 0.0))
+            memory = evaluator.memory(Candidate(micro, job.deferred_fraction or 0.0))
         except UserError:
             return False
-        needed = training.record_bytes + memory.counts.ssd_activations * memory.activation_bytes
+        needed = job.record_bytes + memory.counts.ssd_activations * memory.activation_bytes
         return not missing_space(needed, machine)
 
     if not fits(1):
@@ -99,7 +99,7 @@ def largest_batch(training: Training, machine: Machine) -> int:
 
 
 def best_changes(base: RunPlan, count: int = 2) -> list[Change]:
-    """The changes that help most, best first: each by planning again."""
+    """Return the changes that help most, best first; each is found by planning again."""
     found = []
     for what, other, machine in _changes(base):
         speed = _tokens_per_second(base, other, machine)
@@ -108,33 +108,33 @@ def best_changes(base: RunPlan, count: int = 2) -> list[Change]:
         if not base.fits:
             found.append((speed, Change(what, None)))
         else:
-            speedup = speed * base.compared_seconds / base.training.tokens
+            speedup = speed * base.compared_seconds / base.job.tokens
             if speedup > LEAST_GAIN:
                 found.append((speed, Change(what, speedup)))
     return [change for _, change in sorted(found, key=lambda pair: -pair[0])[:count]]
 
 
-def _tokens_per_second(base: RunPlan, training: Training, machine: Machine) -> float | None:
-    """Of a plan like ``base``; None if it does not fit."""
+def _tokens_per_second(base: RunPlan, job: TrainingJob, machine: Machine) -> float | None:
+    """Return the tokens per second of a plan like ``base``; None if it does not fit."""
     fraction = base.deferred_fraction if base.deferred_fraction < 1 else 0.0  # all: only because of clipping
-    way = base.clip_by if base.clip_by in training.clip_ways else training.clip_ways[0]
-    evaluator = Evaluator(training, machine)
-    micro = base.memory.batch.micro_rows if base.memory is not None else training.micro_batch
+    clip_by = base.clip_by if base.clip_by in job.clip_choices else job.clip_choices[0]
+    evaluator = Evaluator(job, machine)
+    micro = base.memory.batch.micro_rows if base.memory is not None else job.micro_batch
     try:
-        best = quick(evaluator, Candidate(micro, fraction, base.keeping, way))
+        best = quick_search(evaluator, Candidate(micro, fraction, base.activation_policy, clip_by))
     except UserError:
         return None
     if missing_space(ssd_bytes(evaluator, best), machine):
         return None
-    return training.tokens / best.step_seconds
+    return job.tokens / best.step_seconds
 
 
-def _changes(base: RunPlan) -> Iterator[tuple[str, Training, Machine]]:
-    """What might help, as far as it touches what bounds the step (or anything, if nothing fits)."""
-    job, machine, rates = base.training, base.machine, base.machine.rates
+def _changes(base: RunPlan) -> Iterator[tuple[str, TrainingJob, Machine]]:
+    """Yield changes that may help because they relieve what bounds the step; if nothing fits, all of them."""
+    job, machine, rates = base.job, base.machine, base.machine.rates
 
     def busy(resource: Resource) -> bool:
-        """Whether ``resource`` is busy long enough for more of it to help."""
+        """Return whether ``resource`` is busy long enough for more of it to help."""
         return not base.fits or base.busy.get(resource, 0.0) > 0.5 * base.step_seconds
 
     def faster(**factors: float) -> Machine:
@@ -150,7 +150,7 @@ def _changes(base: RunPlan) -> Iterator[tuple[str, Training, Machine]]:
     if busy(Resource.HOST_TO_DEVICE) or busy(Resource.DEVICE_TO_HOST):
         yield "a link twice as fast", job, faster(upload_bytes_per_second=2, download_bytes_per_second=2)
     if base.fits and busy(Resource.INTER_NODE):
-        yield "a network twice as fast", job, faster(across_bytes_per_second=2)
+        yield "a network twice as fast", job, faster(inter_node_bytes_per_second=2)
     yield (
         f"{format_bytes(2 * machine.host_bytes * job.shape.share.ranks_per_node)} of host memory",
         job,
@@ -158,9 +158,10 @@ def _changes(base: RunPlan) -> Iterator[tuple[str, Training, Machine]]:
     )
     if not machine.cpu and not base.fits:
         yield (
-            f"{format_bytes(2 * machine.device_bytes)} of device memory", job,
+            f"{format_bytes(2 * machine.device_bytes)} of device memory",
+            job,
             replace(machine, device_bytes=2 * machine.device_bytes),
-        )  # fmt: skip
+        )
     if base.fits and (busy(Resource.SSD) or busy(Resource.ADAM)):
         yield f"a batch of {2 * job.rows * job.shape.share.world_size}", job.with_batch(2 * job.rows), machine
     if not base.fits and job.rows > 1:
@@ -168,7 +169,7 @@ def _changes(base: RunPlan) -> Iterator[tuple[str, Training, Machine]]:
         if 0 < rows < job.rows:
             yield f"a batch of {rows * job.shape.share.world_size}", job.with_batch(rows), machine
     if job.clips:
-        yield f"no update that waits for the norm ({job.asks_for_norm})", replace(job, clips=False), machine
+        yield f"no update that waits for the norm ({job.option_without_norm})", replace(job, clips=False), machine
     precision = job.shape.precision
     if precision.optimizer_dtype != torch.bfloat16:
         halved = job.shape.with_precision(Precision(precision.dtype, torch.bfloat16))
@@ -177,12 +178,12 @@ def _changes(base: RunPlan) -> Iterator[tuple[str, Training, Machine]]:
         yield "one slot instead of two (--single-slot)", replace(job, single_slot=True), machine
 
 
-def largest_model(make: Callable[[str], Training], fits: Callable[[Training], bool]) -> Training | None:
-    """The preset with most parameters that fits, or None.
+def largest_model(make: Callable[[str], TrainingJob], fits: Callable[[TrainingJob], bool]) -> TrainingJob | None:
+    """Return the preset with most parameters that fits, or None.
 
     Args:
-        make: of a preset's name; may raise UserError where the preset cannot be trained so.
-        fits: whether it can be trained.
+        make: returns the job for a preset's name; may raise UserError if the preset cannot be trained so.
+        fits: returns whether a job fits.
     """
 
     def size(name: str) -> int:
@@ -196,7 +197,7 @@ def largest_model(make: Callable[[str], Training], fits: Callable[[Training], bo
     return None
 
 
-def fits_ours(candidate: Training, machine: Machine) -> bool:
-    """Whether our scheme trains ``candidate`` on ``machine``; looks at memory and space, simulates nothing."""
+def fits_our_scheme(candidate: TrainingJob, machine: Machine) -> bool:
+    """Return whether our scheme has the memory and the space for ``candidate``; simulates nothing."""
     evaluator = Evaluator(candidate, machine)
     return evaluator.fits(Candidate(candidate.micro_batch, 0.0)) and not missing_space(candidate.record_bytes, machine)

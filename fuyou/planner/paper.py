@@ -1,9 +1,10 @@
 """The scheme of the paper itself (Liao et al. 2024, arXiv:2403.06504), to compare with ours and with its figures.
 
-Differences from ours: 14 bytes of states and parameters per parameter, of which 30 move in a step (equations 4 and 7);
-one micro-batch per step; no update is deferred, and a step begins when the last update of the one before is on SSD;
-parameters are not cached from step to step; whole blocks are the unit of transfer and update; states have one slot.
-How many activations are kept follows equations 1 to 12 and table 2. The task list is the scheduler's all the same.
+Differences from our scheme: 14 bytes of states and parameters per parameter, of which 30 move in a step (equations 4
+and 7); one micro-batch per step; no update is deferred, and a step begins when the last update of the one before is on
+SSD; parameters are not cached from step to step; whole blocks are the unit of transfer and update; states have one
+slot. How many activations are saved follows equations 1 to 12 and table 2. The task list is the scheduler's all the
+same.
 """
 
 from collections.abc import Iterator
@@ -16,9 +17,11 @@ from fuyou.layout.record import Precision
 from fuyou.layout.visits import Phase
 from fuyou.planner.evaluate import Evaluator, busy_seconds
 from fuyou.planner.machine import Machine
+from fuyou.planner.rates import TaskRates
 from fuyou.planner.run_plan import RunPlan, missing_space
-from fuyou.planner.simulator import Simulation, Simulator, TaskRates
-from fuyou.planner.training import Training
+from fuyou.planner.simulated_machine import Simulation
+from fuyou.planner.simulator import Simulator
+from fuyou.planner.training_job import TrainingJob
 from fuyou.schedule.memory_plan import Batch, MemoryPlan
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Op, StepList, Task
@@ -52,35 +55,36 @@ class PaperPrecision(Precision):
 
 @dataclass(frozen=True)
 class Swap:
-    """How many activations are kept beyond block inputs: the paper's D_f."""
+    """Activations that are saved beyond block inputs: the paper's D_f."""
 
     linears: tuple[int, ...] = ()
-    """For each of table 2's four layers, in how many blocks its output is kept."""
+    """Number of blocks that save the output of each of table 2's four layers."""
     nbytes: int = 0
-    """Of a step."""
+    """Bytes of a step."""
     saved_flops: float = 0.0
+    """FLOPs that a step need not recompute."""
     coefficient: float = 0.0
-    """Part of all activations inside blocks (section 5.6)."""
+    """Fraction of all activations inside blocks (section 5.6)."""
 
 
 @dataclass(frozen=True)
 class PaperScheme:
-    """One training on one machine, as the paper runs it."""
+    """One job on one machine, as the paper runs it."""
 
-    training: Training
+    job: TrainingJob
     machine: Machine
     overlaps: bool = True
     """Whether updates run beside the backward pass (section 4.3); without it, gradients wait on SSD for them."""
     update_groups: int | None = None
-    """Groups (blocks) that the optimizer has in hand at once: with two, updates overlap with I/O; with one, reading,
+    """Groups (blocks) that the optimizer works on at once: with two, updates overlap with I/O; with one, reading,
     updating and writing a group come one after the other. None: two without overlap, as section 4.4 has it of that
     ("during the optimizer stage, Fuyou overlaps CPU computation and SSD accesses as well"); one with overlap. Section
     4.3 says otherwise, but its throughputs say so: with two, 175B on an RTX 4090 would reach 99 TFLOP/s, not 86."""
 
     @property
     def shape(self) -> ModelLayout:
-        precision = self.training.shape.precision
-        return self.training.shape.with_precision(PaperPrecision(precision.dtype, precision.optimizer_dtype))
+        precision = self.job.shape.precision
+        return self.job.shape.with_precision(PaperPrecision(precision.dtype, precision.optimizer_dtype))
 
     @property
     def _groups(self) -> int:
@@ -88,13 +92,13 @@ class PaperScheme:
 
     @cached_property
     def rates(self) -> TaskRates:
-        """The machine's, attention counted."""
-        return Evaluator(self.training, self.machine).rates
+        """Rates of the machine, with attention counted."""
+        return Evaluator(self.job, self.machine).rates
 
     @property
     def elements(self) -> int:
-        """All parameters, padding included: the paper's p."""
-        return sum(record.numel for record in self.training.shape.records)
+        """Number of all parameters, padding included: the paper's p."""
+        return sum(record.numel for record in self.job.shape.records)
 
     @property
     def ssd_bytes(self) -> int:
@@ -102,41 +106,41 @@ class PaperScheme:
 
     @property
     def layers(self) -> int:
-        return len(self.training.shape.blocks)
+        return len(self.job.shape.blocks)
 
     @property
     def hidden(self) -> int:
-        return int(self.training.config.get_text_config().hidden_size)
+        return int(self.job.config.get_text_config().hidden_size)
 
     @property
     def activation_bytes(self) -> int:
-        """Of one block's input."""
-        return 2 * self.training.tokens * self.hidden
+        """Bytes of one block's input."""
+        return 2 * self.job.tokens * self.hidden
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
     @property
     def device_bytes(self) -> int:
-        """Four buffers of a block, and what one block saves. Embedding and head pass through the same buffers."""
+        """Bytes of four buffers of a block, through which embedding and head pass, too, and of what one block saves."""
         buffers = DEVICE_BUFFERS.device_blocks + DEVICE_BUFFERS.device_block_gradients
-        block = max(self.training.shape.records[index].numel for index in self.training.shape.blocks)
-        return buffers * block * 2 + SAVED_BYTES * self.training.tokens * self.hidden
+        block = max(self.job.shape.records[index].numel for index in self.job.shape.blocks)
+        return buffers * block * 2 + SAVED_BYTES * self.job.tokens * self.hidden
 
     @property
     def buffer_host_bytes(self) -> int:
-        """Page-locked buffers, which PyTorch rounds up to a power of two, and what the processes take."""
-        block = max(self.training.shape.records[index].numel for index in self.training.shape.blocks)
+        """Bytes of page-locked buffers, which PyTorch rounds up to a power of two, and of the processes."""
+        block = max(self.job.shape.records[index].numel for index in self.job.shape.blocks)
         halves = DEVICE_BUFFERS.host_blocks + DEVICE_BUFFERS.host_block_gradients
         return STATE_BUFFERS * _power_of_two(4 * block) + halves * _power_of_two(2 * block) + HOST_OVERHEAD_BYTES
 
     @property
     def activations_on_host(self) -> bool:
-        """Section 4.4: activations stay in host memory where there is room."""
+        """Whether activations stay in host memory, where there is room (section 4.4)."""
         inputs = (self.layers + 1) * self.activation_bytes
         return self.buffer_host_bytes + inputs + self.swap().nbytes <= self.machine.host_bytes
 
     def missing(self) -> tuple[str, ...]:
-        """What the machine lacks."""
+        """Return sentences that say what the machine lacks."""
         lacks = []
         for what, needed, there in (
             ("device", self.device_bytes, self.machine.device_bytes),
@@ -149,7 +153,7 @@ class PaperScheme:
     # -- equations 1 to 12 --------------------------------------------------------------------------------------------
 
     def swap(self) -> Swap:
-        """The amount of activations to swap: of all beginnings of the list of priorities the one with least T_iter."""
+        """Return the activations to swap: the first ones of the list of priorities, as many as make T_iter least."""
         best, least = Swap((0,) * len(LINEAR_LAYERS)), self.iteration_seconds(0, 0.0)
         for swap in self._swaps():
             seconds = self.iteration_seconds(swap.nbytes, swap.saved_flops)
@@ -158,7 +162,7 @@ class PaperScheme:
         return best
 
     def iteration_seconds(self, swapped: float, saved_flops: float) -> float:
-        """Equation 1, with equations 2 to 8; ``swapped`` is D_f without the block inputs.
+        """Return T_iter by equation 1, with equations 2 to 8; ``swapped`` is D_f without the block inputs.
 
         Without overlap the optimizer's stage comes by itself, for which the paper gives no equation: its terms of
         equations 5 and 7 are taken out of the backward pass.
@@ -186,11 +190,11 @@ class PaperScheme:
 
     @property
     def forward_flops(self) -> float:
-        blocks = sum(self.training.shape.records[index].parameter_count for index in self.training.shape.blocks)
-        return 2.0 * blocks * self.training.tokens
+        blocks = sum(self.job.shape.records[index].parameter_count for index in self.job.shape.blocks)
+        return 2.0 * blocks * self.job.tokens
 
     def _swaps(self) -> Iterator[Swap]:
-        tokens, hidden = self.training.tokens, self.hidden
+        tokens, hidden = self.job.tokens, self.hidden
         everything = self.layers * sum(width for width, _ in LINEAR_LAYERS)
         blocks, units, flops = [0] * len(LINEAR_LAYERS), 0, 0.0
         for number, (width, cost) in enumerate(LINEAR_LAYERS):
@@ -203,29 +207,40 @@ class PaperScheme:
     # -- the task list ------------------------------------------------------------------------------------------------
 
     def memory(self) -> MemoryPlan:
-        """Buffers as the scheduler counts them: one micro-batch, whole blocks."""
-        training = self.training
+        """Return the buffers as the scheduler counts them: one micro-batch, whole blocks."""
+        job = self.job
         inputs = self.layers + 3
         counts = replace(
-            DEVICE_BUFFERS, device_activations=6, host_activations=inputs if self.activations_on_host else 6,
+            DEVICE_BUFFERS,
+            device_activations=6,
+            host_activations=inputs if self.activations_on_host else 6,
             ssd_activations=0 if self.activations_on_host else inputs,
-        )  # fmt: skip
-        largest = max(record.numel for record in training.shape.records)
+        )
+        largest = max(record.numel for record in job.shape.records)
         host = self.buffer_host_bytes
         if self.activations_on_host:
             host += inputs * self.activation_bytes + self.swap().nbytes
         return MemoryPlan(
-            counts, Batch(training.rows, training.seq_len, training.rows), _CHUNKS_PER_GROUP * self._groups,
+            counts,
+            Batch(job.rows, job.seq_len, job.rows),
+            _CHUNKS_PER_GROUP * self._groups,
             largest,
-            self.activation_bytes, 0, training.seq_len, False, False,
-            SAVED_BYTES * training.tokens * self.hidden, self.device_bytes, host,
-        )  # fmt: skip
+            self.activation_bytes,
+            0,
+            job.seq_len,
+            False,
+            False,
+            SAVED_BYTES * job.tokens * self.hidden,
+            self.device_bytes,
+            host,
+        )
 
     def simulate(self, swap: Swap | None = None, steps: int = 3) -> tuple[Simulation, StepList]:
-        """Consecutive steps, and the tasks of the last.
+        """Simulate consecutive steps; return also the tasks of the last one.
 
         Args:
-            swap: how much is swapped; None takes what the equations say.
+            swap: activations that are swapped; None takes what the equations say.
+            steps: number of steps.
         """
         swap = self.swap() if swap is None else swap
         plan, shape, rates = self.memory(), self.shape, self.rates
@@ -247,26 +262,35 @@ class PaperScheme:
         return simulator.run(lists), lists[-1]
 
     def plan(self) -> RunPlan:
-        """As :func:`fuyou.planner.run_plan` gives it for our scheme."""
+        """Return the plan, as :func:`fuyou.planner.run_plan.plan` does for our scheme."""
         missing = self.missing()
         if missing:
-            return RunPlan(self.training, self.machine, "fuyou", missing, ssd_bytes=self.ssd_bytes)
+            return RunPlan(self.job, self.machine, "fuyou", missing, ssd_bytes=self.ssd_bytes)
         swap, memory = self.swap(), self.memory()
         simulation, tasks = self.simulate(swap)
         return RunPlan(
-            self.training, self.machine, "fuyou", memory=memory, kept_activation_bytes=swap.nbytes,
-            step_seconds=simulation.step_seconds(), busy=busy_seconds(tasks, self.rates), tasks=tasks,
-            simulation=simulation, saved_flops=swap.saved_flops, ssd_bytes=self.ssd_bytes,
-            device_peak_bytes=memory.device_bytes, host_peak_bytes=memory.host_bytes,
-        )  # fmt: skip
+            self.job,
+            self.machine,
+            "fuyou",
+            memory=memory,
+            kept_activation_bytes=swap.nbytes,
+            step_seconds=simulation.step_seconds(),
+            busy=busy_seconds(tasks, self.rates),
+            tasks=tasks,
+            simulation=simulation,
+            saved_flops=swap.saved_flops,
+            ssd_bytes=self.ssd_bytes,
+            device_peak_bytes=memory.device_bytes,
+            host_peak_bytes=memory.host_bytes,
+        )
 
 
 class _Swapping:
-    """Adds the traffic of swapped activations to a step's tasks, and takes off the recomputation that they save."""
+    """Adds the traffic of swapped activations to a step's tasks, and subtracts the recomputation that they save."""
 
     def __init__(self, scheme: PaperScheme, swap: Swap):
         self._to_ssd = not scheme.activations_on_host
-        tokens, hidden = scheme.training.tokens, scheme.hidden
+        tokens, hidden = scheme.job.tokens, scheme.hidden
         self._bytes = [0] * scheme.layers
         self._flops = [0.0] * scheme.layers
         for (width, cost), blocks in zip(LINEAR_LAYERS, swap.linears, strict=False):
@@ -275,19 +299,19 @@ class _Swapping:
                 self._flops[layer] += cost * tokens * hidden**2
 
     def add(self, step: StepList) -> None:
-        """Put the tasks where they belong in the order of the list."""
+        """Insert the tasks where they belong in the order of the list."""
         away: dict[int, Task] = {}
-        leaving: list[Task] = []  # one block behind, or a block's input would queue behind what the last one kept
+        leaving: list[Task] = []  # one block behind, or a block's input would queue behind what the last one saved
         backward: list[Task] = []
         tasks: list[Task] = []
         for task in step.tasks:
-            layer = task.visit.layer if task.op is Op.COMPUTE and task.visit else -1
+            block = _block_of(task)
+            swapped = 0 if block is None else self._bytes[block]
             phase = task.visit.phase if task.visit else None
-            swapped = self._bytes[layer] if phase in (Phase.BLOCK_FORWARD, Phase.BLOCK_BACKWARD) else 0
-            if swapped and phase is Phase.BLOCK_BACKWARD:
-                task.flops -= self._flops[layer]
+            if block is not None and swapped and phase is Phase.BLOCK_BACKWARD:
+                task.flops -= self._flops[block]
                 before = backward[-_PREFETCH:][:1]
-                back = [away[layer], *before]
+                back = [away[block], *before]
                 if self._to_ssd:
                     tasks.append(_activation(Op.ACTIVATION_READ, back, swapped, task))
                     back = [tasks[-1]]
@@ -299,12 +323,19 @@ class _Swapping:
                 leaving = []
             if phase is Phase.BLOCK_BACKWARD:
                 backward.append(task)
-            if swapped and phase is Phase.BLOCK_FORWARD:
+            if block is not None and swapped and phase is Phase.BLOCK_FORWARD:
                 leaving = [_activation(Op.ACTIVATION_DOWNLOAD, [task], swapped, task)]
                 if self._to_ssd:
                     leaving.append(_activation(Op.ACTIVATION_WRITE, leaving[:1], swapped, task))
-                away[layer] = leaving[-1]
+                away[block] = leaving[-1]
         step.tasks = tasks
+
+
+def _block_of(task: Task) -> int | None:
+    """Return the index of the block that a task computes, forward or backward."""
+    if task.visit is None or task.visit.phase not in (Phase.BLOCK_FORWARD, Phase.BLOCK_BACKWARD):
+        return None
+    return task.visit.layer
 
 
 def _activation(op: Op, after: list[Task], nbytes: int, of: Task) -> Task:

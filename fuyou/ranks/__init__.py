@@ -1,1 +1,1 @@
-"""The other ranks, as the engine sees them."""
+"""Exchanges between the ranks of a cluster, as the engine uses them."""

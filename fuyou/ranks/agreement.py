@@ -1,4 +1,4 @@
-"""What the ranks tell each other between collectives: counts, losses, budgets, which step counts."""
+"""Small messages between ranks beside the collectives: counts, losses, budgets, and which step was committed."""
 
 import socket
 from collections.abc import Sequence
@@ -9,14 +9,15 @@ import torch
 import torch.distributed as dist
 
 from common.object_collectives import all_gather_object
+from common.point_to_point import start_exchange
 from fuyou.layout.share import Share
 
 
 @dataclass
 class Agreement:
-    """Small things that every rank says, and all hear. Making one is collective, and so is every call.
+    """Process groups of gloo for small messages between all ranks. Making one is collective, and so is every call.
 
-    The thread of commits has a group of its own: what it says must not mix with what the caller's thread says.
+    The thread of commits has a group of its own: its messages must not mix with those of the caller's thread.
     """
 
     share: Share
@@ -28,19 +29,17 @@ class Agreement:
         self._commits = dist.new_group(backend="gloo", group_desc="fuyou_commits")
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """What every rank has told, JSON, in the order of ranks."""
+        """Return every rank's ``value``, which is JSON, in the order of ranks."""
         return all_gather_object(value, self._group)
 
-    def tell_at_commit(self, value: Any) -> list[Any]:
-        """The same, for the thread of commits."""
+    def all_gather_at_commit(self, value: Any) -> list[Any]:
+        """Return every rank's ``value`` as :meth:`all_gather_object` does, in the thread of commits."""
         return all_gather_object(value, self._commits)
 
     def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Send tensors to ranks and receive others, in the order in which the other end lists them."""
-        operations = [dist.P2POp(dist.isend, data, group=self._group, group_peer=to) for to, data in sends]
-        operations += [dist.P2POp(dist.irecv, data, group=self._group, group_peer=source) for source, data in receives]
-        for work in dist.batch_isend_irecv(operations) if operations else ():
-            work.wait()
+        assert self._group is not None
+        start_exchange(sends, receives, self._group)()
 
     def close(self) -> None:
         """Let go of the groups, so that ``destroy_process_group`` can end them."""
@@ -48,12 +47,12 @@ class Agreement:
 
 
 def rank_name(share: Share, rank: int, host: str | None) -> str:
-    """How messages call a rank; ``host`` is None if it is not there."""
+    """Return how messages to people call a rank; ``host`` is None if the machine is not known."""
     node, local_rank = divmod(rank, share.ranks_per_node)
     known = [*([host] if host is not None else []), *([f"rank {local_rank} of it"] if share.ranks_per_node > 1 else [])]
     return f"node {node} ({', '.join(known)})" if known else f"node {node}"
 
 
 def host() -> str:
-    """The name of this machine."""
+    """Return the name of this machine."""
     return socket.gethostname()

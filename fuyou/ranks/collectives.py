@@ -1,9 +1,12 @@
-"""Gather and reduce inside one level of the cluster, in place, point to point.
+"""All-gather and reduce-scatter inside one process group, in place, point to point.
 
-Data is seen as *cells* ``[K, c]``, one for each of the K ranks of the level, of which the first ``filled[k]`` elements
-of cell k mean something and the rest is padding. Every rank sends what theory says and no more, to its neighbour first,
-and sums are made in fp32 in the order of ranks, so that they come out the same, bit for
-bit, on every run, and as a single rank makes them that computes the same micro-batches one after the other.
+Data is seen as *cells* ``[K, c]``, one for each of the K ranks of a process group, of which the first ``filled[k]``
+elements of cell k mean something and the rest is padding. Every rank sends what theory says and no more, to its
+neighbour first. Sums are made in fp32 in the order of ranks, so that they come out the same, bit for bit, on every run,
+and as a single rank makes them that computes the same micro-batches one after the other.
+
+:mod:`fcdp.comms.rank_level` has collectives of its own on the same messages: those read strided rows, write elsewhere,
+sum in the dtype of the data and are waited for later.
 """
 
 from collections.abc import Sequence
@@ -11,11 +14,14 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from common.point_to_point import start_exchange, turns
+
 
 def gather(cells: torch.Tensor, group: dist.ProcessGroup, filled: Sequence[int] | None = None) -> None:
     """Fill every cell of ``cells`` ``[K, c]`` from the rank it belongs to; this rank's own holds its data already.
 
-    ``filled``: elements of each cell, on all ranks alike; None: all are full.
+    Args:
+        filled: elements of each cell, on all ranks alike; None: all are full.
     """
     own = group.rank()
     parts = [cell[:count] for cell, count in zip(cells, filled or [cells.shape[1]] * group.size(), strict=True)]
@@ -23,9 +29,9 @@ def gather(cells: torch.Tensor, group: dist.ProcessGroup, filled: Sequence[int] 
 
 
 def reduce_scatter(cells: torch.Tensor, group: dist.ProcessGroup, filled: Sequence[int], arriving_bytes: int) -> None:
-    """This rank's cell becomes the sum of that cell over all ranks; the other cells keep what they hold.
+    """Sum this rank's cell over all ranks, in place; the other cells keep what they hold.
 
-    Summed in fp32 in the order of ranks, then rounded once to the dtype of ``cells``.
+    The sum is taken in fp32 in the order of ranks, then rounded once to the dtype of ``cells``.
 
     Args:
         cells: ``[K, c]``.
@@ -47,18 +53,7 @@ def reduce_scatter(cells: torch.Tensor, group: dist.ProcessGroup, filled: Sequen
         parts[own].copy_(total)
 
 
-def _exchange(send: list[torch.Tensor], receive: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """``send[k]`` goes to rank k, and ``receive[k]`` comes from it; nothing is sent to ourselves, nor what is empty.
-
-    Returns when all has arrived (gloo), or when the current stream is in order (NCCL).
-    """
-    own, size = group.rank(), group.size()
-    operations = []
-    for step in range(1, size):  # everyone starts with its neighbour, so that not all send to rank 0 first
-        to, source = (own + step) % size, (own - step) % size
-        if send[to].numel():
-            operations.append(dist.P2POp(dist.isend, send[to], group=group, group_peer=to))
-        if receive[source].numel():
-            operations.append(dist.P2POp(dist.irecv, receive[source], group=group, group_peer=source))
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
+def _exchange(send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Send ``send[k]`` to rank k and receive ``receive[k]`` from it, for all ranks but this one, and wait."""
+    order = turns(group.rank(), group.size())
+    start_exchange([(to, send[to]) for to, _ in order], [(source, receive[source]) for _, source in order], group)()

@@ -1,4 +1,4 @@
-"""What the engine needs to know of a cluster. ``fcdp.Topology`` is one."""
+"""What the engine needs to know of a cluster. ``fcdp.Topology`` has it."""
 
 from typing import Protocol
 
@@ -11,12 +11,12 @@ class Groups(Protocol):
     """One process group for each level; None for a level of one rank, where there is nothing to send."""
 
     @property
-    def inside(self) -> dist.ProcessGroup | None:
+    def intra_node(self) -> dist.ProcessGroup | None:
         """The ranks of this node."""
         ...
 
     @property
-    def across(self) -> dist.ProcessGroup | None:
+    def inter_node(self) -> dist.ProcessGroup | None:
         """The ranks with this rank's place in the other nodes."""
         ...
 
@@ -31,17 +31,17 @@ class ClusterTopology(Protocol):
 
     @property
     def gather_groups(self) -> Groups:
-        """For parameters."""
+        """Process groups for gathering parameters."""
         ...
 
     @property
     def reduce_groups(self) -> Groups:
-        """For gradients: groups of their own, so that both are under way at the same time."""
+        """Process groups for reducing gradients, which may be under way while parameters are gathered."""
         ...
 
 
 def share_of(topology: ClusterTopology | None) -> Share:
-    """What of every record is this rank's."""
+    """Return which part of every record is this rank's; the whole of it without a topology."""
     if topology is None:
         return Share()
     return Share(topology.nodes, topology.ranks_per_node, topology.node, topology.local_rank)

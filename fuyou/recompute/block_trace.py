@@ -1,8 +1,8 @@
-"""What a block's forward pass is made of: its operators, who reads whose result, and what its backward pass saves.
+"""Traces a block's forward pass: its operators, which results each reads, and what is saved for the backward pass.
 
-From that follows what a recomputation has to compute: everything that the backward pass has saved, and whatever that
-is made from. The rest (a block's last matrix product, for one: its result is the next block's input and nothing else)
-need not be computed again, and outputs that were kept from the forward pass make more of it unnecessary.
+From that follows what a recomputation has to compute: everything that autograd has saved, and whatever that is made
+from. The rest (a block's last matrix product, for one: its result is the next block's input and nothing else) need not
+be computed again, and outputs that the forward pass has saved make more of it unnecessary.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from common.models.attention import documents as document_attention
 from fuyou.model.block_probe import is_grouped_product
 
-#: Every kept output starts on a multiple of this many bytes, as memory from an allocator does.
+#: Every saved output starts on a multiple of this many bytes, as memory from an allocator does.
 ALIGN_BYTES = 256
 
 _aten = torch.ops.aten
@@ -31,15 +31,24 @@ _IN_PACKED_ROWS = {str(_aten._scaled_dot_product_flash_attention_for_cpu.default
 #: Methods that read a tensor's memory without an operator. (``item`` and ``bool`` have one.)
 _HANDED_OVER = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr})
 #: Operators that read the shape of their argument and nothing of its values.
-_SHAPE_ONLY = frozenset({
-    _aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.new_empty, _aten.new_empty_strided,
-    _aten.new_zeros, _aten.new_ones, _aten.new_full,
-})  # fmt: skip
+_SHAPE_ONLY = frozenset(
+    {
+        _aten.empty_like,
+        _aten.zeros_like,
+        _aten.ones_like,
+        _aten.full_like,
+        _aten.new_empty,
+        _aten.new_empty_strided,
+        _aten.new_zeros,
+        _aten.new_ones,
+        _aten.new_full,
+    }
+)
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a tensor looks like, without its values."""
+    """Shape, strides, type and device of a tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -52,7 +61,7 @@ class TensorSpec:
 
     @staticmethod
     def of_all(result: Any) -> Any:
-        """``result`` with a specification in the place of each tensor."""
+        """Return ``result`` with a specification in the place of each tensor."""
         return tree_map(lambda leaf: TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else leaf, result)
 
     @property
@@ -73,26 +82,27 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Operator:
-    """One call of an operator in a block's forward pass. Calls that only make views are not counted."""
+    """One call of an operator in a block's forward pass; calls that only make views do not count."""
 
     function: torch._ops.OpOverload
     ordinal: int
-    """Which of this operator's calls, from 0."""
+    """Number of the call among this operator's calls, from 0."""
     result: Any
-    """What it returned, with a :class:`TensorSpec` for each tensor."""
+    """Its result, with a :class:`TensorSpec` for each tensor."""
     reads: frozenset[int]
-    """Calls that have made (or changed) what it reads."""
+    """Indices of the calls that have made (or changed) what it reads."""
     flops: float
     moved_bytes: int
     """Bytes of its arguments and results."""
     always: bool
-    """Whether it must run whoever needs its result: it draws random numbers, changes an argument, or tells Python."""
+    """Whether it must run even if nothing needs its result: it draws random numbers, changes an argument, or hands a
+    value to Python."""
     aliases: bool
-    """Whether what it returns is memory that was there before."""
+    """Whether it returns memory that was there before."""
 
     @property
     def name(self) -> str:
-        """``"aten.addmm.default"``"""
+        """Full name, such as ``aten.addmm.default``."""
         return str(self.function)
 
     @property
@@ -101,27 +111,27 @@ class Operator:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all of its outputs take in a buffer of kept outputs."""
+        """Bytes that all of its outputs take in a buffer of saved outputs."""
         return sum(-(-output.nbytes // ALIGN_BYTES) * ALIGN_BYTES for output in self.outputs)
 
     @property
-    def keepable(self) -> bool:
-        """Whether its outputs can be kept and given back as if it had run.
+    def savable(self) -> bool:
+        """Whether its outputs can be saved and given back as if it had run.
 
-        Not those of copies: autograd makes some of its own, which a pass without gradients lacks.
+        Copies cannot: autograd makes some of its own, which a pass without gradients lacks.
         """
         copies = self.function is _aten.clone.default
         return not (self.always or self.aliases or copies) and all(output.dense for output in self.outputs)
 
 
 class BlockTrace:
-    """The operators of one block's forward pass, in order, and which of them its backward pass has saved.
+    """The operators of one block's forward pass, in order, and which results its backward pass needs.
 
     Args:
         operators: the calls.
-        saved: calls of which the backward pass needs the result itself.
-        prunes: whether the backward pass needs nothing but what autograd has been told to save. A custom
-            autograd function may hold more.
+        saved: indices of the calls whose results autograd has saved.
+        prunes: whether the backward pass needs nothing but what autograd has saved: a custom autograd function may hold
+            more, and then nothing can be left out.
     """
 
     def __init__(self, operators: list[Operator], saved: frozenset[int], prunes: bool):
@@ -131,11 +141,11 @@ class BlockTrace:
         self._index = {(one.name, one.ordinal): index for index, one in enumerate(operators)}
 
     def find(self, name: str, ordinal: int) -> int | None:
-        """Index of the ``ordinal``-th call of operator ``name``, or of what takes its place in packed rows."""
+        """Return the index of the ``ordinal``-th call of an operator, or of the one in its place in packed rows."""
         return self._index.get((name, ordinal), self._index.get((_IN_PACKED_ROWS.get(name, name), ordinal)))
 
     def required(self, kept: frozenset[int] = frozenset()) -> frozenset[int]:
-        """The calls that a recomputation has to make if it is given the outputs of ``kept``."""
+        """Return the calls that a recomputation has to make if it is given the outputs of ``kept``."""
         if not self.prunes:
             return frozenset(range(len(self.operators))) - kept
         found: set[int] = set()
@@ -148,7 +158,7 @@ class BlockTrace:
         return frozenset(found)
 
     def flops(self, calls: frozenset[int] | None = None) -> float:
-        """Of ``calls``, or of the whole forward pass."""
+        """Return the FLOPs of ``calls``, or of the whole forward pass."""
         chosen = range(len(self.operators)) if calls is None else calls
         return sum(self.operators[index].flops for index in chosen)
 
@@ -179,7 +189,7 @@ class Tracer(TorchDispatchMode):
         self._hooks.__exit__(*error)
 
     def finish(self, *results: torch.Tensor) -> BlockTrace:
-        """The trace; ``results`` are what a backward pass begins at."""
+        """Return the trace; ``results`` are the tensors at which the backward pass begins."""
         return BlockTrace(self._operators, frozenset(self._saved), not _has_custom_function(results))
 
     def _save(self, value: torch.Tensor) -> torch.Tensor:
@@ -221,10 +231,10 @@ class Tracer(TorchDispatchMode):
 
 
 class _PythonReads(TorchFunctionMode):
-    """Notices tensors whose values are handed to Python without an operator: a recomputation needs them, too.
+    """Notices tensors whose values Python reads without an operator: a recomputation needs them, too.
 
     Args:
-        note: is called with each of them.
+        note: called with each of them.
     """
 
     def __init__(self, note: Callable[[torch.Tensor], object]):
@@ -239,7 +249,7 @@ class _PythonReads(TorchFunctionMode):
 
 @cache
 def makes_views(function: torch._ops.OpOverload) -> bool:
-    """Whether the operator does nothing but look at its argument's memory in another way."""
+    """Return whether the operator only looks at its argument's memory in another way."""
     returns = function._schema.returns
     if function is _aten._unsafe_view.default:
         return True
@@ -248,13 +258,13 @@ def makes_views(function: torch._ops.OpOverload) -> bool:
 
 @cache
 def argument_index(function: torch._ops.OpOverload, name: str) -> int | None:
-    """Position of the argument ``name``, or None if the operator has none of that name."""
+    """Return the position of the argument ``name``, or None if the operator has none of that name."""
     names = [one.name for one in function._schema.arguments]
     return names.index(name) if name in names else None
 
 
 def _argument(function: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-    """The argument ``name`` of a call, or its default; None if the operator has no such argument."""
+    """Return the argument ``name`` of a call, or its default; None if the operator has no such argument."""
     position = argument_index(function, name)
     if position is None:
         return None
@@ -300,8 +310,8 @@ def _has_custom_function(results: Sequence[torch.Tensor]) -> bool:
         if node is not None and node not in seen:
             seen.add(node)
             # Attention within documents saves what it needs in the sight of autograd.
-            ours = node.name().startswith(document_attention.AUTOGRAD_NODE)
-            if isinstance(node, torch.autograd.function.BackwardCFunction) and not ours:
+            own = node.name().startswith(document_attention.AUTOGRAD_NODE)
+            if isinstance(node, torch.autograd.function.BackwardCFunction) and not own:
                 return True
             todo.extend(earlier for earlier, _ in node.next_functions)
     return False
@@ -327,9 +337,16 @@ class AttentionOf(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _kernel(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    ) -> Callable[[], torch.Tensor] | None:  # fmt: skip
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Callable[[], torch.Tensor] | None:
         if dropout_p or query.shape[-1] != value.shape[-1]:
             return None
         if self._device == "cpu":

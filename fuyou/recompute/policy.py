@@ -1,9 +1,10 @@
-"""Which operator outputs are worth keeping from the forward pass until the backward pass: planned without a device.
+"""Plans which operator outputs a forward pass saves for the backward pass; needs no device.
 
-A block's input is always kept, and the rest of its forward pass is computed again. Saving an output beyond that saves
-what only it is made from, and costs its bytes on the way out and back. Fuyou's swap benefit factor (equation 12: FLOPs
-over swap time, by a table of a GPT's four linear layers) is taken here from the operators that a block of any model
-runs, and from what a recomputation needs anyway: leaving out a result that the backward pass never reads costs nothing.
+A block's input is always saved, and the rest of its forward pass is computed again. Saving an output beyond that saves
+computing it and what only it is made from, and costs its bytes on the way out and back. Fuyou's swap benefit factor
+(equation 12: FLOPs over swap time, by a table of a GPT's four linear layers) is taken here from the operators that a
+block of any model runs, and from what a recomputation needs anyway: leaving out a result that the backward pass never
+reads costs nothing.
 """
 
 from collections.abc import Callable, Collection
@@ -16,66 +17,67 @@ from torch.utils._pytree import tree_map
 
 from common.errors import UserError
 from fuyou.layout.model_layout import Recomputation
-from fuyou.layout.resident import spread
-from fuyou.model.block_probe import on_meta
+from fuyou.layout.resident import evenly_spaced
 from fuyou.model.streamed_model import StreamedModel
+from fuyou.model.weightless import on_meta
 from fuyou.recompute.block_trace import AttentionOf, BlockTrace, Operator, Tracer
 
 #: FLOPs that a device does while it moves one byte of its memory, for operators that are bound by that: about 160 on an
 #: RTX 4090 (165 TFLOP/s in bf16, 1008 GB/s) and on an A100 (312 TFLOP/s, 1.9 TB/s).
 FLOPS_PER_BYTE = 160.0
 
-MOST_CANDIDATES = 256
-"""Among more operators nothing is chosen: it takes time in proportion to the cube of their number. Blocks have some
-tens; those that loop over tokens in Python (RWKV's) have thousands, none of which is worth much."""
+MAX_CANDIDATES = 256
+"""Largest number of operators to choose from; among more nothing is saved. The time that choosing takes grows with the
+cube of their number. Blocks have some tens; those that loop over tokens in Python (RWKV's) have thousands, none of
+which is worth much."""
 
 _TRACES: WeakKeyDictionary[StreamedModel, dict[tuple[int, str, torch.dtype, int], BlockTrace]] = WeakKeyDictionary()
 
-#: What it costs to run an operator, in any unit.
+#: Returns the cost of running an operator, in any unit.
 Cost = Callable[[Operator], float]
 
 
 @dataclass(frozen=True)
 class SavableOutput:
-    """The outputs of one operator call of a block, for one micro-batch, and what keeping them is worth.
+    """The outputs of one operator call of a block, for one micro-batch, and what saving them is worth.
 
-    A call with several outputs (attention and its log-sum-exp) is kept whole or not at all.
+    All outputs of a call (attention and its log-sum-exp) are saved, or none.
     """
 
     operator: str
-    """``"aten.addmm.default"``"""
+    """Name of the operator, such as ``aten.addmm.default``."""
     ordinal: int
-    """Which of the block's calls of that operator, from 0."""
+    """Number of the call among the block's calls of that operator, from 0."""
     outputs: int
-    """Number of tensors."""
+    """Number of output tensors."""
     nbytes: int
-    """Bytes of all of them."""
+    """Bytes of all outputs."""
     flops: float
-    """Of the call itself."""
+    """FLOPs of the call itself."""
     saved_flops: float
-    """What a recomputation saves if it is kept beside everything that comes before it in the list."""
+    """FLOPs that a recomputation saves if it is saved with everything before it in the list."""
     saved_cost: float
-    """The same as the cost model sees it, operators that do no FLOPs included."""
+    """Cost that a recomputation saves likewise, operators without FLOPs included."""
 
     @property
     def benefit(self) -> float:
-        """Cost saved per byte kept: the swap benefit factor."""
+        """Saved cost per saved byte: the swap benefit factor."""
         return self.saved_cost / self.nbytes
 
 
 @dataclass(frozen=True)
 class SavableOutputs:
-    """Everything that is worth keeping of one block and one micro-batch."""
+    """All outputs of one block that are worth saving, for one micro-batch."""
 
     outputs: tuple[SavableOutput, ...]
-    """Best first."""
+    """Outputs, best first."""
     forward_flops: float
-    """Of the block's forward pass, attention included."""
+    """FLOPs of the block's forward pass, attention included."""
     unneeded_flops: float
-    """Of those, what no backward pass needs: saved by every recomputation, at no byte."""
+    """FLOPs of it that no backward pass needs: every recomputation saves them at no byte."""
 
     def choose(self, nbytes: float) -> "SavedOutputs":
-        """The longest beginning of the list that fits into ``nbytes``."""
+        """Return the first outputs of the list, as many as fit into ``nbytes``."""
         chosen: list[SavableOutput] = []
         room = nbytes
         for output in self.outputs:
@@ -92,50 +94,50 @@ class SavableOutputs:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is worth keeping."""
+        """Bytes of all outputs that are worth saving."""
         return sum(output.nbytes for output in self.outputs)
 
 
 @dataclass(frozen=True)
 class SavedOutputs:
-    """The operator calls of a block whose outputs are kept, for one micro-batch."""
+    """The operator calls of a block whose outputs are saved, for one micro-batch."""
 
     operators: tuple[tuple[str, int], ...]
     """Name and ordinal of each call."""
     nbytes: int
-    """Of one layer and micro-batch."""
+    """Bytes of one layer and micro-batch."""
     saved_flops: float
-    """What the recomputation of one layer and micro-batch leaves out."""
+    """FLOPs that the recomputation of one layer and micro-batch leaves out."""
     forward_flops: float
-    """What it would have been."""
+    """FLOPs of the full recomputation."""
 
     @property
     def saved_fraction(self) -> float:
-        """Of the recomputation's FLOPs."""
+        """Fraction of the recomputation's FLOPs that is left out."""
         return self.saved_flops / self.forward_flops if self.forward_flops else 0.0
 
 
 def roofline(operator: Operator) -> float:
-    """FLOPs, or the FLOPs that a GPU could have done in the time that the operator's bytes take."""
+    """Return the operator's FLOPs, or those that a GPU could do while it moves the operator's bytes, if more."""
     return max(operator.flops, FLOPS_PER_BYTE * operator.moved_bytes)
 
 
-def keepable(trace: BlockTrace, rows: int = 1, cost: Cost = roofline) -> SavableOutputs:
-    """What of a block is worth keeping, best first.
+def savable_outputs(trace: BlockTrace, rows: int = 1, cost: Cost = roofline) -> SavableOutputs:
+    """Return the outputs of a block that are worth saving, best first.
 
     Greedy: again and again the call that saves the most per byte, given those before it; of equal ones, the one that
-    saves more calls. What several kept outputs save only together is counted with the last of them.
+    saves more calls. What several outputs save only together is counted with the last of them.
 
     Args:
-        trace: of one row.
-        rows: in a micro-batch; everything is proportional to it.
-        cost: of an operator; measured seconds, or :func:`roofline`.
+        trace: the block's operators on one row.
+        rows: rows in a micro-batch; everything is proportional to it.
+        cost: returns the cost of an operator: measured seconds, or :func:`roofline`.
     """
     costs = [cost(one) for one in trace.operators]
     needed = trace.required()
     unneeded = trace.flops() - trace.flops(needed)
-    candidates = {index for index in needed if trace.operators[index].keepable and trace.operators[index].nbytes}
-    if len(candidates) > MOST_CANDIDATES:
+    candidates = {index for index in needed if trace.operators[index].savable and trace.operators[index].nbytes}
+    if len(candidates) > MAX_CANDIDATES:
         candidates = set()
     kept: frozenset[int] = frozenset()
     chosen: list[SavableOutput] = []
@@ -167,21 +169,22 @@ def keepable(trace: BlockTrace, rows: int = 1, cost: Cost = roofline) -> Savable
     return SavableOutputs(tuple(chosen), rows * trace.flops(), rows * unneeded)
 
 
-def worth_keeping(trace: BlockTrace) -> list[tuple[str, int]]:
-    """Name and ordinal of all calls that save FLOPs if their outputs are kept, best first."""
-    return [(one.operator, one.ordinal) for one in keepable(trace).outputs if one.saved_flops > 0]
+def operators_worth_saving(trace: BlockTrace) -> list[tuple[str, int]]:
+    """Return name and ordinal of all calls that save FLOPs if their outputs are saved, best first."""
+    return [(one.operator, one.ordinal) for one in savable_outputs(trace).outputs if one.saved_flops > 0]
 
 
 def trace_block(stack: StreamedModel, seq_len: int, device: str, dtype: torch.dtype, layer: int = -1) -> BlockTrace:
-    """Trace one row's forward pass of a block on the meta device: takes no weights, no device and (after the first time
-    for this model) no time.
+    """Trace a block's forward pass of one row on the meta device.
+
+    It takes no weights, no device and, after the first time for this model, no time.
 
     Args:
         stack: the model.
         seq_len: tokens in the row.
-        device: ``"cpu"`` or ``"cuda"``: whose attention kernel.
-        dtype: of the hidden states.
-        layer: which block; the last by default (where families mix kinds, it sees the whole sequence).
+        device: ``"cpu"`` or ``"cuda"``, whose attention kernel the trace has.
+        dtype: type of the hidden states.
+        layer: index of the block; the last by default (where families mix kinds, it sees the whole sequence).
     """
     traced = _TRACES.setdefault(stack, {})
     kind = (seq_len, device, dtype, layer)
@@ -194,7 +197,7 @@ def _trace_block(stack: StreamedModel, seq_len: int, device: str, dtype: torch.d
     def to_meta(value: Any) -> Any:
         return value.to("meta") if isinstance(value, torch.Tensor) else value
 
-    _, calls = stack.embed_hollow(torch.zeros(1, seq_len, dtype=torch.long, device=stack.device))
+    _, calls = stack.embed_without_weights(torch.zeros(1, seq_len, dtype=torch.long, device=stack.device))
     args, kwargs = tree_map(to_meta, calls.arguments[layer])
     hidden = torch.empty(calls.hidden_shape, dtype=dtype, device="meta", requires_grad=True)
     with on_meta(stack.blocks[layer]), torch.enable_grad(), AttentionOf(device), Tracer() as tracer:
@@ -202,16 +205,16 @@ def _trace_block(stack: StreamedModel, seq_len: int, device: str, dtype: torch.d
     return tracer.finish(result if isinstance(result, torch.Tensor) else result[0])
 
 
-def keep_of(trace: BlockTrace, operators: Collection[tuple[str, int]], rows: int = 1) -> SavedOutputs:
-    """What keeping the outputs of these calls comes to.
+def saved_outputs(trace: BlockTrace, operators: Collection[tuple[str, int]], rows: int = 1) -> SavedOutputs:
+    """Return what saving the outputs of these calls costs and saves.
 
     Raises:
-        UserError: the block makes no such call, or its outputs cannot be kept.
+        UserError: the block makes no such call, or its outputs cannot be saved.
     """
     indices = []
     for name, ordinal in operators:
         index = trace.find(name, ordinal)
-        if index is None or not trace.operators[index].keepable:
+        if index is None or not trace.operators[index].savable:
             raise UserError(f"A block of this model has no outputs of {name} (call {ordinal}) that could be kept.")
         indices.append(index)
     saved = trace.flops() - trace.flops(trace.required(frozenset(indices)))
@@ -221,56 +224,56 @@ def keep_of(trace: BlockTrace, operators: Collection[tuple[str, int]], rows: int
 
 @dataclass(frozen=True)
 class ActivationPolicy:
-    """What a run keeps beyond block inputs: the outputs of some operators, in some of the blocks."""
+    """The activations that a run saves beyond block inputs: outputs of some operators, in some of the blocks."""
 
     operators: tuple[tuple[str, int], ...]
     """Name and ordinal of each call, as :class:`SavableOutput` has them."""
     layers: int
-    """In how many of the blocks."""
+    """Number of blocks that save them."""
 
 
 class ActivationPlanner:
-    """Says for any batch what a run keeps, and what that saves.
+    """Plans which outputs a run saves, for any batch, and what that saves.
 
     Args:
         stack: the model.
         device: ``"cpu"`` or ``"cuda"``.
-        dtype: of the hidden states.
-        wanted: the operators and the number of layers; or the best that fit into so many bytes, of every layer and
-            micro-batch.
+        dtype: type of the hidden states.
+        policy: the operators and the number of layers; or a number of bytes, into which the best outputs of every layer
+            and micro-batch must fit.
     """
 
-    def __init__(self, stack: StreamedModel, device: str, dtype: torch.dtype, wanted: ActivationPolicy | int):
-        self._stack, self._device, self._dtype, self._wanted = stack, device, dtype, wanted
+    def __init__(self, stack: StreamedModel, device: str, dtype: torch.dtype, policy: ActivationPolicy | int):
+        self._stack, self._device, self._dtype, self._policy = stack, device, dtype, policy
         layers = len(stack.blocks)
-        count = wanted.layers if isinstance(wanted, ActivationPolicy) else layers if wanted else 0
+        count = policy.layers if isinstance(policy, ActivationPolicy) else layers if policy else 0
         if not 0 <= count <= layers:
             raise UserError(f"Outputs cannot be kept in {count} blocks: this model has {layers}.")
-        #: The blocks that keep outputs: evenly spread, so that the traffic is too. (Simulated, 13B with a quarter to
-        #: half of the blocks keeping much: up to 4% shorter steps than with the last blocks.)
-        self.layers = spread(range(layers), count)
+        #: The blocks that save outputs, evenly spaced, so that the traffic is even, too. (Simulated, 13B with a quarter
+        #: to half of the blocks saving much: up to 4% shorter steps than with the last blocks.)
+        self.layers = evenly_spaced(range(layers), count)
         self._traces: dict[int, BlockTrace | None] = {}
 
-    def keep(self, rows: int, seq_len: int) -> SavedOutputs:
-        """Of one layer and a micro-batch of ``rows`` x ``seq_len`` tokens.
+    def saved(self, rows: int, seq_len: int) -> SavedOutputs:
+        """Return what one layer saves for a micro-batch of ``rows`` x ``seq_len`` tokens.
 
         Raises:
-            UserError: nothing of this model can be kept.
+            UserError: no outputs of this model can be saved.
         """
         trace = self._trace(seq_len)
         if trace is None:
             return SavedOutputs((), 0, 0.0, 0.0)
-        if not self._wanted:
-            return keep_of(trace, (), rows)
-        if isinstance(self._wanted, ActivationPolicy):
-            return keep_of(trace, self._wanted.operators, rows)
-        return keepable(trace, rows).choose(self._wanted)
+        if not self._policy:
+            return saved_outputs(trace, (), rows)
+        if isinstance(self._policy, ActivationPolicy):
+            return saved_outputs(trace, self._policy.operators, rows)
+        return savable_outputs(trace, rows).choose(self._policy)
 
     def recomputation(self, rows: int, seq_len: int) -> Recomputation:
-        """What the schedule needs to know of it."""
-        trace, keep = self._trace(seq_len), self.keep(rows, seq_len)
-        unneeded = keep_of(trace, ()).saved_fraction if trace is not None else 0.0
-        return Recomputation(frozenset(self.layers if keep.nbytes else ()), keep.saved_fraction, unneeded)
+        """Return how much of a block is computed again, as the schedule needs to know it."""
+        trace, saved = self._trace(seq_len), self.saved(rows, seq_len)
+        unneeded = saved_outputs(trace, ()).saved_fraction if trace is not None else 0.0
+        return Recomputation(frozenset(self.layers if saved.nbytes else ()), saved.saved_fraction, unneeded)
 
     def _trace(self, seq_len: int) -> BlockTrace | None:
         if seq_len not in self._traces:

@@ -7,21 +7,20 @@ from common.intervals import Interval, merge, total
 from fuyou.layout.visits import Phase
 from fuyou.runtime.data_plane import DataPlane
 from fuyou.runtime.trace import StepTrace
-from fuyou.schedule.tasks import Op, Resource, StepList, Task
+from fuyou.schedule.tasks import ComputeTask, Op, Resource, StepList, Task
 
 
 class TaskKind(NamedTuple):
-    """What compute tasks have in common that take about the same time."""
+    """A kind of compute task, all of which take about the same time."""
 
     phase: Phase
     kept: bool
-    """Whether they leave or take kept outputs."""
+    """Whether they write or read saved activations."""
 
     @staticmethod
-    def of(task: Task) -> "TaskKind":
-        """The kind of a compute task."""
-        assert task.visit is not None
-        return TaskKind(task.visit.phase, task.kept >= 0)
+    def of(task: ComputeTask) -> "TaskKind":
+        """Return the kind of a compute task."""
+        return TaskKind(task.visit.phase, task.kept is not None)
 
 
 @dataclass(frozen=True)
@@ -45,9 +44,9 @@ class StepReport:
     planned_sent_bytes: int = 0
     """Bytes that the schedule had this rank send to other nodes."""
     kept_activation_bytes: int = 0
-    """Bytes of operator outputs that were kept for the backward pass, in whatever tier."""
+    """Bytes of operator outputs that were saved for the backward pass, in whatever tier."""
     recomputation_saved: float = 0.0
-    """Fraction of the recomputation's FLOPs that was left out: kept, or needed by nothing. 0 in a run's first step."""
+    """Fraction of the recomputation's FLOPs that was left out: saved, or needed by nothing. 0 in a run's first step."""
     skipped: bool = False
     """Whether loss or gradient were not finite, and nothing was changed."""
     clipped: bool = False
@@ -57,19 +56,20 @@ class StepReport:
     updated_again: bool = False
     """Whether updates had been done before it was known that the step is clipped or left out, and are done again."""
     task_seconds: dict[TaskKind, list[float]] = field(default_factory=dict)
-    """Of each compute task that ended since the last report: from when nothing kept it waiting, to its end."""
+    """Seconds of each compute task that ended since the last report, from when nothing kept it waiting to its end."""
 
 
 @dataclass
 class Times:
-    """Seconds since the last look."""
+    """Times of the tasks that have ended since the last look, in seconds."""
 
     busy: dict[str, float] = field(default_factory=dict)
-    """By resource; tasks of one resource that overlap count once."""
+    """Seconds that each resource was busy; tasks of one resource that overlap count once."""
     idle: dict[str, float] = field(default_factory=dict)
-    """Of the device, by the kind of task that kept it waiting; what the caller did between steps is ``caller``."""
+    """Seconds that the device was idle, by the kind of task that it waited for; ``caller`` is what the caller did in
+    between."""
     tasks: dict[TaskKind, list[float]] = field(default_factory=dict)
-    """Of each compute task, from when nothing kept it waiting to its end."""
+    """Seconds of each compute task, from when nothing kept it waiting to its end."""
 
 
 class Accounting:
@@ -90,24 +90,25 @@ class Accounting:
         self._watched += tasks.tasks
 
     def take(self) -> Times:
-        """What has finished since the last call."""
-        ended = [task.done and self._plane.device.ended(task) for task in self._watched]
+        """Return the times of what has finished since the last call."""
+        ended = [task.done and self._plane.buffers.device.ended(task) for task in self._watched]
         done = [task for task, over in zip(self._watched, ended, strict=True) if over]
         self._watched = [task for task, over in zip(self._watched, ended, strict=True) if not over]
-        absent = {Resource.NONE} | (set() if self._plane.ranks else {Resource.INTRA_NODE, Resource.INTER_NODE})
+        alone = self._plane.buffers.shape.share.world_size == 1
+        absent = {Resource.NONE, *((Resource.INTRA_NODE, Resource.INTER_NODE) if alone else ())}
         busy: dict[Resource, list[Interval]] = {resource: [] for resource in Resource if resource not in absent}
         for task in done:
-            task.began, task.ended = self._plane.device.interval(task)
+            task.began, task.ended = self._plane.buffers.device.interval(task)
             # The optimizer process reports when it read, computed and wrote: its tasks contain all three.
             if task.op.resource is not Resource.NONE and task.op not in (Op.STATE_READ, Op.UPDATE, Op.STATE_WRITE):
                 busy[task.op.resource].append((task.began, task.ended))
-        states, adam = self._plane.take_ssd_intervals(), self._plane.take_adam_intervals()
+        states, adam = self._plane.optimizer.take_ssd_intervals(), self._plane.optimizer.take_adam_intervals()
         busy[Resource.SSD] += [(one.began, one.ended) for one in states]
         busy[Resource.ADAM] += [(one.began, one.ended) for one in adam]
         idle: dict[str, float] = {}
         tasks: dict[TaskKind, list[float]] = {}
         for task in done:
-            if task.op is Op.COMPUTE:
+            if isinstance(task, ComputeTask):
                 free = max((earlier.ended for earlier in task.after), default=0.0)
                 free = min(task.began, max(free, self._computed_until)) or task.began
                 tasks.setdefault(TaskKind.of(task), []).append(task.ended - free)

@@ -14,9 +14,12 @@ import torch
 from common.errors import UserError
 from common.hardware.machine import cpu_count, memory_available_bytes
 from common.memory.buffers import HostBuffer
+from common.store import IoThrottle
 from common.units import parse_bytes
+from fuyou.runtime.computation import Computation
 from fuyou.runtime.emulated import PREFIX, EmulatedDevice, EmulatedSpec, is_emulated
-from fuyou.schedule.tasks import Op, Task
+from fuyou.runtime.executor import Executor
+from fuyou.schedule.tasks import Op, StepList, Task
 
 _EXCHANGES = (Op.PARAMETER_GATHER, Op.GRADIENT_REDUCE, Op.GRADIENT_EXCHANGE)
 _COPIES = (Op.PARAMETER_UPLOAD, Op.GRADIENT_DOWNLOAD, Op.ACTIVATION_UPLOAD, Op.ACTIVATION_DOWNLOAD)
@@ -29,7 +32,7 @@ _ORIGIN_SECONDS = 60.0
 
 
 class Device(Protocol):
-    """What the engine needs of a device."""
+    """A device where blocks compute, as the engine needs it."""
 
     name: str
     torch_device: torch.device
@@ -37,17 +40,51 @@ class Device(Protocol):
     """Whether its memory is a part of the host's."""
     page_locks: bool
     """Whether host buffers must be page-locked."""
+    computes: bool
+    """Whether it really computes: else no number of a run on it means anything."""
+    flops_per_second: float | None
+    """FLOP/s that compute tasks are made to take; None where that can only be measured."""
+    exchange_rates: tuple[float, float] | None
+    """Bytes per second, inside a node and across nodes, that exchanges are made to take; None where that can only be
+    measured."""
+    throttle: IoThrottle | None
+    """Rates to which the drives are slowed down, if they are."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """``uint8 [nbytes]`` of device memory, allocated once."""
+        """Return ``uint8 [nbytes]`` of device memory, allocated once."""
         ...
 
     def copy(self, task: Task, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy contiguous bytes (``uint8 [n]`` each) between host and device, in the lane of ``task``."""
         ...
 
-    def exchange(self, task: Task, work: Callable[[], None]) -> None:
-        """Call ``work``, which moves bytes in device memory between ranks, in the lane of ``task``."""
+    def exchange(self, task: Task, work: Callable[[], None], meet: Callable[[], None]) -> None:
+        """Move bytes between ranks, in the lane of ``task``.
+
+        Args:
+            task: the exchange.
+            work: moves the bytes.
+            meet: waits for the other ranks without moving anything, for buffers that have no bytes.
+        """
+        ...
+
+    def stand_in(self, executor: Executor, tasks: StepList, tokens: int, start_time: float) -> Computation | None:
+        """Return what takes the place of a step's computation; None if the device really computes.
+
+        Args:
+            executor: runs all other tasks of the step.
+            tasks: the step.
+            tokens: in the whole batch.
+            start_time: when the step began, on :func:`time.monotonic`'s clock.
+        """
+        ...
+
+    def check_ranks(self, ranks_per_node: int, nodes: int) -> None:
+        """See whether the device can be one of so many.
+
+        Raises:
+            UserError: it cannot.
+        """
         ...
 
     def wait_event(self, task: Task, event: object) -> None:
@@ -55,29 +92,29 @@ class Device(Protocol):
         ...
 
     def begin_compute(self, task: Task) -> None:
-        """Called right before a compute task's kernels are launched."""
+        """Note that a compute task's kernels are about to be launched."""
         ...
 
     def end_compute(self, task: Task) -> None:
-        """Called right after."""
+        """Note that a compute task's kernels have been launched."""
         ...
 
     def ended(self, task: Task) -> bool:
-        """Whether a task that is done (perhaps only queued) has really ended."""
+        """Return whether a task that is done (perhaps only queued) has really ended."""
         ...
 
     def interval(self, task: Task) -> tuple[float, float]:
-        """When an ended task really ran, in seconds on :func:`time.monotonic`'s clock."""
+        """Return when an ended task really ran, in seconds on :func:`time.monotonic`'s clock."""
         ...
 
     def synchronize(self) -> None: ...
 
     def release(self) -> None:
-        """All buffers have been dropped: give their memory back."""
+        """Give the memory of all buffers back, which have been dropped."""
         ...
 
     def memory_limit(self) -> int | None:
-        """Bytes of device memory that may be used, or None where the host's budget says it."""
+        """Return the bytes of device memory that may be used, or None where the host's budget says it."""
         ...
 
     def cap_memory(self, nbytes: int) -> None:
@@ -85,11 +122,26 @@ class Device(Protocol):
         ...
 
     def peak_bytes(self) -> int | None:
-        """Most device memory in use since the start, or None where the device cannot tell."""
+        """Return the most device memory in use since the start, or None where the device cannot tell."""
         ...
 
 
-class CpuDevice:
+class _RealDevice:
+    """A device that is really there: it computes, and the time that anything takes can only be measured."""
+
+    computes = True
+    flops_per_second: float | None = None
+    exchange_rates: tuple[float, float] | None = None
+    throttle: IoThrottle | None = None
+
+    def stand_in(self, executor: Executor, tasks: StepList, tokens: int, start_time: float) -> Computation | None:
+        return None
+
+    def check_ranks(self, ranks_per_node: int, nodes: int) -> None:
+        pass
+
+
+class CpuDevice(_RealDevice):
     """The processor as device. Buffers come from one mapping per pool, on huge pages."""
 
     name = "cpu"
@@ -109,7 +161,7 @@ class CpuDevice:
         # numpy copies without the interpreter lock and without waking PyTorch's thread pool in this thread
         np.copyto(target.numpy(), source.numpy())
 
-    def exchange(self, task: Task, work: Callable[[], None]) -> None:
+    def exchange(self, task: Task, work: Callable[[], None], meet: Callable[[], None]) -> None:
         work()
 
     def wait_event(self, task: Task, event: object) -> None:
@@ -143,7 +195,7 @@ class CpuDevice:
         return None
 
 
-class CudaDevice:
+class CudaDevice(_RealDevice):
     """A CUDA GPU: one stream per copy lane beside the compute stream, tied together by events only.
 
     All buffers are rings that are allocated once, so PyTorch's caching allocator and its rules about streams stay out
@@ -175,8 +227,11 @@ class CudaDevice:
             target.copy_(source, non_blocking=True)
             self._finish(task, stream)
 
-    def exchange(self, task: Task, work: Callable[[], None]) -> None:
-        stream = self._streams[task.op]
+    def exchange(self, task: Task, work: Callable[[], None], meet: Callable[[], None]) -> None:
+        stream = self._streams.get(task.op)
+        if stream is None:  # parameters in host memory, on their way to other nodes
+            work()
+            return
         with torch.cuda.device(self.torch_device), torch.cuda.stream(stream):
             self._mark(task, stream)
             work()
@@ -243,7 +298,7 @@ class CudaDevice:
 
 
 def optimizer_threads(device: Device) -> int:
-    """Threads for the optimizer process beside ``device``.
+    """Return the number of threads for the optimizer process beside ``device``.
 
     Beside a GPU, all cores are the optimizer's; on a CPU device most belong to the computation.
     """
@@ -263,9 +318,9 @@ def leave_cores(device: Device) -> None:
 def memory_limits(
     device: Device, host: int | str | None, device_memory: int | str | None, ranks_per_node: int = 1
 ) -> tuple[int, int]:
-    """Budgets of host and device memory in bytes: as given, or what there is (four fifths of it on the host).
+    """Return the budgets of host and device memory in bytes: as given, or what there is.
 
-    The host's is shared by ``ranks_per_node`` ranks.
+    On the host that is four fifths of it. The host's is shared by ``ranks_per_node`` ranks.
     """
     host_limit = (memory_available_bytes() * 4 // 5 if host is None else parse_bytes(host)) // ranks_per_node
     device_limit = device.memory_limit() if device_memory is None else parse_bytes(device_memory)
@@ -274,7 +329,7 @@ def memory_limits(
 
 
 def open_device(name: str | torch.device) -> Device:
-    """The device called ``"cpu"``, ``"cuda:0"`` or ``"emulated:..."``.
+    """Open the device called ``"cpu"``, ``"cuda:0"`` or ``"emulated:..."``.
 
     Raises:
         UserError: there is no such device.

@@ -19,8 +19,9 @@ from common.errors import UserError
 from common.store import IoThrottle
 from common.units import format_bytes, parse_bytes
 from fuyou.layout.visits import BEFORE_HEAD_PHASES, FORWARD_PHASES, Phase
+from fuyou.model.router_loss import RouterPass
 from fuyou.runtime.executor import Executor
-from fuyou.schedule.tasks import Op, Resource, StepList, Task
+from fuyou.schedule.tasks import ComputeTask, Op, Resource, StepList, Task
 
 PREFIX = "emulated:"
 _USAGE = (
@@ -33,20 +34,20 @@ _FIELDS = ("tflops", "memory", "link", "ssd_read", "ssd_write", "inside", "acros
 
 @dataclass(frozen=True)
 class EmulatedSpec:
-    """What the accelerator, its link and (if they are to be slower than they are) the drives can do."""
+    """Rates of the accelerator, of its link and (if they are to be slower than they are) of the drives."""
 
     flops_per_second: float
     memory_bytes: int
     link_bytes_per_second: float
-    """To the device and from it, each."""
+    """Bytes per second to the device, and as many from it."""
     throttle: IoThrottle | None = None
-    """Of each directory's drive; None leaves the drives as they are."""
-    inside_bytes_per_second: float | None = None
-    """From a rank to the others of its node, where there are several ranks."""
-    across_bytes_per_second: float | None = None
-    """From a node to the others, shared by its ranks' tasks one at a time."""
+    """Rates to which each directory's drive is slowed down; None leaves the drives as they are."""
+    intra_node_bytes_per_second: float | None = None
+    """Bytes per second from a rank to the others of its node, where there are several."""
+    inter_node_bytes_per_second: float | None = None
+    """Bytes per second from a node to the others, for one task of its ranks at a time."""
     norm: float = 0.0
-    """What every gradient's norm is said to be, for clipping to strike."""
+    """Norm that every gradient is said to have, for clipping to strike."""
 
     @staticmethod
     def parse(text: str) -> "EmulatedSpec":
@@ -66,18 +67,18 @@ class EmulatedSpec:
             raise UserError(f"Device {text!r} lacks {', '.join(missing) or 'one of the two SSD rates'}. {_USAGE}")
         tflops, norm = (_number(name, fields.get(name, "0"), text) for name in ("tflops", "norm"))
         throttle = IoThrottle(_rate(fields["ssd_read"]), _rate(fields["ssd_write"])) if "ssd_read" in fields else None
-        inside, across = (_rate(fields[name]) if name in fields else None for name in ("inside", "across"))
+        intra_node, inter_node = (_rate(fields[name]) if name in fields else None for name in ("inside", "across"))
         spec = EmulatedSpec(
-            tflops * 1e12, parse_bytes(fields["memory"]), _rate(fields["link"]), throttle, inside, across, norm
-        )  # fmt: skip
-        rates = [rate for rate in (inside, across) if rate is not None]
+            tflops * 1e12, parse_bytes(fields["memory"]), _rate(fields["link"]), throttle, intra_node, inter_node, norm
+        )
+        rates = [rate for rate in (intra_node, inter_node) if rate is not None]
         if min(spec.flops_per_second, spec.memory_bytes, spec.link_bytes_per_second, *rates) <= 0:
             raise UserError(f"Every part of device {text!r} must be more than nothing.")
         return spec
 
 
 def is_emulated(device: object) -> bool:
-    """Whether ``device`` names an accelerator that is only timed."""
+    """Return whether ``device`` names an accelerator that is only timed."""
     return isinstance(device, str) and device.startswith(PREFIX)
 
 
@@ -94,7 +95,7 @@ def _rate(text: str) -> float:
 
 @dataclass(frozen=True)
 class EmulatedEvent:
-    """When a queued piece of work begins and ends, on :func:`time.monotonic`'s clock."""
+    """Begin and end of a queued piece of work, on :func:`time.monotonic`'s clock."""
 
     began: float
     ended: float
@@ -109,9 +110,14 @@ class EmulatedDevice:
     torch_device = torch.device("cpu")
     shares_host_memory = False
     page_locks = False
+    computes = False
+    flops_per_second: float | None
+    exchange_rates: tuple[float, float] | None
 
     def __init__(self, spec: EmulatedSpec):
-        self.spec = spec
+        self.spec, self.throttle, self.flops_per_second = spec, spec.throttle, spec.flops_per_second
+        intra_node, inter_node = spec.intra_node_bytes_per_second, spec.inter_node_bytes_per_second
+        self.exchange_rates = intra_node or float("inf"), inter_node or float("inf")
         self.name = (
             f"emulated accelerator ({spec.flops_per_second / 1e12:g} TFLOP/s, {format_bytes(spec.memory_bytes)}, link "
             f"{spec.link_bytes_per_second / 1e9:g} GB/s)"
@@ -120,19 +126,36 @@ class EmulatedDevice:
         self._waits: dict[Task, float] = {}
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Memory that has a size and no bytes."""
+        """Return memory that has a size and no bytes."""
         return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
     def copy(self, task: Task, target: torch.Tensor, source: torch.Tensor) -> None:
         self._queue(task, source.numel() / self.spec.link_bytes_per_second)
 
-    def exchange(self, task: Task, work: Callable[[], None]) -> None:
-        """Meet the other ranks, which ``work`` does, then take the time that the bytes would take."""
-        work()
-        inside = task.op.resource is Resource.INTRA_NODE
-        rate = self.spec.inside_bytes_per_second if inside else self.spec.across_bytes_per_second
+    def exchange(self, task: Task, work: Callable[[], None], meet: Callable[[], None]) -> None:
+        """Meet the other ranks, then take the time that the bytes would take; buffers here have none."""
+        meet()
+        intra_node = task.op.resource is Resource.INTRA_NODE
+        rate = self.spec.intra_node_bytes_per_second if intra_node else self.spec.inter_node_bytes_per_second
         assert rate is not None
         self._queue(task, task.nbytes / rate)
+
+    def check_ranks(self, ranks_per_node: int, nodes: int) -> None:
+        """See whether there is a rate for each level of ranks.
+
+        Raises:
+            UserError: there is none.
+        """
+        for level, ranks, rate in (
+            ("inside", ranks_per_node, self.spec.intra_node_bytes_per_second),
+            ("across", nodes, self.spec.inter_node_bytes_per_second),
+        ):
+            if ranks > 1 and rate is None:
+                raise UserError(f"An emulated accelerator among several ranks needs a rate: add {level}=10GB/s.")
+
+    def stand_in(self, executor: Executor, tasks: StepList, tokens: int, start_time: float) -> "TimedComputation":
+        """Return a computation that only takes its time."""
+        return TimedComputation(self, executor, tasks, tokens, start_time)
 
     def begin_compute(self, task: Task) -> None:
         """Queue the time that ``task`` would compute for."""
@@ -185,27 +208,27 @@ class TimedComputation:
         executor: runs all other tasks of the step.
         tasks: the step.
         tokens: in the whole batch.
-        began: when the step began, on :func:`time.monotonic`'s clock.
+        start_time: when the step began, on :func:`time.monotonic`'s clock.
     """
 
-    def __init__(self, device: EmulatedDevice, executor: Executor, tasks: StepList, tokens: int, began: float):
-        self.tasks, self.tokens, self.began = tasks, tokens, began
+    def __init__(self, device: EmulatedDevice, executor: Executor, tasks: StepList, tokens: int, start_time: float):
+        self.tasks, self.tokens, self.start_time = tasks, tokens, start_time
         self.loss = 0.0
-        self.router = None
+        self.router: RouterPass | None = None
         self.recomputation_saved = 0.0
         self.complete = False
         self._device, self._executor = device, executor
-        self._todo = deque(task for task in tasks.tasks if task.op is Op.COMPUTE)
+        self._todo = deque(task for task in tasks.tasks if isinstance(task, ComputeTask))
 
     def forward(self) -> torch.Tensor:
-        """Everything up to the head; returns when it is done, as a loss that is brought to the CPU makes a GPU do."""
+        """Launch everything up to the head; return when it is done, as a GPU does whose loss is brought to the CPU."""
         for task in self._take(FORWARD_PHASES):
             self._launch(task)
         self._device.synchronize()
         return torch.zeros(())
 
     def backward(self) -> None:
-        """The rest; returns when it is launched."""
+        """Launch the rest; return when it is launched."""
         while self._todo:
             self._launch(self._todo.popleft())
         self.complete = True
@@ -216,13 +239,13 @@ class TimedComputation:
             self._executor.finish(task)
 
     def gradient_norm(self) -> float:
-        """There is no gradient; but whoever asks waits for it."""
+        """Return the norm that gradients are said to have, when the backward pass would be done."""
         self._device.synchronize()
         return self._device.spec.norm
 
     def _take(self, phases: Collection[Phase]) -> Iterator[Task]:
-        """The tasks that come next, as long as they belong to ``phases``."""
-        while self._todo and self._todo[0].visit is not None and self._todo[0].visit.phase in phases:
+        """Yield the tasks that come next, as long as they belong to ``phases``."""
+        while self._todo and self._todo[0].visit.phase in phases:
             yield self._todo.popleft()
 
     def _launch(self, task: Task) -> None:

@@ -21,7 +21,7 @@ ELSEWHERE = object()
 
 
 class Executor:
-    """Lanes, and who waits for whom.
+    """The lanes of tasks, and what each task waits for.
 
     Args:
         handlers: what to do for each kind of task that has a lane.

@@ -20,16 +20,16 @@ class IoCounter:
         self._read = read
         self._closed = self._other = (0, 0)
         self.planned: Bytes = (0, 0)
-        """What the schedule says that :attr:`training` comes to, once everything submitted is done."""
+        """Bytes that :attr:`training` comes to by the schedule, once everything submitted is done."""
 
     @property
     def training(self) -> Bytes:
-        """What training has moved, in all our processes."""
+        """Bytes that training has moved, in all processes of the engine."""
         return _minus(self._all, self._other)
 
     @property
     def other(self) -> Bytes:
-        """What was moved while :meth:`not_counted`."""
+        """Bytes that were moved while :meth:`not_counted`."""
         return self._other
 
     def submitted(self, tasks: StepList) -> None:
@@ -37,16 +37,16 @@ class IoCounter:
         self.planned = _plus(self.planned, (tasks.ssd_read_bytes(), tasks.ssd_written_bytes()))
 
     def begin(self) -> None:
-        """What has been moved up to now is not training's: looking at what there is to continue."""
+        """Leave out what has been moved up to now: looking at what there is to continue is not training."""
         self._other = self._all
 
     def ended(self, moved: Bytes) -> None:
-        """A part has ended, having moved so much: it is not asked any more."""
+        """Add what a part has moved that has ended, and is not asked any more."""
         self._closed = _plus(self._closed, moved)
 
     @contextmanager
     def not_counted(self) -> Iterator[None]:
-        """What is read and written meanwhile is not training's: filling the store, exporting, looking."""
+        """Leave out what is read and written meanwhile: filling the store, exporting, looking."""
         before = self._all
         try:
             yield

@@ -16,17 +16,17 @@ from fuyou.layout.model_layout import BatchShape, BufferCounts
 from fuyou.layout.record import Record
 from fuyou.model.open_model import OpenModel
 from fuyou.optimizer.absent_gradients import marked_absent
-from fuyou.recompute.replay import Recomputations
+from fuyou.recompute.replay import BlockReplay
 from fuyou.runtime.compute import StepComputation
 from fuyou.runtime.data_plane import DataPlane
 from fuyou.schedule.memory_plan import Batch, MemoryPlan
 from fuyou.schedule.scheduler import Scheduler
-from fuyou.schedule.tasks import Activation, Task
+from fuyou.schedule.tasks import Activation, ComputeTask, known
 
 
 @dataclass
 class _Buffers:
-    """As many buffers as are asked for, each as large as is asked for."""
+    """Buffers that are made when they are asked for, as large as is asked for."""
 
     made: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -49,51 +49,59 @@ class SmallStep:
     """
 
     def __init__(self, model: OpenModel, parameters: Mapping[str, torch.Tensor]):
-        self._stack, self._shape, self._router_loss = model.stack, model.shape, model.router_loss
-        self._task_type = model.task_type
+        self._model, self._shape = model, model.shape
         self._flat = {record.index: _flat(record, parameters) for record in self._shape.records}
         # As in a run: what a step has learnt about recomputing blocks, the next one makes use of.
-        self._recomputations = Recomputations()
+        self._recomputations = BlockReplay()
         self.gradients: dict[str, torch.Tensor | None] = {}
-        """By first name, in the order in which the backward pass has made them; None where nothing flows."""
+        """Gradients by first name, in the order in which the backward pass has made them; None where nothing flows."""
 
     def run(self, batch: Mapping[str, torch.Tensor], micro_rows: int) -> float:
-        """Take a forward and a backward pass; returns the loss, and leaves :attr:`gradients`."""
+        """Run a forward and a backward pass; return the loss, and leave :attr:`gradients`."""
         rows, length = batch["input_ids"].shape
         micro_batches = -(-rows // micro_rows)
         room = 4 * micro_batches * (len(self._shape.blocks) + 2)
         enough = {field.name: max(room, len(self._shape.records)) for field in fields(BufferCounts)}
         counts = BufferCounts(**enough)
         plan = MemoryPlan(
-            counts, Batch(rows, length, micro_rows), ring_chunks=2, chunk_elements=1, activation_bytes=0, kept_bytes=0,
-            head_columns=length, wide_blocks=False, wide_outer=False, workspace_bytes=0, device_bytes=0, host_bytes=0,
-        )  # fmt: skip
+            counts,
+            Batch(rows, length, micro_rows),
+            ring_chunks=2,
+            chunk_elements=1,
+            activation_bytes=0,
+            kept_bytes=0,
+            head_columns=length,
+            wide_blocks=False,
+            wide_non_block=False,
+            workspace_bytes=0,
+            device_bytes=0,
+            host_bytes=0,
+        )
         tasks = Scheduler(self._shape, counts).training_step(1, BatchShape(micro_batches, 0, rows * length))
-        plane = self._plane()
+        plane = self._plane(plan)
         self.gradients = {}
         step = StepComputation(
-            self._stack, cast(DataPlane, plane), tasks, batch, plan, self._recomputations, time.monotonic(),
-            router_loss=self._router_loss, task_type=self._task_type,
-        )  # fmt: skip
+            self._model, cast(DataPlane, plane), tasks, batch, self._recomputations, time.monotonic()
+        )
         loss = float(step.forward())
         if step.router is not None:
-            step.router.settle([step.router.told()])
+            step.router.combine([step.router.local_sums()])
             loss += float(step.router.share)
         step.backward()
         return loss
 
-    def _plane(self) -> SimpleNamespace:
+    def _plane(self, plan: MemoryPlan) -> SimpleNamespace:
         parameters: dict[Any, _Buffers] = defaultdict(_Buffers)
         gradients: dict[Any, _Buffers] = defaultdict(_Buffers)
         records = self._shape.records
 
-        def start(task: Task) -> None:
-            for index, buffer in task.parameters:
+        def start(task: ComputeTask) -> None:
+            for index, buffer in task.places.items():
                 parameters[records[index].kind].made[buffer] = self._flat[index].view(torch.uint8)
 
-        def finish(task: Task) -> None:
-            if task.last and task.gradient >= 0 and task.visit is not None and task.visit.completes:
-                record = records[task.visit.trained]
+        def finish(task: ComputeTask) -> None:
+            if task.last and task.gradient is not None and task.visit.completes:
+                record = records[known(task.visit.trained)]
                 flat = gradients[record.kind].values(task.gradient, record.numel, record.precision.dtype)
                 self._take(record, flat.clone())
 
@@ -101,11 +109,17 @@ class SmallStep:
         device = SimpleNamespace(
             torch_device=torch.device("cpu"), begin_compute=lambda task: None, end_compute=lambda task: None
         )
-        return SimpleNamespace(
-            shape=self._shape, ranks=None, wide={}, heap=nothing, device=device, parameters=parameters,
-            gradients=gradients, activations={kind: _Buffers() for kind in Activation},
-            executor=SimpleNamespace(start=start, finish=finish),
-        )  # fmt: skip
+        buffers = SimpleNamespace(
+            shape=self._shape,
+            plan=plan,
+            wide={},
+            device=device,
+            parameters=parameters,
+            gradients=gradients,
+            activations={kind: _Buffers() for kind in Activation},
+        )
+        executor = SimpleNamespace(start=start, finish=finish)
+        return SimpleNamespace(buffers=buffers, heap=nothing, executor=executor)
 
     def _take(self, record: Record, flat: torch.Tensor) -> None:
         for name, view in record.views(flat).items():

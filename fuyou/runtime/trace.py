@@ -37,7 +37,7 @@ _ORDER = [STEP_LANE, *(op.label for op in Op), STATE_LANE, DRIVE_LANE, ADAM_LANE
 
 
 class RecordInterval(NamedTuple):
-    """When the optimizer process worked on a record, in seconds on :func:`time.monotonic`'s clock."""
+    """Time in which the optimizer process worked on a record, in seconds on :func:`time.monotonic`'s clock."""
 
     record: int
     began: float
@@ -46,7 +46,7 @@ class RecordInterval(NamedTuple):
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time. Seconds on any one clock."""
+    """A span of time that something took, in seconds on any one clock."""
 
     resource: Resource
     lane: str
@@ -59,36 +59,46 @@ class Span:
 
 
 def task_name(task: Task, records: Sequence[Record]) -> str:
-    """``block 3 backward, micro-batch 2`` or ``block 3 parameters``; blocks and micro-batches count from 0."""
-    micro = f", micro-batch {task.micro}" if task.micro >= 0 else ""
+    """Return a name like ``block 3 backward, micro-batch 2`` or ``block 3 parameters``; numbers begin with 0."""
+    micro = "" if task.micro is None else f", micro-batch {task.micro}"
     if task.visit is not None:
         whose = f"block {task.visit.layer} " if task.visit.phase in (Phase.BLOCK_FORWARD, Phase.BLOCK_BACKWARD) else ""
         return f"{whose}{task.visit.phase.value}{micro}"
-    if task.record < 0:
+    if task.record is None:
         what = "block input or its gradient" if task.activation is Activation.HIDDEN else "kept outputs"
         return (f"step {task.step}" if task.op is Op.COMMIT else what) + micro
     moved = {
-        Op.PARAMETER_READ: "parameters", Op.PARAMETER_UPLOAD: "parameters", Op.GRADIENT_DOWNLOAD: "gradient",
-        Op.GRADIENT_WRITE: "gradient", Op.GRADIENT_READ: "gradient", Op.UPDATE: "update",
+        Op.PARAMETER_READ: "parameters",
+        Op.PARAMETER_UPLOAD: "parameters",
+        Op.GRADIENT_DOWNLOAD: "gradient",
+        Op.GRADIENT_WRITE: "gradient",
+        Op.GRADIENT_READ: "gradient",
+        Op.UPDATE: "update",
         Op.STATE_WRITE: "parameters and states",
-    }.get(task.op, task.op.label)  # fmt: skip
+    }.get(task.op, task.op.label)
     return f"{records[task.record].name} {moved}"
 
 
 def task_spans(tasks: Iterable[Task], records: Sequence[Record]) -> list[Span]:
-    """Finished tasks, as they are drawn."""
+    """Return finished tasks as they are drawn."""
     return [
         Span(
-            task.op.resource, task.op.label, task_name(task, records), task.began, task.ended, task.step,
-            0 if task.op is Op.UPDATE else task.nbytes, task.flops,
+            task.op.resource,
+            task.op.label,
+            task_name(task, records),
+            task.began,
+            task.ended,
+            task.step,
+            0 if task.op is Op.UPDATE else task.nbytes,
+            task.flops,
         )
         for task in tasks
         if task.op not in _NOT_DRAWN
-    ]  # fmt: skip
+    ]
 
 
 class StepTrace:
-    """Keeps what happened in the newest step of a run."""
+    """The record of what happened in the newest step of a run."""
 
     def __init__(self, records: Sequence[Record]):
         self._records = records
@@ -173,7 +183,7 @@ def write_spans(path: Path, spans: Iterable[Span], begin: float) -> None:
 
 
 def _metadata(kind: str, group: int, thread: int, label: str) -> list[dict[str, Any]]:
-    """Events that name a group or a lane and say where it stands."""
+    """Return events that name a group or a lane and say where it stands."""
     where = {"ph": "M", "pid": group, "tid": thread}
     return [
         {**where, "name": f"{kind}_name", "args": {"name": label}},
@@ -182,7 +192,7 @@ def _metadata(kind: str, group: int, thread: int, label: str) -> list[dict[str, 
 
 
 def _lane_events(spans: list[Span], begin: float, group: int, thread: int) -> list[dict[str, Any]]:
-    """One lane, each span from the end of the one before at the earliest."""
+    """Return the events of one lane, each span from the end of the one before at the earliest."""
     events = []
     free = begin
     for span in sorted(spans, key=lambda span: (span.ended, span.began)):
@@ -198,9 +208,15 @@ def _lane_events(spans: list[Span], begin: float, group: int, thread: int) -> li
         at, until = round((start - begin) * 1e6), round((max(start, span.ended) - begin) * 1e6)
         events.append(
             {
-                "name": span.name, "cat": span.lane, "ph": "X", "pid": group, "tid": thread, "ts": at,
-                "dur": until - at, "args": arguments,
+                "name": span.name,
+                "cat": span.lane,
+                "ph": "X",
+                "pid": group,
+                "tid": thread,
+                "ts": at,
+                "dur": until - at,
+                "args": arguments,
             }
-        )  # fmt: skip
+        )
         free = max(start, span.ended)
     return events

@@ -1,1 +1,1 @@
-"""A step as a list of tasks: which there are, which buffers they take, and how memory is divided among these."""
+"""A step as a list of tasks: what they do, which buffers they take, and how memory is divided among the buffers."""

@@ -7,15 +7,15 @@ from fuyou.schedule.buffer_pool import NEVER, SortedPool
 from fuyou.schedule.tasks import Activation, Op, StepList, Task
 
 #: ("x", i, m): input of block i (output of block i - 1, or of the embedding if i is 0) for micro-batch m;
-#: ("d", i, m): the gradient of the loss with respect to it; ("k", i, m): outputs of operators in block i that are kept.
+#: ("d", i, m): the gradient of the loss with respect to it; ("k", i, m): saved outputs of operators in block i.
 ActivationKey = tuple[str, int, int]
-#: What one compute task reads, and what it writes.
+#: Activations that one compute task reads, and those that it writes.
 Arguments = tuple[list[ActivationKey], list[ActivationKey]]
 
 
 def hidden_arguments(visit: Visit, micro: int) -> Arguments:
-    """Block inputs and gradients that a compute task reads and writes. The head is as if it were layer L."""
-    i = visit.layer
+    """Return which block inputs and gradients a compute task reads and writes. The head counts as layer L."""
+    i = 0 if visit.layer is None else visit.layer  # an embedding gives block 0 its input
     match visit.phase:
         case Phase.EMBED_FORWARD:
             return [], [("x", 0, micro)]
@@ -32,12 +32,12 @@ def hidden_arguments(visit: Visit, micro: int) -> Arguments:
 
 
 class ActivationPools:
-    """Where activations of one kind live: device, then host, then SSD, whatever is needed soonest nearest.
+    """The places of activations of one kind: on the device, in host memory, on SSD; what is needed soonest is nearest.
 
     Args:
         activation: the kind; each has buffers of its own size.
-        device, host, ssd: how many of them there are.
-        arguments: which of these activations a compute task reads and writes.
+        device, host, ssd: numbers of buffers.
+        arguments: returns which of these activations a compute task reads and writes.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ActivationPools:
         self._ssd_users: dict[int, list[Task]] = {}
 
     def begin(self, step: StepList, visits: Sequence[Visit], micro_batches: int, nbytes: int) -> None:
-        """Start a pass: nothing is alive; every use to come is known. Each activation takes ``nbytes``."""
+        """Start a pass, in which no activation is alive yet and every use is known; each takes ``nbytes``."""
         self._list, self._bytes = step, nbytes
         self._uses = {}
         position = 0
@@ -67,7 +67,7 @@ class ActivationPools:
             uses.reverse()  # the next use is the last element
 
     def fetch(self, key: ActivationKey, pinned: list[ActivationKey], task: Task) -> int:
-        """Index of the device buffer that will hold ``key`` when ``task`` starts."""
+        """Return the device buffer that will hold ``key`` when ``task`` starts."""
         index = self._device.find(key)
         if index is None:
             source = self._on_host(key)
@@ -81,28 +81,29 @@ class ActivationPools:
         return index
 
     def produce(self, key: ActivationKey, pinned: list[ActivationKey], task: Task) -> int:
-        """Index of a free device buffer for ``key``, which ``task`` writes."""
+        """Return a free device buffer for ``key``, which ``task`` writes."""
         index, after = self._room_on_device(key, pinned)
         task.after.extend(after)
         self._device.fill(index, key, task)
         return index
 
     def release(self, keys: list[ActivationKey]) -> None:
-        """One use of each of ``keys`` is behind us; what has no other goes."""
-        self._device.computed()
-        self._host.computed()
+        """Note that one use of each of ``keys`` is over, and drop those that have no other."""
+        self._device.end_computation()
+        self._host.end_computation()
         for key in keys:
             uses = self._uses[key]
             uses.pop()
             if uses:
-                self._device.used(key)
-                self._host.used(key)
+                self._device.update_next_use(key)
+                self._host.update_next_use(key)
             else:
                 self._device.drop(key)
                 self._host.drop(key)
                 self._forget_ssd(key)
 
     def _room_on_device(self, key: ActivationKey, pinned: list[ActivationKey]) -> tuple[int, list[Task]]:
+        """Return a device buffer for ``key``, and the tasks after which it may be overwritten."""
         index, leaving = self._device.take(key, pinned, spare_empty=self._host.has_room() or bool(self._ssd_free))
         slot = self._device.slots[index]
         after = slot.busy()
@@ -114,7 +115,10 @@ class ActivationPools:
         return index, after
 
     def _room_on_host(self, key: Hashable, keep: Hashable = None) -> tuple[int, list[Task]]:
-        """A host buffer for ``key``, but not the one that holds ``keep`` (whose copy to the device comes next)."""
+        """Return a host buffer for ``key``, and the tasks after which it may be overwritten.
+
+        It is not the one that holds ``keep``, whose copy to the device comes next.
+        """
         if not (self._ssd_free or self._host.has_room()):
             self._drop_copy(keep)
         index, leaving = self._host.take(key, [keep])
@@ -130,13 +134,14 @@ class ActivationPools:
         return index, after
 
     def _drop_copy(self, keep: Hashable) -> None:
-        """Empty a host buffer whose contents are on the device, too, and are needed latest of such: not ``keep``."""
+        """Empty the host buffer that is needed latest among copies of what is on the device; not that of ``keep``."""
         there = (slot.key for slot in self._device.slots if slot.key is not None and slot.key != keep)
         copies = [key for key in there if self._host.find(key) is not None]
         if copies:
             self._host.drop(max(copies, key=self._next_use))
 
     def _on_host(self, key: ActivationKey) -> int:
+        """Return the host buffer that holds ``key``, which is read if it is on SSD."""
         index = self._host.find(key)
         if index is None:
             place, write = self._ssd[key]

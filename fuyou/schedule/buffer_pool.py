@@ -19,40 +19,42 @@ NEVER = float("inf")
 
 @dataclass
 class Slot:
-    """One buffer: what it holds, the task that fills it, the tasks that still use it."""
+    """One buffer: the object that it holds, the task that fills it, the tasks that still use it."""
 
     key: Hashable | None = None
     ready: Task | None = None
     users: list[Task] = field(default_factory=list)
-    touched: int = 0
+    last_use: int = 0
+    """The pool's clock when it was last filled or used."""
 
     @property
     def filled(self) -> Task:
-        """The task that fills it, of which there is one."""
+        """The task that fills it, where there is one."""
         assert self.ready is not None
         return self.ready
 
     def busy(self) -> list[Task]:
-        """Everything that must be finished before the buffer may be overwritten."""
+        """Return all tasks that must be finished before the buffer may be overwritten."""
         return [*self.users, self.ready] if self.ready is not None else list(self.users)
 
 
 class Pool:
-    """``count`` buffers, of which each holds the object that is named by its key.
+    """A number of buffers, each of which holds the object that is named by its key.
 
     Args:
-        name: for messages.
+        name: name of the pool in messages.
         count: number of buffers.
-        next_use: position of an object's next use, or :data:`NEVER`.
-        spare_busy: whether buffers that the newest computation uses (see :meth:`computed`) are left alone as long as
-            others can be had, that of the object that came last longest of all. Whoever gets such a buffer waits for
-            the computation to end, and for what has just been made to leave: nothing would come ahead of its use.
+        next_use: returns the position of an object's next use, or :data:`NEVER`.
+        spare_busy: whether buffers that the newest computation uses (see :meth:`end_computation`) are given away last,
+            and that of the newest object last of all. Whoever gets such a buffer waits for the computation to end, and
+            for what has just been made to leave: nothing would come ahead of its use.
     """
 
     def __init__(self, name: str, count: int, next_use: Callable[[Hashable], float], spare_busy: bool = False):
         self.name = name
         self._spare_busy, self._newest = spare_busy, -1
-        self._busy_since = self._began = 0  # the clock when the newest computation, and when the next one began
+        # The clock when the newest computation began, and when the next one did.
+        self._busy_since = self._computation_start = 0
         self.slots = [Slot() for _ in range(count)]
         self._next_use = next_use
         self._where: dict[Hashable, int] = {}
@@ -60,30 +62,30 @@ class Pool:
         self._clock = 0
 
     def find(self, key: Hashable) -> int | None:
-        """Index of the buffer that holds ``key``."""
+        """Return the index of the buffer that holds ``key``, or None."""
         return self._where.get(key)
 
     def take(
         self, key: Hashable, pinned: Iterable[Hashable] = (), *, spare_empty: bool = False
     ) -> tuple[int, Hashable | None]:
-        """Give a buffer to ``key``. Returns its index and the object that has to leave (still needed), or None.
+        """Give a buffer to ``key``; return its index, and the object that has to leave if it is still needed.
 
         The caller saves the leaving object, makes the new object's first task wait for :meth:`Slot.busy`, and then
         calls :meth:`fill`.
 
         Args:
             pinned: objects that stay.
-            spare_empty: where the only empty buffers are busy, let an object leave one that is not, if there is one.
+            spare_empty: whether, if only busy buffers are empty, an object leaves one that is not busy instead.
         """
-        held, empty, found = set(pinned), self._take_empty(), None
+        pinned, empty, found = set(pinned), self._take_empty(), None
         if empty is None:
-            found = self._needed_latest(held)
+            found = self._needed_latest(pinned)
         elif spare_empty and self._sparing(empty):
-            found = self._needed_latest(held, idle=True)
+            found = self._needed_latest(pinned, idle=True)
         if empty is not None:
             if found is None:
                 return empty, None
-            heapq.heappush(self._empty, (self.slots[empty].touched, empty))
+            heapq.heappush(self._empty, (self.slots[empty].last_use, empty))
         if found is None:
             raise FinetuneError(f"All {len(self.slots)} buffers of the {self.name} pool are in use; {key} finds none.")
         index, use = found
@@ -94,46 +96,46 @@ class Pool:
         slot.key = None
         return index, leaving if use != NEVER else None
 
-    def _needed_latest(self, held: Collection[Hashable], idle: bool = False) -> tuple[int, float] | None:
-        """Of the buffers that hold something not in ``held``: what is needed latest; among equals, idle the longest.
-        Those that are spared come last, or with ``idle`` never.
+    def _needed_latest(self, pinned: Collection[Hashable], idle: bool = False) -> tuple[int, float] | None:
+        """Return the buffer whose object is needed latest, and the position of that use; None if there is none.
 
-        Returns its index and the position of its next use; None if there is none.
+        Among equals, it is the one idle the longest. Objects in ``pinned`` do not count; busy buffers that are spared
+        come last, or with ``idle`` not at all.
         """
         best, best_rank = -1, (0, -1.0, 0.0)
         for index, slot in enumerate(self.slots):
-            if slot.key is None or slot.key in held:
+            if slot.key is None or slot.key in pinned:
                 continue
             use = self._next_use(slot.key)
             sparing = self._sparing(index, use)
-            rank = (-sparing, use, -float(slot.touched))
+            rank = (-sparing, use, -float(slot.last_use))
             if not (idle and sparing) and (best < 0 or rank > best_rank):
                 best, best_rank = index, rank
         return (best, best_rank[1]) if best >= 0 else None
 
     def _sparing(self, index: int, use: float = 0.0) -> int:
-        """How much a buffer is spared whose object is used next at ``use``: 0 not, 1 it is busy, 2 it is the newest."""
+        """Return how much a buffer is spared whose object is used next at ``use``: 0 not, 1 as busy, 2 as newest."""
         if not self._spare_busy or use == NEVER:
             return 0
-        return 2 if index == self._newest else int(self.slots[index].touched > self._busy_since)
+        return 2 if index == self._newest else int(self.slots[index].last_use > self._busy_since)
 
     def _take_empty(self) -> int | None:
-        """Of the buffers that hold nothing the one idle longest, found without looking at all of them."""
+        """Return the empty buffer that is idle the longest, found without looking at all of them; None: none is."""
         while self._empty:
             touched, index = heapq.heappop(self._empty)
             slot = self.slots[index]
-            if slot.key is None and slot.touched == touched:
+            if slot.key is None and slot.last_use == touched:
                 return index
             if slot.key is None:  # its last users came after it was emptied
-                heapq.heappush(self._empty, (slot.touched, index))
+                heapq.heappush(self._empty, (slot.last_use, index))
         return None
 
     def has_room(self) -> bool:
-        """Whether a buffer is empty."""
+        """Return whether a buffer is empty."""
         return len(self._where) < len(self.slots)
 
     def fill(self, index: int, key: Hashable, ready: Task) -> None:
-        """Record that ``ready`` puts ``key`` into buffer ``index``; earlier users are waited for by then."""
+        """Note that ``ready`` puts ``key`` into buffer ``index``, after all earlier users of the buffer."""
         slot = self.slots[index]
         slot.key, slot.ready, slot.users = key, ready, []
         self._where[key] = index
@@ -141,7 +143,7 @@ class Pool:
         self.touch(index)
 
     def use(self, index: int, task: Task) -> None:
-        """Record that ``task`` uses buffer ``index``."""
+        """Note that ``task`` uses buffer ``index``."""
         self.slots[index].users.append(task)
         self.touch(index)
 
@@ -151,21 +153,22 @@ class Pool:
         if index is not None:
             slot = self.slots[index]
             slot.key = None
-            heapq.heappush(self._empty, (slot.touched, index))
+            heapq.heappush(self._empty, (slot.last_use, index))
 
-    def computed(self) -> None:
-        """The uses of one computation have all been noted: what it and the one after it use counts as busy."""
-        self._busy_since, self._began = self._began, self._clock
+    def end_computation(self) -> None:
+        """Note that all uses of one computation are known: what it and the next one use counts as busy."""
+        self._busy_since, self._computation_start = self._computation_start, self._clock
 
     def touch(self, index: int) -> None:
+        """Note that buffer ``index`` is used now."""
         self._clock += 1
-        self.slots[index].touched = self._clock
+        self.slots[index].last_use = self._clock
 
 
 class SortedPool(Pool):
     """A pool of many buffers, which finds what is needed latest without looking at each.
 
-    For that it must be told, with :meth:`used`, when an object's next use has changed.
+    For that, :meth:`update_next_use` must be called when an object's next use has changed.
     """
 
     def __init__(self, name: str, count: int, next_use: Callable[[Hashable], float], spare_busy: bool = False):
@@ -174,8 +177,8 @@ class SortedPool(Pool):
         # None: made when it is needed, which it never is in a pool that holds everything.
         self._sorted: list[tuple[float, int, int]] | None = None
 
-    def used(self, key: Hashable) -> None:
-        """One use of ``key`` is over, if it is here at all: its next use is another one now."""
+    def update_next_use(self, key: Hashable) -> None:
+        """Note that the next use of ``key``, if it is here at all, is another one now."""
         index = self._where.get(key)
         if index is not None:
             self._sort(index)
@@ -193,9 +196,9 @@ class SortedPool(Pool):
 
     def _entry(self, index: int) -> tuple[float, int, int]:
         slot = self.slots[index]
-        return -self._next_use(slot.key), slot.touched, index
+        return -self._next_use(slot.key), slot.last_use, index
 
-    def _needed_latest(self, held: Collection[Hashable], idle: bool = False) -> tuple[int, float] | None:
+    def _needed_latest(self, pinned: Collection[Hashable], idle: bool = False) -> tuple[int, float] | None:
         if self._sorted is None:
             self._sorted = [self._entry(index) for index, slot in enumerate(self.slots) if slot.key is not None]
             heapq.heapify(self._sorted)
@@ -209,7 +212,7 @@ class SortedPool(Pool):
             if key is None or entry != self._entry(index):
                 continue
             sparing = self._sparing(index, use)
-            if key in held:
+            if key in pinned:
                 stay.append(entry)
             elif sparing:
                 stay.append(entry)

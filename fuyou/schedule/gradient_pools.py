@@ -1,4 +1,4 @@
-"""Gradients in host memory: on their way to their update, waiting for it, or kept in case it must be done again.
+"""Gradients in host memory: on their way to their update, deferred, or kept in case the update must be done again.
 
 As with activations, what is needed soonest stays; what has to leave for another gradient is written to SSD.
 """
@@ -13,17 +13,18 @@ from fuyou.schedule.tasks import Op, Task
 
 
 class AddTask(Protocol):
-    """Appends a task to the list that is being made."""
+    """A function that appends a task to the list that is being made."""
 
-    def __call__(self, op: Op, after: list[Task], **fields: int) -> Task: ...
+    def __call__(self, op: Op, after: list[Task], **fields: int | None) -> Task: ...
 
 
 class GradientPools:
-    """Which gradient is in which buffer.
+    """Which buffers hold which gradients.
 
     Args:
-        shape, counts: records and buffers.
-        first_use: position of a record's first use in a step, by which its update must be done.
+        shape: the model's records.
+        counts: numbers of buffers.
+        first_use: returns the position of a record's first use in a step, by which its update must be done.
         emit: appends a task to the step's list.
     """
 
@@ -33,44 +34,49 @@ class GradientPools:
             kind: Pool(f"host gradients ({kind.value})", counts.host_gradients(kind), self._next_use) for kind in Kind
         }
         self.pending: dict[int, int] = {}
-        """Record -> step of the gradient that waits for its update."""
+        """Record -> step of its gradient, which waits for its update."""
         self.kept: dict[int, int] = {}
-        """Record -> step of the gradient whose update is done, and may have to be done again."""
+        """Record -> step of its gradient, whose update is done and may have to be done again."""
         self._spilled: dict[int, Task] = {}  # record -> the task that writes its gradient to SSD
 
     def take(self, record: Record) -> tuple[int, list[Task]]:
-        """A buffer for the record's gradient, and what must be finished before it may be overwritten."""
+        """Return a buffer for the record's gradient, and what must be finished before it may be overwritten."""
         pool = self._pools[record.kind]
         index, leaving = pool.take(record.index)
         after = pool.slots[index].busy()
         if isinstance(leaving, int):
             write = self._spilled[leaving] = self._emit(
-                Op.GRADIENT_WRITE, [pool.slots[index].filled], record=leaving, source=index,
+                Op.GRADIENT_WRITE,
+                [pool.slots[index].filled],
+                record=leaving,
+                source=index,
                 nbytes=self._records[leaving].gradient_nbytes,
-            )  # fmt: skip
+            )
             after.append(write)
         return index, after
 
     def fill(self, index: int, record: Record, ready: Task) -> None:
-        """``ready`` brings the record's gradient into buffer ``index``."""
+        """Note that ``ready`` brings the record's gradient into buffer ``index``."""
         self._pools[record.kind].fill(index, record.index, ready)
 
     def fetch(self, record: Record) -> tuple[int, Task]:
-        """The buffer that holds the record's gradient, which is read if it is not in host memory; and the task after
-        which it does."""
+        """Return the buffer that holds the record's gradient, and the task after which it does; read it if need be."""
         pool = self._pools[record.kind]
         index = pool.find(record.index)
         if index is None:
             index, after = self.take(record)
             ready = self._emit(
-                Op.GRADIENT_READ, [*after, self._spilled.pop(record.index)], record=record.index, target=index,
+                Op.GRADIENT_READ,
+                [*after, self._spilled.pop(record.index)],
+                record=record.index,
+                target=index,
                 nbytes=record.gradient_nbytes,
-            )  # fmt: skip
+            )
             pool.fill(index, record.index, ready)
         return index, pool.slots[index].filled
 
     def updated(self, index: int, record: Record, update: Task, *, keep: bool) -> None:
-        """``update`` uses the gradient in buffer ``index``, the last time unless it is to be kept."""
+        """Note that ``update`` uses the gradient in buffer ``index``, for the last time unless it is to be kept."""
         pool = self._pools[record.kind]
         if keep:
             self.kept[record.index] = update.step
@@ -78,9 +84,12 @@ class GradientPools:
             pool.drop(record.index)
         pool.use(index, update)
 
-    def settle(self, again: bool) -> list[Record]:
-        """Whether the updates of all gradients that are kept must be done ``again``: then these wait for them, else
-        they are forgotten. Returns the records to be updated again."""
+    def resolve_speculation(self, again: bool) -> list[Record]:
+        """Decide whether all updates whose gradients are kept must be done ``again``; else forget these gradients.
+
+        Returns:
+            The records whose gradients now wait for another update.
+        """
         kept, self.kept = self.kept, {}
         if again:
             self.pending.update(kept)

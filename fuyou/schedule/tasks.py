@@ -81,34 +81,21 @@ class Task:
     """Bytes that it moves."""
     flops: float = 0.0
     """Floating-point operations that it computes."""
-    tokens: float = 0.0
-    """Tokens that it computes on."""
     step: int = 0
-    record: int = -1
+    record: int | None = None
+    """Index of the record whose bytes it works on; None for activations and for the end of a step."""
     visit: Visit | None = None
-    micro: int = -1
-    source: int = -1
+    """Visit that it belongs to, of a task that computes or that moves what a visit leaves."""
+    micro: int | None = None
+    """Number of its micro-batch, from 0."""
+    source: int | None = None
     """Index of the buffer slot (or, on SSD, of the file slot or extent) that it takes from."""
-    target: int = -1
-    """Likewise, that it writes to; -1 if an update is not written."""
-    adapter: int = -1
-    """Device buffer of the adapter that a compute task uses beside its record, if there is one."""
-    tower: int = -1
-    """Likewise, of the towers."""
-    gradient: int = -1
+    target: int | None = None
+    """Index of the slot that it writes to; None for an update that is not written."""
+    gradient: int | None = None
     """Gradient slot of an update, or of the compute task that accumulates into it."""
-    inputs: tuple[int, ...] = ()
-    """Device activation slots that a compute task reads."""
-    output: int = -1
-    """Device activation slot that it writes."""
-    kept: int = -1
-    """Device slot of kept outputs, which a block's forward pass writes and its backward pass reads."""
     activation: Activation = Activation.HIDDEN
-    """Whose buffers an activation task moves bytes between."""
-    first: bool = False
-    """First micro-batch of its visit that adds to this gradient."""
-    last: bool = False
-    """Last micro-batch of its visit."""
+    """Kind of activation whose buffers an activation task moves bytes between."""
     # Written while running:
     done: bool = False
     event: Any = None
@@ -116,17 +103,37 @@ class Task:
     began: float = 0.0
     ended: float = 0.0
 
-    @property
-    def parameters(self) -> "list[tuple[int, int]]":
-        """The records that a compute task uses, each with the device buffer that it is in."""
-        assert self.visit is not None
-        visit = self.visit
-        places = (visit.record, self.source), (visit.adapter, self.adapter), (visit.tower, self.tower)
-        return [(record, buffer) for record, buffer in places if record >= 0]
-
     def __repr__(self) -> str:
         where = f" {self.visit.phase.value} layer {self.visit.layer}" if self.visit else ""
         return f"<{self.op.label} step {self.step} record {self.record}{where} micro {self.micro}>"
+
+
+@dataclass(eq=False, slots=True, repr=False, kw_only=True)
+class ComputeTask(Task):
+    """The computation of one micro-batch of a visit."""
+
+    visit: Visit
+    micro: int
+    tokens: float = 0.0
+    """Tokens that it computes on."""
+    places: dict[int, int] = field(default_factory=dict)
+    """Device buffer of each record that it uses."""
+    inputs: tuple[int, ...] = ()
+    """Device activation slots that it reads."""
+    output: int | None = None
+    """Device activation slot that it writes; None if nothing wants its result."""
+    kept: int | None = None
+    """Device slot of saved activations, which a block's forward pass writes and its backward pass reads."""
+    first: bool = False
+    """Whether it is the first micro-batch that adds to its gradient."""
+    last: bool = False
+    """Whether it is the last micro-batch of its visit."""
+
+
+def known(index: int | None) -> int:
+    """Return an index that tasks of this kind always have."""
+    assert index is not None
+    return index
 
 
 @dataclass
@@ -149,7 +156,8 @@ class StepList:
     def kept_bytes(self, each: int) -> int:
         """Bytes of kept outputs that its forward pass leaves for its backward pass, ``each`` in one buffer."""
         return each * sum(
-            task.kept >= 0 and task.visit is not None and task.visit.phase is Phase.BLOCK_FORWARD for task in self.tasks
+            isinstance(task, ComputeTask) and task.kept is not None and task.visit.phase is Phase.BLOCK_FORWARD
+            for task in self.tasks
         )
 
     def ssd_written_bytes(self) -> int:

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig, logging
 
 import fuyou
-from fuyou.schedule.memory_plan import MemoryPlanner
+from fuyou.schedule.memory_planner import MemoryPlanner
 from gpu.journal import DATA_PREFIX, Check, describe
 
 twin: Any = importlib.import_module("tests.helpers.twin")  # so that type checks do not follow into the tests

@@ -15,7 +15,8 @@ from fuyou import Engine
 from fuyou.layout.record import Precision
 from fuyou.model.model_records import model_records
 from fuyou.model.streamed_model import StreamedModel
-from fuyou.schedule.memory_plan import MemoryPlan, MemoryPlanner
+from fuyou.schedule.memory_plan import MemoryPlan
+from fuyou.schedule.memory_planner import MemoryPlanner
 from peers import contender
 
 PRECISION = Precision(torch.bfloat16, torch.float32)

@@ -14,8 +14,8 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cli.main import main
-from cli.report.metrics import step_metrics
-from cli.report.progress import ClusterLine
+from cli.report.metrics import named_metrics
+from cli.report.results import MemoryUse, StepMetrics, StepResult
 from common.data import DataConfig, open_data
 from tests.cli.conftest import Finetune
 
@@ -110,9 +110,10 @@ def test_the_run_directory(done: Done) -> None:
 
 
 def test_rates_of_several_ranks_are_per_device() -> None:
-    line = ClusterLine(7, 1.5, 0.25, 800.0, 4e12, 3 << 30, 5 << 30, 7 << 30)
-    assert step_metrics(line, 1e-3, 2.0, 99, 4) == {
-        "loss_metrics/global_avg_loss": 1.5, "grad_norm": 0.25, "lr": 1e-3, "n_tokens_seen": 99,
+    result = StepResult(1.5, 0.25, sent_bytes=3 << 30)
+    metrics = StepMetrics(7, result, 1e-3, 2.0, 1600, 5e9, MemoryUse(5 << 30, 7 << 30), ranks=4)
+    assert named_metrics(metrics) == {
+        "loss_metrics/global_avg_loss": 1.5, "grad_norm": 0.25, "lr": 1e-3, "n_tokens_seen": 11200,
         "throughput(tps)": 200.0, "tflops": 1.0, "time_metrics/end_to_end(s)": 2.0, "memory/max_active(GiB)": 5.0,
         "memory/host(GiB)": 7.0, "network/sent(GiB)": 3.0, "skipped": 0.0,
     }  # fmt: skip

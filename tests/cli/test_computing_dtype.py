@@ -38,9 +38,9 @@ def test_a_run_says_what_it_computes_in_and_goes_on_in_that(
 
 
 def test_what_is_asked_for_is_not_decided(fastest: list[str]) -> None:
-    assert with_dtype(Settings("m", gpu="cpu")).dtype == "fp32"
-    assert with_dtype(Settings("m", gpu="cpu", dtype="bf16")).dtype == "bf16"
-    assert with_dtype(Settings("m", gpu="emulated:tflops=1,memory=1GiB,link=1GB/s")).dtype == "bf16"
+    assert with_dtype(Settings(model="m", gpu="cpu")).dtype == "fp32"
+    assert with_dtype(Settings(model="m", gpu="cpu", dtype="bf16")).dtype == "bf16"
+    assert with_dtype(Settings(model="m", gpu="emulated:tflops=1,memory=1GiB,link=1GB/s")).dtype == "bf16"
 
 
 def test_a_file_leaves_it_open_and_a_plan_for_other_hardware_takes_bf16(
@@ -79,7 +79,7 @@ class Others:
 
 
 def test_the_first_rank_decides_for_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fastest: list[str]) -> None:
-    fresh = Settings("m", nodes=2, ssd=("x",), output=tmp_path)
+    fresh = Settings(model="m", nodes=2, ssd=("x",), output=tmp_path)
     others = Others(monkeypatch)
     assert others.decide([(fresh, "cpu", False), (fresh, "cuda", False)]) == ["fp32", "fp32"]
     assert others.decide([(fresh, "cuda", False), (fresh, "cpu", False)]) == ["bf16", "bf16"]
@@ -91,7 +91,8 @@ def test_ranks_go_on_in_what_any_of_them_has_stored(
 ) -> None:
     drives = [tmp_path / "node0", tmp_path / "node1"]
     each = [
-        Settings("m", nodes=2, ssd=(str(drive),), output=tmp_path / "out", resume=not restarted) for drive in drives
+        Settings(model="m", nodes=2, ssd=(str(drive),), output=tmp_path / "out", resume=not restarted)
+        for drive in drives
     ]
     (drives[1] / each[1].store_name / "rank-0").mkdir(parents=True)
     commit_manifest(drives[1] / each[1].store_name / "rank-0", {"dtype": "torch.bfloat16"})
@@ -106,5 +107,5 @@ def test_a_run_in_memory_goes_on_in_what_its_commit_says(
     monkeypatch.setattr(
         "fcdp.checkpoint.commits.ShardedCheckpoints.describe", lambda commits, step: {"--dtype": "bf16"}
     )
-    settings = Settings("m", nodes=1, output=tmp_path, resume=True)
+    settings = Settings(model="m", nodes=1, output=tmp_path, resume=True)
     assert Others(monkeypatch).decide([(settings, "cpu", False)]) == ["bf16"]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from cli.main import main
-from cli.options.command import build_command
-from cli.options.config_file import effective_config, written_by
+from cli.options.command import build_command, parse_command_line
+from cli.options.config_file import effective_config
 
 
 def parse(*words: object) -> dict[str, Any]:
@@ -45,16 +45,16 @@ def test_the_command_line_wins() -> None:
 def test_what_is_written_reads_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--model", 'with "quotes" and \\', "--data", "ä.jsonl", "b", "--warmup", "3%", "--host-memory", "64GiB",
              "--no-save", "--lr", "1e-5", "--levels", "2,4", "--max-model", "--eps", ".5"]  # fmt: skip
-    file = write(effective_config(written_by(words)))
+    file = write(effective_config(parse_command_line(words)))
     assert parse("--config", file) == parse(*words)
-    assert effective_config(written_by(["--config", str(file)])) == file.read_text().replace("1e-5", "1e-05")
-    assert parse("--config", write(effective_config(written_by([])))) == parse()
+    assert effective_config(parse_command_line(["--config", str(file)])) == file.read_text().replace("1e-5", "1e-05")
+    assert parse("--config", write(effective_config(parse_command_line([])))) == parse()
 
 
 def test_paths_that_no_longer_depend_on_the_folder() -> None:
     Path("texts").mkdir()
     words = ["--model", "llama-10m", "--data", "texts", "--output", "out", "--trace", "t.json", "--lr", "3"]
-    content = tomllib.loads(effective_config(written_by(words), absolute=True, leave_out=("trace",)))
+    content = tomllib.loads(effective_config(parse_command_line(words), absolute=True, leave_out=("trace",)))
     here = str(Path.cwd())
     assert (content["model"]["model"], content["data"]["data"]) == ("llama-10m", [f"{here}/texts"])
     assert content["output"]["output"] == f"{here}/out" and "trace" not in content["planning"]
@@ -70,7 +70,7 @@ def test_write_config(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_full_file_does_not_count_as_typed(capsys: pytest.CaptureFixture[str]) -> None:
     """A plan for a cluster refuses options that change nothing in it; here they have their defaults."""
     words = ["--plan", "--cluster", "a800-hdr", "--model", "llama-7b"]
-    file = write(effective_config(written_by(words)))
+    file = write(effective_config(parse_command_line(words)))
     assert main(["--config", str(file), "--json"]) == 0
     capsys.readouterr()
     assert main(["--config", str(file), "--gpu", "auto"]) == 2

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cli.train.prepare import tokenizer_of
+from cli.job.data import tokenizer_of
 from common.data import DataConfig, open_data
 from tests.cli.conftest import Finetune
 from tests.helpers.small_models import small_config

@@ -10,9 +10,9 @@ import pytest
 
 PROGRAM = """
 import os, signal, sys, time
-import cli.launch.interrupts
-from cli.launch.interrupts import Interrupts
-cli.launch.interrupts.STOP_SECONDS = 0.3
+import cli.train.interrupts
+from cli.train.interrupts import Interrupts
+cli.train.interrupts.STOP_SECONDS = 0.3
 number, hangs = int(sys.argv[1]), sys.argv[2] == "hangs"
 signal.signal(number, signal.SIG_IGN if sys.argv[2] == "nohup" else signal.SIG_DFL)  # whatever we were started with
 with Interrupts() as interrupts:

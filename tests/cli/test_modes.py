@@ -3,28 +3,25 @@
 import pytest
 
 from cli.main import main
-from cli.options import modes
 from cli.options.command import build_command
-from cli.options.modes import Mode
+from cli.options.modes import ADVICE, REFUSALS
+from cli.options.option import Mode
 
-OPTIONS = {option.name for option in build_command(lambda **options: 0).params if option.expose_value}
-MODES = {name: mode for name, mode in vars(modes).items() if isinstance(mode, Mode)}
+OPTIONS = {option.name: option for option in build_command(lambda **options: 0).options}
 BY_NAME = ("--plan", "--model", "llama-7b", "--gpu", "4090", "--drive", "p5510")
 
 
-@pytest.mark.parametrize("name", MODES)
-def test_the_table_speaks_of_options_that_there_are(name: str) -> None:
-    mode = MODES[name]
-    assert mode.takes <= OPTIONS and mode.instead.keys() <= OPTIONS
-    assert not mode.takes & mode.instead.keys()
-    assert mode.takes & {"demo", "verify", "check", "profile", "plan"}
+@pytest.mark.parametrize("mode", Mode)
+def test_what_is_said_about_options_that_a_mode_does_not_read(mode: Mode) -> None:
+    assert "{names}" in REFUSALS[mode]
+    for name in ADVICE.get(mode, {}):
+        assert mode not in OPTIONS[name].declaration.modes
+    asked_by = {"demo", "verify", "check", "profile", "plan"}
+    assert mode is Mode.TRAIN or any(mode in OPTIONS[name].declaration.modes for name in asked_by)
 
 
 def test_every_option_is_for_something() -> None:
-    taken = modes.training(OPTIONS).takes | modes.ALWAYS
-    for mode in MODES.values():
-        taken |= mode.takes
-    assert taken == OPTIONS
+    assert [name for name, option in OPTIONS.items() if not option.declaration.modes] == ["completion", "version"]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from tests.helpers.histories import history
 from tests.helpers.pairs import COMMON, ROOT, Node, Pair, same
 
 _ENDS_WITHIN = (
-    "import sys, cli.launch.interrupts as one; one.STOP_SECONDS = {}; from cli.main import main; sys.exit(main())"
+    "import sys, cli.train.interrupts as one; one.STOP_SECONDS = {}; from cli.main import main; sys.exit(main())"
 )
 PATIENT = ("-c", _ENDS_WITHIN.format(200))
 """The command, which gives a step that is under way time to end on the slowest machine."""
@@ -312,17 +312,17 @@ def slurm(**more: str) -> dict[str, str]:
 
 
 def test_where_nodes_meet() -> None:
-    two = Settings("m", nodes=2)
-    given = find_meeting(Settings("m", nodes=2, rdzv_endpoint="127.0.0.1"), slurm())
+    two = Settings(model="m", nodes=2)
+    given = find_meeting(Settings(model="m", nodes=2, rdzv_endpoint="127.0.0.1"), slurm())
     assert (given.endpoint, given.address, given.is_host) == ("127.0.0.1:29400", "127.0.0.1", True)
-    other = find_meeting(Settings("m", nodes=2, rdzv_endpoint="127.0.0.1"), {})
+    other = find_meeting(Settings(model="m", nodes=2, rdzv_endpoint="127.0.0.1"), {})
     assert not other.is_host  # the first one on this machine holds it
     from_torchrun = find_meeting(two, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29777"})
     assert (from_torchrun.endpoint, from_torchrun.interface) == ("127.0.0.1:29777", "lo")
     from_slurm = find_meeting(two, slurm())
     assert from_slurm.host == "127.0.0.1" and 20_000 <= from_slurm.port < 30_000
     assert from_slurm.run_id != find_meeting(two, slurm(STEP_ID="2")).run_id
-    alone = find_meeting(Settings("m", nodes=1), {})
+    alone = find_meeting(Settings(model="m", nodes=1), {})
     assert alone.is_host and alone.port == 0
 
 
@@ -336,7 +336,7 @@ def test_where_nodes_meet() -> None:
 ])  # fmt: skip
 def test_no_way_to_meet(options: dict[str, Any], environment: dict[str, str], message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
-        find_meeting(Settings("m", nodes=2, **options), environment)
+        find_meeting(Settings(model="m", nodes=2, **options), environment)
 
 
 def test_slurm_writes_lists_short() -> None:

@@ -1,7 +1,9 @@
 """The command line as people, and shells, write it."""
 
+import inspect
 import subprocess
 import sys
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,12 @@ import click
 import pytest
 
 from cli.main import main
-from cli.options.command import build_command
-from cli.options.grouped import expand_pattern, repeat_option
+from cli.options.__main__ import options_page
+from cli.options.command import build_command, repeat_option
+from cli.options.groups import GROUPS
+from cli.options.option import attribute_docstrings, option_fields
+from cli.options.schedule import Warmup
+from cli.options.settings import Settings, expand_pattern
 from common.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -136,3 +142,60 @@ def test_completion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
         with pytest.raises(SystemExit):
             main([])
         assert wanted in capsys.readouterr().out.splitlines(), typed
+
+
+@dataclass
+class Documented:
+    """A class for the test below."""
+
+    one: int = 1
+    """What one is, on a line."""
+    two: str = "two"
+    """What two is,
+    on two lines.  [default: two]"""
+    none: int = 3
+    four = 4
+    """Of an attribute without annotation."""
+
+
+def test_docstrings_of_attributes() -> None:
+    assert attribute_docstrings(Documented) == {
+        "one": "What one is, on a line.",
+        "two": "What two is, on two lines.  [default: two]",
+    }
+
+
+def test_every_field_of_a_group_is_an_option_with_a_help() -> None:
+    declared = {field.name for group in GROUPS.values() for field in option_fields(group)}
+    documented = {name for group in GROUPS.values() for name in attribute_docstrings(group)}
+    assert declared == documented == {field.name for field in fields(Settings)} - {"arguments"}
+
+
+def test_the_page_of_all_options_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "options.md").read_text()
+    assert page == options_page(), "run python -m cli.options > docs/options.md"
+
+
+def test_the_settings_of_a_command_line(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.txt"):
+        (tmp_path / name).touch()
+    options = parse("--model", "m", "--data", f"{tmp_path}/*.txt", "--warmup", "3%", "--beta1", "0.8")
+    settings = Settings.of_options(options, ("--model", "m"))
+    assert settings.data == (f"{tmp_path}/a.txt", f"{tmp_path}/b.txt")
+    assert settings.warmup == Warmup(0.03, is_fraction=True) and str(settings.warmup) == "0.03"
+    assert settings == Settings(
+        model="m", data=settings.data, warmup=settings.warmup, beta1=0.8, arguments=("--model", "m")
+    )
+
+
+def test_options_under_the_names_of_the_engine() -> None:
+    settings = Settings(model="m", beta1=0.8, commit_every=3, unproven=True, lr=1.0)
+    names = ("lr", "betas", "max_grad_norm", "commit_every", "prove", "topology")
+    taken = {"lr": 1.0, "betas": (0.8, 0.999), "max_grad_norm": None, "commit_every": 3, "prove": False}
+    assert settings.named(names) == taken
+    import fuyou  # which takes seconds to import
+
+    given = settings.named(inspect.signature(fuyou.Engine).parameters)
+    assert given["commit_every"] == 3
+    assert given.keys() >= {"lr", "betas", "eps", "weight_decay", "max_grad_norm", "clip_by", "dtype", "seed", "prove"}
+    assert given.keys() >= {"micro_batch", "host_memory", "device_memory", "host_cache", "io", "frozen_dtype"}

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cli.launch.outcomes import Outcome, OwnOutcome, RankOutcomes
+from cli.train.outcomes import Outcome, OwnOutcome, RankOutcomes
 
-RANK = "from cli.launch.outcomes import *; own = OwnOutcome(); own.leave(Outcome(2, f'start {own.restarts}'))"
+RANK = "from cli.train.outcomes import *; own = OwnOutcome(); own.leave(Outcome(2, f'start {own.restarts}'))"
 
 
 def test_only_the_outcome_of_the_last_start_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,17 +6,19 @@ from pathlib import Path
 import pytest
 
 from cli.report.history import History
+from cli.report.results import IoCounts, MemoryUse, RunTotals, StepResult
 from cli.report.summary import Measurements
 from common.store.errors import StoreError
-from fuyou.optimizer.clipping import ClipBy
 from tests.helpers.reports import FIELDS
 
 
 def test_report(tmp_path: Path) -> None:
     measured = Measurements(tokens_per_step=100, model_flops=6e9, hardware_flops=8e9)
-    measured.add(3.0, 2.0, {"gpu": 1.0, "ssd": 1.5})
-    measured.add(2.0, 3.0, {"gpu": 1.0, "ssd": 2.5}, clipped=True, updated_again=True)
-    report = measured.report((10, 9), (1, 2, 3), (2300, 1000), (2200, 1000), clip_by=ClipBy.SPECULATION)
+    measured.add(2.0, StepResult(3.0, 1.0, busy_seconds={"gpu": 1.0, "ssd": 1.5}))
+    busy = {"gpu": 1.0, "ssd": 2.5}
+    measured.add(3.0, StepResult(2.0, 1.0, clipped=True, updated_again=True, busy_seconds=busy))
+    io, evaluation = IoCounts(2700, 1100, 2500, 1000), IoCounts(400, 100, 300, 0)
+    report = measured.report(RunTotals(10, 9, MemoryUse(1, 2), 3, io, evaluation, clip_by="speculation"))
     report.write(tmp_path / "report.json")
     got = json.loads((tmp_path / "report.json").read_text())
     assert got.keys() == FIELDS
@@ -43,8 +45,8 @@ def test_a_full_file_system_is_told_with_the_file(tmp_path: Path) -> None:
 def test_skipped_steps_are_counted_and_have_no_number(tmp_path: Path) -> None:
     measured = Measurements(100, 1, 1)
     for loss, skipped in ((2.5, False), (float("nan"), True), (2.0, False)):
-        measured.add(loss, 1.0, {}, skipped=skipped)
-    report = measured.report((10, 10), (0, 0, 0), (0, 0), (0, 0))
+        measured.add(1.0, StepResult(loss, 1.0, skipped=skipped))
+    report = measured.report(RunTotals(10, 10))
     assert "2.5000 in the first step, 2.0000 in the last of 3; 1 skipped, not finite" in report.summary(0)
     report.write(tmp_path / "report.json")
     got = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
@@ -64,6 +66,6 @@ def test_a_damaged_line_goes_and_the_others_stay(tmp_path: Path) -> None:
 
 
 def test_a_report_of_no_steps() -> None:
-    report = Measurements(100, 1, 1).report((10, 10), (0, 0, 0), (0, 0), (0, 0))
+    report = Measurements(100, 1, 1).report(RunTotals(10, 10))
     assert (report.steps, report.overlap_efficiency, report.tokens_per_second) == (0, 0, 0)
     assert report.summary(0) == "no step was left to take"

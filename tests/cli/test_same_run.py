@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
+from cli.job.job import Job
 from cli.options.schedule import LearningRate
 from cli.options.settings import Settings
-from cli.train.any_run import check_same_run
-from cli.train.prepare import Job
+from cli.train.same_run import check_same_run
 from common.data import RandomBatches
 from common.errors import UserError
 
 
 def job(**changes: Any) -> Job:
     given = {name: changes.pop(name) for name in ("seed", "schedule") if name in changes}
-    settings = Settings("m", batch_size=4, dtype="bf16", **given)
+    settings = Settings(model="m", batch_size=4, dtype="bf16", **given)
     rate = LearningRate(settings.schedule, 1.0, 2, changes.pop("total", 10))
     made = Job(
         settings, "LlamaForCausalLM", 100, 10**6, None, None, Path("out"), (Path("ssd"),), "store", 16,

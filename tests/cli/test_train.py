@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cli.launch.interrupts import Interrupts
 from cli.train.demo import DemoSize, run_demo
+from cli.train.interrupts import Interrupts
 from tests.cli.conftest import Finetune, sending
 from tests.helpers.histories import history
 from tests.helpers.reports import FIELDS

@@ -28,7 +28,7 @@ def test_a_flipped_bit_is_named_and_never_trained_on(tmp_path: Path, monkeypatch
     with small_engine(tmp_path, lr=1e-3) as engine:
         train(engine, 1)
         engine.flush()
-        sealed = engine._commits.sums.sealed(engine._commits.state.slot)
+        sealed = engine._run.commits.sums.sealed(engine._run.commits.state.slot)
         names = [one.what for one in sealed]
     assert {"block 0, parameters", "block 2, optimizer states", "head, parameters"} <= set(names)
     victim = next(one for one in sealed if one.what == "block 1, optimizer states")
@@ -45,7 +45,7 @@ def test_a_flipped_bit_is_named_and_never_trained_on(tmp_path: Path, monkeypatch
     train(engine, 1)
     engine.flush()
     after = engine.committed_step
-    flip(tmp_path / "fuyou" / f"weights.{engine._commits.state.slot}", victim.extent.offset + 12345)
+    flip(tmp_path / "fuyou" / f"weights.{engine._run.commits.state.slot}", victim.extent.offset + 12345)
     with pytest.raises(FinetuneError, match="block 1, optimizer states is damaged"):
         train(engine, 2)
     engine.close()
@@ -56,7 +56,7 @@ def test_each_record_has_its_turn_and_no_write_is_done_before_its_checksum_is_kn
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with small_engine(tmp_path, lr=1e-3) as engine:
-        sums: RecordSums = engine._commits.sums
+        sums: RecordSums = engine._run.commits.sums
         turns = [sum(sums.expected(record, "states", 0, step) is not None for step in range(64)) for record in range(5)]
         known: list[tuple[int, ...]] = []
 
@@ -65,11 +65,11 @@ def test_each_record_has_its_turn_and_no_write_is_done_before_its_checksum_is_kn
             known.append(parameters)
 
         monkeypatch.setattr(sums, "written", slow)
-        plane = engine._runtime.plane
+        plane = engine._run.runtime.plane
         assert plane is not None
-        record = plane.shape.records[0]
-        values = plane.host_parameters(record.kind, 0, record.parameter_nbytes)
-        plane._write_parameters(record, 1, values).result()
+        record = plane.buffers.shape.records[0]
+        values = plane.buffers.host_parameters(record.kind, 0, record.parameter_nbytes)
+        plane.stored.write_parameters(record, 1, values).result()
         assert len(known) == 1 and known[0] == (checksum(values, 0),)
     assert turns == [2] * 5
 

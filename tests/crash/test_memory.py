@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from common.memory.cgroups import ControlGroup
-from fuyou.optimizer import process as optimizer_process
+from fuyou.optimizer.adam import ChunkAdam
 from scripts.capped import CannotCapError, make_group, remove_group
 from tests.helpers.crash.runs import Run, execute
 
@@ -49,7 +49,7 @@ class Starved(Run):
     group: Path = Path()
 
     def train(self, say: Callable[..., None]) -> None:
-        whole, calls = optimizer_process.ChunkAdam.update, 0
+        whole, calls = ChunkAdam.update, 0
 
         def update(*arguments: Any, **named: Any) -> None:
             nonlocal calls
@@ -59,7 +59,7 @@ class Starved(Run):
                 bytearray(b"x" * (2 * LIMIT))
             whole(*arguments, **named)
 
-        optimizer_process.ChunkAdam.update = update  # type: ignore[method-assign]
+        ChunkAdam.update = update  # type: ignore[method-assign]
         super().train(say)
 
 

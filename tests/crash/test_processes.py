@@ -54,7 +54,7 @@ def test_a_lock_lasts_as_long_as_any_of_its_owners(tmp_path: Path) -> None:
 
 def test_the_optimizer_process_owns_the_lock_too(tmp_path: Path) -> None:
     with small_engine(tmp_path, lr=1e-3) as engine:
-        pid = engine._pids()[1]
+        pid = engine._run.pids()[1]
         held = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()]
     assert held.count(str(tmp_path / "fuyou")) == 1
 
@@ -82,7 +82,7 @@ def test_a_hung_optimizer_process_is_noticed_and_killed(tmp_path: Path, monkeypa
     engine = small_engine(tmp_path, lr=1e-3)
     losses = train(engine, 1)
     engine.flush()
-    child = engine._pids()[1]
+    child = engine._run.pids()[1]
     os.kill(child, signal.SIGSTOP)
     began = time.monotonic()
     with pytest.raises(FinetuneError, match="has not answered for 2 s and was killed"):
@@ -96,7 +96,7 @@ def test_a_hung_optimizer_process_is_noticed_and_killed(tmp_path: Path, monkeypa
 
 
 def test_memory_that_is_not_there_is_missed_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fuyou.engine.engine.memory_available_bytes", lambda: 10 << 20)
+    monkeypatch.setattr("fuyou.engine.common_decisions.memory_available_bytes", lambda: 10 << 20)
     with pytest.raises(UserError, match=r"would take .* of host memory, and 10.* available"):
         small_engine(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cli.options.config_file import written_by
+from cli.options.command import parse_command_line
 from common.data.demo_text import train_demo_tokenizer
 from tests.helpers.doc_blocks import ROOT, Block, blocks_of, run_command
 
@@ -91,7 +91,7 @@ def test_commands_in_the_text_could_be_typed(page: Path) -> None:
         if complete[-1].isupper() or {"--completion", "--config", "--help", "--version"} & set(complete):
             continue  # a placeholder, or a file of the reader's
         try:
-            written_by(complete)
+            parse_command_line(complete)
         except click.BadOptionUsage:  # named without a value
             assert complete[-1].startswith("--"), command
 

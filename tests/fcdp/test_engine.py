@@ -13,7 +13,8 @@ from common.errors import FinetuneError, UserError
 from common.models.adapters.options import ALL_LINEAR, AdapterOptions
 from common.store import load_manifest
 from fuyou.checkpoint.cluster_commits import ClusterCommits, LocalCommit, agreed_step
-from fuyou.layout.record import ALIGN_ELEMENTS, PAGE_ELEMENTS
+from fuyou.layout.record import PAGE_ELEMENTS
+from fuyou.layout.record_parts import ALIGN_ELEMENTS
 from fuyou.layout.share import Share
 from fuyou.schedule.tasks import Op, Task
 from tests.helpers.fcdp import engine_cases as cases
@@ -208,7 +209,7 @@ def test_agreed_step() -> None:
 def test_nodes_that_hold_different_parameters() -> None:
     """The second node's checksum differs: all ranks stop before anything is committed."""
     told = [("a", 5), ("a", 7), ("b", 5), ("b", 8)]
-    agreement: Any = SimpleNamespace(share=Share(2, 2), tell_at_commit=lambda value: told)
+    agreement: Any = SimpleNamespace(share=Share(2, 2), all_gather_at_commit=lambda value: told)
     state: Any = SimpleNamespace(step=3, clipped=0)
     commits = ClusterCommits(agreement, "abc", lambda step: 5, None, state, False, None, None)
     with pytest.raises(FinetuneError, match=r"step 4, node 1 \(b, rank 1 of it\) and node 0 \(a, rank 1 of it\) hold"):

@@ -17,7 +17,7 @@ from common.models.checkpoint.sources import RandomSource
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from fcdp.checkpoint.manifest import Manifest
-from fcdp.trainer import TrainerConfig
+from fcdp.config import TrainerConfig
 from tests.helpers.fcdp.pool import Pool, RankError
 from tests.helpers.fcdp.trainer_cases import VOCABULARY, Run, batch, diverge, export, rate, train, train_around
 from tests.helpers.small_models import small_config

@@ -1,7 +1,7 @@
 """A profile of a machine that does not exist."""
 
-from fuyou.planner.contention import Contention
 from fuyou.planner.profiling import OperatorTime, Profile
+from fuyou.planner.rates import Contention
 from fuyou.schedule.tasks import Resource
 
 PROFILE = Profile(

@@ -17,7 +17,7 @@ from fuyou.layout.model_layout import BatchShape, BufferCounts, ModelLayout, Rec
 from fuyou.layout.record import Kind, Precision, Record
 from fuyou.layout.visits import Phase
 from fuyou.schedule.scheduler import Scheduler
-from fuyou.schedule.tasks import Activation, Op, StepList, Task
+from fuyou.schedule.tasks import Activation, ComputeTask, Op, StepList, Task
 
 BF16 = Precision(torch.bfloat16, torch.float32)
 TRAINS = (Phase.HEAD, Phase.BLOCK_BACKWARD, Phase.EMBED_BACKWARD)
@@ -35,7 +35,9 @@ def step_shape(layers: int, tied: bool, precision: Precision = BF16, frozen: boo
     """
     outer = [("outer", 9000)] if tied else [("embedding", 9000), ("head", 7000)]
     records = [
-        Record.build(index, name, Kind.OUTER, precision, [((f"{name}.weight",), (size,), True)], trainable=not frozen)
+        Record.build(
+            index, name, Kind.NON_BLOCK, precision, [((f"{name}.weight",), (size,), True)], trainable=not frozen
+        )
         for index, (name, size) in enumerate(outer)
     ]
     for layer in range(layers):
@@ -56,8 +58,8 @@ def step_shape(layers: int, tied: bool, precision: Precision = BF16, frozen: boo
             )
         )  # fmt: skip
     head = blocks[-1] + 1
-    adapters = tuple(head + 1 + adapted.index(layer) if layer in adapted else -1 for layer in range(layers))
-    return ModelLayout(tuple(records), 0, len(outer) - 1, blocks, precision, adapters, -1, head)
+    adapters = tuple(head + 1 + adapted.index(layer) if layer in adapted else None for layer in range(layers))
+    return ModelLayout(tuple(records), 0, len(outer) - 1, blocks, precision, adapters, None, head)
 
 
 @dataclass
@@ -98,7 +100,7 @@ class Program:
                     self.group_of[id(task)] = id(open_group[task.record])
                     read = open_group[task.record]
                     self.source_of[id(task)] = read.source if read.nbytes else None
-                if task.op is Op.STATE_WRITE or (task.op is Op.UPDATE and task.target < 0):
+                if task.op is Op.STATE_WRITE or (task.op is Op.UPDATE and task.target is None):
                     del open_group[task.record]
         assert not open_group
         return self
@@ -115,7 +117,7 @@ class Program:
     def accesses(self, task: Task) -> tuple[list[tuple], list[tuple]]:
         """Places that ``task`` reads, and places that it writes."""
         record = task.record
-        buffers = self.shape.records[record].kind if record >= 0 else None
+        buffers = self.shape.records[record].kind if record is not None else None
         kept: list[tuple] = [("host states", record)] if record in self.resident else []
         kind = {Activation.HIDDEN: "activation", Activation.KEPT: "kept"}[task.activation]
         match task.op:
@@ -124,15 +126,15 @@ class Program:
             case Op.PARAMETER_UPLOAD:
                 return [("host parameters", buffers, task.source)], [("device parameters", buffers, task.target)]
             case Op.COMPUTE:
-                assert task.visit is not None
-                reads = [("device parameters", buffers, task.source)]
-                if task.adapter >= 0:
-                    reads.append(("device parameters", Kind.ADAPTER, task.adapter))
+                assert isinstance(task, ComputeTask)
+                reads = [
+                    ("device parameters", self.shape.records[used].kind, buffer) for used, buffer in task.places.items()
+                ]
                 reads += [("device activation", index) for index in task.inputs]
-                writes = [("device activation", task.output)] if task.output >= 0 else []
-                if task.gradient >= 0:
+                writes = [("device activation", task.output)] if task.output is not None else []
+                if task.gradient is not None:
                     writes.append(("device gradient", self.shape.records[task.visit.trained].kind, task.gradient))
-                if task.kept >= 0:
+                if task.kept is not None:
                     forward = task.visit.phase is Phase.BLOCK_FORWARD
                     (writes if forward else reads).append(("device kept", task.kept))
                 return reads, writes
@@ -150,7 +152,11 @@ class Program:
                 source = self.source_of[id(task)]
                 states = [("ssd states", record, source)] if source is not None else []
                 places = [("ssd parameters", record, task.target), ("ssd states", record, task.target)]
-                places = [("host parameters", buffers, task.source), *(places if task.target >= 0 else []), *kept]
+                places = [
+                    ("host parameters", buffers, task.source),
+                    *(places if task.target is not None else []),
+                    *kept,
+                ]
                 return [("host gradient", buffers, task.gradient), *states], places
             case Op.STATE_WRITE | Op.RESIDENT_WRITE:
                 places = [("ssd parameters", record, task.target), ("ssd states", record, task.target)]
@@ -302,12 +308,12 @@ class Machine:
         for place in writes:
             self.content[place] = self._result(task, place)
         # Chunks of states are still being read until the update has ended, and written until the write has.
-        kept = {Op.STATE_READ: [*reads, *writes], Op.UPDATE: writes if task.target >= 0 else []}.get(task.op, [])
+        kept = {Op.STATE_READ: [*reads, *writes], Op.UPDATE: writes if task.target is not None else []}.get(task.op, [])
         owner = self.program.owner(task)
         for place in (*reads, *writes):
             if place not in kept:
                 self._held[place].pop(owner, None)
-        if task.op is Op.UPDATE and task.target >= 0:
+        if task.op is Op.UPDATE and task.target is not None:
             # What is left is reading: others may use the new parameters while they are written to SSD.
             self._held[writes[0]][owner] = "read"
         if task.op is Op.STEP:
@@ -318,7 +324,7 @@ class Machine:
     def _result(self, task: Task, place: tuple) -> object:
         match task.op:
             case Op.COMPUTE:
-                assert task.visit is not None
+                assert isinstance(task, ComputeTask)
                 if place[0] == "device activation":
                     return self._activations(task)[1]
                 if place[0] == "device kept":
@@ -360,7 +366,7 @@ class Machine:
         """The complete gradient of one step."""
         micro = next(micro for kind, micro, steps in self.program.lists if kind == "train" and steps.step == step)
         phases = [Phase.HEAD if record == self.shape.head_adapter else Phase.BLOCK_BACKWARD]
-        if self.shape.records[record].kind is Kind.OUTER:
+        if self.shape.records[record].kind is Kind.NON_BLOCK:
             heads = [Phase.HEAD] if record == self.shape.head else []
             phases = heads + ([Phase.EMBED_BACKWARD] if record == self.shape.embedding else [])
         return (record, step, [(phase, m) for phase in phases for m in range(micro)])
@@ -368,13 +374,14 @@ class Machine:
     def _check(self, task: Task) -> None:
         """The task finds what it should, now."""
         record = task.record
-        buffers = self.shape.records[record].kind if record >= 0 else None
+        buffers = self.shape.records[record].kind if record is not None else None
         match task.op:
             case Op.COMPUTE:
-                assert task.visit is not None
+                assert isinstance(task, ComputeTask)
                 kind = self.program.lists[self.program.list_of[id(task)]][0]
                 version = task.step - 1 if kind == "train" else task.step
-                for used, buffer in zip(task.visit.records, (task.source, task.adapter), strict=False):
+                assert set(task.places) == set(task.visit.records)
+                for used, buffer in task.places.items():
                     used_record = self.shape.records[used]
                     place = ("device parameters", used_record.kind, buffer)
                     self._expect(task, place, (used, version if used_record.trainable else 0))
@@ -384,11 +391,11 @@ class Machine:
                     self._expect(task, ("device activation", index), value)
                 keeps = kind == "train" and task.visit.layer in self.program.keeping
                 passes = (Phase.BLOCK_FORWARD, Phase.BLOCK_BACKWARD)
-                assert (task.kept >= 0) == (keeps and task.visit.phase in passes)
-                if task.kept >= 0 and task.visit.phase is Phase.BLOCK_BACKWARD:
+                assert (task.kept is not None) == (keeps and task.visit.phase in passes)
+                if task.kept is not None and task.visit.phase is Phase.BLOCK_BACKWARD:
                     self._expect(task, ("device kept", task.kept), self._kept(task))
-                assert (task.gradient >= 0) == (task.visit.trained >= 0)
-                if task.gradient >= 0 and not task.first:
+                assert (task.gradient is not None) == (task.visit.trained is not None)
+                if task.gradient is not None and not task.first:
                     record = task.visit.trained
                     complete = self._gradient(record, task.step)[2]  # type: ignore[index]
                     part = complete[: complete.index((task.visit.phase, task.micro))]
@@ -446,7 +453,9 @@ def build(
         kept = frozenset(shape.trainable if resident else ())
         counts = replace(counts, host_adapters=max(counts.host_adapters, len(shape.trainable) if kept else 1))
     elif kept:
-        counts = replace(counts, host_blocks=max(layers, counts.host_blocks), host_outer=max(2, counts.host_outer))
+        counts = replace(
+            counts, host_blocks=max(layers, counts.host_blocks), host_non_block=max(2, counts.host_non_block)
+        )
     scheduler = Scheduler(
         shape, counts, single_slot=single_slot, slot=slot, deferred=interleaved(shape, defer),
         hold=defer >= 1 if hold is None else hold, resident=kept, speculate=speculate,
@@ -469,7 +478,7 @@ def build(
             program.lists.append((kind, micro, scheduler.training_step(step, batch, **options)))
             if speculate:
                 assert scheduler.speculative or step in defer_all or defer >= 1
-                program.lists.append(("settle", 0, scheduler.settle(step, clipped=not commit)))
+                program.lists.append(("settle", 0, scheduler.resolve_speculation(step, clipped=not commit)))
                 program.clipped |= set() if commit else {step}
         else:
             flush()

@@ -7,7 +7,9 @@ import torch
 from fuyou.layout.deferred import interleaved
 from fuyou.layout.model_layout import BatchShape, BufferCounts
 from fuyou.layout.record import Precision
-from fuyou.planner.simulator import Simulation, Simulator, TaskRates
+from fuyou.planner.rates import TaskRates
+from fuyou.planner.simulated_machine import Simulation
+from fuyou.planner.simulator import Simulator
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import StepList
 from tests.helpers.schedule_model import step_shape

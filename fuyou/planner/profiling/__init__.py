@@ -1,4 +1,4 @@
-"""What this machine does with this model, measured in a few seconds (Fuyou, section 4.2) and kept for the next run."""
+"""Profiles: what this machine does with a model, measured in seconds (Fuyou, section 4.2), cached for later runs."""
 
 from fuyou.planner.profiling.cache import load, save
 from fuyou.planner.profiling.measure import ProfiledWorkload, measure

@@ -1,6 +1,6 @@
-"""How long the model's parts take on the device: matrix products, embedding, block, head, and the block's operators.
+"""Measures the model's parts on the device: matrix products, embedding, block, head, and the block's operators.
 
-One block of the model really runs, with random weights, in the way in which the engine's tasks run it.
+One block of the model really runs, with random weights, as the engine's tasks run it.
 """
 
 import statistics
@@ -23,15 +23,15 @@ from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.gradient_sum import GradientSum, sum_of_squares
 from fuyou.planner.profiling.profile import OperatorTime
 from fuyou.recompute.block_trace import makes_views
-from fuyou.recompute.policy import keep_of, trace_block, worth_keeping
-from fuyou.recompute.replay import Recomputations, Recorded
+from fuyou.recompute.policy import operators_worth_saving, saved_outputs, trace_block
+from fuyou.recompute.replay import BlockReplay, SavedForward
 from fuyou.runtime.devices import Device
 
-#: A pass through the block, forward and backward, that is expected to take longer is measured on fewer tokens.
+#: If a pass through the block, forward and backward, is expected to take longer, fewer tokens are measured.
 LONGEST_PASS_SECONDS = 0.4
 #: Repetitions of one piece of work end after this many seconds.
 REPEAT_SECONDS = 0.4
-_MOST_REPETITIONS = 7
+_MAX_REPETITIONS = 7
 _TILE_ELEMENTS = 1 << 20
 
 
@@ -55,13 +55,13 @@ class PartTimes:
 
 
 class BlockBench:
-    """The largest block of a model with random weights, and the model's outer parts.
+    """The largest block of a model and the parts outside its blocks, with random weights, ready to be measured.
 
     Args:
-        stack: the model's parts.
+        stack: the model.
         shape: its records.
-        device: where they compute.
-        rows, seq_len: the micro-batch.
+        device: device that computes.
+        rows, seq_len: shape of the micro-batch.
         head_columns: tokens of each row that go through the head at once.
     """
 
@@ -72,7 +72,7 @@ class BlockBench:
         self._dtype = shape.precision.dtype
         self._record = max((shape.records[index] for index in shape.blocks), key=lambda record: record.numel)
         self._layer = shape.blocks.index(self._record.index)
-        self._wanted = rows, seq_len
+        self._whole = rows, seq_len
         self._head_columns = min(head_columns, seq_len)
         self._head_tokens = rows * self._head_columns
         self.matmul_flops_per_second = self._matmul_rate(rows * seq_len)
@@ -83,11 +83,11 @@ class BlockBench:
         self._gradient = torch.empty_like(self._weights)
 
     def measure(self) -> PartTimes:
-        """Run everything: on fewer tokens where a pass takes too long, and then on a quarter of them as well."""
+        """Measure everything, on fewer tokens if a pass takes too long, and then on a quarter of these as well."""
         sizes = [self.seq_len] if self._scale == 1 else [self.seq_len, max(1, self.seq_len // 4)]
         samples = [self._sample(seq_len) for seq_len in sizes]
-        calls = -(-self._wanted[1] // self._head_columns)
-        whole, head = self._wanted[0] * self._wanted[1], self._head_tokens
+        calls = -(-self._whole[1] // self._head_columns)
+        whole, head = self._whole[0] * self._whole[1], self._head_tokens
         hidden, arguments, _ = self.embedding(self.seq_len)
         kept_forward, kept_backward, kept_bytes = self._kept(arguments, hidden)
         return PartTimes(
@@ -107,33 +107,39 @@ class BlockBench:
         )
 
     def _sample(self, seq_len: int) -> "_Sample":
-        """Times on sequences of this many tokens."""
+        """Return the times on sequences of ``seq_len`` tokens."""
         hidden, calls, embed = self.embedding(seq_len)
         embed_forward, embed_backward = (self.seconds(work) for work in embed)
         forward, backward = self._both(*self.block(calls, hidden))
         columns = min(seq_len, self._head_tokens // self.rows)
         head, head_forward = self._head(hidden.narrow(self._stack.token_dim, 0, columns).detach())
         return _Sample(
-            self.rows * seq_len, self.rows * columns, embed_forward, forward, backward, head, head_forward,
+            self.rows * seq_len,
+            self.rows * columns,
+            embed_forward,
+            forward,
+            backward,
+            head,
+            head_forward,
             embed_backward,
-        )  # fmt: skip
+        )
 
     def _both(self, forward: Callable[[], None], backward: Callable[[], None]) -> tuple[float, float]:
-        """Seconds of a block's forward and backward pass, as they are from the second step on."""
+        """Return the seconds of a block's forward and backward pass, as they are from the second step on."""
         forward()
         backward()  # the first one is traced; from the next pass on it takes short cuts
         seconds = self.seconds(forward)
         return seconds, self.seconds(backward)
 
     def _kept(self, calls: BlockCalls, hidden: torch.Tensor) -> tuple[float, float, int]:
-        """The same if everything is kept that saves FLOPs, and how many bytes that is; nothing where none can be."""
+        """Return the seconds of both passes if all outputs that save FLOPs are saved, and their bytes; else zeros."""
         kernels = "cpu" if self._device.torch_device.type == "cpu" else "cuda"
         try:
             trace = trace_block(self._stack, self.seq_len, kernels, self._dtype, self._layer)
-        except Exception:  # whatever a family's own code does without values: such a run keeps nothing
+        except Exception:  # a family's own code may need values: such a run saves nothing
             return 0.0, 0.0, 0
-        operators = worth_keeping(trace)
-        nbytes = keep_of(trace, operators, self.rows).nbytes
+        operators = operators_worth_saving(trace)
+        nbytes = saved_outputs(trace, operators, self.rows).nbytes
         return *self._both(*self.block(calls, hidden, operators, nbytes)), nbytes
 
     def block(
@@ -143,23 +149,23 @@ class BlockBench:
         operators: Collection[tuple[str, int]] = (),
         kept_bytes: int = 0,
     ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """The block's forward pass, and its backward pass with recomputation.
+        """Return functions that run the block's forward pass, and its backward pass with recomputation.
 
         Args:
-            calls, hidden: what it is called with.
-            operators: calls whose outputs are kept.
-            kept_bytes: of these.
+            calls, hidden: arguments of the block.
+            operators: calls whose outputs are saved.
+            kept_bytes: bytes of these outputs.
         """
         views = self._record.views(self._weights)
         output, upstream = torch.empty_like(hidden), torch.full_like(hidden, 1e-3)
-        again = Recomputations([self._layer], operators, kept_bytes)
-        recorded = Recorded(None)
+        replay = BlockReplay([self._layer], operators, kept_bytes)
+        saved = SavedForward(None)
         buffer = torch.empty(kept_bytes, dtype=torch.uint8, device=hidden.device) if kept_bytes else None
 
         def forward() -> None:
-            nonlocal recorded
+            nonlocal saved
             with torch.no_grad(), self._stack.bound(_named(self._record, views)):
-                result, recorded = again.forward(
+                result, saved = replay.forward(
                     self._layer, hidden, calls, lambda: self._stack.block(self._layer, hidden, calls), buffer
                 )
             output.copy_(result)
@@ -167,8 +173,8 @@ class BlockBench:
         def backward() -> None:
             leaf = hidden.detach().requires_grad_()
             with torch.enable_grad(), self._stack.bound(self._leaves(self._record, views, self._gradient)):
-                result, _ = again.backward(
-                    self._layer, leaf, calls, lambda: self._stack.block(self._layer, leaf, calls), buffer, recorded
+                result, _ = replay.backward(
+                    self._layer, leaf, calls, lambda: self._stack.block(self._layer, leaf, calls), buffer, saved
                 )
                 calls.backward(result, upstream)
             assert leaf.grad is not None
@@ -177,7 +183,7 @@ class BlockBench:
         return forward, backward
 
     def work(self) -> Callable[[], None]:
-        """A pass through the block, forward and backward, to keep the device busy with; on :attr:`rows` sequences."""
+        """Return a function that runs the block forward and backward on :attr:`rows` sequences, as a load."""
         hidden, calls, _ = self.embedding(self.seq_len)
         forward, backward = self.block(calls, hidden)
 
@@ -189,21 +195,21 @@ class BlockBench:
         return both
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Of one run of ``work``: the median of a few, after one to warm up."""
+        """Return the seconds of one run of ``work``: the median of a few, after one to warm up."""
         work()
         self._device.synchronize()
         taken: list[float] = []
-        while sum(taken) < REPEAT_SECONDS and len(taken) < _MOST_REPETITIONS:
-            began = time.perf_counter()
+        while sum(taken) < REPEAT_SECONDS and len(taken) < _MAX_REPETITIONS:
+            start = time.perf_counter()
             work()
             self._device.synchronize()
-            taken.append(time.perf_counter() - began)
+            taken.append(time.perf_counter() - start)
         return statistics.median(taken)
 
     # -- parts ----------------------------------------------------------------------------------------------------
 
     def _matmul_rate(self, tokens: int) -> float:
-        """FLOP/s of the products with the block's matrices, each as often as the block has it."""
+        """Return the FLOP/s of products with the block's matrices, each as often as the block has it."""
         rows = min(tokens, 256 if self._device.torch_device.type == "cpu" else 4096)
         flops = taken = 0.0
         for (outputs, inputs), times in Counter(
@@ -222,7 +228,7 @@ class BlockBench:
         return {"input_ids": tokens.view(self.rows, seq_len)}
 
     def embedding(self, seq_len: int) -> tuple[torch.Tensor, BlockCalls, tuple[Callable[[], object], ...]]:
-        """The blocks' input, what they are called with, and the embedding's forward and backward pass."""
+        """Return the blocks' input, their other arguments, and functions for the embedding's passes."""
         record = self._shape.records[self._shape.embedding]
         weights = random_values(record.numel, self._dtype, self._device)
         gradient, views, inputs = torch.empty_like(weights), record.views(weights), self._inputs(seq_len)
@@ -230,7 +236,7 @@ class BlockBench:
         @torch.no_grad()
         def forward(alone: bool = False) -> tuple[torch.Tensor, BlockCalls]:
             with self._stack.bound(_named(record, views), before=True):
-                return self._stack.embed_alone(inputs) if alone else self._stack.embed(inputs)
+                return self._stack.embed_with_zero_links(inputs) if alone else self._stack.embed(inputs)
 
         def backward() -> None:
             with torch.enable_grad(), self._stack.bound(self._leaves(record, views, gradient), before=True):
@@ -242,7 +248,7 @@ class BlockBench:
         return hidden.clone(), calls, (forward, backward)
 
     def _head(self, hidden: torch.Tensor) -> tuple[float, float]:
-        """Seconds of ``hidden`` through the head: forward and backward, and forward alone."""
+        """Return the seconds of ``hidden`` through the head, forward and backward, and those of forward alone."""
         record = self._shape.records[self._shape.head]
         weights = random_values(record.numel, self._dtype, self._device)
         gradient, views = torch.empty_like(weights), record.views(weights)
@@ -263,7 +269,7 @@ class BlockBench:
         return self.seconds(both), self.seconds(forward)
 
     def _operators(self, calls: BlockCalls, hidden: torch.Tensor) -> tuple[OperatorTime, ...]:
-        """Each operator of the block's forward pass with gradients enabled, as in a backward pass, and nothing else."""
+        """Return the times of the operators of the block's forward pass, with gradients enabled as in recomputation."""
         runs: list[list[OperatorTime]] = []
         leaves = self._leaves(self._record, self._record.views(self._weights), self._gradient)
         leaf = hidden.detach().requires_grad_()
@@ -282,7 +288,7 @@ class BlockBench:
         )
 
     def _leaves(self, record: Record, views: dict[str, torch.Tensor], sums: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Parameters whose gradients are added up as the engine does it, under all of their names."""
+        """Return parameters, under all their names, whose gradients are summed as the engine does it."""
         leaves: dict[str, torch.Tensor] = {name: torch.nn.Parameter(view) for name, view in views.items()}
         GradientSum(record, sums).attach(leaves)
         return _named(record, leaves)
@@ -290,7 +296,7 @@ class BlockBench:
 
 @dataclass(frozen=True)
 class _Sample:
-    """Seconds of each part on some tokens; of the head on fewer."""
+    """Seconds of each part on a number of tokens; the head's are on fewer."""
 
     tokens: int
     head_tokens: int
@@ -303,7 +309,7 @@ class _Sample:
 
 
 class OperatorTimer(TorchDispatchMode):
-    """Times every operator that runs inside it, waiting for each; those that only make views are left out."""
+    """Measures the time of every operator that runs inside it, except those that only make views."""
 
     def __init__(self, device: Device):
         super().__init__()
@@ -313,10 +319,10 @@ class OperatorTimer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._device.synchronize()
-        began = time.perf_counter()
+        start = time.perf_counter()
         result = func(*args, **(kwargs or {}))
         self._device.synchronize()
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
         if makes_views(func):
             return result
         older = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
@@ -328,7 +334,7 @@ class OperatorTimer(TorchDispatchMode):
 
 
 def random_values(count: int, dtype: torch.dtype, device: Device) -> torch.Tensor:
-    """``[count]`` small random numbers, one tile over and over: making a billion takes longer than using them."""
+    """Return small random numbers, shape ``[count]``: one tile repeated, for making a billion takes too long."""
     tile = torch.randn(min(count, _TILE_ELEMENTS), generator=torch.Generator().manual_seed(0)) * 0.02
     tile = tile.to(dtype).to(device.torch_device)
     values = torch.empty(count, dtype=dtype, device=device.torch_device)
@@ -339,8 +345,8 @@ def random_values(count: int, dtype: torch.dtype, device: Device) -> torch.Tenso
 
 
 def _extrapolated(points: list[tuple[int, float]], tokens: int) -> float:
-    """Seconds for ``tokens``, from one measurement of so many or from two of fewer: what a pass costs however few
-    tokens it has (gradients of all parameters, for one) must not be scaled."""
+    """Return the seconds for ``tokens``, from one measurement of as many or from two of fewer: the fixed cost of a pass
+    (gradients of all parameters, for one) must not be scaled."""
     (most, longest), *rest = points
     if not rest or rest[0][0] == most:
         return longest * tokens / most
@@ -350,7 +356,7 @@ def _extrapolated(points: list[tuple[int, float]], tokens: int) -> float:
 
 
 def _shortened(rows: int, seq_len: int, tokens: float) -> tuple[int, int]:
-    """A micro-batch of at most ``tokens`` tokens, with sequences as long as they are wherever one of them fits."""
+    """Return a micro-batch of at most ``tokens`` tokens, with whole sequences if one of them fits."""
     if tokens >= rows * seq_len:
         return rows, seq_len
     if tokens >= seq_len:

@@ -1,4 +1,4 @@
-"""Profiles of earlier runs, one small JSON file per machine, model shape and micro-batch."""
+"""Caches profiles: one small JSON file per machine, model shape and micro-batch."""
 
 import contextlib
 import hashlib
@@ -16,7 +16,6 @@ from common.result_cache import cached_path, read_cached, write_cached
 from fuyou.planner.profiling.measure import ProfiledWorkload, versions
 from fuyou.planner.profiling.profile import FORMAT, Profile
 from fuyou.runtime.devices import Device
-from fuyou.runtime.emulated import EmulatedDevice
 
 _KIND = "profiles"
 MAX_AGE_SECONDS = 30 * 86400.0
@@ -24,7 +23,7 @@ MAX_AGE_SECONDS = 30 * 86400.0
 
 
 def load(workload: ProfiledWorkload, device: Device) -> Profile | None:
-    """The kept profile, or None if there is none, it is too old, or its file is damaged."""
+    """Return the cached profile, or None if there is none, it is too old, or its file is damaged."""
     content = read_cached(_KIND, describe(workload, device), FORMAT)
     if content is None:
         return None
@@ -36,19 +35,19 @@ def load(workload: ProfiledWorkload, device: Device) -> Profile | None:
 
 
 def save(profile: Profile, workload: ProfiledWorkload, device: Device) -> Profile:
-    """Keep ``profile``, and return it. A directory that cannot be written to costs the next run its measurement."""
+    """Cache ``profile``, and return it. Where the cache cannot be written, the next run measures again."""
     write_cached(_KIND, describe(workload, device), FORMAT, profile=profile.to_dict())
     return profile
 
 
 def profile_path(key: dict[str, Any]) -> Path:
-    """The file for :func:`describe`'s key."""
+    """Return the file of the profile with this key, which :func:`describe` returns."""
     return cached_path(_KIND, key)
 
 
 def describe(workload: ProfiledWorkload, device: Device) -> dict[str, Any]:
-    """Everything that a profile depends on, as JSON can carry it."""
-    # By name of the device, where the directories lie, and what the configuration says beside the depth and the name.
+    """Return everything that a profile depends on, as JSON: the key of its file."""
+    # The configuration without its depth and its name.
     config = {
         name: value
         for name, value in workload.config.to_dict().items()
@@ -57,7 +56,7 @@ def describe(workload: ProfiledWorkload, device: Device) -> dict[str, Any]:
     shape = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
     return {
         "device": device.name,
-        "pace": str(device.spec.throttle) if isinstance(device, EmulatedDevice) else "",
+        "pace": "" if device.computes else str(device.throttle),
         "processor": _processor(),
         "processors": cpu_count(),
         "threads": torch.get_num_threads() if device.shares_host_memory else 0,
@@ -82,6 +81,6 @@ def _processor() -> str:
 
 
 def _drive(directory: Path) -> str:
-    """The block device that a directory lies on."""
+    """Return the block device that a directory lies on."""
     number = directory.stat().st_dev
     return f"{os.major(number)}:{os.minor(number)}"

@@ -1,4 +1,4 @@
-"""Bandwidth of the SSDs through our own store, on scratch files in the run's directories."""
+"""Measures the SSDs' bandwidth through our own store, on scratch files in the run's directories."""
 
 import os
 import shutil
@@ -33,10 +33,10 @@ _FILE = "bandwidth"
 
 @dataclass(frozen=True)
 class DriveRates:
-    """Of all drives together."""
+    """Rates of all drives together."""
 
     read: float
-    """Bytes per second."""
+    """Bytes per second, as in the next two."""
     write: float
     mixed: float
     commit_seconds: float
@@ -47,8 +47,8 @@ class Scratch:
 
     Args:
         store: open.
-        records: for the optimizer, in two slots.
-        transfers: what is moved to measure bandwidth.
+        records: records for the optimizer process, in two slots.
+        transfers: extents that are moved to measure bandwidth.
     """
 
     def __init__(self, store: Store, records: Sequence[Record], transfers: list[Extent]):
@@ -56,7 +56,7 @@ class Scratch:
         self._transfers = transfers
 
     def measure(self) -> DriveRates:
-        """Write, read, both in turns, and commit."""
+        """Measure writing, reading, both in turns, and a commit."""
         buffers = [HostBuffer(extent.nbytes).touch() for extent in self._transfers[:_IN_FLIGHT]]
         try:
             noise = np.random.default_rng(0).integers(0, 256, buffers[0].nbytes, dtype=np.uint8)
@@ -84,37 +84,37 @@ class Scratch:
         most: int | None = None,
         extents: Sequence[Extent] | None = None,
     ) -> tuple[int, float]:
-        """Move transfers for ``seconds``, or ``most`` of them: how many they were, and bytes per second."""
+        """Move extents for ``seconds``, at most ``most`` of them; return how many they were, and bytes per second."""
         under_way: deque[Future[None]] = deque()
         moved = count = 0
-        began = time.perf_counter()
+        start = time.perf_counter()
         for number, extent in enumerate(islice(cycle(extents or self._transfers), most)):
             if number >= len(buffers):
                 under_way.popleft().result()
-                if time.perf_counter() - began > seconds:
+                if time.perf_counter() - start > seconds:
                     break
             writes = direction == "write" or (direction == "mixed" and number % 2 == 1)
-            start = self.store.write if writes else self.store.read
-            under_way.append(start(extent, buffers[number % len(buffers)].array))
+            move = self.store.write if writes else self.store.read
+            under_way.append(move(extent, buffers[number % len(buffers)].array))
             moved, count = moved + extent.nbytes, number + 1
         for future in under_way:
             future.result()
-        return count, moved / (time.perf_counter() - began)
+        return count, moved / (time.perf_counter() - start)
 
     def _commit(self) -> float:
-        """Seconds from the last write's end to a committed manifest, as at the end of a step."""
-        began = time.perf_counter()
+        """Return the seconds from the last write's end to a committed manifest, as at the end of a step."""
+        start = time.perf_counter()
         self.store.sync([_FILE])
         for path in self.store.directories:
             commit_manifest(path, {"scratch": True})
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
 
 @contextmanager
 def open_scratch(
     directories: Sequence[Path], records: Sequence[Record], throttle: IoThrottle | None
 ) -> Iterator[Scratch]:
-    """Scratch files in a folder of their own in each of ``directories``; whatever happens, they are gone afterwards.
+    """Open a store of scratch files, in a new folder in each of ``directories``; it is always removed afterwards.
 
     Raises:
         UserError: there is no room for them.
@@ -138,13 +138,13 @@ def open_scratch(
 
 
 def _remove(folders: Sequence[Path]) -> None:
-    """Whatever is in them: an interrupt may come when a store is half made."""
+    """Remove folders with all that is in them: an interrupt may come when a store is half made."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_left_behind(directory: Path) -> None:
-    """Scratch folders of processes that were killed."""
+    """Remove the scratch folders of processes that were killed."""
     for folder in directory.glob(f"{FOLDER}*"):
         number = folder.name.removeprefix(FOLDER)
         if number.isdigit() and not psutil.pid_exists(int(number)):

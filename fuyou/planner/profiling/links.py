@@ -1,4 +1,4 @@
-"""Bandwidth between host and device, each way alone and both ways at once."""
+"""Measures the bandwidth between host and device, each way alone and both ways at once."""
 
 import statistics
 import time
@@ -11,26 +11,26 @@ from common.memory.buffers import HostBuffer
 from fuyou.runtime.devices import Device
 from fuyou.schedule.tasks import Op, Task
 
-#: As much as a copy moves, at most: a block's parameters are rarely smaller where it matters.
+#: Largest copy that is measured: a block's parameters are rarely smaller where it matters.
 LARGEST_COPY_BYTES = 64 << 20
 _COPIES = 5
 
 
 @dataclass(frozen=True)
 class LinkRates:
-    """Bytes per second."""
+    """Bytes per second between host and device."""
 
     upload: float
     download: float
     upload_beside: float
-    """While the other direction is busy too."""
+    """Bytes per second while the other direction is busy, too."""
     download_beside: float
 
 
 def measure_link(device: Device, nbytes: int) -> LinkRates:
-    """Copies of ``nbytes`` (or :data:`LARGEST_COPY_BYTES`), as the engine's lanes make them.
+    """Measure copies of ``nbytes`` (at most :data:`LARGEST_COPY_BYTES`), as the engine's lanes make them.
 
-    Takes twice that in host memory and on the device.
+    Takes twice as many bytes in host memory and on the device.
     """
     nbytes = min(nbytes, LARGEST_COPY_BYTES)
     up, down = _Copies(device, Op.PARAMETER_UPLOAD, nbytes), _Copies(device, Op.GRADIENT_DOWNLOAD, nbytes)
@@ -46,7 +46,7 @@ def measure_link(device: Device, nbytes: int) -> LinkRates:
 
 
 class _Copies:
-    """One direction and its buffers."""
+    """Copies in one direction, with the buffers for them."""
 
     def __init__(self, device: Device, op: Op, nbytes: int):
         self._device, self._op, self._nbytes = device, op, nbytes
@@ -58,11 +58,11 @@ class _Copies:
         self._target, self._source = (there, host) if op is Op.PARAMETER_UPLOAD else (host, there)
 
     def rate(self) -> float:
-        """Bytes per second: the median of a few copies, after one to warm up."""
+        """Return the median of the bytes per second of a few copies, after one to warm up."""
         return statistics.median([self.copy() for _ in range(_COPIES + 1)][1:])
 
     def copy(self) -> float:
-        """Copy once; bytes per second."""
+        """Copy once, and return the bytes per second."""
         task = Task(self._op, [])
         task.began = time.monotonic()
         self._device.copy(task, self._target, self._source)

@@ -1,7 +1,7 @@
 """Measures everything that a prediction of a step needs.
 
 It takes 6 to 12 s, three of them to start the optimizer process, and no more than 20 s where drives or processors are
-slow; on a CPU a trial comes after it (see :mod:`fuyou.calibration`). Of memory it takes about what the engine
+slow; on a CPU, calibration comes after it (see :mod:`fuyou.calibration`). It takes about as much memory as the engine
 itself needs for one block or the head, and 24 MiB per drive.
 """
 
@@ -20,22 +20,21 @@ from fuyou.layout.record import Precision
 from fuyou.model.model_records import model_records
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.client import OptimizerLink
-from fuyou.planner.contention import Contention
-from fuyou.planner.profiling.beside import Repeated, Worker, measure_contention
 from fuyou.planner.profiling.blocks import BlockBench, PartTimes
+from fuyou.planner.profiling.contention import Load, RepeatedCall, measure_contention
 from fuyou.planner.profiling.drives import open_scratch
 from fuyou.planner.profiling.links import measure_link
 from fuyou.planner.profiling.optimizer import OptimizerBench, scratch_records
 from fuyou.planner.profiling.profile import Profile
+from fuyou.planner.rates import Contention
 from fuyou.runtime.devices import Device, optimizer_threads
-from fuyou.runtime.emulated import EmulatedDevice
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.tasks import Resource
 
 
 @dataclass(frozen=True)
 class ProfiledWorkload:
-    """What is going to run."""
+    """The work that a profile measures: one micro-batch of a run."""
 
     config: PreTrainedConfig
     precision: Precision
@@ -43,7 +42,7 @@ class ProfiledWorkload:
     """Sequences in a micro-batch."""
     seq_len: int
     directories: tuple[Path, ...]
-    """Where the run's files will be, one per drive."""
+    """Directories of the run's files, one per drive."""
     head_columns: int
     """Tokens of each row that go through the head at once."""
     chunk_elements: int
@@ -53,28 +52,33 @@ class ProfiledWorkload:
     def planned(
         config: PreTrainedConfig, precision: Precision, plan: MemoryPlan, directories: Sequence[Path]
     ) -> "ProfiledWorkload":
-        """What a run with this memory plan does."""
+        """Return the workload of a run with this memory plan."""
         batch = plan.batch
         return ProfiledWorkload(
-            config, precision, batch.micro_rows, batch.seq_len, tuple(directories), plan.head_columns,
+            config,
+            precision,
+            batch.micro_rows,
+            batch.seq_len,
+            tuple(directories),
+            plan.head_columns,
             plan.chunk_elements,
-        )  # fmt: skip
+        )
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch."""
+        """Tokens in a micro-batch."""
         return self.rows * self.seq_len
 
 
 def measure(workload: ProfiledWorkload, device: Device) -> Profile:
-    """Measure on ``device`` and in the workload's directories, whatever has been measured before.
+    """Measure ``device`` and the drives of the workload's directories.
 
     Raises:
-        UserError: the directories have no room for scratch files, or the model is none that can be streamed.
+        UserError: the directories have no room for scratch files, or the model cannot be streamed.
         FinetuneError: a drive or the optimizer process failed.
     """
-    began = time.monotonic()
-    throttle = device.spec.throttle if isinstance(device, EmulatedDevice) else None
+    start = time.monotonic()
+    throttle = device.throttle
     link = OptimizerLink()  # imports PyTorch while the model is built
     bench: OptimizerBench | None = None
     try:
@@ -124,48 +128,58 @@ def measure(workload: ProfiledWorkload, device: Device) -> Profile:
         adam_threads=threads,
         contention=contention,
         measured_at=time.time(),
-        measured_in_seconds=time.monotonic() - began,
+        measured_in_seconds=time.monotonic() - start,
         versions=versions(),
     )
 
 
 def _contention(bench: OptimizerBench, blocks: BlockBench | None) -> tuple[float, Contention]:
-    """Chunks that Adam updates in a second, and what shares its cores with what.
+    """Return how many chunks Adam updates in a second, and how it slows down beside other work.
 
     Args:
         bench: the optimizer process.
-        blocks: what computes, where that takes the same cores.
+        blocks: the computation, if it takes the same cores.
     """
-    workers: dict[Resource, Worker] = {Resource.ADAM: bench.updating, Resource.SSD: bench.writing}
+    loads: dict[Resource, Load] = {Resource.ADAM: bench.updating, Resource.SSD: bench.writing}
     if blocks is not None:
-        workers[Resource.GPU] = Repeated(blocks.work())
-    alone, contention = measure_contention(workers)
+        loads[Resource.GPU] = RepeatedCall(blocks.work())
+    alone, contention = measure_contention(loads)
     return alone[Resource.ADAM], contention
 
 
 def versions() -> dict[str, str]:
-    """What is not ours and changes what is measured."""
+    """Return the versions of libraries that change what is measured."""
     return {"torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def _parts(
     stack: StreamedModel, shape: ModelLayout, device: Device, workload: ProfiledWorkload
 ) -> tuple[PartTimes, BlockBench | None]:
-    if isinstance(device, EmulatedDevice):
-        return _emulated_parts(shape, device.spec.flops_per_second, workload.tokens), None
+    if device.flops_per_second is not None:
+        return _emulated_parts(shape, device.flops_per_second, workload.tokens), None
     blocks = BlockBench(stack, shape, device, workload.rows, workload.seq_len, workload.head_columns)
     return blocks.measure(), blocks
 
 
 def _emulated_parts(shape: ModelLayout, flops_per_second: float, tokens: int) -> PartTimes:
-    """What an emulated device takes for the costs that the schedule writes down."""
+    """Return the times of an emulated device, which computes the FLOPs that tasks count."""
     block = max(shape.records[index].parameter_count for index in shape.blocks) * tokens / flops_per_second
     head = shape.records[shape.head].parameter_count * tokens / flops_per_second
     return PartTimes(
-        measured_tokens=tokens, matmul_flops_per_second=flops_per_second, embed_forward=0.0, block_forward=2 * block,
-        block_backward=6 * block, kept_forward=0.0, kept_backward=0.0, kept_bytes=0, block_finish=0.0, head=6 * head,
-        head_forward=2 * head, embed_backward=0.0, operators=(),
-    )  # fmt: skip
+        measured_tokens=tokens,
+        matmul_flops_per_second=flops_per_second,
+        embed_forward=0.0,
+        block_forward=2 * block,
+        block_backward=6 * block,
+        kept_forward=0.0,
+        kept_backward=0.0,
+        kept_bytes=0,
+        block_finish=0.0,
+        head=6 * head,
+        head_forward=2 * head,
+        embed_backward=0.0,
+        operators=(),
+    )
 
 
 def _largest_block(shape: ModelLayout) -> int:

@@ -1,4 +1,4 @@
-"""The optimizer process at work on scratch records: what it computes in a second, and what it writes."""
+"""Runs the optimizer process on scratch records, to measure how fast it updates and how fast it writes."""
 
 import os
 import threading
@@ -25,16 +25,16 @@ from fuyou.optimizer.protocol import (
 )
 from fuyou.planner.profiling.drives import Scratch
 
-#: About as many parameters are updated in turn: more than a processor's own caches hold with their states.
+#: Parameters that are updated in turn: more than a processor's own caches hold with their states.
 UPDATED_ELEMENTS = 4 << 20
-#: Parameters of each record that is written while others are updated.
+#: Parameters in each record that is written while others are updated.
 WRITTEN_ELEMENTS = 2 << 20
 _WRITTEN_RECORDS = 3
 _ANSWER_SECONDS = 60.0
 
 
 def scratch_records(chunk_elements: int, precision: Precision) -> list[Record]:
-    """Records of one chunk each to be updated, then those to be written."""
+    """Return records of one chunk each, to be updated, and then those to be written."""
     updated = max(1, UPDATED_ELEMENTS // chunk_elements)
     sizes = [chunk_elements] * updated + [WRITTEN_ELEMENTS] * _WRITTEN_RECORDS
     return [
@@ -44,11 +44,11 @@ def scratch_records(chunk_elements: int, precision: Precision) -> list[Record]:
 
 
 class OptimizerPump:
-    """Keeps the optimizer process supplied with one kind of work: sends a record again when its answer has come.
+    """A load on the optimizer process: asks for one kind of work, and again for each answer.
 
     Args:
         send: asks for a piece of work on a record.
-        records: what is under way at the same time.
+        records: records that are under way at the same time.
     """
 
     def __init__(self, send: Callable[[int], None], records: Sequence[int]):
@@ -67,7 +67,7 @@ class OptimizerPump:
             self._send(record)
 
     def answered(self, record: int) -> None:
-        """The work on ``record`` is done; called in the link's thread."""
+        """Note that the work on ``record`` is done; called in the link's thread."""
         self.ends.append(time.monotonic())
         if self._running:
             self._send(record)
@@ -77,7 +77,7 @@ class OptimizerPump:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """No answer will come any more."""
+        """Note that no answer will come any more."""
         with self._changed:
             self.failure = error
             self._changed.notify_all()
@@ -96,18 +96,19 @@ class OptimizerPump:
 
 
 class OptimizerBench:
-    """The optimizer process with records in its memory, of which it updates some and writes others.
+    """The optimizer process with records in its memory, some of which it updates and some of which it writes.
 
     Args:
-        link: the process, up but not set up.
+        link: the process, started but not set up.
         scratch: the store with the records of :func:`scratch_records`.
-        chunk_elements: of the run.
-        threads: of the run.
-        throttle: of the drives.
+        precision: types of parameters and states.
+        chunk_elements, threads: as the run has them.
+        throttle: rates of emulated drives.
 
     Attributes:
-        updating: updates one chunk in each piece of work; writes nothing.
-        writing: writes :data:`WRITTEN_ELEMENTS` parameters and their states in each; computes nothing.
+        updating: the load that updates one chunk in each piece of work, and writes nothing.
+        writing: the load that writes :data:`WRITTEN_ELEMENTS` parameters and their states in each piece, and computes
+            nothing.
     """
 
     def __init__(
@@ -126,9 +127,10 @@ class OptimizerBench:
         self._there: set[int] = set()  # records whose states are in memory
         nbytes = max(record.parameter_nbytes for record in records)
         shared = SharedRegions(
-            2 * nbytes, {Kind.BLOCK: BufferRegion(0, nbytes, 1)},
+            2 * nbytes,
+            {Kind.BLOCK: BufferRegion(0, nbytes, 1)},
             {Kind.BLOCK: BufferRegion(nbytes, nbytes, 1)},
-        )  # fmt: skip
+        )
         self._share(shared, precision)
         self.updating = OptimizerPump(self._update, updated if len(updated) > 1 else 2 * updated)
         self.writing = OptimizerPump(self._write, written)
@@ -137,7 +139,7 @@ class OptimizerBench:
                 directories=[str(path) for path in scratch.store.directories],
                 io="posix",
                 io_threads=4,
-                records=[record.to_dict() for record in records],
+                records=records,
                 slots=2,
                 chunk_elements=chunk_elements,
                 ring_chunks=1,
@@ -156,7 +158,7 @@ class OptimizerBench:
         self._memory.close()
 
     def _share(self, shared: SharedRegions, precision: Precision) -> None:
-        """Memory for parameters and gradients, with random numbers in it: what there is may make Adam slow."""
+        """Share memory for parameters and gradients, filled with random numbers: other values may make Adam slow."""
         assert self._link.shared_fd is not None
         os.ftruncate(self._link.shared_fd, shared.nbytes)
         self._memory = HostBuffer(shared.nbytes, fd=os.dup(self._link.shared_fd)).touch()
@@ -168,9 +170,9 @@ class OptimizerBench:
 
     def _update(self, record: int) -> None:
         self._step += 1
-        self._link.send(ReadStates(record, 0, there=record in self._there))
+        self._link.send(ReadStates(record, 0, in_memory=record in self._there))
         self._there.add(record)
-        self._link.send(UpdateRecord(record, 0, 0, -1, Update(self._step, AdamConfig())))
+        self._link.send(UpdateRecord(record, 0, 0, None, Update(self._step, AdamConfig())))
 
     def _write(self, record: int) -> None:
         self._link.send(WriteRecord(record, 0, 0))

@@ -1,15 +1,14 @@
-"""The result of profiling: rates and times, as JSON on disk."""
+"""The result of profiling: rates and times, which are JSON on disk."""
 
 import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from fuyou.layout.visits import Phase
-from fuyou.planner.contention import Contention
-from fuyou.planner.simulator import TaskRates
+from fuyou.planner.rates import Contention, TaskRates
 
 FORMAT = 3
-"""Version of the JSON. Another one is not read, but measured again."""
+"""Version of the JSON: profiles of another one are not read, but measured again."""
 
 
 @dataclass(frozen=True)
@@ -19,77 +18,77 @@ class OperatorTime:
     name: str
     """Such as ``aten.addmm.default``."""
     ordinal: int
-    """Which of this operator's calls in the block, from 0."""
+    """Number of the call among this operator's calls in the block, from 0."""
     seconds: float
     output_bytes: int
-    """Bytes of its results, those that are views of older memory left out."""
+    """Bytes of its results, without those that are views of older memory."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What one machine does with one model at one micro-batch. Bytes, seconds, and numbers per second."""
+    """Rates and times of one machine with one model and one micro-batch."""
 
     device: str
-    """Name of what computes."""
+    """Name of the device that computes."""
     tokens: int
-    """Of a micro-batch."""
+    """Tokens in a micro-batch."""
     measured_tokens: int
-    """Of the micro-batch that was run: fewer where a whole one would have taken too long, with times scaled up."""
+    """Tokens in the micro-batch that was run: fewer where a whole one took too long, with times scaled up."""
     block_parameters: int
 
     matmul_flops_per_second: float
-    """Matrix products with the shapes of the block's own parameters."""
+    """FLOPs per second of matrix products with the shapes of the block's parameters."""
     embed_forward_seconds: float
-    """Times of a whole micro-batch, each as the engine's tasks do it."""
+    """Seconds for a whole micro-batch, as the engine's tasks do it; so are the times that follow."""
     block_forward_seconds: float
     block_backward_seconds: float
-    """With the forward pass computed again, as far as anything of it is needed."""
+    """Seconds with the forward pass computed again, as far as it is needed."""
     kept_forward_seconds: float
-    """The same two, of a block that keeps all outputs that save FLOPs; 0 where nothing can be kept."""
+    """Seconds in a block that saves all outputs that save FLOPs; 0 where nothing can be saved. So is the next."""
     kept_backward_seconds: float
     kept_bytes: int
-    """Of these outputs."""
+    """Bytes of these outputs."""
     block_finish_seconds: float
-    """Squaring a block's gradient for its norm, once per visit however many micro-batches there are."""
+    """Seconds for squaring a block's gradient for its norm, once per visit for all micro-batches."""
     head_seconds: float
-    """Forward and backward."""
+    """Seconds of forward and backward pass."""
     head_forward_seconds: float
     embed_backward_seconds: float
     operators: tuple[OperatorTime, ...]
-    """Of the block's forward pass, in order. Empty for an emulated device, whose operators take their FLOPs' time."""
+    """Operators of the block's forward pass, in order; none for an emulated device, where FLOPs take the time."""
 
     upload_bytes_per_second: float
-    """Host to device, while nothing goes the other way."""
+    """Bytes per second from host to device, while nothing goes the other way."""
     download_bytes_per_second: float
     upload_beside_bytes_per_second: float
-    """The same while both directions are busy."""
+    """Bytes per second from host to device while both directions are busy."""
     download_beside_bytes_per_second: float
 
     read_bytes_per_second: float
-    """All SSDs together, through the store, reading only."""
+    """Bytes per second from all SSDs together, through the store, reading only."""
     write_bytes_per_second: float
     mixed_bytes_per_second: float
-    """Reads and writes together, as many bytes of each."""
+    """Bytes per second of reads and writes together, as many of each."""
     commit_seconds: float
-    """``fdatasync`` and manifest."""
+    """Seconds for ``fdatasync`` and manifest."""
 
     adam_parameters_per_second: float
-    """Of the optimizer process, with nothing beside it."""
+    """Parameters per second that the optimizer process updates with nothing beside it."""
     adam_threads: int
     contention: Contention
-    """How much slower Adam and the drives get beside each other, and computing and copying where they share cores."""
+    """Slowdown of Adam and drives beside each other, and beside computing and copying on the same cores."""
 
     measured_at: float
-    """Seconds since the epoch."""
+    """Time of the measurement, in seconds since the epoch."""
     measured_in_seconds: float
     versions: dict[str, str]
-    """Of PyTorch and transformers."""
+    """Versions of PyTorch and transformers."""
 
     def rates(self, recomputed: float = 1.0) -> TaskRates:
-        """TaskRates for the simulator.
+        """Return the rates for the simulator.
 
         Args:
-            recomputed: part of a block's forward FLOPs that its backward pass computed again when it was measured.
+            recomputed: fraction of a block's forward FLOPs that the measured backward pass computed again.
         """
         flops = 2.0 * self.block_parameters * self.tokens
         return TaskRates(
@@ -101,7 +100,7 @@ class Profile:
             write_bytes_per_second=self.write_bytes_per_second,
             adam_parameters_per_second=self.adam_parameters_per_second,
             commit_seconds=self.commit_seconds,
-            outer_seconds=tuple(
+            non_block_seconds=tuple(
                 (phase, self.phase_seconds()[phase] / self.tokens)
                 for phase in (Phase.EMBED_FORWARD, Phase.HEAD, Phase.HEAD_EVAL, Phase.EMBED_BACKWARD)
             ),
@@ -110,7 +109,7 @@ class Profile:
         )
 
     def phase_seconds(self) -> dict[Phase, float]:
-        """How long one micro-batch's compute task takes in each phase."""
+        """Return the seconds of one micro-batch's compute task in each phase."""
         return {
             Phase.EMBED_FORWARD: self.embed_forward_seconds,
             Phase.BLOCK_FORWARD: self.block_forward_seconds,
@@ -121,15 +120,15 @@ class Profile:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON can carry."""
+        """Return the profile as JSON."""
         return {**asdict(replace(self, contention=Contention())), "contention": self.contention.to_list()}
 
     @staticmethod
     def from_dict(content: dict[str, Any]) -> "Profile":
-        """The profile that :meth:`to_dict` described.
+        """Return the profile that :meth:`to_dict` described.
 
         Raises:
-            ValueError: it is not one.
+            ValueError: ``content`` is not a profile.
         """
         try:
             operators = tuple(OperatorTime(**one) for one in content["operators"])

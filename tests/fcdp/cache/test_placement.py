@@ -64,7 +64,7 @@ def test_a_share_comes_back_from_either_tier_and_through_moves(cell: int, dtype:
     traffic = Traffic()
     size = nodes * cell * dtype.itemsize
     device.placement = Placement(DeviceMemory(4 * size, lambda: device.others), 1.0)
-    share = CacheEntry(size, HostCache([size], torch.device("cpu")).take(size), None, device.placement, traffic)
+    share = CacheEntry(size, HostCache([size], torch.device("cpu")).allocate(size), None, device.placement, traffic)
     written = torch.randint(0, 99, (nodes, 2, cell)).to(dtype)
 
     def comes_back() -> bool:

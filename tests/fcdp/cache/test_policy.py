@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from fcdp.cache.policy import CachedGroup, all_kept, within
+from fcdp.cache.policy import CachedGroup, all_cached, fit_into
 from fcdp.grouping import ParameterGroup
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.names import parse_strategy
@@ -22,7 +22,7 @@ GROUPS = [_group(True, 100), _group(False, 300), _group(True, 512, stays=True)]
 
 
 def _kept(strategy: str, levels: Levels) -> list[CachedGroup]:
-    return all_kept(Routes.of(parse_strategy(strategy).on(levels)), GROUPS)
+    return all_cached(Routes.of(parse_strategy(strategy).on(levels)), GROUPS)
 
 
 def test_a_share_has_the_cells_of_all_ranks_with_the_same_place() -> None:
@@ -38,11 +38,11 @@ def test_a_share_has_the_cells_of_all_ranks_with_the_same_place() -> None:
 
 def test_second_shards_are_of_groups_that_the_backward_gathers_and_may_be_quantised() -> None:
     exact = _kept("zero++", Levels((2, 4)))
-    assert [(one.group, one.nbytes, one.is_second, one.bits) for one in exact] == [
+    assert [(one.group, one.nbytes, one.is_secondary, one.bits) for one in exact] == [
         (GROUPS[0], 800, True, None), (GROUPS[1], 2400, True, None),
     ]  # fmt: skip
     both = _kept("zero-topo", Levels((2, 2, 2)))
-    assert [(one.is_second, one.bits, one.in_host) for one in both] == [(False, None, False)] * 3 + [
+    assert [(one.is_secondary, one.bits, one.in_host) for one in both] == [(False, None, False)] * 3 + [
         (True, 8, False)
     ] * 2
     assert both[3].nbytes == 4 * (256 + 4), "100 elements are one block of int8 and its scale"
@@ -50,9 +50,9 @@ def test_second_shards_are_of_groups_that_the_backward_gathers_and_may_be_quanti
 
 def test_a_budget_of_host_memory_goes_to_frozen_groups_first() -> None:
     wanted = _kept("I/I/G+host", Levels((2, 4)))
-    assert within(None, wanted) == wanted
-    assert within(2400, wanted) == [wanted[1]]
-    assert within(3300, wanted) == [wanted[0], wanted[1]]
-    assert within(0, wanted) == []
+    assert fit_into(None, wanted) == wanted
+    assert fit_into(2400, wanted) == [wanted[1]]
+    assert fit_into(3300, wanted) == [wanted[0], wanted[1]]
+    assert fit_into(0, wanted) == []
     on_device = [replace(one, in_host=False) for one in wanted]
-    assert within(0, on_device) == on_device
+    assert fit_into(0, on_device) == on_device

@@ -34,7 +34,7 @@ def _gather(topology: fcdp.Topology, axis: Axis, cell: int) -> tuple[bool, int]:
             rows[:, level.index] = everything[:, level.index]
             level.gather(rows)()
             right = right and torch.equal(rows, everything)
-    return right, traffic.gather_across
+    return right, traffic.gather_inter_node
 
 
 def _reduce(topology: fcdp.Topology, axis: Axis, cell: int) -> tuple[bool, int]:
@@ -49,7 +49,7 @@ def _reduce(topology: fcdp.Topology, axis: Axis, cell: int) -> tuple[bool, int]:
     expected = everyone[order[0]][:, level.index]
     for other in order[1:]:
         expected = expected + everyone[other][:, level.index]
-    return torch.equal(output, expected) and torch.equal(mine, everyone[level.index]), traffic.reduce_across
+    return torch.equal(output, expected) and torch.equal(mine, everyone[level.index]), traffic.reduce_inter_node
 
 
 def _sizes(topology: fcdp.Topology, call: Any, axis: Axis) -> list[tuple[bool, int]]:

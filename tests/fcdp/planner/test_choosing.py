@@ -10,7 +10,7 @@ import pytest
 import fcdp
 from fuyou.layout.record import Precision
 from fuyou.planner import PlannerContext, describe_training
-from fuyou.planner.choose_together import measure_links
+from fuyou.planner.choose_settings import measure_links
 from fuyou.planner.profiling import save
 from fuyou.ranks.agreement import Agreement
 from fuyou.ranks.topology import share_of
@@ -54,12 +54,12 @@ def test_the_first_rank_chooses_for_all(layout: tuple[int, int], model: str, poo
 
 def links(topology: fcdp.Topology) -> tuple[float, float, float]:
     found = measure_links(topology, open_device("cpu"), Agreement(share_of(topology)))
-    return found.inside_bytes_per_second, found.across_bytes_per_second, found.message_seconds
+    return found.intra_node_bytes_per_second, found.inter_node_bytes_per_second, found.message_seconds
 
 
 def test_links_are_measured_where_there_are_any(pool: Pool) -> None:
     """On loopback: faster than 10 MB/s, slower than memory. All ranks hear the same."""
     everyone = pool.run((2, 1), links)
-    inside, across, message = everyone[0]
+    intra_node, inter_node, message = everyone[0]
     assert everyone[1] == everyone[0]
-    assert inside == float("inf") and 1e7 < across < 1e12 and 0 < message < 1
+    assert intra_node == float("inf") and 1e7 < inter_node < 1e12 and 0 < message < 1

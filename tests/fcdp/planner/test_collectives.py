@@ -27,7 +27,7 @@ def volumes(
     return inter / MODEL_BYTES, intra / MODEL_BYTES
 
 
-@pytest.mark.parametrize(("scopes", "across"), [
+@pytest.mark.parametrize(("scopes", "inter_node"), [
     # Two nodes of two ranks, four micro-batches, level by level: a gather or a reduce-scatter over all ranks crosses
     # nodes with (n-1)/n = 1/2 of the model, an all-reduce with twice that.
     ("GGG", 4 * (0.5 + 0.5 + 0.5)),
@@ -45,8 +45,8 @@ def volumes(
     ("NNI", 1.0),
     ("NNN", 1.0),
 ])  # fmt: skip
-def test_across_nodes_for_all_of_paros_strategies(scopes: str, across: float) -> None:
-    assert volumes(PRESETS[f"paro-{scopes.lower()}"], Levels((2, 2)), micro_batches=4)[0] == pytest.approx(across)
+def test_across_nodes_for_all_of_paros_strategies(scopes: str, inter_node: float) -> None:
+    assert volumes(PRESETS[f"paro-{scopes.lower()}"], Levels((2, 2)), micro_batches=4)[0] == pytest.approx(inter_node)
 
 
 def test_flat_rings_cross_the_border_of_a_node_with_w_minus_1_of_w() -> None:

@@ -23,7 +23,7 @@ def dgx(nodes: int = 4) -> Cluster:
     return load_cluster("a800-hdr").resized(Levels((8, nodes)))
 
 
-@pytest.mark.parametrize(("name", "parameters", "second", "gradients", "optimizer", "host"), [
+@pytest.mark.parametrize(("name", "parameters", "secondary", "gradients", "optimizer", "host"), [
     # Per parameter on 8 x 4 ranks, from PaRO's table 2 and FCDP VI-A.
     ("ddp", 2, 0, 2, 12, 0),
     ("zero1", 2, 0, 2, 12 / 32, 0),
@@ -38,16 +38,16 @@ def dgx(nodes: int = 4) -> Cluster:
     ("G/G/G+host+second", 2 / 32, 0, 2 / 32, 12 / 32, 2),
 ])  # fmt: skip
 def test_states_are_those_of_the_papers_tables(
-    name: str, parameters: float, second: float, gradients: float, optimizer: float, host: float
+    name: str, parameters: float, secondary: float, gradients: float, optimizer: float, host: float
 ) -> None:
     memory = memory_of(parse_strategy(name).on(Levels((8, 4))), WORKLOAD, checkpointing=False)
-    found = [memory.parameters, memory.second, memory.gradients, memory.optimizer, memory.host]
-    assert found == pytest.approx([PSI * each for each in (parameters, second, gradients, optimizer, host)])
+    found = [memory.parameters, memory.secondary, memory.gradients, memory.optimizer, memory.host]
+    assert found == pytest.approx([PSI * each for each in (parameters, secondary, gradients, optimizer, host)])
 
 
 def test_zero_topos_tables_v_and_vi() -> None:
     memory = memory_of(PRESETS["zero-topo"].on(Levels((2, 4, 2))), WORKLOAD, checkpointing=False)
-    assert memory.parameters + memory.second == pytest.approx(PSI * (1 + 0.5 * (1 + 4 / 256)))
+    assert memory.parameters + memory.secondary == pytest.approx(PSI * (1 + 0.5 * (1 + 4 / 256)))
     assert memory.gradients == pytest.approx(PSI / 4)
 
 
@@ -71,12 +71,12 @@ def test_activations_of_llama_7b() -> None:
 
 def test_what_the_backward_begins_with_is_not_gathered_again() -> None:
     """Head and last norm; GPT-2's head is its embedding, which therefore stays, beside that of the positions."""
-    assert Workload.of_model(load_config("llama-7b")[0], seq_len=8).kept == 32000 * 4096 + 4096
-    assert Workload.of_model(load_config("gpt2-125m")[0], seq_len=8).kept == (50257 + 1024 + 2) * 768
+    assert Workload.of_model(load_config("llama-7b")[0], seq_len=8).kept_gathered == 32000 * 4096 + 4096
+    assert Workload.of_model(load_config("gpt2-125m")[0], seq_len=8).kept_gathered == (50257 + 1024 + 2) * 768
     workload = Workload.of_model(load_config("llama-7b")[0], seq_len=8)
     layout, psi = PRESETS["zero3"].on(Levels((8, 4))), workload.parameters
     gathers = [c for c in step_collectives(layout, workload) if c.operation == "all_gather"]
-    assert sum(c.nbytes * c.times for c in gathers) == 2 * psi + 2 * (psi - workload.kept)
+    assert sum(c.nbytes * c.times for c in gathers) == 2 * psi + 2 * (psi - workload.kept_gathered)
 
 
 def test_in_fp32_everything_that_blocks_compute_in_takes_twice_the_bytes() -> None:
@@ -158,10 +158,12 @@ def test_the_space_has_every_admissible_triple_once() -> None:
     found = [strategy.on(levels) for strategy in admissible(levels)]
     scopes = [(1, 1), (2, 1), (4, 1), (4, 2), (4, 4)]
     triples = {(p, g, os) for p in scopes for g in scopes for os in scopes if p <= g <= os}
-    plain = {(one.p.pair, one.g.pair, one.os.pair) for one in found if one.second is None}
+    plain = {(one.p.pair, one.g.pair, one.os.pair) for one in found if one.secondary is None}
     paro = {((4, 1), (1, 1), (4, 1)), ((4, 1), (1, 1), (4, 4)), ((4, 4), (1, 1), (4, 4)), ((4, 4), (4, 1), (4, 4))}
     assert plain == triples | paro
-    keys = [(one.p, one.g, one.os, one.second, one.cache, one.strategy.precision, one.strategy.ring) for one in found]
+    keys = [
+        (one.p, one.g, one.os, one.secondary, one.cache, one.strategy.precision, one.strategy.ring) for one in found
+    ]
     assert len(keys) == len(set(keys))
     for strategy in admissible(levels):
         assert parse_strategy(strategy.name).on(levels) == strategy.on(levels), "names mean what was costed"
@@ -229,8 +231,8 @@ def test_fcdps_measured_rates() -> None:
     """Table III: 16 GB gathered over two nodes took 0.949, 3.963, 6.745 and 67.66 s."""
     for name, seconds in (("a40-edr", 0.949), ("a40-ipoib", 3.963), ("a40-10gbe", 6.745), ("a40-1gbe", 67.66)):
         cluster = load_cluster(name).resized(Levels((2, 4, 2)))
-        across = 16e9 / 8  # a rank's part of what the node gathers from the other
-        assert cluster.rates.seconds("all_gather", Mesh((1, 1, 2)), across, "flat") == pytest.approx(seconds, rel=0.01)
+        nbytes = 16e9 / 8  # a rank's part of what the node gathers from the other
+        assert cluster.rates.seconds("all_gather", Mesh((1, 1, 2)), nbytes, "flat") == pytest.approx(seconds, rel=0.01)
 
 
 def test_nodes_under_one_leaf_switch_come_together() -> None:

@@ -24,17 +24,17 @@ def test_one_ring_goes_at_the_pace_of_its_slowest_link() -> None:
 
 
 def test_level_by_level_adds_up() -> None:
-    across = 10e-6 + GB / 4 / 2 / 10e9
-    inside = 3 * 1e-6 + GB * 3 / 4 / 100e9
-    expected = 2 * 5e-6 + across + inside
+    inter_node = 10e-6 + GB / 4 / 2 / 10e9
+    intra_node = 3 * 1e-6 + GB * 3 / 4 / 100e9
+    expected = 2 * 5e-6 + inter_node + intra_node
     assert RATES.seconds("reduce_scatter", MESH, GB, "hierarchical") == pytest.approx(expected)
     assert RATES.seconds("all_reduce", MESH, GB, "hierarchical") == pytest.approx(2 * expected)
 
 
 def test_ho_ring_hides_all_but_the_last_block_inside() -> None:
-    across, inside = GB / 4 / 2 / 10e9, GB * 3 / 4 / 100e9
+    inter_node, intra_node = GB / 4 / 2 / 10e9, GB * 3 / 4 / 100e9
     latencies = 2 * 5e-6 + 10e-6 + 3 * 1e-6
-    expected = max(across, inside / 2) + inside / 2 + latencies
+    expected = max(inter_node, intra_node / 2) + intra_node / 2 + latencies
     assert RATES.seconds("all_gather", MESH, GB, "ho") == pytest.approx(expected)
 
 

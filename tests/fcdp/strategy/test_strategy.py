@@ -76,8 +76,8 @@ def test_names_on_amsps_testbed(name: str, p: tuple[int, int], g: tuple[int, int
 def test_zero_topo_uses_three_levels() -> None:
     assert pairs("zero-topo", FRONTIER) == pairs("pair/node/cluster", FRONTIER) == ((2, 1), (8, 1), (8, 16))
     layout = PRESETS["zero-topo"].on(FRONTIER)
-    assert layout.second == Mesh((2, 1, 1)), "int8 shards besides the bf16 ones, over the same pair"
-    assert PRESETS["zero-topo-exact"].on(FRONTIER).second is None, "in bf16 they would be the same shards twice"
+    assert layout.secondary == Mesh((2, 1, 1)), "int8 shards besides the bf16 ones, over the same pair"
+    assert PRESETS["zero-topo-exact"].on(FRONTIER).secondary is None, "in bf16 they would be the same shards twice"
     with pytest.raises(UserError, match="there is no pair"):
         PRESETS["zero-topo"].on(DGX)
 
@@ -129,11 +129,11 @@ def test_caches() -> None:
     assert PRESETS["fcdp"].on(DGX).cache == "adaptive"
     one_node = Levels((8, 1))
     assert PRESETS["fcdp"].on(one_node).cache == "none", "on one node I is G, and nothing crosses nodes"
-    assert PRESETS["zero++"].without_quantisation().on(one_node).second is None
+    assert PRESETS["zero++"].without_quantisation().on(one_node).secondary is None
     with pytest.raises(UserError, match="stay inside a node"):
-        Strategy("x", Scope("G"), Scope("G"), Scope("G"), second=Scope("8x2"))
+        Strategy("x", Scope("G"), Scope("G"), Scope("G"), secondary=Scope("8x2"))
     with pytest.raises(UserError, match="there are none"):
-        Strategy("x", Scope("G"), Scope("G"), Scope("G"), precision=WireFormats(second="int8"))
+        Strategy("x", Scope("G"), Scope("G"), Scope("G"), precision=WireFormats(secondary="int8"))
 
 
 @pytest.mark.parametrize("text", ["8", "8,x", "", "2,,4"])

@@ -1,6 +1,7 @@
 """Checkpoints in few bits, out of core: trained as plain numbers, or frozen in their own bytes."""
 
 import json
+import pickle
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from common.errors import UserError
 from common.models.adapters.options import AdapterOptions
 from common.models.presets import load_config
 from fuyou.layout.frozen_weights import FrozenDtype
-from fuyou.layout.record import Kind, Precision, Record
+from fuyou.layout.record import Kind, Precision
 from fuyou.model.open_model import OpenModel
 from fuyou.planner import describe_training
 from tests.common.models.checkpoint.compressed.cases import PAIRS, compressed
@@ -53,7 +54,7 @@ def test_lora_equals_the_plain_twin_in_memory(family: str, method: str, dtype: s
     options = {"adapters": AdapterOptions(4), "micro_batch": micro}
     ssd, feed = directories(tmp_path, 2), batches(3, packed=False)
     with plain_engine(directory, ssd, dtype, **options) as trained:
-        kept = {record.frozen for record in trained._shape.records if record.kind is Kind.BLOCK}
+        kept = {record.frozen for record in trained._run.shape.records if record.kind is Kind.BLOCK}
         assert FrozenDtype.CHECKPOINT in kept
         train(trained, twin, feed[:2], micro)
         trained.flush()
@@ -111,7 +112,7 @@ def test_bytes_are_those_of_the_files(family: str, method: str, tmp_path: Path) 
         parts = len(inside) + len(record.parameters)
         assert record.frozen is FrozenDtype.CHECKPOINT and wanted <= record.device_nbytes
         assert record.device_nbytes < wanted + 128 * parts + 4096
-        assert Record.from_dict(record.index, json.loads(json.dumps(record.to_dict()))) == record
+        assert pickle.loads(pickle.dumps(record)) == record
         halves = sum(
             2 * value.numel()
             for name, value in plain.items()
@@ -145,7 +146,7 @@ def test_what_is_on_the_drives_is_what_was_planned(tmp_path: Path) -> None:
     directory, _ = compressed(tmp_path, "gpt_oss", "mxfp4")
     ssd = directories(tmp_path, 1)
     with plain_engine(directory, ssd, adapters=AdapterOptions(4)) as trained:
-        frozen = sum(record.parameter_nbytes for record in trained._shape.records if not record.trainable)
+        frozen = sum(record.parameter_nbytes for record in trained._run.shape.records if not record.trainable)
     (file,) = tmp_path.rglob("weights.frozen")
     assert frozen <= file.stat().st_size < frozen + (1 << 20)
 

@@ -19,11 +19,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import fuyou
-import fuyou.engine.engine
+import fuyou.engine.opening
 from common.memory.buffers import HostBuffer
 from fuyou.optimizer.gradient_sum import sum_of_squares
 from fuyou.runtime.devices import CpuDevice, open_device
-from fuyou.schedule.memory_plan import MemoryPlanner
+from fuyou.schedule.memory_planner import MemoryPlanner
 from fuyou.schedule.tasks import Op, Task
 from tests.helpers.twin import Twin, tiny_configs
 
@@ -121,12 +121,12 @@ def check(
 def test_copies_that_end_late(
     counts: dict[str, int], clip: float | None, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fuyou.engine.engine, "open_device", lambda name: LateDevice())
+    monkeypatch.setattr(fuyou.engine.opening, "open_device", lambda name: LateDevice())
     check(checkpoints / "llama-tied", tmp_path, monkeypatch, clip=clip, counts=counts)
 
 
 def test_kept_outputs_that_arrive_late(checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuyou.engine.engine, "open_device", lambda name: LateDevice())
+    monkeypatch.setattr(fuyou.engine.opening, "open_device", lambda name: LateDevice())
     check(checkpoints / "llama-tied", tmp_path, monkeypatch, counts={**SCARCE, **SCARCE_KEPT}, kept=1 << 20)
 
 

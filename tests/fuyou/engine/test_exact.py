@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, RoFormerConfig
 
-from fuyou.schedule.memory_plan import MemoryPlanner
+from fuyou.schedule.memory_planner import MemoryPlanner
 from tests.helpers.engines import (
     ONE_OF_EACH,
     OPTIONS,
@@ -117,7 +117,7 @@ def test_states_that_live_in_host_memory(
     twin = Twin(str(checkpoints / family), bf16=True, max_grad_norm=options.get("max_grad_norm"), **OPTIONS)
     ssd = directories(tmp_path, 1)
     with engine(checkpoints / family, ssd, host_cache=cache, micro_batch=2, **options) as trained:
-        resident, records = trained.memory_plan.resident, trained._shape.records
+        resident, records = trained.memory_plan.resident, trained._run.shape.records
         assert len(resident) == len(records) if cache is None else 0 < len(resident) < len(records)
         for batch in batches(STEPS, packed=True):
             out = trained(**batch)

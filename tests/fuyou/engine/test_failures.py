@@ -40,7 +40,7 @@ def test_death_of_the_optimizer_process_is_noticed_and_survived(
     engine = small_engine(tmp_path, lr=1e-3)
     assert train(engine, 2) == expected[:2]
     engine.flush()
-    child = engine._pids()[1]
+    child = engine._run.pids()[1]
     os.kill(child, signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(FinetuneError, match="optimizer process was killed"):
@@ -61,7 +61,7 @@ def test_death_of_the_engine_ends_the_optimizer_process(tmp_path: Path) -> None:
         engine = small_engine(Path({str(tmp_path)!r}))
         train(engine, 1)
         engine.flush()
-        print(engine._pids()[1], flush=True)
+        print(engine._run.pids()[1], flush=True)
         train(engine, 1000000)
     """)
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
@@ -216,12 +216,12 @@ def test_an_exception_inside_an_evaluation_leaves_nothing_waiting(
     with small_engine(tmp_path, lr=1e-3) as engine:
         losses = train(engine, 1)
         with monkeypatch.context() as patched:
-            patched.setattr(engine._stack.blocks[1], "forward", fails)
+            patched.setattr(engine._run.model.stack.blocks[1], "forward", fails)
             with pytest.raises(ValueError, match="this block cannot"):
                 engine.eval_loss(**BATCH)
         losses += train(engine, 2)  # on the same lanes
         with monkeypatch.context() as patched:
-            patched.setattr(engine._stack.blocks[0], "forward", fails)
+            patched.setattr(engine._run.model.stack.blocks[0], "forward", fails)
             with pytest.raises(ValueError, match="this block cannot"):
                 engine.eval_loss(**BATCH)
     assert losses == undisturbed[None][:3]

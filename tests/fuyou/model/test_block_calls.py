@@ -15,7 +15,7 @@ from common.models.meta_model import build_meta_model
 from common.models.miniature import miniature
 from common.models.structure import parameter_names
 from fuyou.model.streamed_model import StreamedModel
-from fuyou.recompute.replay import Recomputations
+from fuyou.recompute.replay import BlockReplay
 
 CPU = torch.device("cpu")
 Batch = Mapping[str, torch.Tensor]
@@ -159,7 +159,7 @@ class Pass:
     """A forward and a backward pass part by part, as the engine makes it; parameters of one part at a time."""
 
     def __init__(self, whole: PreTrainedModel, stack: StreamedModel):
-        self.stack, self.again = stack, Recomputations()
+        self.stack, self.again = stack, BlockReplay()
         self.parameters = {name: nn.Parameter(value.detach()) for name, value in whole.named_parameters()}
         names = {aliases[0]: aliases for aliases in parameter_names(whole)}
         bound = {alias: value for name, value in self.parameters.items() for alias in names[name]}

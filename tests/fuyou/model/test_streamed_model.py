@@ -186,7 +186,7 @@ def test_the_model_is_as_it_was_afterwards(family: str) -> None:
         run(stack, parameters, unpacked(1))
     assert {name: (id(value), value.is_meta) for name, value in weights(stack.model).items()} == before
     assert [module for module in stack.model.modules() if "forward" in vars(module)] == forwards == []
-    assert list(stack._list) == stack.blocks
+    assert list(stack.model.get_submodule(stack.block_prefix)) == stack.blocks
 
 
 def weights_of(stack: StreamedModel) -> list[tuple[str, torch.Tensor]]:
@@ -227,7 +227,7 @@ def test_records_hold_every_parameter_once(family: str, tied: bool) -> None:
             parameter = stack.model.get_parameter(slot.name)
             assert slot.shape == tuple(parameter.shape)
             assert slot.decay == (parameter.dim() > 1 and "bias" not in slot.name)
-            assert (record.kind is Kind.OUTER) != slot.name.startswith(f"{stack.block_prefix}.")
+            assert (record.kind is Kind.NON_BLOCK) != slot.name.startswith(f"{stack.block_prefix}.")
     assert [record.index for record in shape.records] == list(range(len(shape.records)))
     assert [shape.records[index].name for index in shape.blocks] == ["block 0", "block 1", "block 2"]
     if tied:

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fuyou.checkpoint.state import TrainingState
-from fuyou.layout.record import Chunk, Kind, Precision, Record
+from fuyou.layout.record import Kind, Precision, Record
+from fuyou.layout.record_parts import Chunk
 from fuyou.layout.share import Share
 from fuyou.optimizer import adam
 from fuyou.optimizer.absent_gradients import MissedUpdates, OwnedParameters, mark_absent
@@ -207,7 +208,7 @@ def test_a_step_that_is_skipped_counts_for_nobody(routed: Path, tmp_path: Path) 
                 trained(input_ids=tokens, labels=tokens).loss.backward()
                 assert not trained.step().skipped
             masters.append({name: value.clone() for name, value in trained.named_parameters()})
-            missed = dict(trained._commits.state.missed)
+            missed = dict(trained._run.commits.state.missed)
         assert missed["blocks.0.experts.7.bias"] == STEPS
     for name, value in masters[0].items():
         assert torch.equal(value, masters[1][name]), name

@@ -11,7 +11,7 @@ import pytest
 from common.errors import UserError
 from fuyou.engine.runtime import Runtime
 from fuyou.optimizer.clipping import ClipBy, ClipStatistics, clip_by_named, speculation_obstacle
-from fuyou.schedule.memory_plan import MemoryPlanner
+from fuyou.schedule.memory_planner import MemoryPlanner
 from fuyou.schedule.tasks import Op, StepList
 from tests.helpers.engines import (
     ONE_OF_EACH,
@@ -65,7 +65,7 @@ def test_gradients_that_wait_on_ssd(
 
     def plan(self: MemoryPlanner, rows: int, seq_len: int, micro_rows: int | None):
         made = original(self, rows, seq_len, micro_rows)
-        counts = dataclasses.replace(made.counts, **SCARCE, **ONE_OF_EACH, host_outer_gradients=1)
+        counts = dataclasses.replace(made.counts, **SCARCE, **ONE_OF_EACH, host_non_block_gradients=1)
         return dataclasses.replace(made, counts=counts)
 
     monkeypatch.setattr(MemoryPlanner, "plan", plan)
@@ -89,18 +89,18 @@ def test_records_in_host_memory_and_a_break_after_a_clipped_step(
     drives = directories(tmp_path, 2)
     options = {"host_cache": None, "micro_batch": 3, "max_grad_norm": 1.5, **SPECULATION}
     with engine(checkpoints / "gpt2", drives, **options) as trained:
-        assert len(trained.memory_plan.resident) == len(trained._shape.records)
-        trained._options = dataclasses.replace(trained._options, most_clipped=0.19)
+        assert len(trained.memory_plan.resident) == len(trained._run.shape.records)
+        trained._run.config = dataclasses.replace(trained._run.config, max_clipped_share=0.19)
         losses = train(trained, feed[:4])
     assert ClipStatistics.of_run(drive / "fuyou" for drive in drives) == ClipStatistics(2, 4)
     with engine(checkpoints / "gpt2", drives[::-1], resume=True, **options) as trained:
         assert trained.step_count == 4
-        trained._options = dataclasses.replace(trained._options, most_clipped=0.19)
+        trained._run.config = dataclasses.replace(trained._run.config, max_clipped_share=0.19)
         losses += train(trained, feed[4:])
         assert losses == expected
         compare(trained, twin)
         assert trained.io_bytes() == trained.planned_io_bytes()
-    records = len(trained._shape.records)
+    records = len(trained._run.shape.records)
     updates = Counter(task.step for tasks in lists for task in tasks.tasks if task.op is Op.UPDATE)
     assert updates == {1: 2 * records, 2: records, 3: records, 4: 2 * records, 5: records}
 

@@ -62,7 +62,7 @@ def test_sums_over_micro_batches(dtype: torch.dtype, sum_dtype: torch.dtype, mic
 
 
 def test_a_leaf_used_twice_counts_twice() -> None:
-    layout = Record.build(0, "outer", Kind.OUTER, BF16, [(("embedding", "head"), (6, 4), True)])
+    layout = Record.build(0, "outer", Kind.NON_BLOCK, BF16, [(("embedding", "head"), (6, 4), True)])
     ours = GradientSum(layout, torch.full((layout.numel,), 7.0))
     leaf = torch.nn.Parameter(torch.randn(6, 4))
     ours.attach({"embedding": leaf})

@@ -9,10 +9,10 @@ from transformers import LlamaConfig
 
 from fuyou import calibration
 from fuyou.calibration import profile_or_measure
-from fuyou.planner import PlannerContext, choose, describe_training
+from fuyou.planner import PlannerContext, choose_settings, describe_training
 from fuyou.planner.profiling import Profile, ProfiledWorkload, save
 from fuyou.runtime.devices import open_device
-from fuyou.schedule.memory_plan import MemoryPlanner
+from fuyou.schedule.memory_planner import MemoryPlanner
 from tests.helpers.profiles import PROFILE
 
 CONFIG = LlamaConfig(
@@ -44,17 +44,17 @@ def test_the_profile_at_hand_decides(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
     device = open_device("emulated:tflops=0.01,memory=256MiB,link=1GB/s")
     job = describe_training(CONFIG, 8, 64)
-    assert choose(PlannerContext(job, device, LIMITS, [tmp_path])) is None
+    assert choose_settings(PlannerContext(job, device, LIMITS, [tmp_path])) is None
     plan = MemoryPlanner(job.shape, CONFIG, LIMITS[1], LIMITS[0], False).plan(8, 64, None)
     slow = replace(  # of computing, so that outputs are worth keeping
         PROFILE, tokens=512, block_parameters=job.block_parameters // 8, block_forward_seconds=0.1,
         block_backward_seconds=0.3, measured_at=time.time(),
     )  # fmt: skip
     save(slow, ProfiledWorkload.planned(CONFIG, job.shape.precision, plan, [tmp_path]), device)
-    choice = choose(PlannerContext(job, device, LIMITS, [tmp_path]))
+    choice = choose_settings(PlannerContext(job, device, LIMITS, [tmp_path]))
     assert choice is not None
     assert choice.micro_batch == plan.batch.micro_rows
-    assert choice.keeping.operators and choice.keeping.layers == 8
-    two_layers = replace(job, keeping=replace(choice.keeping, layers=2))
-    fixed = choose(PlannerContext(two_layers, device, LIMITS, [tmp_path]))
-    assert fixed is not None and fixed.keeping.layers == 2
+    assert choice.activation_policy.operators and choice.activation_policy.layers == 8
+    two_layers = replace(job, activation_policy=replace(choice.activation_policy, layers=2))
+    fixed = choose_settings(PlannerContext(two_layers, device, LIMITS, [tmp_path]))
+    assert fixed is not None and fixed.activation_policy.layers == 2

@@ -5,11 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from fuyou.planner.contention import Contention
-from fuyou.planner.simulator import Simulator
+from fuyou.planner.rates import Contention
+from fuyou.planner.simulated_machine import Clock
 from fuyou.schedule.tasks import Resource
-from tests.helpers.schedule_model import step_shape
-from tests.helpers.simulation import BF16, CHUNK, FAST, run
+from tests.helpers.simulation import FAST, run
 
 GPU, ADAM, SSD, UP = Resource.GPU, Resource.ADAM, Resource.SSD, Resource.HOST_TO_DEVICE
 MEASURED = Contention(
@@ -42,24 +41,23 @@ def test_through_json_and_back() -> None:
 
 
 def test_each_piece_goes_as_fast_as_what_runs_beside_it_lets_it() -> None:
-    shape = step_shape(2, False, BF16)
-    simulator = Simulator(shape.records, replace(FAST, contention=MEASURED), 3, CHUNK)
+    clock = Clock(MEASURED)
     ended: dict[Resource, float] = {}
 
     def start(resource: Resource, seconds: float) -> None:
-        simulator.work(resource, seconds, lambda: ended.setdefault(resource, simulator.now))
+        clock.work(resource, seconds, lambda: ended.setdefault(resource, clock.now))
 
     start(GPU, 1.0)
-    simulator.later(1.0, lambda: start(SSD, 0.9))
+    clock.call_later(1.0, lambda: start(SSD, 0.9))
     start(ADAM, 1.0)
-    simulation = simulator.run([])
+    clock.run()
     # After a second half of the computing and a quarter of Adam are done; then all three are at work, until the
     # computing ends; Adam beside the drives was not measured: both are at full speed.
     computed = 1 + 0.5 / 0.4
     assert ended[GPU] == pytest.approx(computed)
     assert ended[SSD] == pytest.approx(computed + 0.9 - 0.7 * (computed - 1))
     assert ended[ADAM] == pytest.approx(computed + 1 - 0.25 - 0.2 * (computed - 1))
-    assert simulation.busy[GPU] == pytest.approx(computed)
+    assert clock.result.busy[GPU] == pytest.approx(computed)
 
 
 def test_full_speed_beside_anything_is_no_contention() -> None:

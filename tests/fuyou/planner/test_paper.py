@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 
 from common.hardware.presets import drive_preset, gpu_preset
-from fuyou.planner import Machine, PaperScheme, Training, describe_training, preset_machine
+from fuyou.planner import Machine, PaperScheme, TrainingJob, describe_training, preset_machine
 from fuyou.planner.paper import Swap
-from fuyou.planner.simulator import TaskRates
+from fuyou.planner.rates import TaskRates
 from fuyou.schedule.tasks import Resource
 
 RATES = TaskRates(200e12, 25e9, 25e9, 25e9, 25e9, 4e9)
 
 
 @pytest.fixture(scope="module")
-def model() -> Training:
+def model() -> TrainingJob:
     return describe_training("gpt3-13b", 1, 1024)
 
 
@@ -26,7 +26,7 @@ def presets(gpu: str, host_gb: int) -> Machine:
     return preset_machine(gpu_preset(gpu), drive_preset("p5510"), 12, host_gb << 30)
 
 
-def test_thirty_bytes_per_parameter_and_step(model: Training) -> None:
+def test_thirty_bytes_per_parameter_and_step(model: TrainingJob) -> None:
     result = PaperScheme(model.with_batch(4), server()).plan()
     elements = sum(record.numel for record in model.shape.records)
     assert result.written_bytes == 14 * elements
@@ -36,11 +36,11 @@ def test_thirty_bytes_per_parameter_and_step(model: Training) -> None:
 
 
 @pytest.mark.parametrize(("batch", "swaps"), [(32, False), (64, True), (80, True)])
-def test_swap_coefficients_of_section_5_6(model: Training, batch: int, swaps: bool) -> None:
+def test_swap_coefficients_of_section_5_6(model: TrainingJob, batch: int, swaps: bool) -> None:
     assert (PaperScheme(model.with_batch(batch), server()).swap().coefficient > 0) == swaps
 
 
-def test_equation_1_by_hand(model: Training) -> None:
+def test_equation_1_by_hand(model: TrainingJob) -> None:
     scheme = PaperScheme(model.with_batch(32), server(replace(RATES, flops_per_second=1e18)))
     p = sum(record.numel for record in model.shape.records)
     inputs = 40 * 2 * 32 * 1024 * 5120
@@ -49,7 +49,7 @@ def test_equation_1_by_hand(model: Training) -> None:
     assert scheme.iteration_seconds(0, 0.0) == pytest.approx(forward + backward)
 
 
-def test_equation_1_without_overlap_by_hand(model: Training) -> None:
+def test_equation_1_without_overlap_by_hand(model: TrainingJob) -> None:
     scheme = PaperScheme(model.with_batch(32), server(replace(RATES, flops_per_second=1e18)), overlaps=False)
     p = sum(record.numel for record in model.shape.records)
     inputs = 40 * 2 * 32 * 1024 * 5120
@@ -58,7 +58,7 @@ def test_equation_1_without_overlap_by_hand(model: Training) -> None:
     assert scheme.iteration_seconds(0, 0.0) == pytest.approx(forward + backward + optimizer)
 
 
-def test_swapping_everything_leaves_nothing_to_recompute(model: Training) -> None:
+def test_swapping_everything_leaves_nothing_to_recompute(model: TrainingJob) -> None:
     scheme = PaperScheme(model.with_batch(64), server(replace(RATES, flops_per_second=1e12)))
     swap = scheme.swap()
     assert swap.coefficient == 1.0 and swap.linears == (40, 40, 40, 40)
@@ -68,7 +68,7 @@ def test_swapping_everything_leaves_nothing_to_recompute(model: Training) -> Non
     assert everything / none == pytest.approx(6 / 8, rel=0.02)
 
 
-def test_overlapping_the_optimizer_helps(model: Training) -> None:
+def test_overlapping_the_optimizer_helps(model: TrainingJob) -> None:
     scheme = PaperScheme(model.with_batch(32), server())
     alone = replace(scheme, overlaps=False)
     run_on_all_ranks, apart = (one.simulate()[0].step_seconds() for one in (scheme, alone))

@@ -12,11 +12,11 @@ from transformers import LlamaConfig
 from fuyou.layout.model_layout import BatchShape
 from fuyou.layout.record import Precision
 from fuyou.optimizer.clipping import ClipBy
-from fuyou.planner import Machine, Training, describe_training, plan
+from fuyou.planner import Machine, TrainingJob, describe_training, plan
 from fuyou.planner.advice import best_changes, clipping_cost, largest_batch, rarer_commits
-from fuyou.planner.evaluate import NOTHING, Candidate, Evaluator
-from fuyou.planner.run_plan import gpu_bound_tokens, most_clipped, search
-from fuyou.planner.simulator import TaskRates
+from fuyou.planner.evaluate import SAVE_NOTHING, Candidate, Evaluator
+from fuyou.planner.rates import TaskRates
+from fuyou.planner.run_plan import gpu_bound_tokens, max_clipped_share, search
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Resource
 
@@ -30,7 +30,7 @@ KEYS = {
 
 
 @pytest.fixture(scope="module")
-def job() -> Training:
+def job() -> TrainingJob:
     config = LlamaConfig(
         hidden_size=256, intermediate_size=704, num_hidden_layers=LAYERS, num_attention_heads=4, vocab_size=512,
         max_position_embeddings=SEQ_LEN,
@@ -42,13 +42,13 @@ def machine(rates: TaskRates = FAST, host: int = 256 << 20, device: int = 64 << 
     return Machine("a device", "a drive", rates, device, host, **fields)
 
 
-def seconds(job: Training, on: Machine) -> float:
+def seconds(job: TrainingJob, on: Machine) -> float:
     result = plan(job, on)
     assert result.fits, result.missing
     return result.step_seconds
 
 
-def test_json_has_what_programs_ask_for(job: Training) -> None:
+def test_json_has_what_programs_ask_for(job: TrainingJob) -> None:
     content = plan(job, machine()).to_json()
     assert content.keys() >= KEYS
     assert content["fits"] is True and content["missing"] == []
@@ -58,8 +58,8 @@ def test_json_has_what_programs_ask_for(job: Training) -> None:
     assert isinstance(content["ssd_bytes"], int) and isinstance(content["kept_activation_bytes"], int)
 
 
-def test_bytes_per_step_are_the_schedulers(job: Training) -> None:
-    result = plan(replace(job, deferred_fraction=0.0, keeping=NOTHING), machine(host=140 << 20))
+def test_bytes_per_step_are_the_schedulers(job: TrainingJob) -> None:
+    result = plan(replace(job, deferred_fraction=0.0, activation_policy=SAVE_NOTHING), machine(host=140 << 20))
     memory = result.memory
     assert memory is not None
     scheduler = Scheduler(job.shape, memory.counts, resident=memory.resident)
@@ -82,7 +82,7 @@ def test_bytes_per_step_are_the_schedulers(job: Training) -> None:
     ],
 )
 def test_one_slow_resource_bounds_the_step_and_more_of_it_helps(
-    job: Training, slow: dict[str, float], bound: Resource
+    job: TrainingJob, slow: dict[str, float], bound: Resource
 ) -> None:
     on = machine(replace(FAST, **slow))
     result = plan(job, on)
@@ -92,7 +92,7 @@ def test_one_slow_resource_bounds_the_step_and_more_of_it_helps(
     assert seconds(job, faster) == pytest.approx(result.step_seconds / 2, rel=0.05)
 
 
-def test_recomputation_that_is_left_out_is_not_counted(job: Training) -> None:
+def test_recomputation_that_is_left_out_is_not_counted(job: TrainingJob) -> None:
     result = plan(job, machine(replace(FAST, flops_per_second=1e9), device=1 << 30))
     assert result.kept_activation_bytes > 0  # computing is the bound, and there is room
     assert result.flops_per_second <= result.hardware_flops_per_second
@@ -104,12 +104,12 @@ def test_recomputation_that_is_left_out_is_not_counted(job: Training) -> None:
     )
 
 
-def test_nothing_is_kept_where_the_drives_are_the_bound(job: Training) -> None:
+def test_nothing_is_kept_where_the_drives_are_the_bound(job: TrainingJob) -> None:
     result = plan(job, machine(replace(FAST, read_bytes_per_second=1e8, write_bytes_per_second=1e8)))
     assert result.kept_activation_bytes == 0
 
 
-def test_more_of_anything_is_never_slower(job: Training) -> None:
+def test_more_of_anything_is_never_slower(job: TrainingJob) -> None:
     rates = TaskRates(2e11, 1e9, 1e9, 4e8, 3e8, 1e8)
     drives = [seconds(job, machine(rates).with_drives(count)) for count in (1, 2, 4)]
     assert all(later <= earlier * 1.005 for earlier, later in pairwise(drives))
@@ -117,7 +117,7 @@ def test_more_of_anything_is_never_slower(job: Training) -> None:
     assert all(later <= earlier * 1.005 for earlier, later in pairwise(memory))
 
 
-def test_tokens_from_which_computing_is_the_bound(job: Training) -> None:
+def test_tokens_from_which_computing_is_the_bound(job: TrainingJob) -> None:
     rates = replace(FAST, flops_per_second=165e12, read_bytes_per_second=2 * 7e9, write_bytes_per_second=2 * 3e9)
     expected = 165e12 / 8 * (14 / 14e9 + 12 / 6e9)  # planner-independent: peak / 8 x (14/nR + 12/nW)
     assert gpu_bound_tokens(job, machine(rates)) == pytest.approx(expected)
@@ -125,7 +125,7 @@ def test_tokens_from_which_computing_is_the_bound(job: Training) -> None:
     assert gpu_bound_tokens(job, machine(adam)) == pytest.approx(165e12 / 8 / 1e8)
 
 
-def test_what_does_not_fit_says_what_is_missing(job: Training) -> None:
+def test_what_does_not_fit_says_what_is_missing(job: TrainingJob) -> None:
     result = plan(job, machine(device=1 << 20))
     content = result.to_json()
     assert not result.fits and content["step_seconds"] is None and content["fits"] is False
@@ -134,7 +134,7 @@ def test_what_does_not_fit_says_what_is_missing(job: Training) -> None:
     assert all(change.speedup is None for change in best_changes(plan(job, machine(device=5 << 20)))), changes
 
 
-def test_space_on_ssd_is_exact(job: Training) -> None:
+def test_space_on_ssd_is_exact(job: TrainingJob) -> None:
     needed = plan(job, machine()).ssd_bytes
     elements = sum(record.numel for record in job.shape.records)
     assert needed == 24 * elements
@@ -144,7 +144,7 @@ def test_space_on_ssd_is_exact(job: Training) -> None:
     assert not lacking.fits and "on SSD" in lacking.missing[0]
 
 
-def test_the_largest_batch_fits_and_a_larger_does_not(job: Training) -> None:
+def test_the_largest_batch_fits_and_a_larger_does_not(job: TrainingJob) -> None:
     on = machine(device=20 << 20, host=150 << 20, store_bytes=24 * sum(r.numel for r in job.shape.records) + (6 << 20))
     most = largest_batch(job, on)
     assert 1 <= most < 1 << 16
@@ -155,7 +155,7 @@ def test_the_largest_batch_fits_and_a_larger_does_not(job: Training) -> None:
 BALANCED = machine(TaskRates(1e11, 1e10, 1e10, 3e8, 3e8, 1e9), host=140 << 20)
 
 
-def test_clipping_by_deferral_defers_everything_and_says_what_it_costs(job: Training) -> None:
+def test_clipping_by_deferral_defers_everything_and_says_what_it_costs(job: TrainingJob) -> None:
     free = plan(job, BALANCED)
     for more in ({"clip_by": ClipBy.DEFERRAL}, {"single_slot": True}, {"commit_every": 2}, {"clipped_share": 1.0}):
         result = plan(replace(job, clips=True, **more), BALANCED)
@@ -165,7 +165,7 @@ def test_clipping_by_deferral_defers_everything_and_says_what_it_costs(job: Trai
     assert clipping_cost(free) is None and free.clip_by is None
 
 
-def test_clipping_by_speculation_costs_by_how_often_it_strikes(job: Training) -> None:
+def test_clipping_by_speculation_costs_by_how_often_it_strikes(job: TrainingJob) -> None:
     """The planner's own choice where that is seldom; the share from which it is not is where both take as long."""
     seldom = replace(job, clips=True, clipped_share=0.01)
     chosen = plan(seldom, BALANCED)
@@ -177,15 +177,15 @@ def test_clipping_by_speculation_costs_by_how_often_it_strikes(job: Training) ->
     assert content["clipped_step_seconds"] > content["step_seconds"]
 
     evaluator = Evaluator(seldom, BALANCED)
-    share = most_clipped(evaluator, search(evaluator))
+    share = max_clipped_share(evaluator, search(evaluator))
     assert 0.01 < share < 1
     fixed = replace(seldom, clip_by=ClipBy.SPECULATION, deferred_fraction=chosen.deferred_fraction, clipped_share=share)
     assert plan(fixed, BALANCED).step_seconds == pytest.approx(deferral.step_seconds, rel=0.01)
-    assert math.isinf(most_clipped(evaluator, evaluator.evaluate(Candidate(None, 1.0))))
+    assert math.isinf(max_clipped_share(evaluator, evaluator.evaluate(Candidate(None, 1.0))))
 
 
 @pytest.mark.parametrize("more", [{}, {"clips": True}, {"deferred_fraction": 0.5}])
-def test_no_step_is_shorter_than_what_it_has_the_drives_do(job: Training, more: dict[str, Any]) -> None:
+def test_no_step_is_shorter_than_what_it_has_the_drives_do(job: TrainingJob, more: dict[str, Any]) -> None:
     """Where all states live in host memory, a step's writes are behind it, deferred ones by two steps."""
     slow = replace(FAST, read_bytes_per_second=1e8, write_bytes_per_second=1e8)
     result = plan(replace(job, **more), machine(slow, host=1 << 30))
@@ -193,7 +193,7 @@ def test_no_step_is_shorter_than_what_it_has_the_drives_do(job: Training, more: 
     assert result.step_seconds > 0.99 * result.written_bytes / 1e8 > 0
 
 
-def test_gradients_that_are_kept_are_written_where_they_find_no_room(job: Training) -> None:
+def test_gradients_that_are_kept_are_written_where_they_find_no_room(job: TrainingJob) -> None:
     speculation = replace(job, clips=True, clip_by=ClipBy.SPECULATION, clipped_share=0.0, host_cache=0)
     written = {host: plan(speculation, machine(host=host << 20)).written_bytes for host in (140, 256)}
     elements = sum(record.numel for record in job.shape.records)
@@ -201,7 +201,7 @@ def test_gradients_that_are_kept_are_written_where_they_find_no_room(job: Traini
     assert 12 * elements < written[140] <= 14 * elements
 
 
-def test_rarer_commits_write_what_streams_and_the_rest_every_nth_time(job: Training) -> None:
+def test_rarer_commits_write_what_streams_and_the_rest_every_nth_time(job: TrainingJob) -> None:
     slow = replace(FAST, read_bytes_per_second=1e8, write_bytes_per_second=1e8)
     everything = plan(job, machine(slow, host=1 << 30, endurance_bytes=10**12))
     assert everything.memory is not None and len(everything.memory.resident) == len(job.shape.records)
@@ -214,7 +214,7 @@ def test_rarer_commits_write_what_streams_and_the_rest_every_nth_time(job: Train
     assert rarer_commits(plan(job, machine(slow, host=140 << 20))) is None, "nothing lives in host memory"
 
 
-def test_merged_micro_batches_predict_what_all_of_them_do(job: Training) -> None:
+def test_merged_micro_batches_predict_what_all_of_them_do(job: TrainingJob) -> None:
     rates = TaskRates(1e12, 1e10, 1e10, 4e8, 3e8, 1e8)
     many = replace(job, rows=256, micro_batch=1)
     evaluator = Evaluator(many, machine(rates, host=1 << 30))
@@ -225,26 +225,26 @@ def test_merged_micro_batches_predict_what_all_of_them_do(job: Training) -> None
     assert merged.busy[Resource.GPU] == pytest.approx(exact.busy[Resource.GPU])
 
 
-def test_more_of_what_is_there_in_plenty_is_no_change(job: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_of_what_is_there_in_plenty_is_no_change(job: TrainingJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though a plan of merged micro-batches, as changes are compared, may be far from the plan itself."""
-    monkeypatch.setattr("fuyou.planner.evaluate._MOST_TASKS", 2 * LAYERS)
+    monkeypatch.setattr("fuyou.planner.evaluate._MAX_TASKS", 2 * LAYERS)
     rates = replace(FAST, flops_per_second=1e12, upload_bytes_per_second=5e8, download_bytes_per_second=5e8)
     base = plan(replace(job, rows=32, micro_batch=1), machine(rates, host=1 << 30, device=10 << 20))
     assert abs(base.step_seconds / base.compared_seconds - 1) > 0.1
     found = {change.what: change.speedup for change in best_changes(base)}
     assert "2 GiB of host memory" not in found, found
-    cost = clipping_cost(replace(base, training=replace(base.training, clips=True)))
+    cost = clipping_cost(replace(base, job=replace(base.job, clips=True)))
     assert cost == pytest.approx(1, abs=0.01)
 
 
-def test_the_best_change_relieves_the_bound(job: Training) -> None:
+def test_the_best_change_relieves_the_bound(job: TrainingJob) -> None:
     slow = replace(FAST, read_bytes_per_second=1e8, write_bytes_per_second=1e8, flops_per_second=1e13)
     changes = best_changes(plan(job, machine(slow)))
     assert {"1 more SSD", "a batch of 16"} == {change.what for change in changes}
     assert all(change.speedup == pytest.approx(2, rel=0.1) for change in changes)
 
 
-def test_bf16_moments_move_less(job: Training) -> None:
+def test_bf16_moments_move_less(job: TrainingJob) -> None:
     slow = replace(FAST, read_bytes_per_second=1e8, write_bytes_per_second=1e8)
     halved = replace(job, shape=job.shape.with_precision(Precision(torch.bfloat16, torch.bfloat16)))
     assert seconds(halved, machine(slow)) < 0.75 * seconds(job, machine(slow))

@@ -15,13 +15,20 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig, LlamaConf
 import fuyou
 from common.errors import UserError
 from common.models.meta_model import build_meta_model
-from fuyou.layout.resident import spread
+from fuyou.layout.resident import evenly_spaced
 from fuyou.model.block_calls import BlockCalls
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.recompute.block_trace import BlockTrace, Tracer
-from fuyou.recompute.policy import ActivationPlanner, ActivationPolicy, SavableOutputs, keep_of, keepable, trace_block
-from fuyou.recompute.replay import Recomputations
-from fuyou.schedule.memory_plan import MemoryPlanner
+from fuyou.recompute.policy import (
+    ActivationPlanner,
+    ActivationPolicy,
+    SavableOutputs,
+    savable_outputs,
+    saved_outputs,
+    trace_block,
+)
+from fuyou.recompute.replay import BlockReplay
+from fuyou.schedule.memory_planner import MemoryPlanner
 from tests.helpers.engines import batches, check, directories, engine
 from tests.helpers.twin import tiny_configs
 
@@ -53,7 +60,7 @@ def test_a_network_counted_by_hand() -> None:
     assert trace.flops() == sum(products)
     assert trace.flops(trace.required()) == products[0] + products[1]
     # relu saves its result, which the next product saves as well: 64 x 16 and 64 x 128 fp32 values.
-    found = keepable(trace, cost=flops)
+    found = savable_outputs(trace, cost=flops)
     assert found.forward_flops == sum(products) and found.unneeded_flops == products[2]
     assert listed(found) == [
         ("aten.relu.default", 1, 64 * 16 * 4, 0.0, products[1]),
@@ -64,7 +71,10 @@ def test_a_network_counted_by_hand() -> None:
     assert one.saved_flops == products[1] + products[2]
     assert found.choose(0).saved_flops == products[2]
     assert found.choose(1e9).saved_fraction == 1.0
-    assert [two.nbytes for two in keepable(trace, rows=3, cost=flops).outputs] == [3 * 64 * 16 * 4, 3 * 64 * 128 * 4]
+    assert [two.nbytes for two in savable_outputs(trace, rows=3, cost=flops).outputs] == [
+        3 * 64 * 16 * 4,
+        3 * 64 * 128 * 4,
+    ]
 
 
 def test_a_block_of_llama_and_one_of_gpt2() -> None:
@@ -79,7 +89,7 @@ def test_a_block_of_llama_and_one_of_gpt2() -> None:
         ),
         torch.device("cpu"),
     )
-    found = keepable(trace_block(llama, n, "cuda", BF16), 2, cost=flops)
+    found = savable_outputs(trace_block(llama, n, "cuda", BF16), 2, cost=flops)
     product, attention = 2 * 2 * n * h * h, 2 * 4 * n * n * h  # of 2 rows
     assert found.forward_flops == 4 * product + 9 * product + attention
     assert found.unneeded_flops == 3 * product  # the down projection
@@ -102,7 +112,7 @@ def test_a_block_of_llama_and_one_of_gpt2() -> None:
         torch.device("cpu"),
     )
     gpt2.model.eval()  # without dropout
-    found = keepable(trace_block(gpt2, n, "cpu", BF16), cost=flops)
+    found = savable_outputs(trace_block(gpt2, n, "cpu", BF16), cost=flops)
     assert found.forward_flops == n * (24 * h * h + 4 * n * h)
     assert found.unneeded_flops == n * 8 * h * h  # 4h to h: the paper's table has its swap benefit highest
 
@@ -112,7 +122,7 @@ def test_random_numbers_are_drawn_again_and_never_kept() -> None:
     weight = nn.Parameter(torch.ones(8, 8))
     trace = traced(lambda: nn.functional.dropout(x @ weight, 0.5) @ weight)
     draws = [index for index, one in enumerate(trace.operators) if "bernoulli" in one.name or "dropout" in one.name]
-    assert draws and all(trace.operators[index].always and not trace.operators[index].keepable for index in draws)
+    assert draws and all(trace.operators[index].always and not trace.operators[index].savable for index in draws)
     assert set(draws) <= trace.required(frozenset(range(len(trace.operators))) - set(draws))
 
 
@@ -121,23 +131,23 @@ def test_attention_draws_random_numbers_only_with_dropout(dropout: float) -> Non
     query = torch.empty(1, 2, 16, 8, device="meta", dtype=BF16, requires_grad=True)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention
     trace = traced(lambda: kernel(query, query, query, dropout, True)[0])
-    assert [one.keepable for one in trace.operators] == [not dropout]
+    assert [one.savable for one in trace.operators] == [not dropout]
 
 
 def test_what_cannot_be_kept_is_refused() -> None:
     stack = StreamedModel(build_meta_model(tiny_configs()["llama"], dtype=BF16), torch.device("cpu"))
     trace = trace_block(stack, 16, "cpu", BF16)
-    assert keep_of(trace, [("aten.mm.default", 0)]).nbytes == 16 * 48 * 2
+    assert saved_outputs(trace, [("aten.mm.default", 0)]).nbytes == 16 * 48 * 2
     for operator in (("aten.mm.default", 7), ("aten.addmm.default", 0), ("aten.clone.default", 0)):
         with pytest.raises(UserError, match=r"no outputs of aten"):
-            keep_of(trace, [operator])
+            saved_outputs(trace, [operator])
 
 
 @pytest.mark.parametrize(
     ("layers", "count", "chosen"), [(6, 0, []), (6, 1, [5]), (6, 2, [2, 5]), (7, 3, [2, 4, 6]), (3, 3, [0, 1, 2])]
 )
 def test_layers_are_spread(layers: int, count: int, chosen: list[int]) -> None:
-    assert spread(range(layers), count) == chosen
+    assert evenly_spaced(range(layers), count) == chosen
 
 
 # -- recomputing ------------------------------------------------------------------------------------------------------
@@ -216,8 +226,8 @@ def test_gradients_are_those_of_full_recomputation(block: Any, saves: bool | Non
     x = torch.randn(8, 8, generator=generator)
     weight = torch.randn(8, 8, generator=generator)
     trace = traced(lambda: block(x.clone().requires_grad_(), weight.clone().requires_grad_()))
-    chosen = [(one.name, one.ordinal) for one in trace.operators if one.keepable] if everything else []
-    recomputations = Recomputations([0], chosen, 1 << 16)
+    chosen = [(one.name, one.ordinal) for one in trace.operators if one.savable] if everything else []
+    recomputations = BlockReplay([0], chosen, 1 << 16)
     calls = BlockCalls(arguments=[((), {})])
     for visit in range(4):
         hidden = torch.randn(8, 8, generator=generator)
@@ -329,7 +339,7 @@ def test_dropout_and_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 def full(self: Any, layer: int, hidden: Any, calls: Any, run: Any, *_: Any) -> Any:
                     return run(), 0.0
 
-                patch.setattr(Recomputations, "backward", full)
+                patch.setattr(BlockReplay, "backward", full)
             with engine(config, directories(tmp_path / name, 1), micro_batch=2, kept_activations="1MiB") as trained:  # type: ignore[arg-type]
                 losses = []
                 for batch in batches(3, packed=False):
@@ -352,7 +362,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="in 4 blocks: this model has 3"):
         ActivationPlanner(stack, "cpu", BF16, ActivationPolicy((("aten.mm.default", 0),), 4))
     with pytest.raises(UserError, match=r"no outputs of aten.addmm.default \(call 0\)"):
-        ActivationPlanner(stack, "cpu", BF16, ActivationPolicy((("aten.addmm.default", 0),), 3)).keep(1, 16)
+        ActivationPlanner(stack, "cpu", BF16, ActivationPolicy((("aten.addmm.default", 0),), 3)).saved(1, 16)
 
 
 def test_tracing_leaves_a_block_as_it_was() -> None:
@@ -386,5 +396,5 @@ def test_a_loop_over_tokens_is_not_weighed_operator_by_operator() -> None:
 
     trace = traced(loop)
     began = time.monotonic()
-    assert not keepable(trace).outputs
+    assert not savable_outputs(trace).outputs
     assert time.monotonic() - began < 5

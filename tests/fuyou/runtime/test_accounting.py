@@ -4,15 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 
+from fuyou.layout.share import Share
 from fuyou.layout.visits import Phase, Visit
 from fuyou.runtime.accounting import Accounting, TaskKind
 from fuyou.runtime.devices import CpuDevice
 from fuyou.runtime.trace import RecordInterval
-from fuyou.schedule.tasks import Op, StepList, Task
+from fuyou.schedule.tasks import ComputeTask, Op, StepList, Task
 
 
 def done(op: Op, after: list[Task], began: float, ended: float) -> Task:
-    task = Task(op, after, visit=Visit(Phase.HEAD, 0, 2) if op is Op.COMPUTE else None)
+    task = ComputeTask(op, after, visit=Visit(Phase.HEAD, 0, 2), micro=0) if op is Op.COMPUTE else Task(op, after)
     task.done, task.began, task.ended = True, began, ended
     return task
 
@@ -23,14 +24,16 @@ def test_a_gap_is_shared_out_along_what_was_waited_for() -> None:
     upload = done(Op.PARAMETER_UPLOAD, [read], 11.0, 11.5)
     early = done(Op.GRADIENT_DOWNLOAD, [first], 10.5, 10.6)
     second = done(Op.COMPUTE, [upload, early], 11.6, 12.0)
+    assert isinstance(second, ComputeTask)
     second.kept = 0
     late = done(Op.COMPUTE, [second], 0.0, 0.0)
     late.done = False
     plane = SimpleNamespace(
-        device=CpuDevice(),
-        ranks=None,
-        take_ssd_intervals=lambda: [RecordInterval(0, 10.5, 11.25)],
-        take_adam_intervals=lambda: [RecordInterval(0, 1.0, 3.0)],
+        buffers=SimpleNamespace(device=CpuDevice(), shape=SimpleNamespace(share=Share())),
+        optimizer=SimpleNamespace(
+            take_ssd_intervals=lambda: [RecordInterval(0, 10.5, 11.25)],
+            take_adam_intervals=lambda: [RecordInterval(0, 1.0, 3.0)],
+        ),
     )
     accounting = Accounting(plane)  # type: ignore[arg-type]
     accounting.watch(StepList(1, [first, read, upload, early, second, late]))

@@ -84,7 +84,7 @@ def test_an_engine_on_it_moves_real_bytes_and_exports_nothing(deferred: float, t
                 * record.parameter_count
                 * 4
                 * 32
-                for record in engine._shape.records
+                for record in engine._run.shape.records
             )
             assert report.bound_seconds["gpu"] == pytest.approx(flops / 2e9, rel=0.05)
             assert report.seconds >= flops / 2e9

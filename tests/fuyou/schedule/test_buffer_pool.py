@@ -165,11 +165,11 @@ class Uses:
             pool.drop(key)
         pool.use(index, task())
         if action == "touch":
-            pool.computed()
+            pool.end_computation()
         if action == "use" and self.left[key]:
             self.left[key].pop()
             if isinstance(pool, SortedPool):
-                pool.used(key)
+                pool.update_next_use(key)
         return index, left
 
 

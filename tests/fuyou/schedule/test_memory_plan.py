@@ -11,12 +11,8 @@ from transformers import GPT2Config, LlamaConfig, MixtralConfig, OPTConfig, PreT
 from common.errors import UserError
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import PAGE_ELEMENTS, Kind, Precision
-from fuyou.schedule.memory_plan import (
-    Batch,
-    MemoryPlan,
-    MemoryPlanner,
-    activation_elements_per_token,
-)
+from fuyou.schedule.memory_plan import Batch, MemoryPlan, activation_elements_per_token
+from fuyou.schedule.memory_planner import MemoryPlanner
 from tests.helpers.schedule_model import BF16, Machine, build, check_order, step_shape
 
 MEBIBYTE = 1 << 20
@@ -115,7 +111,7 @@ def test_a_plan_is_within_its_limits_or_there_is_none(situation: dict) -> None:
     assert counts.ssd_kept in (0, total) and (counts.ssd_kept or counts.device_kept + counts.host_kept >= total)
     split = situation["precision"].split
     assert plan.wide_blocks == (split and batch.micro_batches > 1)
-    assert plan.wide_outer == (split and (batch.micro_batches > 1 or plan.head_columns < batch.seq_len))
+    assert plan.wide_non_block == (split and (batch.micro_batches > 1 or plan.head_columns < batch.seq_len))
 
 
 @settings(max_examples=100)
@@ -129,25 +125,27 @@ def test_what_the_plan_allocates_is_what_it_counts(situation: dict) -> None:
         return
     shape = step_shape(situation["layers"], situation["tied"], situation["precision"])
     counts, width = plan.counts, shape.precision.parameter_bytes
-    largest = {outer: max(r.numel for r in shape.records if (r.kind is Kind.OUTER) is outer) for outer in (False, True)}
+    largest = {
+        outer: max(r.numel for r in shape.records if (r.kind is Kind.NON_BLOCK) is outer) for outer in (False, True)
+    }
     device = (
         counts.device_blocks * largest[False] * width
-        + counts.device_outer * largest[True] * width
+        + counts.device_non_block * largest[True] * width
         + counts.device_block_gradients
         * largest[False]
         * width
         * (not plan.wide_blocks or counts.device_block_gradients > 1)
-        + counts.device_outer_gradients
+        + counts.device_non_block_gradients
         * largest[True]
         * width
-        * (not plan.wide_outer or counts.device_outer_gradients > 1)
+        * (not plan.wide_non_block or counts.device_non_block_gradients > 1)
         + counts.device_activations * plan.activation_bytes
         + counts.device_kept * plan.kept_bytes
-        + 4 * (largest[False] * plan.wide_blocks + largest[True] * plan.wide_outer)
+        + 4 * (largest[False] * plan.wide_blocks + largest[True] * plan.wide_non_block)
     )
     host = (
         (counts.host_blocks + counts.host_block_gradients) * largest[False] * width
-        + (counts.host_outer + counts.host_outer_gradients) * largest[True] * width
+        + (counts.host_non_block + counts.host_non_block_gradients) * largest[True] * width
         + counts.host_activations * plan.activation_bytes
         + counts.host_kept * plan.kept_bytes
         + plan.ring_chunks * plan.chunk_elements * shape.precision.state_bytes
@@ -239,7 +237,7 @@ def test_what_is_left_of_the_host_holds_parameters_and_then_states() -> None:
     shape = step_shape(5, False)
     width, state = shape.precision.parameter_bytes, shape.precision.state_bytes
     block = max(shape.records[index].numel for index in shape.blocks)
-    outer = [record.numel for record in shape.of_kind(Kind.OUTER)]
+    outer = [record.numel for record in shape.of_kind(Kind.NON_BLOCK)]
 
     def plan(cache: int | None) -> MemoryPlan:
         made = planner(shape, 8 << 30, 8 << 30)
@@ -247,7 +245,7 @@ def test_what_is_left_of_the_host_holds_parameters_and_then_states() -> None:
         return made.plan(8, 64, None)
 
     streamed, layers = plan(0), len(shape.blocks)
-    assert streamed.resident == () and streamed.counts.host_blocks == 4 and streamed.counts.host_outer == 1
+    assert streamed.resident == () and streamed.counts.host_blocks == 4 and streamed.counts.host_non_block == 1
     one = plan(block * width)
     assert one.resident == () and one.counts.host_blocks == 5
     assert one.host_bytes == streamed.host_bytes + block * width

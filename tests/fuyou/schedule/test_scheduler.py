@@ -19,8 +19,9 @@ from tests.helpers.schedule_model import TRAINS, Machine, Program, build, check_
 
 #: The least that works: everything streams, nothing overlaps.
 LEAST = BufferCounts(
-    device_blocks=1, device_outer=1, device_block_gradients=1, device_outer_gradients=1, host_blocks=1, host_outer=1,
-    host_block_gradients=1, host_outer_gradients=1, device_activations=3, host_activations=2, ssd_activations=100,
+    device_blocks=1, device_non_block=1, device_block_gradients=1, device_non_block_gradients=1, host_blocks=1,
+    host_non_block=1, host_block_gradients=1, host_non_block_gradients=1, device_activations=3, host_activations=2,
+    ssd_activations=100,
 )  # fmt: skip
 #: What a machine with some room has: transfers overlap, block inputs stay on the device.
 USUAL = BufferCounts(device_activations=100)
@@ -52,10 +53,10 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
     # One place more than what does not fit on the device, or two on the way to the SSDs.
     host_kept, ssd_kept = draw(st.sampled_from([(kept - device_kept + 1, 0), (2, kept)])) if kept else (0, 0)
     counts = BufferCounts(
-        device_blocks=draw(st.integers(1, layers + 1)), device_outer=draw(st.integers(1, 2)),
-        device_block_gradients=draw(few), device_outer_gradients=draw(st.integers(1, 2)),
-        host_blocks=draw(st.integers(1, layers + 1)), host_outer=draw(st.integers(1, 2)),
-        host_block_gradients=draw(st.integers(1, layers + 1)), host_outer_gradients=draw(st.integers(1, 2)),
+        device_blocks=draw(st.integers(1, layers + 1)), device_non_block=draw(st.integers(1, 2)),
+        device_block_gradients=draw(few), device_non_block_gradients=draw(st.integers(1, 2)),
+        host_blocks=draw(st.integers(1, layers + 1)), host_non_block=draw(st.integers(1, 2)),
+        host_block_gradients=draw(st.integers(1, layers + 1)), host_non_block_gradients=draw(st.integers(1, 2)),
         device_adapters=draw(st.integers(1, 2)), device_adapter_gradients=draw(st.integers(1, 2)),
         host_adapters=draw(few), host_adapter_gradients=draw(few),
         device_activations=device, host_activations=host, ssd_activations=ssd,
@@ -105,7 +106,7 @@ def test_every_step_computes_and_updates_everything_once(scenario: dict[str, Any
                 assert task.visit is not None
                 assert task.last == (task.micro == micro - 1)
                 trains = any(shape.records[index].trainable for index in task.visit.records)
-                assert (task.gradient >= 0) == (trains and task.visit.phase in TRAINS)
+                assert (task.gradient is not None) == (trains and task.visit.phase in TRAINS)
     for kind, micro, steps in program.lists:
         if kind == "eval":
             computed = [(task.visit, task.micro) for task in steps.tasks if task.op is Op.COMPUTE]
@@ -264,7 +265,7 @@ def test_bytes_of_every_precision(precision: Precision, states: int) -> None:
     width = precision.dtype.itemsize
     for _, _, steps in program.lists:
         for task in steps.tasks:
-            if task.record < 0:
+            if task.record is None:
                 continue
             numel = program.shape.records[task.record].numel
             expected = {
@@ -275,7 +276,7 @@ def test_bytes_of_every_precision(precision: Precision, states: int) -> None:
 
 
 def test_nothing_is_read_twice_where_the_host_holds_everything() -> None:
-    counts = replace(USUAL, host_blocks=6, host_outer=2)
+    counts = replace(USUAL, host_blocks=6, host_non_block=2)
     program = build(6, False, counts, [("train", 2, True)] * 3)
     for number, (_, _, steps) in enumerate(program.lists):
         reads = Counter(task.record for task in steps.tasks if task.op is Op.PARAMETER_READ)

@@ -236,9 +236,9 @@ def open_engine(run: Run) -> fuyou.Engine:
 
 def digests(engine: fuyou.Engine) -> dict[str, str]:
     """Of every record that counts, each byte of it: weights, low halves, moments."""
-    assert engine._files is not None
-    result, store = {}, engine._files.store
-    for sealed in engine._commits.sums.sealed(engine._commits.state.slot):
+    assert engine._run.files is not None
+    result, store = {}, engine._run.files.store
+    for sealed in engine._run.commits.sums.sealed(engine._run.commits.state.slot):
         data = bytearray(sealed.extent.nbytes)
         store.read_now(sealed.extent, data)
         result[sealed.what] = hashlib.sha256(data).hexdigest()

@@ -77,9 +77,9 @@ def ho_ring(topology: fcdp.Topology) -> None:
             wait()
             assert torch.equal(wide[:, :, 1], right * sign)
             assert not wide[:, :, 0].any()
-        across = topology.world_size * (topology.nodes - 1) // topology.nodes // topology.ranks_per_node
-        assert traffic.gather_across == 2 * 2 * across * cell * 4
-        assert traffic.gather_across + traffic.gather_inside == 2 * 2 * (topology.world_size - 1) * cell * 4
+        inter_node = topology.world_size * (topology.nodes - 1) // topology.nodes // topology.ranks_per_node
+        assert traffic.gather_inter_node == 2 * 2 * inter_node * cell * 4
+        assert traffic.gather_inter_node + traffic.gather_intra_node == 2 * 2 * (topology.world_size - 1) * cell * 4
 
         mine = torch.randn(3, topology.world_size, cell, generator=torch.Generator().manual_seed(topology.rank))
         mine = mine.bfloat16()
@@ -95,7 +95,7 @@ def ho_ring(topology: fcdp.Topology) -> None:
                 cells = torch.empty(rows.size(0), cell, dtype=mine.dtype)
                 level.reduce_scatter(rows, cells)
             results.append(cells)
-            counts.append((traffic.reduce_inside, traffic.reduce_across))
+            counts.append((traffic.reduce_intra_node, traffic.reduce_inter_node))
         assert torch.equal(*results)
         assert torch.equal(mine, before)
         assert counts[0] == counts[1]
@@ -106,7 +106,7 @@ def gather_quantised(topology: fcdp.Topology, bits: Any, dtype: torch.dtype) -> 
     for cell in SIZES:
         parts, traffic = levels(topology, "gather")
         for part in [*parts, *([ring(parts)] if len(parts) > 1 else [])]:
-            traffic.gather_inside = traffic.gather_across = 0
+            traffic.gather_intra_node = traffic.gather_inter_node = 0
             level = QuantisedLevel(part, bits)
             right = (
                 numbers(cell, 2, level.size, cell).mul_(50).to(torch.int64 if dtype == torch.uint8 else dtype).to(dtype)
@@ -118,7 +118,7 @@ def gather_quantised(topology: fcdp.Topology, bits: Any, dtype: torch.dtype) -> 
             expected[:, level.index] = right[:, level.index]
             assert torch.equal(rows, expected)
             nbytes = cell if dtype == torch.uint8 else wire_bytes(cell, bits)
-            assert traffic.gather_across + traffic.gather_inside == 2 * (level.size - 1) * nbytes
+            assert traffic.gather_inter_node + traffic.gather_intra_node == 2 * (level.size - 1) * nbytes
 
 
 def reduce_quantised(topology: fcdp.Topology, bits: Any) -> None:
@@ -143,10 +143,11 @@ def reduce_quantised(topology: fcdp.Topology, bits: Any) -> None:
             assert torch.equal(output, expected)
             step = senders[:, :, level.index].abs().amax() / (127 if bits == 8 else 7)
             assert (output - senders[:, :, level.index].sum(0)).abs().max() <= (level.size - 1) * step / 2 * 1.001
-            assert traffic.reduce_inside + traffic.reduce_across == 3 * (level.size - 1) * wire_bytes(cell, bits)
+            sent = traffic.reduce_intra_node + traffic.reduce_inter_node
+            assert sent == 3 * (level.size - 1) * wire_bytes(cell, bits)
             if axis == everywhere:
                 others = topology.world_size - topology.ranks_per_node
-                assert traffic.reduce_across == 3 * others * wire_bytes(cell, bits)
+                assert traffic.reduce_inter_node == 3 * others * wire_bytes(cell, bits)
 
 
 class Block(nn.Module):

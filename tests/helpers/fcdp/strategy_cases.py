@@ -94,7 +94,7 @@ def train(topology: fcdp.Topology, strategy: str, run: Run) -> Trained:
     generator = torch.Generator().manual_seed(100 + topology.rank)
     losses, sent = [], []
     for count in run.micro_batches:
-        before = 0 if twins else sharding.traffic.across
+        before = 0 if twins else sharding.traffic.inter_node
         for index in range(count):
             is_last = index == count - 1
             sharding.set_is_last_micro_batch(is_last)
@@ -106,12 +106,12 @@ def train(topology: fcdp.Topology, strategy: str, run: Run) -> Trained:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        sent.append(0 if twins else sharding.traffic.across - before)
+        sent.append(0 if twins else sharding.traffic.inter_node - before)
     weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
     formula = []
     if not twins:
         formula = [
-            sharding.bytes_across_nodes(count, first_step=not step) for step, count in enumerate(run.micro_batches)
+            sharding.inter_node_bytes(count, first_step=not step) for step, count in enumerate(run.micro_batches)
         ]
     sharding.close()
     dist.barrier()

@@ -10,7 +10,8 @@ import torch.distributed as dist
 import fcdp
 from common.errors import FinetuneError
 from common.models.adapters.options import AdapterOptions
-from fcdp.trainer import Trainer, TrainerConfig
+from fcdp.config import TrainerConfig
+from fcdp.trainer import Trainer
 from fuyou import NonFiniteLoss
 
 VOCABULARY = 67
@@ -78,8 +79,8 @@ def train(topology: fcdp.Topology, run: Run) -> Outcome:
     trainer.commit()
     if run.save is not None:
         trainer.save_pretrained(run.save, merge=run.adapters is not None)
-    held = sum(parameter.to_local().numel() for parameter in trainer._model.parameters())
-    kinds = {(parameter.requires_grad, parameter.dtype) for parameter in trainer._model.parameters()}
+    held = sum(parameter.to_local().numel() for parameter in trainer._model.module.parameters())
+    kinds = {(parameter.requires_grad, parameter.dtype) for parameter in trainer._model.module.parameters()}
     planned = trainer.planned_sent_bytes(run.rows)
     trainer.close()
     return Outcome(losses, norms, sent, planned, held, kinds)
@@ -101,7 +102,7 @@ def train_around(topology: fcdp.Topology, run: Run, numbers: tuple[int, ...], ba
             assert done.skipped == (number in bad) and done.step == trainer.step_count
             losses += [] if done.skipped else [done.loss]
         trainer.commit()
-        state = {name: value.to_local().clone() for name, value in trainer._state().items()}  # type: ignore[attr-defined]
+        state = {name: value.to_local().clone() for name, value in trainer._checkpoints.state().items()}  # type: ignore[attr-defined]
         trainer.close()
     return losses, state
 

@@ -82,10 +82,6 @@ class CompressedParameter:
         """Return this for JSON."""
         return {"tensor": self.tensor.to_dict(), "strides": list(self.strides), "offsets": list(self.offsets)}
 
-    @classmethod
-    def from_dict(cls, content: dict[str, Any]) -> "CompressedParameter":
-        return cls(CompressedTensor.from_dict(content["tensor"]), tuple(content["strides"]), tuple(content["offsets"]))
-
     @property
     def _part_nbytes(self) -> int:
         return sum(_aligned(one.nbytes) for one in self.tensor.components)

@@ -152,20 +152,6 @@ class CompressedTensor:
             "transposed": self.transposed,
         }
 
-    @classmethod
-    def from_dict(cls, content: dict[str, Any]) -> "CompressedTensor":
-        components = tuple(
-            Component(role, getattr(torch, dtype), tuple(shape)) for role, dtype, shape in content["components"]
-        )
-        return cls(
-            content["codes"],
-            tuple(content["shape"]),
-            tuple(content["block"]),
-            getattr(torch, content["dtype"]),
-            components,
-            content["transposed"],
-        )
-
     def _zero_points(self, components: Mapping[str, torch.Tensor], count: int, columns: int) -> torch.Tensor | None:
         """Return zero points in fp32 ``[count, rows of blocks, columns of blocks]``; None: there are none."""
         packed = components.get("zero_point")

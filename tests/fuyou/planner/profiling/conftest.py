@@ -2,14 +2,14 @@
 
 import pytest
 
-from fuyou.planner.profiling import beside, blocks, drives, optimizer
+from fuyou.planner.profiling import blocks, contention, drives, optimizer
 
 
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "REPEAT_SECONDS", 0.01)
     monkeypatch.setattr(drives, "DIRECTION_SECONDS", 0.1)
-    monkeypatch.setattr(beside, "WINDOW_SECONDS", 0.02)
-    monkeypatch.setattr(beside, "WARM_SECONDS", 0.01)
+    monkeypatch.setattr(contention, "WINDOW_SECONDS", 0.02)
+    monkeypatch.setattr(contention, "WARM_SECONDS", 0.01)
     monkeypatch.setattr(optimizer, "UPDATED_ELEMENTS", 1 << 14)
     monkeypatch.setattr(optimizer, "WRITTEN_ELEMENTS", 1 << 14)

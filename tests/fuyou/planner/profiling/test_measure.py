@@ -18,8 +18,8 @@ from fuyou.model.model_records import model_records
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.client import OptimizerLink
 from fuyou.planner.profiling import ProfiledWorkload, measure
-from fuyou.planner.profiling.beside import pieces_per_second
 from fuyou.planner.profiling.blocks import BlockBench, OperatorTimer, _extrapolated, _shortened, random_values
+from fuyou.planner.profiling.contention import pieces_per_second
 from fuyou.planner.profiling.drives import open_scratch
 from fuyou.planner.profiling.optimizer import OptimizerBench, scratch_records
 from fuyou.recompute.policy import trace_block
@@ -67,8 +67,8 @@ def test_a_block_that_others_hand_values_is_measured_without_them() -> None:
 @pytest.mark.usefixtures("_quick")
 def test_adam_is_measured_on_states_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at the rate at which a drive brings them, once it has."""
-    monkeypatch.setattr("fuyou.planner.profiling.beside.WARM_SECONDS", 0.3)
-    monkeypatch.setattr("fuyou.planner.profiling.beside.WINDOW_SECONDS", 0.2)
+    monkeypatch.setattr("fuyou.planner.profiling.contention.WARM_SECONDS", 0.3)
+    monkeypatch.setattr("fuyou.planner.profiling.contention.WINDOW_SECONDS", 0.2)
     throttle, link = IoThrottle(2e6, 1e9), OptimizerLink()
     link.wait_until_up()
     with open_scratch([tmp_path], scratch_records(4096, BF16), throttle) as scratch:

@@ -11,7 +11,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from common.errors import FinetuneError, UserError
-from common.models.checkpoint.compressed import CompressedShards, CompressedTensor
+from common.models.checkpoint.compressed import CompressedShards
 from tests.common.models.checkpoint.compressed.writing import GROUP, METHODS, fp8, int4
 
 #: What compressed-tensors 0.20.0 has made; ``make_goldens.py`` beside it made the file.
@@ -53,8 +53,6 @@ def test_equals_compressed_tensors(name: str, tmp_path: Path) -> None:
     found = files.read("layer.weight")
     assert found.dtype == case["numbers"].dtype and torch.equal(found, case["numbers"])
     assert torch.equal(files.read_rows("layer.weight", 3, 7), case["numbers"][3:7])
-    layout = files.compressed["layer.weight"].tensor
-    assert CompressedTensor.from_dict(json.loads(json.dumps(layout.to_dict()))) == layout
 
 
 @pytest.mark.parametrize("shape", [(32, 48), (3, 64, 32)])

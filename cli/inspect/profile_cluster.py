@@ -1,0 +1,78 @@
+"""``finetune --profile --nodes``: the cluster at hand, measured by all ranks, in a file that ``--cluster`` reads."""
+
+import math
+import os
+from pathlib import Path
+
+import torch.distributed as dist
+
+from cli.job.machine import sequence_length
+from cli.job.quiet import quiet_transformers
+from cli.options.computing_dtype import with_dtype_of_all
+from cli.options.settings import Settings
+from cli.train.meeting import device_of, meet
+from cli.train.rank_process import RankProcess
+from common.models.presets import load_config
+from common.units import format_bytes, format_seconds
+from fcdp.planner.profiling import profile_cluster
+from fcdp.planner.rates import MeasuredRates
+from fcdp.strategy.mesh import Levels
+from fcdp.strategy.topology import Topology
+
+PROFILE = "cluster.json"
+"""The file's name in the output directory."""
+
+
+def profile(settings: Settings, rank: RankProcess) -> None:
+    """Measure the cluster, as every rank does.
+
+    Raises:
+        UserError, FinetuneError: no such model, or ranks that do not fit together.
+    """
+    if not settings.debug:
+        quiet_transformers()
+    device = device_of(settings, int(os.environ["LOCAL_RANK"]))
+    meet(settings, rank, device)
+    settings = with_dtype_of_all(settings, device.type, restarted=False)
+    levels = None if settings.levels is None else Levels.parse(settings.levels)
+    topology = Topology.from_environment(device=device, levels=levels)
+    config, _ = load_config(settings.model)
+    rows = settings.micro_batch or max(1, math.ceil(settings.batch_size / topology.world_size))
+    seq_len = sequence_length(settings.seq_len, config)
+    path = settings.output_directory / PROFILE
+
+    def say(what: str) -> None:
+        if rank.is_rank0:
+            print(f"measuring {what}", flush=True)
+
+    rank.enter("while the cluster was measured")
+    if rank.is_rank0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    measured = profile_cluster(topology, config, path, rows=rows, seq_len=seq_len, dtype=settings.dtype, say=say)
+    if rank.is_rank0:
+        print("\n".join(table(measured)))
+        print(f"Kept in {path}. To plan with it: finetune --plan --cluster {_shortest(path)} --model {settings.model}")
+    rank.disconnect()
+    dist.barrier()
+    topology.close()
+    dist.destroy_process_group()
+
+
+def table(measured: MeasuredRates) -> list[str]:
+    """Return a table: what was gathered and reduced, and how long it took by size."""
+    sizes = sorted({timing.nbytes for timing in measured.timings})
+    rows = [("ranks", "ring", "collective", *(format_bytes(size) for size in sizes))]
+    kinds = dict.fromkeys((timing.mesh, timing.ring, timing.operation) for timing in measured.timings)
+    seconds = {(one.mesh, one.ring, one.operation, one.nbytes): one.seconds for one in measured.timings}
+    for mesh, ring, operation in kinds:
+        if operation == "all_reduce" or (ring != "flat" and sum(extent > 1 for extent in mesh) == 1):
+            continue  # the sum of the two, and the same again
+        times = (format_seconds(seconds[mesh, ring, operation, size]) for size in sizes)
+        rows.append(("x".join(map(str, mesh)), ring, operation.replace("_", "-"), *times))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _shortest(path: Path) -> str:
+    """Return the path as one would type it."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

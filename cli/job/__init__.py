@@ -1,0 +1,1 @@
+"""From parsed options to a job that can begin: what is checked, chosen and opened before anything slow starts."""

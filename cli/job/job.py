@@ -1,0 +1,162 @@
+"""A run that can begin, with everything that was chosen and opened for it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cli.options.schedule import LearningRate
+from cli.options.settings import Settings
+from common.data import Batches
+from common.hardware.machine import Gpu, describe_machine, torch_name
+from common.models.checkpoint.compressed import method_of
+from common.models.task_type import TaskType
+from common.units import format_bytes, format_count
+from fuyou.runtime.emulated import is_emulated
+
+LONG_RECORDS = "long records"
+"""Key in :attr:`Job.fixed_settings` that says whether records longer than a row are cut or left out."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job is a run that can begin: its settings, its model, its data and its places on the drives."""
+
+    settings: Settings
+    architecture: str
+    """Name of the model's class."""
+    vocab_size: int
+    parameters: int
+    checkpoint: Path | None
+    """Directory of the checkpoint; None for a preset, whose weights are random."""
+    gpu: Gpu | None
+    """GPU that computes; None: the CPU does."""
+    output: Path
+    """Output directory, which exists."""
+    ssd: tuple[Path, ...]
+    """Directories, one per drive, in which the store's own directories are made."""
+    run_name: str
+    """Name of the store's directory in each of ``ssd``."""
+    seq_len: int
+    """Tokens per sequence."""
+    batches: Batches
+    data_key: str
+    """Digest that changes with the tokens that are trained on."""
+    learning_rate: LearningRate
+    adapter_parameters: int = 0
+    """Numbers in the adapters, where those are trained instead of the weights; else 0."""
+    held_out: Batches | None = None
+    """Data to evaluate with, in a fixed order; None: no evaluation."""
+    frozen_parameters: int = 0
+    """Parameters in vision towers that stay frozen while all other weights are trained."""
+    task_type: TaskType = TaskType.CAUSAL_LM
+    """Task that the model's head is for."""
+    quantised_bytes: int | None = None
+    """Bytes of the store on one node where frozen weights are kept in fewer bits; None: they are not."""
+
+    @property
+    def device(self) -> str:
+        """Name of the device, as torch (or, for an emulated one, the engine) knows it."""
+        return self.settings.gpu if self.emulated else torch_name(self.gpu)
+
+    @property
+    def emulated(self) -> bool:
+        """Whether the device is emulated: it takes time and computes nothing."""
+        return is_emulated(self.settings.gpu)
+
+    @property
+    def computing_on(self) -> str:
+        """Description of what computes, for people."""
+        if self.settings.nodes is not None:
+            ranks, what = self.settings.gpus_per_node or 1, self.gpu.name if self.gpu else "the CPU"
+            ranks_of = f"{ranks} {'ranks' if ranks > 1 else 'rank'} on {what}"
+            return ranks_of if self.settings.nodes == 1 else f"{self.settings.nodes} nodes, {ranks_of} in each,"
+        if self.emulated:
+            return f"an {self.settings.gpu} accelerator (times only: nothing is learned)"
+        return self.gpu.name if self.gpu else "the CPU"
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run."""
+        return self.learning_rate.total
+
+    @property
+    def store_bytes(self) -> int:
+        """Bytes that the store takes on all SSDs of one node, without activations.
+
+        Where several ranks train in memory: bytes of two commits, as the older one goes when the newer is complete.
+        """
+        settings = self.settings
+        if self.quantised_bytes is not None:
+            return self.quantised_bytes
+        moments = 4 if settings.optimizer_dtype == "bf16" else 8
+        if settings.nodes is not None and not settings.ssd:
+            return 2 * (self.adapter_parameters or self.parameters) * 12
+        slots = 1 if settings.single_slot else 2
+        width, nodes = 2 if settings.dtype == "bf16" else 4, settings.nodes or 1
+        if settings.trains_adapters:  # every node has all parameters, and a part of the states
+            return self.parameters * width + self.adapter_parameters * (4 + moments // nodes) * slots
+        trained = self.parameters - self.frozen_parameters
+        return self.frozen_parameters * width + trained * slots * (width * nodes + 4 - width + moments) // nodes
+
+    @property
+    def fixed_settings(self) -> dict[str, Any]:
+        """Settings that must not change when a run is continued, by option, as JSON."""
+        settings, rate = self.settings, self.learning_rate
+        return {
+            **({LONG_RECORDS: "--truncate" if settings.truncate else "--drop-long"} if settings.data else {}),
+            "--data": self.data_key,
+            "--seq-len": self.seq_len,
+            "--batch-size": settings.batch_size,
+            "--seed": settings.seed,
+            "--schedule": settings.schedule,
+            "--warmup": rate.warmup,
+            # A constant rate does not depend on the end, so such a run can be made longer.
+            **({} if settings.schedule == "constant" else {"--steps": rate.total}),
+        }
+
+    def close(self) -> None:
+        """Close the data files."""
+        self.batches.close()
+        if self.held_out is not None:
+            self.held_out.close()
+
+    def header(self) -> str:
+        """Return a few lines that say what is about to happen."""
+        settings, rate = self.settings, self.learning_rate
+        source = "random weights" if self.checkpoint is None else str(self.checkpoint)
+        store = ", ".join(str(path / self.run_name) for path in self.ssd)
+        if settings.nodes is not None and not settings.ssd:
+            store = f"a commit every {settings.commit_interval:,} steps in {store}"
+        warmup = f" after {rate.warmup:,} of warm-up" if rate.warmup else ""
+        lines = {
+            "model": f"{settings.model}: {self.architecture}, {format_count(self.parameters)} parameters, {source}",
+            **self._adapters(),
+            **self._compressed(),
+            "machine": f"{describe_machine()}; computing on {self.computing_on} in {settings.dtype}",
+            "store": f"{store}: {format_bytes(self.store_bytes)}"
+            + (" in a single slot: a crash loses the run" if settings.single_slot else ""),
+            "data": self.batches.description,
+            **({} if self.held_out is None else {"held out": self.held_out.description}),
+            "steps": f"{self.steps:,} of {settings.batch_size:,} x {self.seq_len:,} tokens; "
+            f"learning rate {rate.peak:g}, {rate.schedule}{warmup}",
+            "output": f"{self.output}{'' if settings.save else ': no checkpoint (--no-save)'}",
+        }
+        return "\n".join(f"{name:8} {text}".replace("\n", f"\n{'':8} ") for name, text in lines.items())
+
+    def _compressed(self) -> dict[str, str]:
+        method = None if self.checkpoint is None else method_of(self.checkpoint)
+        if method is None:
+            return {}
+        kept = f"{method.name} in the checkpoint"
+        if self.quantised_bytes is not None and self.settings.frozen_dtype in (None, "checkpoint"):
+            return {"weights": f"{kept}, frozen in its own bytes; they compute in {self.settings.dtype}"}
+        writes = self.settings.save and (self.settings.merge or not self.settings.trains_adapters)
+        return {"weights": f"{kept}, dequantised{f'; written as {self.settings.dtype}' if writes else ''}"}
+
+    def _adapters(self) -> dict[str, str]:
+        settings = self.settings
+        if not settings.trains_adapters:
+            return {}
+        what = f"LoRA of rank {settings.lora_rank}" if settings.peft_config is None else str(settings.peft_config)
+        part = self.adapter_parameters / self.parameters
+        return {"adapters": f"{what}: {format_count(self.adapter_parameters)} parameters, {part:.2%} of the model's"}

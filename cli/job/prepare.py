@@ -1,0 +1,231 @@
+"""From settings to a job: everything that can be wrong is found before anything slow begins."""
+
+import importlib.util
+import math
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedConfig
+
+from cli.job.data import DataSource, tokenizer_of
+from cli.job.job import Job
+from cli.job.machine import sequence_length, training_of
+from cli.options.adapters import ADAPTER_CONFIG, peft_config_of, towers_of, trainable_parameters
+from cli.options.computing_dtype import with_dtype
+from cli.options.naming import naming
+from cli.options.schedule import LearningRate
+from cli.options.settings import Settings
+from common.data import Batches
+from common.data.files import find_files
+from common.errors import UserError
+from common.hardware.machine import Gpu, pick_gpu
+from common.models.checkpoint.compressed import method_of
+from common.models.meta_model import build_meta_model
+from common.models.presets import load_config
+from common.models.task_type import task_type_of
+from common.store.directories import usable_directories
+from common.units import format_bytes
+from fuyou.layout.share import Share
+from fuyou.model.family import family_of
+from fuyou.runtime.emulated import is_emulated
+
+DEFAULT_STEPS = 10
+"""Steps of a run without data: enough to see a steady rate."""
+
+
+@dataclass(frozen=True)
+class CheckedSettings:
+    """Settings that were checked, with what was found out about them without opening anything large."""
+
+    config: PreTrainedConfig
+    checkpoint: Path | None
+    """Directory of the checkpoint; None for a preset."""
+    gpu: Gpu | None
+    """GPU that computes; None: the CPU does, or the device is emulated."""
+    seq_len: int
+    ssd: tuple[Path, ...]
+    output: Path
+    run_name: str
+
+
+def check(settings: Settings) -> CheckedSettings:
+    """Check the settings within a few seconds, and make the output directory.
+
+    Raises:
+        UserError: something typed does not exist or does not go together.
+    """
+    with naming("--model"):
+        config, checkpoint = load_config(settings.model)
+    if not task_type_of(config).generates:
+        raise UserError(
+            f"{settings.model} is {task_type_of(config).value}, and this command trains models that write text: use "
+            "fuyou.Engine, whose batches take its labels."
+        )
+    peft_config_of(settings)
+    emulated = is_emulated(settings.gpu)
+    if emulated and settings.save:
+        raise UserError(f"--gpu {settings.gpu} computes nothing, so there is no checkpoint to write: add --no-save.")
+    if settings.sample is not None:
+        if emulated:
+            raise UserError(f"--gpu {settings.gpu} computes nothing, and so no --sample: leave that out.")
+        tokenizer_of(settings, checkpoint, "--sample")  # rather than when training has ended
+    if emulated and settings.eval_data:
+        raise UserError(f"--gpu {settings.gpu} computes nothing, and so no loss on --eval-data: leave that out.")
+    _check_trackers(settings.log_to)
+    gpu = None if emulated else pick_gpu(settings.gpu)
+    seq_len = sequence_length(settings.seq_len, config)
+    for option, files in (("--data", settings.data), ("--eval-data", settings.eval_data)):
+        if files:
+            with naming(option):
+                find_files(files)
+    ssd, output, run_name = _directories(settings, checkpoint)
+    return CheckedSettings(config, checkpoint, gpu, seq_len, ssd, output, run_name)
+
+
+def _check_trackers(names: Sequence[str]) -> None:
+    """Refuse trackers that are not installed; each is called as its package.
+
+    Raises:
+        UserError: says what to install.
+    """
+    for name in names:
+        if name != "jsonl" and importlib.util.find_spec(name) is None:
+            raise UserError(
+                f"--log-to {name}: the package {name} is not installed. Install it with "
+                f"`{Path(sys.executable).name} -m pip install {name}`, or leave {name} out: "
+                "metrics.jsonl is always written."
+            )
+
+
+def prepare(settings: Settings) -> Job:
+    """Check the settings and open what the run needs; data that were not tokenized before are tokenized here.
+
+    Raises:
+        UserError: something typed does not exist or does not go together.
+    """
+    found = check(settings)
+    settings = with_dtype(settings, None if found.gpu is None else "cuda")
+    config, checkpoint, seq_len, output = found.config, found.checkpoint, found.seq_len, found.output
+    text = config.get_text_config()
+    tokenizer = tokenizer_of(settings, checkpoint) if settings.data or settings.eval_data else None
+    model = build_meta_model(config)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    adapter_parameters = frozen_parameters = 0
+    if settings.trains_adapters:
+        adapter_parameters = trainable_parameters(settings, model)
+    else:
+        frozen_parameters = sum(model.get_parameter(name).numel() for name in towers_of(settings).frozen(model))
+    task_type = task_type_of(model.config)
+    data = DataSource(settings, checkpoint, tokenizer, seq_len, output, task_type, family_of(model))
+    batches, data_key = data.batches(text.vocab_size)
+    seq_len = getattr(batches, "seq_len", seq_len)
+    total = _total_steps(settings, batches)
+    rate = LearningRate(settings.schedule, settings.lr, settings.warmup.steps(total), total)
+    job = Job(
+        settings=settings,
+        architecture=type(model).__name__,
+        vocab_size=text.vocab_size,
+        parameters=parameters,
+        checkpoint=checkpoint,
+        gpu=found.gpu,
+        output=output,
+        ssd=found.ssd,
+        run_name=found.run_name,
+        seq_len=seq_len,
+        batches=batches,
+        data_key=data_key,
+        learning_rate=rate,
+        adapter_parameters=adapter_parameters,
+        held_out=data.held_out(),
+        frozen_parameters=frozen_parameters,
+        task_type=task_type,
+        quantised_bytes=_quantised_bytes(settings) if _keeps_fewer_bits(settings, checkpoint) else None,
+    )
+    if settings.save:
+        _check_space(job)
+    return job
+
+
+def _keeps_fewer_bits(settings: Settings, checkpoint: Path | None) -> bool:
+    """Return whether frozen weights take fewer bits on SSD than in computing."""
+    out_of_core = settings.nodes is None or bool(settings.ssd)
+    if not (settings.trains_adapters and out_of_core):
+        return False
+    if settings.frozen_dtype is None:
+        return checkpoint is not None and method_of(checkpoint) is not None
+    return settings.frozen_dtype != "plain"
+
+
+def _quantised_bytes(settings: Settings) -> int:
+    """Return the bytes of the store on one node, with frozen weights in fewer bits."""
+    share = Share(settings.nodes or 1, settings.gpus_per_node or 1)
+    return training_of(settings).among(share).record_bytes * share.ranks_per_node
+
+
+def _directories(settings: Settings, checkpoint: Path | None) -> tuple[tuple[Path, ...], Path, str]:
+    """Return directories for the store, the output directory (made here), and the name of the store's directory."""
+    ssd = tuple(usable_directories([Path(word).expanduser() for word in settings.ssd])) if settings.ssd else ()
+    output = settings.output_directory
+    if checkpoint is not None and checkpoint.resolve() == output.resolve():
+        raise UserError(f"--output {output} is the checkpoint that is to be read: give another directory.")
+    _make_directory("--output", output)
+    for option, file in (("--report", settings.report), ("--trace", settings.trace)):
+        if file is not None:
+            if file.expanduser().is_dir():
+                raise UserError(f"{option} {file} is a directory: give the file to write.")
+            _make_directory(option, file.expanduser().absolute().parent)
+    result, what = (ADAPTER_CONFIG, "adapters") if settings.trains_adapters else ("config.json", "a checkpoint")
+    if settings.save and (output / result).exists() and not (settings.resume or settings.overwrite):
+        raise UserError(
+            f"{output} holds {what} already: give another --output, or add --overwrite to replace it "
+            "(or --resume to continue the run that made it)."
+        )
+    return ssd or (output,), output, settings.store_name
+
+
+def _make_directory(option: str, path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{option}: the directory {path} cannot be made: {error.strerror}.") from error
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise UserError(f"{option}: {path} is not writable for you. Change its owner or mode, or give another place.")
+
+
+def _total_steps(settings: Settings, batches: Batches) -> int:
+    if settings.steps is not None:
+        return settings.steps
+    if not settings.data:
+        return DEFAULT_STEPS
+    return max(1, math.ceil((settings.epochs or 1) * batches.rows / settings.batch_size - 1e-9))
+
+
+def _check_space(job: Job) -> None:
+    """Refuse a run whose checkpoint will not fit beside its store; the store itself checks when it is made.
+
+    Raises:
+        UserError: the drive of the output directory has too little space.
+    """
+    settings = job.settings
+    if settings.resume or settings.overwrite:
+        return  # what is there will be replaced: its space counts, and only the store knows how much that is
+    checkpoint = job.parameters * (2 if settings.dtype == "bf16" else 4)
+    if settings.trains_adapters:
+        checkpoint = 4 * job.adapter_parameters + (checkpoint if settings.merge else 0)
+    drive = job.output.stat().st_dev
+    sharing = sum(path.stat().st_dev == drive for path in job.ssd)
+    store = job.store_bytes * sharing // len(job.ssd)
+    free = shutil.disk_usage(job.output).free
+    if checkpoint + store > free:
+        parts = f"{format_bytes(checkpoint)} for the checkpoint" + (
+            f", {format_bytes(store)} for the store" if store else ""
+        )
+        raise UserError(
+            f"Too little space in {job.output}: {checkpoint + store:,} bytes needed ({parts}), {free:,} bytes free "
+            f"({format_bytes(free)}). Nothing was written. Give --output (or --ssd) on a larger drive, "
+            "or --no-save if no checkpoint is wanted."
+        )

@@ -1,0 +1,96 @@
+"""``--strategy``, ``--cluster`` and ``--levels``: checking what they name, and choosing a strategy for ``auto``."""
+
+import contextlib
+
+from cli.options.settings import Settings
+from common.errors import UserError
+from fcdp.planner import Cluster, Estimate, Workload, admissible, cluster_names, load_cluster, plan
+from fcdp.planner.search import refusal
+from fcdp.strategy.links import linked_gpus
+from fcdp.strategy.mesh import Levels
+from fcdp.strategy.names import AUTO, parse_strategy
+from fcdp.strategy.strategy import Strategy
+
+DEFAULT = "fcdp"
+"""Strategy of runs that name none."""
+
+
+def cluster_of(name: str | None, levels: str | None, nodes: int | None, gpus_per_node: int | None) -> Cluster:
+    """Return the cluster called ``name``, resized to what the other options say; None: as it is.
+
+    Raises:
+        UserError: there is no such hardware, or it does not come in that size.
+    """
+    if name is None:
+        raise UserError(
+            f"Name the hardware: --cluster PRESET, one of {', '.join(cluster_names())}, or a profile's file, which "
+            "finetune --profile --nodes N writes."
+        )
+    cluster = load_cluster(name)
+    if levels is not None:
+        return cluster.resized(levels_of(levels, nodes, gpus_per_node))
+    *inner, last, there = cluster.levels.sizes
+    ranks = cluster.levels.ranks_per_node if gpus_per_node is None else gpus_per_node
+    faster = cluster.levels.ranks_per_node // last
+    if ranks % faster:
+        raise UserError(f"{name} has {faster} ranks at its fastest level, which {ranks} per node do not fill.")
+    return cluster.resized(Levels((*inner, ranks // faster, nodes or there)))
+
+
+def levels_of(text: str, nodes: int | None, gpus_per_node: int | None) -> Levels:
+    """Parse ``--levels``, which the other two options must not contradict.
+
+    Raises:
+        UserError: they do, or the text is no list of levels.
+    """
+    levels = Levels.parse(text)
+    for option, given, there in (
+        ("--nodes", nodes, levels.nodes),
+        ("--gpus-per-node", gpus_per_node, levels.ranks_per_node),
+    ):
+        if given not in (None, there):
+            raise UserError(f"--levels {levels} has {there} where {option} says {given}. Leave one of them out.")
+    return levels
+
+
+def check_strategy(settings: Settings, ranks_per_node: int) -> None:
+    """Refuse a strategy that cannot be trained with, as far as this node can tell, before it waits for others.
+
+    Raises:
+        UserError: no such strategy, levels or cluster, or they do not go together.
+    """
+    assert settings.nodes is not None
+    levels = Levels((ranks_per_node, settings.nodes))
+    if settings.levels is not None:
+        levels = levels_of(settings.levels, settings.nodes, ranks_per_node)
+    elif (group := linked_gpus(ranks_per_node)) > 1:
+        levels = Levels((group, ranks_per_node // group, settings.nodes))
+    if settings.strategy == AUTO:
+        cluster_of(settings.cluster, settings.levels, settings.nodes, ranks_per_node)
+    else:
+        parse_strategy(settings.strategy or DEFAULT).on(levels)
+
+
+def choose_strategy(settings: Settings, workload: Workload, levels: Levels) -> Estimate:
+    """Return the fastest strategy that fits, by the planner, with what it is expected to cost.
+
+    Args:
+        settings: of the run.
+        workload: what a rank computes in a step.
+        levels: levels of the ranks that are to train; the cluster may be known in more detail.
+
+    Raises:
+        UserError: the cluster is not known in this size.
+        FinetuneError: nothing fits.
+    """
+    cluster = cluster_of(settings.cluster, settings.levels, levels.nodes, levels.ranks_per_node)
+    possible: list[Strategy] = []
+    for strategy in admissible(cluster.levels):
+        with contextlib.suppress(UserError):
+            strategy.on(levels)
+            possible.append(strategy)
+    # Blocks are recomputed in the backward pass, whether there is room or not: that is what the trainer does.
+    found = plan(workload, cluster, strategies=possible, allow_quantised=settings.quantise, checkpointing=True)
+    if found.choice is None:
+        raise refusal(found, cluster)
+    return found.choice

@@ -1,0 +1,286 @@
+"""Every option of ``finetune``, once: a class for each heading of the help, a field for each option.
+
+The docstring of a field is its help. The command line, ``--config`` files, what each mode takes and docs/options.md
+are made from these classes, and :class:`cli.options.settings.Settings` inherits them all. What a field can say is in
+:class:`cli.options.option.Declaration`.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from cli.options.option import (
+    ABOVE_ZERO,
+    BELOW_ONE,
+    BUDGET,
+    COUNT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SIZE,
+    FiniteFloat,
+    Mode,
+    Only,
+    ParsedValue,
+    option,
+)
+from cli.options.schedule import SCHEDULES, Warmup
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """What is trained."""
+
+    model: str = option(metavar="DIR|PRESET", presets="models", modes=Mode.MODEL | Mode.BATCH)
+    """Checkpoint directory, or the name of a preset (random weights)."""
+    demo: bool = option(False, modes=Mode.DEMO)
+    """Make a small checkpoint and fine-tune it: no network, no GPU, two minutes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """What it is trained and evaluated with, and how much of it in a step."""
+
+    data: tuple[str, ...] = option((), "FILE...", patterns=True)
+    """Files (.jsonl .json .csv .parquet .txt), directories or quoted patterns. Default: random tokens."""
+    seq_len: int | None = option(None, "N", click.IntRange(min=2), modes=Mode.BATCH)
+    """Tokens per sequence. Default: 1024, or the model's context if that is shorter."""
+    batch_size: int = option(8, "N", POSITIVE, modes=Mode.BATCH)
+    """Sequences per step."""
+    truncate: bool = option(True, flags="--truncate/--drop-long")
+    """Leave out conversations, and prompts with completions, that are longer than --seq-len. By default (--truncate)
+    they are cut behind the last answer that fits, so that what is trained on keeps all that comes before it. Either way
+    they are counted; plain texts go on in the next row."""
+    eval_data: tuple[str, ...] = option((), "FILE...", patterns=True)
+    """Held-out data: loss and perplexity on all of them before the first and after the last step."""
+    eval_every: int | None = option(None, "N", POSITIVE)
+    """Steps between further evaluations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySettings:
+    """Where parameters and states are stored, and what computes."""
+
+    ssd: tuple[str, ...] = option((), "DIR...", patterns=True, modes=Mode.PLACE)
+    """Directories for parameters and optimizer states, one per drive. Default: inside --output."""
+    leave_ssd: tuple[str, ...] = option((), "DIR...", patterns=True)
+    """With --resume: drives that the run is on and that --ssd no longer names. Its records move to those of --ssd, as
+    they do to drives that are new there."""
+    gpu: str = option("auto", "auto|cpu|NAME|INDEX", presets="gpus", modes=Mode.STEP | Mode.PROFILE_NODES)
+    """What computes. (emulated:tflops=165,memory=24GiB,link=25GB/s computes nothing and times the rest.)"""
+    device_memory: int | None = option(None, "SIZE", BUDGET, modes=Mode.STEP, only=Only.OUT_OF_CORE)
+    """Device memory to use: 24GiB. Default: what is free."""
+    host_memory: int | None = option(None, "SIZE", BUDGET, modes=Mode.STEP, only=Only.OUT_OF_CORE)
+    """Host memory to use: 64GiB. Default: what is free."""
+    host_cache: int | None = option(None, "SIZE", SIZE, modes=Mode.STEP)
+    """Host memory (of each node) to keep parameters and states in between steps; 0: none. Default: the rest."""
+    micro_batch: int | None = option(None, "N", POSITIVE, modes=Mode.BATCH)
+    """Sequences computed at once. Default: as many as fit."""
+    dtype: str = option("auto", type=("auto", "bf16", "fp32"), modes=Mode.MODEL | Mode.PROFILE_NODES)
+    """What blocks compute in; auto: what the device multiplies faster. Master weights are fp32 either way."""
+    optimizer_dtype: str = option("fp32", type=("fp32", "bf16"), modes=Mode.MODEL, only=Only.OUT_OF_CORE)
+    """Dtype of Adam's two moments; bf16 is rounded stochastically."""
+    train_vision: str | None = option(None, type=("projector", "all"), modes=Mode.MODEL)
+    """What to train of a vision-language model beside its language model: the projector, or all that turns images into
+    tokens. Default: neither."""
+    io: str = option("auto", type=("auto", "kvikio", "posix"), only=Only.OUT_OF_CORE)
+    """How SSDs are read and written."""
+    single_slot: bool = option(False, modes=Mode.MODEL, only=Only.OUT_OF_CORE)
+    """Take half the space on SSD; a crash loses the run."""
+    unproven: bool = option(False, only=Only.OUT_OF_CORE)
+    """Skip the proof, on a small model, that streaming this family is exact."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSettings:
+    """Several machines, or several GPUs of one."""
+
+    nodes: int | None = option(None, "N", POSITIVE, modes=Mode.NODES | Mode.PLAN_RANKS | Mode.PLAN_CLUSTER)
+    """Train on N machines together: sharded over all GPUs in memory, or out of core with --ssd. Start the same line on
+    each."""
+    gpus_per_node: int | None = option(
+        None, "M", POSITIVE, modes=Mode.NODES | Mode.PLAN_RANKS | Mode.PLAN_CLUSTER, only=Only.NODES
+    )
+    """Ranks per machine. Default: its GPUs; 1 with --gpu cpu."""
+    rdzv_endpoint: str | None = option(None, "HOST:PORT", modes=Mode.NODES, only=Only.NODES)
+    """Where nodes meet: one of them, and a free port there. Default: as srun or MASTER_ADDR say."""
+    node_timeout: int = option(300, "SECONDS", POSITIVE, modes=Mode.NODES, only=Only.NODES)
+    """How long to wait for a node that does not come or no longer answers."""
+    max_restarts: int = option(3, "N", COUNT, modes=Mode.NODES, only=Only.NODES)
+    """How often to start again from the last commit after a rank is lost."""
+    # Which strategies there are is checked where they are known: that takes long to import.
+    strategy: str | None = option(
+        None, "NAME|P/G/OS", modes=Mode.TRAIN | Mode.PLAN_CLUSTER, only=Only.NODES | Only.IN_MEMORY
+    )
+    """In memory, how parameters, gradients and optimizer states are sharded: fcdp (parameters cached in host memory),
+    zero3, hybrid, zero2, paro-iig, ..., or their scopes, IGG or 4x1/4x1/8x1 (docs/strategies.md). auto: what the
+    planner finds fastest on --cluster. Default: fcdp."""
+    device_cache_threshold: float | None = option(
+        None, "X", FiniteFloat(min=0, max=1), only=Only.NODES | Only.IN_MEMORY
+    )
+    """Part of device memory up to which cached parameters stay there. Default: 0.9."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """The steps and the optimizer."""
+
+    steps: int | None = option(None, "N", POSITIVE, excludes="epochs")
+    """Steps to train. Default: one epoch with --data, 10 steps without."""
+    epochs: float | None = option(None, "N", ABOVE_ZERO, excludes="steps")
+    """Passes over the data."""
+    lr: float = option(1e-5, "X", NOT_NEGATIVE)
+    """Highest learning rate."""
+    warmup: Warmup = option(Warmup(0), "N|FRACTION", ParsedValue("warmup", Warmup.parse))
+    """Steps, or part of all steps (0.03 or 3%), in which the learning rate rises."""
+    schedule: str = option("cosine", type=SCHEDULES)
+    """How the learning rate falls afterwards."""
+    weight_decay: float = option(0.01, "X", NOT_NEGATIVE)
+    """Decoupled weight decay; biases and norms do not decay."""
+    beta1: float = option(0.9, "X", BELOW_ONE)
+    """Decay of Adam's mean."""
+    beta2: float = option(0.999, "X", BELOW_ONE)
+    """Decay of Adam's variance."""
+    eps: float = option(1e-8, "X", ABOVE_ZERO)
+    """Added to Adam's divisor."""
+    max_grad_norm: float = option(0.0, "X", NOT_NEGATIVE, modes=Mode.STEP)
+    """Scale gradients down to this global norm. 0: never."""
+    on_nonfinite: str = option("stop", type=("stop", "skip"), modes=Mode.STEP)
+    """When loss or gradient of a step is NaN or infinite: stop, or skip the step (10 in a row at most). Where states
+    are on SSD, skip costs as much as --max-grad-norm."""
+    router_loss: str = option("auto", type=("auto", "on", "off"), modes=Mode.STEP)
+    """Add a mixture of experts' load-balancing loss, times the model's own coefficient. auto: if its configuration has
+    output_router_logits on."""
+    # Names of fuyou.optimizer.clipping.ClipBy, which takes long to import.
+    clip_by: str = option("auto", type=("auto", "deferral", "speculation"), modes=Mode.STEP, only=Only.OUT_OF_CORE)
+    """With --max-grad-norm: update in the next step, when the norm is known (deferral), or at once, and again in steps
+    that are clipped (speculation). The numbers are the same."""
+    seed: int = option(0, "N", COUNT, modes=Mode.MODEL)
+    """Seed of the data's order, and of random weights and tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterSettings:
+    """Frozen weights, and adapters that are trained in their place."""
+
+    lora_rank: int | None = option(None, "R", POSITIVE, modes=Mode.MODEL)
+    """Train LoRA adapters of this rank, and freeze the weights."""
+    lora_alpha: float | None = option(None, "X", ABOVE_ZERO, modes=Mode.MODEL, only=Only.LORA)
+    """An adapter's output is multiplied by this over the rank. Default: twice the rank."""
+    lora_dropout: float = option(0.0, "X", BELOW_ONE, modes=Mode.MODEL, only=Only.LORA)
+    """Part of the adapters' inputs to drop in training."""
+    lora_targets: tuple[str, ...] = option((), "NAME...", modes=Mode.MODEL, only=Only.LORA)
+    """Modules to adapt: q_proj v_proj. Default: every linear layer but the head."""
+    peft_config: Path | None = option(None, "FILE", modes=Mode.MODEL)
+    """An adapter_config.json of the peft library instead (or its directory): rsLoRA, DoRA, LoHa, LoKr, IA3."""
+    frozen_dtype: str | None = option(
+        None, type=("checkpoint", "int8", "nf4", "plain"), modes=Mode.MODEL, only=Only.OUT_OF_CORE
+    )
+    """Keep the frozen weights on SSD in fewer bits: rounded once (int8, nf4), or in the bytes of a compressed
+    checkpoint. They compute in --dtype. Default: checkpoint, if it is compressed; else plain, as --dtype."""
+    merge: bool = option(False)
+    """Write the model with the adapters merged into it, beside the adapters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputSettings:
+    """What a run writes, and what it does with what an earlier one has written."""
+
+    output: Path | None = option(None, "DIR", modes=Mode.PLACE | Mode.DEMO | Mode.PROFILE_NODES)
+    """Directory of the checkpoint and of what else the run writes. Default: finetune-output/<model>."""
+    save: bool = option(True)
+    """Write no checkpoint at the end."""
+    allow_nonfinite: bool = option(False)
+    """Write the checkpoint even if it holds a NaN or an infinity."""
+    resume: bool = option(False, modes=Mode.TRAIN | Mode.PLAN_HERE, excludes="overwrite")
+    """Continue from the last committed step."""
+    overwrite: bool = option(False, modes=Mode.TRAIN | Mode.DEMO, excludes="resume")
+    """Replace the run that is in --output and --ssd."""
+    commit_every: int | None = option(None, "N", POSITIVE, modes=Mode.STEP)
+    """Steps between commits: a crash loses at most so many. Default: 1; 100 with --nodes in memory."""
+    sample: str | None = option(None, "PROMPT", only=Only.ONE_MACHINE)
+    """At the end, print how the tuned model goes on from there."""
+    sample_tokens: int = option(32, "N", POSITIVE, only=Only.SAMPLE)
+    """Longest --sample, in tokens."""
+    temperature: float = option(0.0, "X", NOT_NEGATIVE, only=Only.SAMPLE)
+    """Temperature of the --sample: 0 takes the likeliest word each time, 0.8 varies."""
+    report: Path | None = option(None, "FILE", modes=Mode.TRAIN | Mode.DEMO)
+    """Write the summary there, as JSON."""
+    log_to: tuple[str, ...] = option((), "NAME...", ("tensorboard", "wandb", "trackio", "mlflow", "jsonl"))
+    """Send every step's figures to tensorboard, wandb, trackio, mlflow; <output>/run/metrics.jsonl has them always."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanningSettings:
+    """What is done instead of training, or looked at beside it."""
+
+    plan: bool = option(False, modes=Mode.PLAN)
+    """Train nothing: say whether it fits, how fast it will be, and what bounds it."""
+    drive: str | None = option(None, "NAME", presets="drives", modes=Mode.PLAN_BY_NAME | Mode.PLAN_RANKS)
+    """Plan for drives of this kind, and for the kind of GPU that --gpu names."""
+    ssds: int | None = option(None, "N", POSITIVE, modes=Mode.PLAN_HERE | Mode.PLAN_BY_NAME | Mode.PLAN_RANKS)
+    """Number of drives to plan for.  [default: 1]"""
+    network: str | None = option(None, "RATE", modes=Mode.PLAN_RANKS)
+    """Plan for several nodes with SSDs: what each sends, 25Gbit/s."""
+    scheme: str = option("ours", type=("ours", "fuyou"), modes=Mode.PLAN_HERE | Mode.PLAN_BY_NAME)
+    """Plan what this program does, or what the paper's Fuyou did."""
+    max_model: bool = option(False, modes=Mode.PLAN_HERE | Mode.PLAN_BY_NAME)
+    """Plan the largest preset that fits."""
+    cluster: str | None = option(
+        None,
+        "PRESET|FILE",
+        presets="clusters",
+        modes=Mode.TRAIN | Mode.PLAN_CLUSTER,
+        only=Only.NODES | Only.CHOSEN_STRATEGY,
+    )
+    """The hardware to plan for, or to choose a strategy for: a preset, or a profile's file."""
+    levels: str | None = option(None, "N,N,...", modes=Mode.NODES | Mode.PLAN_CLUSTER, only=Only.NODES)
+    """A cluster's ranks by level, fastest first: 2,4,16 is 16 nodes of 4 pairs."""
+    trainable: float | None = option(None, "X", FiniteFloat(min=0, min_open=True, max=1), modes=Mode.PLAN_CLUSTER)
+    """Part of the parameters to plan as trainable on a cluster: about 0.01 with LoRA. Default: 1."""
+    quantise: bool = option(False, modes=Mode.TRAIN | Mode.PLAN_CLUSTER, only=Only.NODES | Only.CHOSEN_STRATEGY)
+    """Let the plan for a cluster, or --strategy auto, choose strategies that send fewer bits."""
+    json: bool = option(False, modes=Mode.PLAN)
+    """Print the plan as JSON."""
+    verify: tuple[str, ...] = option((), "DIR...", patterns=True, modes=Mode.VERIFY)
+    """Train nothing: check that what runs have in DIR (as --ssd, or --output) is what was written."""
+    profile: bool = option(False, modes=Mode.PROFILE | Mode.PROFILE_NODES)
+    """Measure this machine with the model (default: gpt3-1.3b) instead of training: a dozen seconds, a table. With
+    --nodes, measure the cluster, and write a file for --cluster."""
+    check: bool = option(False, modes=Mode.CHECK)
+    """Look at this machine and measure its drives (--ssd) instead of training: what a bug report needs, and what will
+    hurt."""
+    trace: Path | None = option(
+        None, "FILE", modes=Mode.TRAIN | Mode.PLAN_HERE | Mode.PLAN_BY_NAME | Mode.PLAN_RANKS, only=Only.OUT_OF_CORE
+    )
+    """Write the last (or the planned) step's tasks there, for ui.perfetto.dev."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherSettings:
+    """What is done with options, and with errors."""
+
+    config: Path | None = option(None, "FILE", modes=Mode.ALL)
+    """Take options from this TOML file, too; the command line wins."""
+    write_config: bool = option(False, modes=Mode.ALL)
+    """Print all options as they are now, as a file for --config, and stop."""
+    debug: bool = option(False, modes=Mode.ALL)
+    """Show where an error came from."""
+    completion: str | None = option(None, type=("bash", "zsh", "fish"), modes=Mode(0))
+    """Print what makes a shell complete our options: put eval "$(finetune --completion bash)" in ~/.bashrc."""
+    version: bool = option(False, modes=Mode(0))
+    """Show the version."""
+
+
+GROUPS: dict[str, type] = {
+    "Model": ModelSettings,
+    "Data": DataSettings,
+    "Memory": MemorySettings,
+    "Cluster": ClusterSettings,
+    "Training": TrainingSettings,
+    "Adapters": AdapterSettings,
+    "Output": OutputSettings,
+    "Planning": PlanningSettings,
+    "Other": OtherSettings,
+}
+"""The classes by their headings, in the order of the help."""

@@ -1,0 +1,293 @@
+"""What an option is: how a field of the settings declares one, and what click makes of it. Imports nothing slow."""
+
+import ast
+import dataclasses
+import inspect
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Flag, auto
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import click
+from click.core import ParameterSource
+from click.shell_completion import CompletionItem
+
+from common.errors import UserError
+from common.presets import preset_files
+from common.units import parse_bytes
+
+WRITTEN = "cli.written"
+"""Key in ``click.Context.meta``: by name, the value of each option that is on the command line or in a file, as it is
+written there."""
+_KEY = "option"
+"""Key in a field's metadata."""
+
+
+# -- what a field says ------------------------------------------------------------------------------------------------
+
+
+class Mode(Flag):
+    """A mode is one of the things that ``finetune`` does. An option names the modes that read it; others refuse it."""
+
+    TRAIN = auto()
+    DEMO = auto()
+    VERIFY = auto()
+    CHECK = auto()
+    PROFILE = auto()
+    PROFILE_NODES = auto()
+    PLAN_HERE = auto()
+    PLAN_BY_NAME = auto()
+    PLAN_RANKS = auto()
+    PLAN_CLUSTER = auto()
+
+    PLAN = PLAN_HERE | PLAN_BY_NAME | PLAN_RANKS | PLAN_CLUSTER
+    STEP = TRAIN | PROFILE | PLAN_HERE | PLAN_BY_NAME | PLAN_RANKS
+    """Modes that depend on a step of the engine."""
+    MODEL = STEP | CHECK
+    BATCH = STEP | PROFILE_NODES | PLAN_CLUSTER
+    PLACE = TRAIN | CHECK | PROFILE | PLAN_HERE
+    """Modes that look at the drives of this machine."""
+    NODES = TRAIN | PROFILE_NODES
+    ALL = PLAN | MODEL | NODES | DEMO | VERIFY
+
+
+class Only(Flag):
+    """Runs that an option is for; given for any other, it is refused (:class:`cli.options.settings.Settings`)."""
+
+    ANY = 0
+    NODES = auto()
+    """Runs with ``--nodes``."""
+    ONE_MACHINE = auto()
+    """Runs without ``--nodes``."""
+    IN_MEMORY = auto()
+    """Runs with ``--nodes`` and without ``--ssd``."""
+    OUT_OF_CORE = auto()
+    """All runs but those in memory."""
+    CHOSEN_STRATEGY = auto()
+    """Runs with ``--strategy auto``."""
+    LORA = auto()
+    SAMPLE = auto()
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """A declaration is what a field says about its option, beside name, type, default and docstring (the help)."""
+
+    metavar: str | None = None
+    """Placeholder for the value in the help."""
+    type: click.ParamType | None = None
+    """Type of the value, or of each of several words; None: as the field's annotation says."""
+    modes: Mode = Mode.TRAIN
+    """Modes that read it; none, if it acts while the command line is read."""
+    only: Only = Only.ANY
+    """Runs that it is for; with several, all must hold."""
+    flags: str | None = None
+    """Both forms of a flag, where they are not ``--name/--no-name``."""
+    presets: str | None = None
+    """Kind of presets that can be named (:func:`common.presets.preset_files`)."""
+    patterns: bool = False
+    """Whether words may be quoted patterns of file names."""
+    excludes: str | None = None
+    """Name of an option of which a run cannot have both: one on the command line undoes the other in a file."""
+
+    @property
+    def may_be_path(self) -> bool:
+        """Whether a path may stand in the place of a preset's name."""
+        return self.presets in ("models", "clusters")
+
+    def complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Complete names of presets, and paths where one may stand instead."""
+        assert self.presets is not None
+        names = [CompletionItem(name) for name in sorted(preset_files(self.presets)) if name.startswith(incomplete)]
+        return names + ([CompletionItem(incomplete, type="file")] if self.may_be_path else [])
+
+
+def option(
+    default: Any = dataclasses.MISSING,
+    metavar: str | None = None,
+    type: click.ParamType | Sequence[str] | None = None,
+    **more: Any,
+) -> Any:
+    """Declare a field of a dataclass to be an option; its docstring is the help.
+
+    Args:
+        default: of the field; without one, the field must be given, and the option has no default.
+        metavar: see :class:`Declaration`, as for all others.
+        type: a type of click's, or all words that can be chosen.
+        more: other attributes of :class:`Declaration`.
+    """
+    chosen = click.Choice(type) if isinstance(type, Sequence) else type
+    return field(default=default, metadata={_KEY: Declaration(metavar, chosen, **more)})
+
+
+def option_fields(cls: type) -> list[dataclasses.Field[Any]]:
+    """Return the fields of a dataclass that are options, in the order of their declaration."""
+    return [item for item in dataclasses.fields(cls) if _KEY in item.metadata]
+
+
+def spelled(name: str) -> str:
+    """Return a field's name as it is typed."""
+    return f"--{name.replace('_', '-')}"
+
+
+def declaration_of(item: dataclasses.Field[Any]) -> Declaration:
+    """Return what a field says about its option."""
+    declaration: Declaration = item.metadata[_KEY]
+    return declaration
+
+
+@cache
+def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def attribute_docstrings(cls: type) -> dict[str, str]:
+    """Return the string below each annotated attribute of a class, on one line; Python itself keeps none of them.
+
+    Args:
+        cls: at the top level of a module whose source is there; what it inherits is not looked at.
+    """
+    body = _class_bodies(cls.__module__)[cls.__name__]
+    return {
+        one.target.id: " ".join(line.strip() for line in str(other.value.value).splitlines())
+        for one, other in pairwise(body)
+        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
+        if isinstance(other, ast.Expr) and isinstance(other.value, ast.Constant) and isinstance(other.value.value, str)
+    }
+
+
+# -- what click makes of it -------------------------------------------------------------------------------------------
+
+
+class GroupedOption(click.Option):
+    """An option that knows its heading; with ``words``, it takes all words up to the next option.
+
+    A flag has two forms, ``--resume`` and ``--no-resume``, so that the command line can take back what a file says; the
+    help shows the one that changes something.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        group: str,
+        words: bool = False,
+        declaration: Declaration | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(names, multiple=words, **kwargs)
+        self.group = group
+        self.words = words
+        self.declaration = declaration or Declaration()
+
+    @classmethod
+    def of_field(
+        cls, group: str, item: dataclasses.Field[Any], text: str, callback: Callable[..., Any] | None = None
+    ) -> "GroupedOption":
+        """Make the option that a field declares.
+
+        Args:
+            group: its heading.
+            item: the field.
+            text: the help.
+            callback: for options that act while the command line is read, before all others.
+        """
+        declared = declaration_of(item)
+        kwargs: dict[str, Any] = {"metavar": declared.metavar, "type": declared.type, "help": text}
+        name = spelled(item.name)
+        if item.type is bool:
+            kwargs["is_flag"] = True
+            if callback is None:
+                name = declared.flags or f"{name}/--no-{name.removeprefix('--')}"
+        elif declared.type is None and Path in (item.type, *get_args(item.type)):
+            kwargs["type"] = click.Path(path_type=Path)
+        if declared.presets is not None:
+            kwargs["shell_complete"] = declared.complete
+        if callback is not None:
+            kwargs |= {"is_eager": True, "callback": callback, "expose_value": bool(declared.modes)}
+        words = get_origin(item.type) is tuple
+        if not words and item.default not in (None, dataclasses.MISSING):
+            kwargs |= {"default": item.default, "show_default": item.type is not bool}
+        return cls([name], group=group, words=words, declaration=declared, **kwargs)
+
+    @property
+    def shown(self) -> str:
+        """The form that people type: ``--no-save`` for a flag that is set unless they do."""
+        return (self.secondary_opts if self.is_flag and self.default is True else self.opts)[0]
+
+    @property
+    def plain_default(self) -> Any:
+        """Its value where nobody gives one; None: none."""
+        return self.to_info_dict()["default"]
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """Return what click does, but one of a flag's two forms."""
+        record = super().get_help_record(ctx)
+        return record and (self.shown if self.is_flag else record[0], record[1])
+
+    def get_help_extra(self, ctx: click.Context) -> Any:
+        """Leave out ranges such as ``x>=1``, which are said only to those who leave them; keep defaults."""
+        extra = super().get_help_extra(ctx)
+        extra.pop("range", None)
+        return extra
+
+    def process_value(self, ctx: click.Context, value: Any) -> Any:
+        """Convert and check; what is wrong in a file is said to be there."""
+        source = ctx.get_parameter_source(self.name or "")
+        if source in (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP):
+            ctx.meta.setdefault(WRITTEN, {})[self.name] = value
+        try:
+            return super().process_value(ctx, value)
+        except click.BadParameter as error:
+            if source is not ParameterSource.DEFAULT_MAP:
+                raise
+            raise click.BadParameter(f"{error.message} (It is in {ctx.params['config']}.)", ctx, self) from error
+
+
+class FiniteFloat(click.FloatRange):
+    """A number in a range; neither NaN, which is in no range and passes every comparison, nor infinity."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
+class ParsedValue(click.ParamType):
+    """A value read by one of our own functions, whose UserError becomes click's."""
+
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return self._parse(value)
+        except UserError as error:
+            self.fail(str(error), param, ctx)
+
+
+def _parse_budget(text: str) -> int:
+    nbytes = parse_bytes(text)
+    if nbytes <= 0:
+        raise UserError(f"{text!r}: a budget must be more than 0 bytes. Leave the option out to use what there is.")
+    return nbytes
+
+
+SIZE = ParsedValue("size", parse_bytes)
+BUDGET = ParsedValue("size", _parse_budget)
+"""A size in which something must fit."""
+POSITIVE = click.IntRange(min=1)
+COUNT = click.IntRange(min=0)
+NOT_NEGATIVE = FiniteFloat(min=0)
+ABOVE_ZERO = FiniteFloat(min=0, min_open=True)
+BELOW_ONE = FiniteFloat(min=0, max=1, max_open=True)

@@ -1,0 +1,190 @@
+"""What a step, an evaluation and a whole run gave, by name."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from common.units import format_bytes, format_count
+
+RESOURCES = {
+    "gpu": "computing",
+    "host_to_device": "copies to the device",
+    "device_to_host": "copies from the device",
+    "ssd": "the SSDs",
+    "adam": "the optimizer",
+    "intra_node": "the ranks of a node exchanging data",
+    "inter_node": "the network",
+}
+"""Names for people of what bounds a step."""
+
+
+@dataclass(frozen=True)
+class IoCounts:
+    """Bytes moved from and to the SSDs, and what the schedule says they come to."""
+
+    read: int = 0
+    written: int = 0
+    planned_read: int = 0
+    planned_written: int = 0
+
+    def __add__(self, other: "IoCounts") -> "IoCounts":
+        return IoCounts(
+            self.read + other.read,
+            self.written + other.written,
+            self.planned_read + other.planned_read,
+            self.planned_written + other.planned_written,
+        )
+
+    def __sub__(self, other: "IoCounts") -> "IoCounts":
+        return self + IoCounts(-other.read, -other.written, -other.planned_read, -other.planned_written)
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Memory and drive space in use; on several ranks, by one rank or one node."""
+
+    device_bytes: int = 0
+    """Device memory of one rank, at its peak so far."""
+    host_bytes: int = 0
+    """Host memory of all our processes on one node."""
+    ssd_bytes: int = 0
+    """Bytes of the store on all drives; 0: not looked at."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A step as the trainer reports it, the same on all ranks."""
+
+    loss: float
+    grad_norm: float
+    """Norm of the whole gradient before clipping."""
+    skipped: bool = False
+    """Whether loss or gradient were not finite, and nothing was changed."""
+    clipped: bool = False
+    """Whether the gradient was scaled down."""
+    updated_again: bool = False
+    """Whether updates had been done before it was known that the step is clipped or skipped, and were done again."""
+    aux_loss: float | None = None
+    """Router loss before its coefficient, where it is a part of the loss."""
+    sent_bytes: float | None = None
+    """Bytes that a node sent to others; None: this process trains alone."""
+    busy_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Time for which the step kept each resource busy."""
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """A step in figures, with what it cost."""
+
+    step: int
+    result: StepResult
+    lr: float
+    """Learning rate."""
+    seconds: float
+    """Time from the end of the step before to that of this one."""
+    tokens: int
+    """Tokens of all ranks together, padding counted."""
+    model_flops_per_token: float
+    """FLOPs per token, recomputation not counted."""
+    memory: MemoryUse
+    io: IoCounts | None = None
+    """Bytes that a node moved from and to its SSDs; None: states are in memory."""
+    ranks: int = 1
+    """Devices that share the work."""
+    emulated: bool = False
+    """Whether nothing was computed, so that there is no loss."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of all ranks together."""
+        return self.tokens / self.seconds
+
+    @property
+    def flops_per_second(self) -> float:
+        """FLOPs per second of all ranks together."""
+        return self.tokens_per_second * self.model_flops_per_token
+
+    def __str__(self) -> str:
+        """Return the step as one line for people."""
+        return ", ".join(
+            [
+                "emulated" if self.emulated else self._learned(),
+                f"{format_count(self.tokens_per_second)} tokens/s",
+                f"{self.flops_per_second / 1e12:.3g} TFLOP/s",
+                *self._traffic(),
+                f"device {format_bytes(self.memory.device_bytes)}",
+                f"host {format_bytes(self.memory.host_bytes)}",
+                *self._bound(),
+            ]
+        )
+
+    def _learned(self) -> str:
+        result = self.result
+        router = "" if result.aux_loss is None else f" (router {result.aux_loss:.4f})"
+        return f"{'skipped: ' if result.skipped else ''}loss {result.loss:.4f}{router}, norm {result.grad_norm:.3g}"
+
+    def _traffic(self) -> list[str]:
+        parts = []
+        if self.io is not None:
+            read, written = self.io.read / self.seconds, self.io.written / self.seconds
+            parts.append(f"SSD {read / 1e9:.2f} GB/s read {written / 1e9:.2f} written")
+        if self.result.sent_bytes is not None:
+            parts.append(f"{format_bytes(self.result.sent_bytes)} across nodes")
+        return parts
+
+    def _bound(self) -> list[str]:
+        if self.io is None:
+            return []
+        busy = self.result.busy_seconds
+        bound = max(busy, key=lambda name: busy[name], default="nothing")
+        return [f"bound by {RESOURCES.get(bound, bound)}"]
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Loss on the held-out data."""
+
+    loss: float
+    """Mean over all tokens that carry loss, in nats."""
+    tokens: int
+    """Tokens that carry loss."""
+    tokens_per_second: float
+    """Tokens computed per second, padding counted."""
+
+    @property
+    def perplexity(self) -> float:
+        """``exp(loss)``; infinite where that is too large for a number."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
+
+    def __str__(self) -> str:
+        return f"loss {self.loss:.4f}, perplexity {self.perplexity:.4g} over {self.tokens:,} tokens"
+
+
+@dataclass(frozen=True)
+class RunTotals:
+    """What a run took as a whole; on several ranks, one node of it."""
+
+    parameters: int
+    trainable_parameters: int
+    memory: MemoryUse = MemoryUse()
+    """Memory at its peak."""
+    host_baseline_bytes: int = 0
+    """Host memory just before the model was touched."""
+    io: IoCounts = IoCounts()
+    """Bytes moved since the first step began."""
+    evaluation_io: IoCounts = IoCounts()
+    """Bytes of ``io`` that belong to evaluations, not to steps."""
+    created_bytes: int = 0
+    """Bytes written when the store was made."""
+    planned_sent_bytes_per_step: float | None = None
+    """Bytes that a node sends to others per step, by the formula; None: what was sent was counted by it."""
+    clip_by: str | None = None
+    """How gradients were clipped out of core, if they were."""
+
+    @property
+    def total_written(self) -> int:
+        """Bytes written to SSD, the making of the store included."""
+        return self.io.written + self.created_bytes

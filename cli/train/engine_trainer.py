@@ -1,0 +1,177 @@
+"""The engine as the training loop drives it, and how a job opens one."""
+
+import contextlib
+import inspect
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from cli.job.job import Job
+from cli.job.machine import training_of
+from cli.options.adapters import peft_config_of, towers_of
+from cli.report.results import EvaluationResult, IoCounts, MemoryUse, RunTotals, StepResult
+from cli.train.evaluation import evaluate
+from cli.train.loop import Trainer
+from common.data import Batches
+from common.data.images.batches import ImageBatches
+from common.errors import UserError
+from fuyou import Engine, StepReport
+from fuyou.calibration import profile_or_measure
+from fuyou.layout.share import Share
+from fuyou.planner import PlannerContext
+from fuyou.runtime.devices import memory_limits, open_device
+
+PROFILED_PARAMETERS, PROFILED_STEPS = 100_000_000, 20
+"""Parameters and steps from which on a run is worth measuring the machine for."""
+PROFILED_HOST_BYTES = 4 << 30
+"""Host memory from which on the measurement itself is sure to fit."""
+_LOOK_EVERY_S = 2.0
+"""Seconds between two readings of figures that are slow to read."""
+
+
+class EngineTrainer(Trainer):
+    """An engine trainer trains on one machine, out of core.
+
+    Args:
+        job: the run.
+        engine: the engine, open.
+        is_rank0: whether this process writes the trace.
+    """
+
+    def __init__(self, job: Job, engine: Engine, is_rank0: bool = True) -> None:
+        self.model = self._engine = engine
+        self.is_resumed = job.settings.resume
+        self.plan = asdict(engine.memory_plan)
+        self.location = ("store", ", ".join(str(path / job.run_name) for path in job.ssd))
+        self._job, self._writes_trace = job, is_rank0 and job.settings.trace is not None
+        if job.settings.trace is not None:
+            engine.keep_trace()
+        self._first_step_count = engine.step_count
+        self._io_start = self._io_end = engine.io_bytes()
+        self._evaluation_io = IoCounts()
+        self._host_bytes = _SlowFigure(engine.host_memory_in_use)
+        self._store_bytes = _SlowFigure(lambda: _disk_usage(job))
+
+    def train_step(self, batch: dict[str, torch.Tensor], lr: float) -> StepResult:
+        """Take a step; its updates and its commit may go on while the next one runs."""
+        return self._step_result(self._step(batch, lr))
+
+    def _step(self, batch: dict[str, torch.Tensor], lr: float) -> StepReport:
+        self._engine.lr = lr
+        self._engine(**batch).loss.backward()
+        return self._engine.step()
+
+    def _step_result(self, report: StepReport, sent_bytes: float | None = None) -> StepResult:
+        return StepResult(
+            loss=report.loss,
+            grad_norm=report.grad_norm,
+            skipped=report.skipped,
+            clipped=report.clipped,
+            updated_again=report.updated_again,
+            aux_loss=report.aux_loss,
+            sent_bytes=sent_bytes,
+            busy_seconds=report.bound_seconds,
+        )
+
+    def wait_for_writes(self) -> None:
+        self._engine.flush()
+
+    def evaluate(self, batches: Batches) -> EvaluationResult:
+        """Return the loss on held-out data; its traffic is not the steps'."""
+        before = self.io_counts()
+        result = evaluate(batches, self._job.settings.batch_size, lambda batch: self._engine.eval_loss(**batch))
+        self._evaluation_io += self.io_counts() - before
+        return result
+
+    def commit(self) -> None:
+        self._engine.flush()
+        self._io_end = self._engine.io_bytes()
+
+    def finish(self) -> None:
+        """Commit the last step of all, and write the trace if one is wanted and there was a step."""
+        self.commit()
+        if self._writes_trace and self._engine.step_count > self._first_step_count:
+            assert self._job.settings.trace is not None
+            self._engine.write_trace(self._job.settings.trace.expanduser())
+
+    def io_counts(self) -> IoCounts:
+        return IoCounts(*self._engine.io_bytes(), *self._engine.planned_io_bytes())
+
+    def memory(self) -> MemoryUse:
+        """Return memory and drive space in use; what is slow to read is some seconds old."""
+        return MemoryUse(self._engine.device_peak_bytes, self._host_bytes(), self._store_bytes())
+
+    def totals(self) -> RunTotals:
+        engine = self._engine
+        (read, written), (read_before, written_before) = self._io_end, self._io_start
+        return RunTotals(
+            parameters=engine.parameters,
+            trainable_parameters=engine.trainable_parameters,
+            memory=MemoryUse(engine.device_peak_bytes, engine.host_peak_bytes),
+            host_baseline_bytes=engine.host_baseline_bytes,
+            io=IoCounts(read - read_before, written - written_before, *engine.planned_io_bytes()),
+            evaluation_io=self._evaluation_io,
+            created_bytes=engine.created_bytes,
+            clip_by=engine.clip_by and engine.clip_by.value,
+        )
+
+
+def engine_options(job: Job) -> dict[str, Any]:
+    """Return the arguments of the engine that are the same whether one rank trains or several."""
+    settings, towers = job.settings, towers_of(job.settings)
+    names = inspect.signature(Engine).parameters.keys() - {"ssd", "leave_ssd", "resume", "overwrite"}
+    return settings.named(names) | {
+        "model": settings.model if job.checkpoint is None else job.checkpoint,
+        "packed": job.batches.packed,
+        "adapters": peft_config_of(settings),
+        "images": isinstance(job.batches, ImageBatches) or isinstance(job.held_out, ImageBatches),
+        "freeze_vision_tower": towers.freeze_vision_tower,
+        "freeze_multi_modal_projector": towers.freeze_multi_modal_projector,
+        "automatic": True,
+    }
+
+
+def profile_once(job: Job, ranks: Share | None = None) -> None:
+    """Measure this machine with this model, so that the engine can plan, where the run is worth the dozen seconds.
+
+    The result is kept, so that it takes them once.
+
+    Args:
+        job: the run.
+        ranks: all ranks that will run, of which this is one; None: it is alone.
+    """
+    if job.parameters < PROFILED_PARAMETERS or job.steps < PROFILED_STEPS:
+        return
+    settings, device, share = job.settings, open_device(job.device), ranks or Share()
+    limits = memory_limits(device, settings.host_memory, settings.device_memory, share.ranks_per_node)
+    if limits[0] < PROFILED_HOST_BYTES:
+        return
+    context = PlannerContext(training_of(settings).among(share), device, limits, job.ssd)
+    with contextlib.suppress(UserError):  # what does not fit, the engine says with more to go by
+        if context.profile is None:
+            print("profile  measuring this machine with this model, once", flush=True)
+            profile_or_measure(context)
+
+
+def _disk_usage(job: Job) -> int:
+    """Return the bytes that the store takes on all drives."""
+    folders = (path / job.run_name for path in job.ssd)
+    return sum(file.stat().st_blocks * 512 for folder in folders for file in folder.iterdir() if file.is_file())
+
+
+class _SlowFigure:
+    """A slow figure is read every other second only."""
+
+    def __init__(self, read: Callable[[], int]) -> None:
+        self._read = read
+        self._next = 0.0
+        self._value = 0
+
+    def __call__(self) -> int:
+        if time.monotonic() >= self._next:
+            self._value = self._read()
+            self._next = time.monotonic() + _LOOK_EVERY_S
+        return self._value

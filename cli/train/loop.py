@@ -1,0 +1,271 @@
+"""The training loop: one for an engine on one machine, for ranks out of core and for ranks in memory."""
+
+import contextlib
+import time
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from cli.job.job import Job
+from cli.options.settings import RUN
+from cli.report.metrics_logger import MetricsLogger
+from cli.report.results import EvaluationResult, IoCounts, MemoryUse, RunTotals, StepMetrics, StepResult
+from cli.report.summary import Measurements, Report
+from cli.train.interrupts import Stopped
+from common.data import Batches
+from common.errors import UserError
+from common.models.adapters.adapters import MERGED
+
+
+class TrainedModel(Protocol):
+    """An engine or a trainer of the libraries, as far as all of them are alike."""
+
+    step_count: int
+
+    def model_flops_per_token(self, seq_len: int) -> float:
+        """Return FLOPs per token, recomputation not counted."""
+
+    def hardware_flops_per_token(self, seq_len: int) -> float:
+        """Return FLOPs per token, recomputation counted."""
+
+    def save_pretrained(self, directory: Path, *, merge: bool = False, allow_nonfinite: bool = False) -> None:
+        """Export what was trained."""
+
+
+class Trainer(Protocol):
+    """What the loop drives. On several ranks, each has one and all call everything alike."""
+
+    model: TrainedModel
+    is_resumed: bool
+    """Whether people are told that the run goes on."""
+    plan: Mapping[str, Any]
+    """Plan of the run, as JSON."""
+    location: tuple[str, str]
+    """What the run can be continued from, in one word, and where that lies."""
+
+    @abstractmethod
+    def train_step(self, batch: dict[str, torch.Tensor], lr: float) -> StepResult:
+        """Take a step with the batch of all ranks, and commit it if that is due."""
+
+    @abstractmethod
+    def evaluate(self, batches: Batches) -> EvaluationResult:
+        """Return the loss on held-out data."""
+
+    @abstractmethod
+    def commit(self) -> None:
+        """Make sure that the last step is on the drives."""
+
+    @abstractmethod
+    def memory(self) -> MemoryUse:
+        """Return the memory in use."""
+
+    @abstractmethod
+    def totals(self) -> RunTotals:
+        """Return what the run took as a whole, for the report of rank 0."""
+
+    def wait_for_writes(self) -> None:
+        """Wait for what steps still write, so that no evaluation has to."""
+        return
+
+    def io_counts(self) -> IoCounts | None:
+        """Return the bytes that this node has moved from and to its SSDs; None: states are in memory."""
+        return None
+
+    def stop_requested(self) -> bool:
+        """Return whether any rank was asked to stop after this step; the same on all ranks."""
+        return False
+
+    def finish(self) -> None:
+        """Commit the last step of all, and write what is to be seen of it."""
+        self.commit()
+
+
+class Process(Protocol):
+    """The process that trains: alone, or as one of several ranks."""
+
+    is_rank0: bool
+    """Whether this process reports for all."""
+    world_size: int
+    """Ranks that train together."""
+    restarts: int
+    """How often the launcher has started the ranks again."""
+
+    def enter(self, where: str) -> None:
+        """Note how far the run has come, for messages.
+
+        Raises:
+            KeyboardInterrupt: it was interrupted.
+        """
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a call of ``finetune`` has done."""
+
+    report: Report
+    total_written: int
+    """Bytes written to SSD, the making of the store included."""
+
+
+def train(job: Job, trainer: Trainer, process: Process) -> Measurements:
+    """Take all steps that are left, and export the result.
+
+    Raises:
+        Stopped: the user has stopped a run of several ranks; the message says how to continue.
+        KeyboardInterrupt: the user has stopped a run of one process.
+        UserError, FinetuneError: a batch or a step failed.
+    """
+    if process.is_rank0 and trainer.is_resumed:
+        _print_resumed(job, trainer.model.step_count, process.restarts)
+    measured = _take_steps(job, trainer, process)
+    process.enter("after the last step")
+    trainer.finish()
+    process.enter("after the last step")
+    _export(job, trainer, process.is_rank0)
+    return measured
+
+
+def conclude(job: Job, trainer: Trainer, process: Process, measured: Measurements) -> RunResult | None:
+    """Write the report, if one is wanted, and print how it went and where everything is.
+
+    Returns:
+        The result, on rank 0.
+    """
+    totals = trainer.totals()
+    if not process.is_rank0:
+        return None
+    report = measured.report(totals)
+    if job.settings.report is not None:
+        report.write(job.settings.report.expanduser())
+    print(report.summary(totals.total_written))
+    print(_where(job, trainer.location, report.steps), flush=True)
+    return RunResult(report, totals.total_written)
+
+
+def _take_steps(job: Job, trainer: Trainer, process: Process) -> Measurements:
+    done = trainer.model.step_count
+    measured = Measurements(
+        tokens_per_step=job.settings.batch_size * job.seq_len,
+        model_flops=trainer.model.model_flops_per_token(job.seq_len),
+        hardware_flops=trainer.model.hardware_flops_per_token(job.seq_len),
+    )
+    with contextlib.ExitStack() as stack:
+        logger = stack.enter_context(MetricsLogger(job, done, trainer.plan)) if process.is_rank0 else None
+        if not done and _evaluation_is_due(job, 0):
+            _evaluate(job, trainer, process, logger)
+        interval = _Interval(trainer)
+        for step in range(done + 1, job.steps + 1):
+            process.enter(f"in step {step}")
+            batch = job.batches.batch(step - 1)
+            _check_ids(job, batch)
+            lr = job.learning_rate.at(step)
+            result = trainer.train_step(batch, lr)
+            if _evaluation_is_due(job, step):
+                trainer.wait_for_writes()
+            seconds, io = interval.next()
+            measured.add(seconds, result)
+            if logger is not None:
+                metrics = StepMetrics(
+                    step=step,
+                    result=result,
+                    lr=lr,
+                    seconds=seconds,
+                    tokens=measured.tokens_per_step,
+                    model_flops_per_token=measured.model_flops,
+                    memory=trainer.memory(),
+                    io=io,
+                    ranks=process.world_size,
+                    emulated=job.emulated,
+                )
+                logger.step(metrics)
+            if trainer.stop_requested() and step < job.steps:
+                trainer.commit()
+                raise Stopped(f"stopped after step {step}, which is committed. {job.settings.how_to_continue}")
+            if _evaluation_is_due(job, step):
+                _evaluate(job, trainer, process, logger)
+                interval = _Interval(trainer)
+    return measured
+
+
+class _Interval:
+    """Time and traffic from the end of one step to that of the next: what a step writes back runs on into the next."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._start_time, self._start_io = time.perf_counter(), trainer.io_counts()
+
+    def next(self) -> tuple[float, IoCounts | None]:
+        """Return seconds and bytes since the last call, or since the beginning."""
+        start_time, self._start_time = self._start_time, time.perf_counter()
+        start_io, self._start_io = self._start_io, self._trainer.io_counts()
+        io = None if start_io is None or self._start_io is None else self._start_io - start_io
+        return self._start_time - start_time, io
+
+
+def _evaluation_is_due(job: Job, step: int) -> bool:
+    """Return whether to evaluate after ``step``: before the first, after the last, and as ``--eval-every`` says."""
+    if job.held_out is None:
+        return False
+    every = job.settings.eval_every
+    return step in (0, job.steps) or (every is not None and step % every == 0)
+
+
+def _evaluate(job: Job, trainer: Trainer, process: Process, logger: MetricsLogger | None) -> None:
+    """Take the loss on the held-out data, which there must be, on all ranks."""
+    assert job.held_out is not None
+    process.enter(f"evaluating after step {trainer.model.step_count}")
+    result = trainer.evaluate(job.held_out)
+    if logger is not None:
+        logger.evaluation(trainer.model.step_count, result)
+
+
+def _check_ids(job: Job, batch: dict[str, Any]) -> None:
+    """Refuse a batch with tokens that the model does not know.
+
+    Raises:
+        UserError: there is one.
+    """
+    largest = int(batch["input_ids"].max())
+    if largest >= job.vocab_size:
+        raise UserError(
+            f"The tokenizer gives token {largest}, and the model knows {job.vocab_size:,} tokens (0 to "
+            f"{job.vocab_size - 1}): {job.checkpoint} holds a tokenizer that does not belong to its model."
+        )
+
+
+def _export(job: Job, trainer: Trainer, is_rank0: bool) -> None:
+    """Export the result, if it is wanted."""
+    settings = job.settings
+    if not settings.save:
+        return
+    if is_rank0:
+        print(f"writing the {'adapters' if settings.trains_adapters else 'checkpoint'} to {job.output}", flush=True)
+    trainer.model.save_pretrained(job.output, merge=settings.merge, allow_nonfinite=settings.allow_nonfinite)
+
+
+def _print_resumed(job: Job, step_count: int, restarts: int) -> None:
+    """Print from where a run goes on, and how often its launcher has started it again."""
+    after = f" (start {restarts + 1}: a rank was lost)" if restarts else ""
+    print(f"resume   after step {step_count:,} of {job.steps:,}{after}", flush=True)
+
+
+def _where(job: Job, location: tuple[str, str], steps: int) -> str:
+    """Return lines that say where everything is; without any of the ``steps``, there is no trace."""
+    settings, (kept, place) = job.settings, location
+    lines = {"run": f"{job.output / RUN} (configuration, versions, metrics)"}
+    lines[kept] = f"{place} (may be deleted when this run is not to be continued)"
+    if settings.save:
+        model = job.task_type.auto_class
+        loads = "PeftModel" if settings.trains_adapters else model
+        lines["saved"] = f"{job.output}, for {loads}.from_pretrained"
+        if settings.merge:
+            lines["merged"] = f"{job.output / MERGED}, for {model}.from_pretrained"
+    if settings.report is not None:
+        lines["report"] = str(settings.report)
+    if settings.trace is not None and steps:
+        lines["trace"] = f"{settings.trace} (open it in ui.perfetto.dev)"
+    return "\n".join(f"{name:8} {text}" for name, text in lines.items())

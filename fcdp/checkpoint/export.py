@@ -1,0 +1,74 @@
+"""Exporting a sharded model: a Hugging Face checkpoint, or adapters of PEFT."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from common.models.adapters.adapters import MERGED, Adapters
+from common.models.checkpoint.export import CheckpointWriter, copy_tokenizer_files
+from common.object_collectives import broadcast_from_rank0
+from fcdp.checkpoint.weights import gather_blocks, whole
+from fcdp.model import ClusterModel
+
+#: Largest shard of an exported checkpoint. Rank 0 holds one.
+_SHARD_BYTES = 2_000_000_000
+
+
+def export(model: ClusterModel, directory: Path, *, merge: bool, allow_nonfinite: bool, is_rank0: bool) -> None:
+    """Write what was trained. All ranks gather, a block at a time; rank 0 writes. Collective.
+
+    Args:
+        directory: shared by all nodes; files of the same names are replaced.
+        merge: write the model with the adapters merged into it, too, in the folder :data:`MERGED` inside.
+        allow_nonfinite: export tensors that hold a NaN or an infinity, too.
+
+    Raises:
+        FinetuneError: a tensor holds a NaN or an infinity; ``directory`` is as it was.
+    """
+    model.sharding.reshard()
+    adapters = model.adapters
+    if adapters is None:
+        _write(
+            model, directory, gather_blocks(model.module, model.block_prefix, model.dtype), allow_nonfinite, is_rank0
+        )
+        return
+    if merge:  # first: if it is refused, the adapters of before stay, too
+        _write(model, directory / MERGED, _merged(model, adapters, is_rank0), allow_nonfinite, is_rank0)
+    values = {name: whole(parameter).cpu() for name, parameter in model.trained()}
+    broadcast_from_rank0(lambda: adapters.save(directory, values, allow_nonfinite))
+
+
+def _write(
+    model: ClusterModel,
+    directory: Path,
+    blocks: Iterator[dict[str, torch.Tensor]],
+    allow_nonfinite: bool,
+    is_rank0: bool,
+) -> None:
+    writer = None
+    if is_rank0:
+        writer = CheckpointWriter(
+            directory, model.meta, model.config, model.dtype, _SHARD_BYTES, allow_nonfinite, model.stored
+        )
+    for named in blocks:
+        if writer is not None:
+            writer.add(named)
+
+    def finish() -> None:
+        assert writer is not None
+        writer.finish()
+        if model.checkpoint is not None:
+            copy_tokenizer_files(model.checkpoint, directory)
+
+    broadcast_from_rank0(finish)
+
+
+def _merged(model: ClusterModel, adapters: Adapters, is_rank0: bool) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield weights with their adapters added on the first rank, which writes them, and nothing on others."""
+    for named in gather_blocks(model.module, model.block_prefix, None, adapters.layers):
+        if not is_rank0:
+            yield {}
+            continue
+        merged = adapters.merge({name: value.cpu() for name, value in named.items()})
+        yield merged if model.stored is None else adapters.changed(merged)

@@ -1,0 +1,102 @@
+"""The state that a training resumes from: trained weights and moments, in commits that say what they belong to."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.errors import UserError
+from common.object_collectives import broadcast_from_rank0
+from fcdp.checkpoint.commits import ShardedCheckpoints
+from fcdp.model import ClusterModel
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a training has come."""
+
+    step: int
+    skipped: int
+    """Steps that changed nothing, because loss or gradient were not finite."""
+    user_state: dict[str, Any]
+    """JSON that the caller has committed with the step."""
+
+
+class TrainingCheckpoints:
+    """The commits of one training. Making it is collective, and keeps other runs away from them until :meth:`close`.
+
+    Args:
+        directory: on a file system that all nodes share.
+        dtype: name of the dtype that blocks compute in, as ``--dtype`` takes it.
+    """
+
+    def __init__(self, directory: Path, model: ClusterModel, optimizer: torch.optim.Optimizer, dtype: str):
+        self._model, self._optimizer, self._dtype = model, optimizer, dtype
+        self._commits = ShardedCheckpoints(directory)
+        broadcast_from_rank0(self._commits.lock)
+
+    def newest(self) -> int | None:
+        """Return the step of the newest commit; None if there is none."""
+        return self._commits.newest()
+
+    def discard(self) -> None:
+        """Remove all commits. Collective."""
+        broadcast_from_rank0(self._commits.discard)
+
+    def save(self, progress: Progress) -> None:
+        """Commit the state of all ranks. Collective; on return it is on the drives."""
+        description = {**self._identity(), "user": progress.user_state, "skipped": progress.skipped}
+        self._commits.save(progress.step, self.state(), description)
+
+    def load(self) -> Progress:
+        """Read the newest commit, whatever number of ranks made it, into model and optimizer. Collective.
+
+        Raises:
+            UserError: there is none, or it is not of this model, dtype or format.
+            FinetuneError: it is damaged.
+        """
+        manifest = self._commits.read_newest()
+        if manifest is None:
+            raise UserError(f"There is nothing to continue: no commit in {self._commits.directory}.")
+        step, saved = manifest.step, manifest.description
+        for what, now in self._identity().items():
+            if saved.get(what) != now:
+                raise UserError(
+                    f"The run in {self._commits.directory} has {what} {saved.get(what)}, and this one {now}. "
+                    "Give what it began with, or begin a new run in another place."
+                )
+        model = self._model
+        if model.adapters is not None:  # frozen weights are no part of a commit
+            model.load()
+        self._commits.load(manifest, self.state())
+        for name, value in model.source.read_buffers():
+            model.module.get_buffer(name).copy_(value)
+        for _, parameter in model.trained():
+            self._optimizer.state[parameter]["step"].fill_(step - saved["skipped"])
+        return Progress(step, saved["skipped"], saved["user"])
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return all that changes: trained parameters and moments. Data and dropout follow from the step's number."""
+        state = {}
+        for name, parameter in self._model.trained():
+            moments = self._optimizer.state[parameter]
+            state[f"master.{name}"] = parameter.detach()
+            state[f"mean.{name}"] = moments["exp_avg"]
+            state[f"variance.{name}"] = moments["exp_avg_sq"]
+        return state
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what must be equal in the run that was committed and in the one that resumes it, by name in
+        messages."""
+        adapters = self._model.adapters
+        return {
+            "model type": self._model.config.model_type,
+            "parameters": sum(parameter.numel() for parameter in self._model.meta.parameters()),
+            "--dtype": self._dtype,
+            "adapters": None if adapters is None else adapters.described,
+        }
+
+    def close(self) -> None:
+        """Let other runs use the commits."""
+        self._commits.close()

@@ -1,0 +1,120 @@
+"""Filling a new store with the first values of all records, in the memory of one parameter."""
+
+from dataclasses import dataclass
+
+import torch
+
+from common.models.checkpoint.sources import WeightSource
+from fuyou.layout.frozen_weights import FrozenDtype
+from fuyou.layout.record import Record
+from fuyou.optimizer.adam import PASS_ELEMENTS
+from fuyou.optimizer.split_weights import split
+from fuyou.runtime.data_plane import DataPlane
+
+
+def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
+    """Write this rank's part of every record's first state: weights from ``source``; what is trained to slot
+    ``target``, with zero moments.
+
+    Host parameter buffer 0 takes a record's weights and, where master weights are split, gradient buffer 0 their low 16
+    bits. So this needs no memory beyond the plan except for one parameter.
+    """
+    for record in plane.buffers.shape.records:
+        if record.frozen is FrozenDtype.CHECKPOINT:
+            _fill_compressed(plane, source, record, target)
+            continue
+        encodes = bool(record.decoded_nbytes)  # as a whole, of which this rank then keeps its slice
+        stored = Window(record.share.stored_start(record.numel), record.share.stored(record.numel))
+        stored = Window(0, record.numel) if encodes else stored
+        owned = Window(record.share.owned_start(record.numel), record.owned)
+        parameters = plane.buffers.host_parameters(record.kind, 0, record.parameter_nbytes)
+        payload = torch.from_numpy(parameters)
+        dtype = record.precision.dtype
+        values = _room_for(plane, record) if encodes else payload.view(dtype).zero_()
+        low = None
+        if record.trainable and record.precision.split:
+            low = torch.from_numpy(plane.buffers.host_gradients(record.kind, 0, owned.count * 2)).view(torch.int16)
+            low.zero_()
+        slots = {slot.name: slot for slot in record.parameters if stored.meets(slot.offset, slot.numel)}
+        for name, tensor in source.read(list(slots)):
+            start = slots[name].offset
+            flat = tensor.reshape(-1)
+            for first in range(0, flat.numel(), PASS_ELEMENTS):
+                part = flat[first : first + PASS_ELEMENTS]
+                if low is not None:
+                    high_part, low_part = (
+                        torch.empty_like(part, dtype=values.dtype),
+                        torch.empty_like(part, dtype=low.dtype),
+                    )
+                    split(part.to(torch.float32, copy=True), high_part, low_part)
+                    owned.copy(low, low_part, start + first)
+                    part = high_part
+                stored.copy(values, part, start + first)  # rounded to nearest, as transformers does, if not split
+            del tensor, flat
+        if encodes:
+            encoded = payload if record.share.ranks_per_node == 1 else _room_for_encoded(plane, record)
+            record.frozen.encode(values, record.decayed, encoded)
+            _keep_own(record, encoded, payload)
+        plane.create(record, target)
+        if low is not None:
+            # An emulated device never writes a gradient. Low bits read as one are full of denormal numbers, which
+            # make Adam five times slower than it is.
+            low.zero_()
+        plane.heap.trim()
+
+
+def _fill_compressed(plane: DataPlane, source: WeightSource, record: Record, target: int) -> None:
+    """Write this rank's part of a record that is kept in the checkpoint's own bytes.
+
+    Memory: as :func:`fill_store`, with one tensor of the files instead of one parameter where that is compressed.
+    """
+    payload = torch.from_numpy(plane.buffers.host_parameters(record.kind, 0, record.parameter_nbytes))
+    encoded = payload.zero_() if record.share.ranks_per_node == 1 else _room_for_encoded(plane, record)
+    plain = source.read([slot.name for slot in record.parameters if slot.compressed is None])
+    for slot, stored in record.stored_parameters(encoded):
+        if slot.compressed is None:
+            _, value = next(plain)
+            stored.view(record.precision.dtype).copy_(value.reshape(-1))
+        else:
+            slot.compressed.encode(source.read_compressed(slot.name), stored)
+    _keep_own(record, encoded, payload)
+    plane.create(record, target)
+    plane.heap.trim()
+
+
+def _keep_own(record: Record, encoded: torch.Tensor, payload: torch.Tensor) -> None:
+    """Copy this rank's part of an encoded record to ``payload``, unless it is there already (a single rank)."""
+    if encoded is not payload:
+        payload.copy_(encoded[record.first_byte : record.first_byte + record.parameter_nbytes])
+
+
+def _room_for(plane: DataPlane, record: Record) -> torch.Tensor:
+    """Return zeros in host memory for a whole record that is to be encoded: where it will be decoded, if possible."""
+    if plane.buffers.device.shares_host_memory:
+        return plane.buffers.decoded.values(0, record.numel, record.precision.dtype).zero_()
+    return torch.zeros(record.numel, dtype=record.precision.dtype)
+
+
+def _room_for_encoded(plane: DataPlane, record: Record) -> torch.Tensor:
+    """Return zeros in host memory for a whole encoded record: in the device's buffer for it, if possible."""
+    if plane.buffers.device.shares_host_memory:
+        return plane.buffers.parameters[record.kind].bytes(0, record.device_nbytes).zero_()
+    return torch.zeros(record.device_nbytes, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class Window:
+    """A range of elements of a record: ``[start, start + count)``."""
+
+    start: int
+    count: int
+
+    def meets(self, first: int, count: int) -> bool:
+        """Return whether the range contains any of the ``count`` elements from ``first`` on."""
+        return first < self.start + self.count and self.start < first + count
+
+    def copy(self, target: torch.Tensor, values: torch.Tensor, first: int) -> None:
+        """Copy the elements in range of ``values``, which begin at ``first``, to ``target`` ``[count]``."""
+        begin, end = max(first, self.start), min(first + values.numel(), self.start + self.count)
+        if begin < end:
+            target[begin - self.start : end - self.start] = values[begin - first : end - first]

@@ -1,0 +1,323 @@
+"""Going on with more or fewer ranks or nodes: records are redistributed among them, safely against crashes.
+
+Every rank reads what is on its drives of the old ranks' stores, sends it to whoever is to have it (each byte goes over
+the network once), and fills a new store beside its old one. When the new stores of all ranks are committed, they count:
+the old ones are removed and the new ones get their names. A crash before that leaves the old set, a crash after it the
+new one; whoever opens the run next finds out which, and finishes or undoes the rest.
+"""
+
+import contextlib
+import uuid
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from common.errors import FinetuneError, UserError
+from common.store import DirectoryLock, Store, StoreError, commit_manifest, load_manifest
+from common.store.directories import Identity, check_space, freed_by, reserve, sparsify
+from common.store.manifest import MANIFEST_FILE
+from common.store.migration import final_folder, refuse_foreign_files, remove_folder, successor_folder
+from common.store.sealed import sync_directory
+from common.store.verify import verify
+from fuyou.checkpoint.cluster_commits import common_step
+from fuyou.checkpoint.commits import CLUSTER, check_records, check_state
+from fuyou.checkpoint.reshard.local_shards import (
+    DriveScan,
+    FoundShard,
+    LocalShard,
+    ShardSet,
+    choose_shard_set,
+    find_shard_sets,
+    scan_drives,
+)
+from fuyou.checkpoint.reshard.transfer import RecordTransfer, ShardLayout, SourceShard
+from fuyou.checkpoint.restripe import Drives
+from fuyou.checkpoint.state import TrainingState
+from fuyou.layout.model_layout import ModelLayout
+from fuyou.layout.record import weights_file
+from fuyou.layout.share import Share
+from fuyou.ranks.agreement import Agreement, host, rank_name
+
+
+def reshard_run(drives: Drives, layout: ModelLayout, wanted: TrainingState, agreement: Agreement | None) -> None:
+    """Make each rank's store that of this rank among the ranks there are now, on ``drives.folders``. Collective.
+
+    Nothing happens where the run was made by as many ranks, each on its drives, or where there is no run. Opening it
+    then says what is wrong, if anything is.
+
+    Args:
+        drives: this rank's.
+        layout: that of the whole model, shared with nobody.
+        wanted: what the run must be, apart from its step.
+        agreement: with the other ranks, if there are any.
+
+    Raises:
+        UserError: something of the old ranks is missing, or there is too little space. Nothing was changed.
+        FinetuneError: a drive failed, or something is damaged.
+    """
+    _Resharding(drives, layout, wanted, agreement).run()
+
+
+class _Resharding:
+    def __init__(self, drives: Drives, layout: ModelLayout, wanted: TrainingState, agreement: Agreement | None):
+        self._drives, self._layout, self._wanted, self._agreement = drives, layout, wanted, agreement
+        self._share = agreement.share if agreement is not None else Share()
+        self._rank = self._share.rank
+
+    def run(self) -> None:
+        chosen, others, hosts = self._choose()
+        if chosen is None:
+            return
+        # What a crash has left half done comes first: the new stores will be where unnamed ones are.
+        if self._promote(chosen, others):
+            chosen, _, hosts = self._choose()
+        if chosen is not None and not (chosen.made_by(self._share) and chosen.in_place):
+            self._promote(self._make_new_set(chosen, hosts), [chosen])
+
+    def _choose(self) -> tuple[ShardSet | None, list[ShardSet], list[str]]:
+        """Return the set to go on with (None: there is nothing to reshard), all other sets, and the ranks' hosts."""
+        own = scan_drives(self._drives)
+        scans = [DriveScan.from_dict(content) for content in self._gather(own.to_dict())]
+        sets, hosts = find_shard_sets(scans), [scan.host for scan in scans]
+        # A store that has replaced several ranks' may have more of them to remove, even if their manifests are gone.
+        resharded = any(len(one.replaces) > 1 for one in own.directories)
+        if self._share.world_size == 1 and not resharded and all(one.share.world_size == 1 for one in sets):
+            return None, [], hosts  # a single rank's run: only its number of drives may change (restripe.py)
+        chosen = choose_shard_set(sets, self._share, scans)
+        return chosen, [one for one in sets if chosen is None or one.run != chosen.run], hosts
+
+    def _gather(self, value: Any) -> list[Any]:
+        return self._agreement.all_gather_object(value) if self._agreement is not None else [value]
+
+    def _all_or_none(self, work: Callable[[], Any]) -> Any:
+        """Call ``work`` on every rank; an error on any of them is raised on all."""
+        result, problem, user, failure = None, "", True, None
+        try:
+            result = work()
+        except FinetuneError as error:
+            problem, user = f"{host()}: {error}" if self._agreement is not None else str(error), error.exit_status == 2
+        except BaseException as error:
+            problem, failure = f"{host()}: {type(error).__name__}: {error}", error
+        outcomes: list[tuple[str, bool]] = self._gather((problem, user))
+        if failure is not None:
+            raise failure
+        problems = list(dict.fromkeys(problem for problem, _ in outcomes if problem))
+        if problems:
+            raise (UserError if all(user for _, user in outcomes) else StoreError)(" ".join(problems))
+        return result
+
+    # -- from an old set to a new one -----------------------------------------------------------------------------
+
+    def _make_new_set(self, old: ShardSet, hosts: Sequence[str]) -> ShardSet:
+        """Make the new set beside the old one, commit it, and return it."""
+        members = sorted(old.members.items())
+        step = common_step(
+            [(rank_name(old.share, rank, hosts[found.reader]), found.shard.steps) for rank, found in members]
+        )
+        run = self._gather(uuid.uuid4().hex)[0]
+        mine = {rank: found.shard for rank, found in members if found.reader == self._rank}
+        with DirectoryLock(path for shard in mine.values() for path in shard.directories):
+            own_states: dict[int, TrainingState] = self._all_or_none(
+                lambda: {rank: self._set_back(shard, step) for rank, shard in mine.items()}
+            )
+            states: dict[int, TrainingState] = {}
+            own = [(rank, replace(state, checksums=[]).to_dict()) for rank, state in own_states.items()]
+            for some in self._gather(own):
+                states.update((rank, TrainingState.from_dict(state)) for rank, state in some)
+            sources = [
+                SourceShard(
+                    self._layout_of(found.shard.share, len(found.shard.directories), states[rank]), found.reader
+                )
+                for rank, found in members
+            ]
+            counts: list[int] = self._gather(len(self._drives.folders))
+            targets = [
+                self._layout_of(share, count, states[0])
+                for share, count in zip(self._share.everyone(), counts, strict=True)
+            ]
+            names = " ".join(found.shard.store for _, found in members)
+            spare = [weights_file(slot) for slot in range(states[0].slots) if slot != states[0].slot]
+            new = self._all_or_none(lambda: self._create_store(targets[self._rank], mine, spare, names))
+            with new:
+                self._fill(new, sources, mine, targets, states, run)
+        made = LocalShard(new.directories, new.id, run, self._share, (step,), in_place=True, of_this_run=True)
+        first = Share(self._share.nodes, self._share.ranks_per_node)
+        shards = map(LocalShard.from_dict, self._gather(made.to_dict()))
+        return ShardSet(run, first, {rank: FoundShard(rank, shard) for rank, shard in enumerate(shards)})
+
+    def _set_back(self, shard: LocalShard, step: int) -> TrainingState:
+        """Return an old store's state after ``step``, checked; from now on it is the only one that the store lists."""
+        with Store.open(shard.directories, io="posix") as store:
+            content = load_manifest(store.directories[0])
+            assert content is not None
+            cluster = content.pop(CLUSTER, None)
+            if content["step"] != step:
+                assert cluster is not None
+                content = cluster["previous"]
+            state = check_state(store, content, self._wanted)
+            check_records(store, state)
+            if cluster is not None:
+                commit_manifest(store.directories[0], {**state.to_dict(), CLUSTER: {**cluster, "previous": None}})
+            return state
+
+    def _layout_of(self, share: Share, directories: int, state: TrainingState) -> ShardLayout:
+        return ShardLayout(self._layout, share, directories, state.slots, state.slot)
+
+    def _create_store(self, target: ShardLayout, mine: dict[int, LocalShard], spare: list[str], replaces: str) -> Store:
+        """Return an empty store beside this rank's folders; the old stores give back the space of what does not count.
+
+        Args:
+            target: layout of the new store.
+            mine: old shards that this rank reads.
+            spare: files of the slot that does not count.
+            replaces: identities of all old stores, separated by spaces.
+        """
+        folders = [successor_folder(folder) for folder in self._drives.folders]
+        what = f"for the run's part of rank {self._rank} of {self._share.world_size}"
+        new, old = target.layout.file_bytes(), [path for shard in mine.values() for path in shard.directories]
+        for gone, kept in (
+            ([path / name for path in old for name in spare], [name for name in new if name not in spare]),
+            ([file for path in old for file in path.iterdir() if file.is_file()], list(new)),
+        ):
+            check_space(self._drives.folders, sum(new[name] for name in kept), freed_by(gone), what)
+        for its in self._drives.folders:
+            _refuse_others(its, replaces.split())
+        for folder, its in zip(folders, self._drives.folders, strict=True):
+            remove_folder(folder)
+            folder.mkdir()
+            sync_directory(its.parent)
+        for path in old:
+            for name in spare:
+                sparsify(path / name)
+        return Store.create(folders, target.layout, io="posix", overwrite=True, later=spare, replaces=replaces)
+
+    def _fill(
+        self,
+        new: Store,
+        sources: Sequence[SourceShard],
+        mine: dict[int, LocalShard],
+        targets: Sequence[ShardLayout],
+        states: dict[int, TrainingState],
+        run: str,
+    ) -> None:
+        """Move all records, make them durable, read them again to compare, and commit the new store."""
+        with contextlib.ExitStack() as stack:
+            stores = {}
+            for rank, shard in mine.items():
+                stores[rank] = stack.enter_context(Store.open(shard.directories, io="posix"))
+                if stores[rank].layout != sources[rank].layout.layout:
+                    raise FinetuneError(f"The store in {shard.directories[0]} is not laid out as this model's.")
+            sealed = RecordTransfer(sources, stores, targets, self._agreement).fill(new)
+        new.sync(new.layout.file_bytes())
+        _, damage = verify(new, sealed)
+        if damage:
+            raise FinetuneError(f"A drive does not return what was written to it; nothing has changed. {damage[0]}")
+        state = replace(
+            states[0],
+            store=new.id,
+            checksums=[one.to_dict() for one in sealed],
+            # Ranks that there were not before begin as they would have begun the run.
+            random=states[self._rank].random if self._rank in states else {},
+            missed=_merge_counts(state.missed for state in states.values()),
+        )
+        content = state.to_dict()
+        if self._agreement is not None:
+            content[CLUSTER] = {
+                "run": run,
+                "nodes": self._share.nodes,
+                "ranks_per_node": self._share.ranks_per_node,
+                "rank": self._rank,
+                "previous": None,
+            }
+        commit_manifest(new.directories[0], content)
+
+    # -- the set that counts --------------------------------------------------------------------------------------
+
+    def _promote(self, chosen: ShardSet, others: Sequence[ShardSet]) -> bool:
+        """Give the stores of the set that counts their final names, and remove all that it makes superfluous.
+
+        These are the stores that it has replaced, and those that were to replace it. Every rank does it for what it
+        has found.
+
+        Returns:
+            Whether there was anything to do, on any rank.
+        """
+        scan = scan_drives(self._drives)
+        stores = {found.shard.store for found in chosen.members.values()}
+        names = self._gather([one.replaces for one in scan.directories if one.store in stores])
+        replaced = {name for some in names for replaces in some for name in replaces}
+        superfluous = self._superfluous(scan, stores, replaced, others)
+        found = [one.shard.directories for one in chosen.members.values() if one.reader == self._rank]
+        unnamed = [directories for directories in found if any(path != final_folder(path) for path in directories)]
+        if not any(self._gather(bool(superfluous or unnamed))):
+            return False
+        for turn in range(self._share.world_size):  # several ranks may see the same
+            if turn == self._rank:
+                for path in filter(Path.is_dir, superfluous):  # first of all: without its manifest it is nothing
+                    (path / MANIFEST_FILE).unlink(missing_ok=True)
+                    sync_directory(path)
+                for path in superfluous:
+                    remove_folder(path, shared=True)
+            self._gather(None)
+        for directories in unnamed:
+            for path in directories:
+                if path != final_folder(path):
+                    _refuse_others(final_folder(path), list(replaced))
+                    remove_folder(final_folder(path))
+                    path.rename(final_folder(path))
+                    sync_directory(path.parent)
+        for directories in found:
+            with Store.open(list(map(final_folder, directories)), io="posix") as store:
+                layout = store.layout
+            reserve(store.directories, layout)
+        self._gather(None)
+        return True
+
+    def _superfluous(
+        self, scan: DriveScan, stores: Collection[str], replaced: Collection[str], others: Sequence[ShardSet]
+    ) -> list[Path]:
+        """Return the directories that this rank is to remove.
+
+        Args:
+            scan: what this rank sees.
+            stores: identities of the stores that count.
+            replaced: identities of those that they replace.
+            others: all other sets.
+        """
+        old = [found for other in others for found in other.members.values() if found.shard.store in replaced]
+        paths = [path for found in old if found.reader == self._rank for path in found.shard.directories]
+        committed = {shard.store for shard in scan.shards}
+        for one in scan.directories:
+            unfinished = one.store not in stores and not {*one.replaces}.isdisjoint(stores)
+            if unfinished or (one.store in replaced and one.store not in committed):
+                paths.append(one.path)
+        # Folders on drives to leave whose removal had all but ended, and new ones that had just been begun.
+        paths += [path for path in self._drives.leaving if path.is_dir() and not any(path.iterdir())]
+        places = map(successor_folder, self._drives.everywhere)
+        return paths + [path for path in places if path.is_dir() and Identity.read(path) is None]
+
+
+def _merge_counts(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+    """Return the largest count of each name: each rank counts for its own parameters, and may list old counts of
+    others."""
+    merged: dict[str, int] = {}
+    for known in counts:
+        for name, count in known.items():
+            merged[name] = max(count, merged.get(name, 0))
+    return merged
+
+
+def _refuse_others(folder: Path, ours: Collection[str]) -> None:
+    """Refuse to remove or replace a folder that holds anything but the stores ``ours``.
+
+    Raises:
+        UserError: it does.
+    """
+    refuse_foreign_files([folder], shared=True)
+    identity = Identity.read(folder)
+    if identity is not None and identity.store not in ours and load_manifest(folder) is not None:
+        raise UserError(
+            f"{folder} holds another run than the one that goes on here. Move it elsewhere, or give other directories "
+            "with --ssd."
+        )

@@ -1,0 +1,48 @@
+"""Batches on their way in: what they must have, and whether the buffers hold them."""
+
+from typing import Any
+
+from common.data import restarts
+from common.data.rows import holds_images
+from common.errors import FinetuneError, UserError
+from common.models.task_type import TaskType
+from fuyou.engine.opening import OpenRun
+from fuyou.model.loss import targets_of
+
+
+def check_batch(run: OpenRun, batch: dict[str, Any]) -> int:
+    """See that a batch can be trained on; return the number of labels in the batches of all ranks.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if run.closed:
+        raise FinetuneError("The engine has been closed.")
+    family = run.model.stack.family
+    per_row = run.model.task_type is TaskType.SEQUENCE_CLASSIFICATION
+    for name, dims in (("input_ids", 2), ("labels", 1 if per_row else 2)):
+        if batch.get(name) is None or batch[name].dim() != dims or batch[name].is_floating_point():
+            shape = "[sequences, tokens]" if dims == 2 else "[sequences], one class each"
+            raise UserError(f"A batch needs {name}, int64 of shape {shape}.")
+    if restarts(batch.get("position_ids")):
+        mask = batch.get("attention_mask")
+        family.check_documents(masked=mask is not None and mask.dim() == 2)
+    labels = int((targets_of(batch["labels"], family.shifts_labels) != -100).sum())
+    if run.agreement is not None:
+        labels = sum(run.agreement.all_gather_object(labels))
+    if not labels:
+        raise UserError("No token of this batch has a label (all are -100): there is nothing to learn from it.")
+    return labels
+
+
+def largest_of_all(run: OpenRun, batch: dict[str, Any]) -> tuple[int, int, bool]:
+    """Return the largest batch of all ranks: sequences, tokens per sequence, whether any has images.
+
+    All or none of the ranks make their buffers anew.
+    """
+    rows, seq_len = batch["input_ids"].shape
+    size = (rows, seq_len, holds_images(batch))
+    if run.agreement is not None:
+        rows, seq_len, images = (max(sizes) for sizes in zip(*run.agreement.all_gather_object(size), strict=True))
+        return rows, seq_len, images
+    return size

@@ -1,0 +1,247 @@
+"""Opening a run: device, ranks, proof, model, memory plan and store, one after the other, and closing them again."""
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from common.errors import UserError
+from common.memory.meter import PeakMeter
+from common.models.presets import load_config
+from common.store import Layout
+from common.store.directories import usable_directories
+from fuyou.checkpoint.cluster_commits import ClusterCommits
+from fuyou.checkpoint.commits import Commits, sealed_records
+from fuyou.checkpoint.fill import fill_store
+from fuyou.checkpoint.reader import ClusterReader, StoreReader
+from fuyou.checkpoint.reshard.run import reshard_run
+from fuyou.checkpoint.restripe import Drives
+from fuyou.checkpoint.run_files import RunFiles, create_run, resume_run
+from fuyou.checkpoint.state import TrainingState, random_states, restore_random_states
+from fuyou.config import EngineConfig
+from fuyou.engine.common_decisions import check_memory, common_limits, prove_once, with_common_dtype
+from fuyou.engine.runtime import Runtime
+from fuyou.layout.checksums import RecordSums
+from fuyou.layout.record import allocate_extents
+from fuyou.model.open_model import OpenModel
+from fuyou.optimizer.absent_gradients import MissedUpdates
+from fuyou.optimizer.client import OptimizerLink
+from fuyou.optimizer.clipping import ClipStatistics
+from fuyou.optimizer.nonfinite import NonFinitePolicy
+from fuyou.planner import ChosenSettings, PlannerContext, choose_settings, choose_settings_on_all_ranks
+from fuyou.planner.training_job import training_job_of_run
+from fuyou.ranks.agreement import Agreement
+from fuyou.ranks.topology import share_of
+from fuyou.runtime.devices import open_device
+
+
+class OpenRun:
+    """Everything that a run has open.
+
+    Args:
+        model: checkpoint directory, preset name, or transformers configuration.
+        config: what is asked for; :attr:`config` is what becomes of it.
+
+    Raises:
+        UserError: what was asked for is not possible; then everything is closed again.
+        FinetuneError: something failed; likewise.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] | PreTrainedConfig, config: EngineConfig):
+        self.nonfinite = NonFinitePolicy(config.optimizer.on_nonfinite)
+        self.closed = False
+        self.agreement: Agreement | None = None
+        self.files: RunFiles | None = None
+        self._link: OptimizerLink | None = None
+        self._runtime: Runtime | None = None
+        self.meter = PeakMeter(self.pids)
+        try:
+            self._open_device(model, config)
+            self._open_model()
+            self._choose()
+            self._open_runtime()
+            self._open_store()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def runtime(self) -> Runtime:
+        """Buffers, workers and the schedule, which are there once the model is open."""
+        assert self._runtime is not None
+        return self._runtime
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there are buffers and workers."""
+        return self._runtime is not None and self._runtime.is_open
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there are workers, none of which has failed."""
+        return self.is_open and self.runtime.plane.executor.failure is None
+
+    def pids(self) -> list[int]:
+        """Return the PIDs of all worker processes, the caller's first."""
+        link = self._link if self._runtime is None else self._runtime.link
+        return [os.getpid()] + ([link.pid] if link is not None else [])
+
+    def reader(self) -> StoreReader:
+        """Return what reads the newest committed state."""
+        assert self.files is not None
+        slot = self.commits.state.slot
+        places = (self.files.store, self.shape, self._extents, self.runtime.memory_plan.chunk_elements, slot)
+        return StoreReader(*places) if self.topology is None else ClusterReader(self.topology, *places)
+
+    def close(self) -> None:
+        """Close everything that is open, the last one first; a failure of one does not keep the others."""
+        self.closed = True
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.meter.stop)
+            for part in (self.agreement, self.files, self._link, self._runtime):
+                if part is not None:
+                    stack.callback(part.close)
+
+    # -- one after the other --------------------------------------------------------------------------------------
+
+    def _open_device(self, model: str | os.PathLike[str] | PreTrainedConfig, config: EngineConfig) -> None:
+        """Meet the other ranks, settle what all must have alike, and start what takes long to start."""
+        store = config.store
+        self._ssd, leaving = [Path(path) for path in store.ssd], [Path(path) for path in store.leave_ssd]
+        usable_directories([*self._ssd, *leaving])
+        if leaving and not store.resume:
+            raise UserError("leave_ssd is for a run that goes on: leave it out.")
+        self.model_config, self.checkpoint = load_config(model)
+        self.device = open_device(config.device)
+        share = share_of(config.topology)
+        self.topology = config.topology if share.world_size > 1 else None  # one rank alone is alone
+        self.agreement = Agreement(share) if self.topology is not None else None
+        config = with_common_dtype(config, self.device, self._ssd, self.agreement)
+        if share.world_size > 1:
+            self.device.check_ranks(share.ranks_per_node, share.nodes)
+        if config.host_cache is not None:
+            config = config.with_options(host_cache=config.host_cache // share.ranks_per_node)
+        config.check_clipping(share.world_size)
+        self.config = config
+        self.limits = common_limits(config, self.device, self.agreement)
+        self.device.cap_memory(self.limits[1])
+        self._link = OptimizerLink()  # imports PyTorch while the model is built
+        if config.prove and self.device.computes:
+            prove_once(config, self.model_config, self.agreement)
+        self._link.wait_until_up()
+        self.meter.start()
+
+    def _open_model(self) -> None:
+        config, share = self.config, share_of(self.topology)
+        torch.manual_seed(config.seed)
+        self.model = OpenModel(
+            self.model_config,
+            config.precision,
+            self.device.torch_device,
+            adapters=config.adapters,
+            trainable=config.trainable,
+            frozen=config.frozen_dtype,
+            seed=config.seed,
+            router_loss=config.router_loss,
+            checkpoint=self.checkpoint,
+            towers=config.towers,
+            images=config.memory.images,
+        )
+        self._source = self.model.weights()
+        self.shape = self.model.shape.shared(share)
+        if share.rank:
+            torch.manual_seed(config.seed + share.rank)  # what drops out differs, as the sequences do
+
+    def _choose(self) -> None:
+        """Let the planner complete the configuration, if it may."""
+        config = self.config
+        if not config.automatic or config.memory.batch_shape is None:
+            return
+        statistics = ClipStatistics.of_run(config.store.folders) if config.store.resume else ClipStatistics()
+        training = training_job_of_run(config, self.model, self.shape, config.memory.batch_shape, statistics)
+        context = PlannerContext(training, self.device, self.limits, self._ssd)
+        choice: ChosenSettings | None
+        if self.agreement is None or self.topology is None:
+            choice = choose_settings(context)
+        else:
+            choice = choose_settings_on_all_ranks(context, self.topology, self.agreement)
+        if choice is not None:
+            self.config = choice.complete(config)
+
+    def _open_runtime(self) -> None:
+        """Plan memory, and see whether the machine has it."""
+        assert self._link is not None
+        runtime = self._runtime = Runtime(
+            self.config, self.model, self.shape, self.device, self.limits, self._link, self.topology
+        )
+        self._link = None  # it is the runtime's now
+        memory = self.config.memory
+        context = getattr(self.model_config.get_text_config(), "max_position_embeddings", None) or 2048
+        runtime.plan(*(memory.batch_shape or (memory.micro_batch or 1, min(context, 2048))))
+        check_memory(runtime.memory_plan.host_bytes, share_of(self.topology).ranks_per_node, self.agreement)
+
+    def _open_store(self) -> None:
+        """Open or make what is on the SSDs, and start the workers."""
+        config, store, runtime, slots = (
+            self.config,
+            self.config.store,
+            self.runtime,
+            1 if self.config.store.single_slot else 2,
+        )
+        drives, layout = Drives(store.folders, store.folders_to_leave), Layout(len(store.ssd))
+        self._extents = allocate_extents(layout, self.shape.records, slots)
+        wanted = TrainingState(
+            step=0,
+            slot=0,
+            store="",
+            model=self.model.fingerprint,
+            dtype=str(config.precision.dtype),
+            optimizer_dtype=str(config.precision.optimizer_dtype),
+            slots=slots,
+            emulated=not self.device.computes,
+        )
+        # Everything goes through host memory, so there is nothing for "auto" to measure.
+        io: dict[str, Any] = {"io": "posix" if store.io == "auto" else store.io, "throttle": self.device.throttle}
+        if store.resume:
+            reshard_run(drives, self.model.shape, wanted, self.agreement)
+            self.files = resume_run(drives, wanted, self.agreement, **io)
+            restore_random_states(self.files.state.random, self.device.torch_device)
+        else:
+            self.files = create_run(drives.folders, layout, wanted, self.agreement, store.overwrite, **io)
+        state = self.files.state
+        self.commits = self._make_commits(self.files)
+        self.step_count, self.nonfinite.skipped = state.step, state.skipped
+        self.user_state: dict[str, Any] = dict(state.user)
+        runtime.attach(self.files, self._extents)
+        runtime.open(self.commits)
+        self.created_bytes = 0 if store.resume else self._fill(self.files)
+        if self.agreement is not None:
+            if store.resume:
+                self.commits.write_manifest()  # a step that this rank alone had committed does not count
+            self.agreement.all_gather_object(None)
+        if self.model.adapters is not None:
+            self.model.adapters.forget_initial_values()
+
+    def _make_commits(self, files: RunFiles) -> Commits:
+        store = self.config.store
+        sealed = sealed_records(files.store, files.state) if store.resume else ()
+        sums = RecordSums(self.shape.records, self._extents, sealed)
+        missed = MissedUpdates(self.shape.records, files.state.missed)
+        arguments = files.store, files.state, store.single_slot, sums, missed
+        if self.agreement is None:
+            return Commits(*arguments)
+        return ClusterCommits(
+            self.agreement, files.run, lambda step: self.runtime.ranks.take_checksum(step), *arguments
+        )
+
+    def _fill(self, files: RunFiles) -> int:
+        """Write the first values and commit them; return the bytes written."""
+        with self.runtime.io.not_counted():
+            fill_store(self.runtime.plane, self._source, 0)
+        files.store.sync({extent.file for places in self._extents for extent in places.parameters[:1]})
+        self.commits.state.random = random_states(self.device.torch_device)
+        self.commits.seal()
+        return self.runtime.io.other[1]

@@ -1,0 +1,53 @@
+"""Exporting what an open run has trained, by the ranks of one node together."""
+
+from pathlib import Path
+
+from common.models.adapters.adapters import MERGED
+from common.models.checkpoint.saving import NonFiniteWeights
+from fuyou.checkpoint.export import Exporter
+from fuyou.engine.opening import OpenRun
+
+
+def save(run: OpenRun, directory: Path, merge: bool, allow_nonfinite: bool) -> None:
+    """Write a checkpoint or an adapter; nothing may be pending, and all buffers are given back. Collective.
+
+    Args:
+        run: whose store is read.
+        directory: made if it is not there.
+        merge: whether to write a checkpoint with the adapters merged, too.
+        allow_nonfinite: whether to write NaNs and infinities.
+
+    Raises:
+        NonFiniteWeights: a tensor holds a NaN or an infinity, on every rank.
+    """
+    run.runtime.close()
+    share, refused = run.shape.share, None
+    try:
+        if share.node == 0:  # whose ranks have everything together
+            _write(run, directory, merge, share.rank == 0, allow_nonfinite)
+    except NonFiniteWeights as error:  # on the rank that writes, when all others have read all
+        refused = error
+    name = None if refused is None else refused.name
+    if run.agreement is not None:
+        name = next(filter(None, run.agreement.all_gather_object(name)), None)
+    if name is not None:
+        raise NonFiniteWeights(name) from refused
+
+
+def _write(run: OpenRun, directory: Path, merge: bool, writes: bool, allow_nonfinite: bool) -> None:
+    """``writes``: whether this rank writes what the ranks of this node read together."""
+    dtype = run.config.precision.dtype
+    exporter = Exporter(run.model, run.reader(), run.shape, run.checkpoint, run.limits[0], writes, allow_nonfinite)
+    with run.runtime.io.not_counted():
+        if run.model.adapters is None:
+            exporter.checkpoint(directory, dtype)
+            return
+        refused = None
+        try:
+            if merge:  # first: if it is refused, the adapters of before stay, too
+                exporter.checkpoint(directory / MERGED, dtype)
+        except NonFiniteWeights as error:
+            refused = error
+        exporter.adapter(directory, write=refused is None)  # whose records all ranks of the node read together
+        if refused is not None:
+            raise refused

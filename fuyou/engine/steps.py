@@ -1,0 +1,270 @@
+"""Training steps and evaluations of an open run: forward pass, backward pass, the end of a step, its commit."""
+
+import math
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from common.errors import FinetuneError
+from fuyou.engine.batches import check_batch, largest_of_all
+from fuyou.engine.opening import OpenRun
+from fuyou.model.streamed_loss import streamed_loss
+from fuyou.optimizer.adam import Update
+from fuyou.runtime.accounting import StepReport
+from fuyou.runtime.computation import Computation
+from fuyou.runtime.compute import StepComputation
+from fuyou.runtime.next_token import NextToken
+from fuyou.schedule.tasks import Op, StepList
+
+
+@dataclass
+class EngineOutput:
+    """The result of a forward pass."""
+
+    loss: torch.Tensor
+    """Mean cross entropy over the batch's labels and, if the model has one, its router loss times its coefficient: fp32
+    scalar; ``backward()`` streams the backward pass."""
+    aux_loss: float | None = None
+    """Router loss before its coefficient, by the name it has in transformers; None if there is none."""
+
+
+class Steps:
+    """Takes the steps of a run.
+
+    Args:
+        run: open.
+    """
+
+    def __init__(self, run: OpenRun):
+        self._run = run
+        self._current: Computation | None = None
+        self._in_flight = False
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    def forward(self, batch: dict[str, Any], lr: float) -> EngineOutput:
+        """Begin a step: run its forward pass.
+
+        Args:
+            batch: as :meth:`fuyou.Engine.__call__` has it.
+            lr: the step's learning rate.
+        """
+        if self._current is not None:
+            raise FinetuneError(
+                "engine() was called again before the last step was ended with loss.backward() and engine.step(). For "
+                "a forward pass alone, use engine.eval_loss(); for larger batches, pass the whole batch at once."
+            )
+        run, runtime = self._run, self._run.runtime
+        labels = self._prepare(batch)
+        start_time, step = time.monotonic(), run.step_count + 1
+        adam = replace(run.config.adam, lr=lr)
+        run.commits.begin(Update(step, adam, 1.0, run.config.seed, skipped=run.nonfinite.skipped))
+        shape = runtime.batch_shape(*batch["input_ids"].shape)
+        self._in_flight = True  # before the schedule changes: an interrupt may come at any point
+        waits = run.commits.clip_statistics(run.step_count).share > run.config.max_clipped_share
+        commits = step % run.config.store.commit_every == 0
+        tasks = runtime.scheduler.training_step(step, shape, commit=commits, defer_all=waits)
+        current = self._current = self._computation(tasks, batch, labels, start_time)
+        runtime.submit(tasks)
+        current.forward()
+        loss = current.loss = self._whole_loss(current)
+        if not run.nonfinite.skips:
+            self._should_skip(step, loss, 0.0)
+        return EngineOutput(streamed_loss(loss, current.backward), _aux_loss(current))
+
+    def end(self) -> StepReport:
+        """End the step whose backward pass has been run, and say what it was like."""
+        run, runtime, current = self._run, self._run.runtime, self._current
+        if current is None or not current.complete:
+            raise FinetuneError("engine.step() comes after engine(**batch).loss.backward().")
+        step = run.step_count + 1
+        assert current.tasks.end is not None
+        norm = self._gradient_norm(current)
+        limit = run.config.max_grad_norm or math.inf
+        skipped = self._should_skip(step, current.loss, norm)
+        clipped = not skipped and norm > limit
+        if skipped:
+            run.commits.skip_step(step)
+        elif clipped:
+            run.commits.scale_gradients(step, limit / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does it
+        run.step_count = step
+        run.commits.end(step, run.nonfinite.skipped, run.device.torch_device, run.user_state)
+        runtime.plane.executor.finish(current.tasks.end)
+        again = False
+        if run.config.speculates:
+            again = (clipped or skipped) and runtime.scheduler.speculative
+            runtime.submit(runtime.scheduler.resolve_speculation(step, clipped or skipped))
+        self._current = None
+        self._in_flight = False
+        return self._report(current, step, norm, skipped=skipped, clipped=clipped, updated_again=again)
+
+    def _report(self, ended: Computation, step: int, norm: float, **happened: bool) -> StepReport:
+        seconds, times = time.monotonic() - ended.start_time, self._run.runtime.accounting.take()
+        return StepReport(
+            step=step,
+            loss=ended.loss,
+            grad_norm=norm,
+            seconds=seconds,
+            tokens=ended.tokens,
+            bound_seconds=times.busy,
+            idle_seconds=times.idle,
+            planned_read_bytes=ended.tasks.ssd_read_bytes(),
+            planned_written_bytes=ended.tasks.ssd_written_bytes(),
+            planned_sent_bytes=ended.tasks.sent_bytes(),
+            kept_activation_bytes=ended.tasks.kept_bytes(self._run.runtime.memory_plan.kept_bytes),
+            recomputation_saved=ended.recomputation_saved,
+            aux_loss=_aux_loss(ended),
+            task_seconds=times.tasks,
+            **happened,
+        )
+
+    def _should_skip(self, step: int, loss: float, norm: float) -> bool:
+        """Return whether ``step`` is to change nothing.
+
+        Raises:
+            NonFiniteLoss: it is not finite, and training stops.
+        """
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self._finish_earlier_commit()
+        return self._run.nonfinite.should_skip_step(step, loss, norm, self._run.commits.committed_step)
+
+    def _gradient_norm(self, current: Computation) -> float:
+        """Return the norm of the gradient summed over all ranks."""
+        run = self._run
+        if run.agreement is None or not run.device.computes:
+            return current.gradient_norm()
+        reductions = [task for task in current.tasks.tasks if task.op in (Op.GRADIENT_REDUCE, Op.GRADIENT_EXCHANGE)]
+        run.runtime.plane.executor.wait(reductions)
+        run.device.synchronize()
+        squares = run.runtime.ranks.take_squares(current.tasks.step)
+        return math.sqrt(sum(run.agreement.all_gather_object(float(squares))))
+
+    # -- evaluation -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def eval_loss(self, batch: dict[str, Any]) -> float:
+        """Return the mean loss over a batch, forward only; pending updates are applied first."""
+        self.flush()
+        labels = self._prepare(batch)
+        tasks = self._evaluation(batch)
+        computation = self._computation(tasks, batch, labels, time.monotonic())
+        self._run_forward(computation, tasks)
+        return self._whole_loss(computation)
+
+    @torch.no_grad()
+    def next_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the prediction after a sequence: fp32 ``[V]`` for int64 ``[1, S]``."""
+        run = self._run
+        self.flush()
+        batch = {"input_ids": input_ids, "labels": input_ids}
+        self._fit(batch)
+        tasks = self._evaluation(batch)
+        runtime = run.runtime
+        computation = NextToken(run.model, runtime.plane, tasks, batch, runtime.recomputations, time.monotonic())
+        self._run_forward(computation, tasks)
+        return computation.logits
+
+    def _evaluation(self, batch: dict[str, Any]) -> StepList:
+        """Return the tasks of a forward pass that changes nothing."""
+        runtime = self._run.runtime
+        return runtime.scheduler.evaluation(self._run.step_count, runtime.batch_shape(*batch["input_ids"].shape))
+
+    def _run_forward(self, computation: Computation, tasks: StepList) -> None:
+        """Run a forward pass alone, without dropout."""
+        model, runtime = self._run.model.stack.model, self._run.runtime
+        model.eval()
+        try:
+            runtime.submit(tasks)
+            computation.forward()
+        except BaseException:
+            # What waits for the rest of this pass must not wait for ever: nobody looks at what it leaves behind.
+            for task in tasks.tasks:
+                if task.op is Op.COMPUTE and not task.done:
+                    runtime.plane.executor.finish(task)
+            raise
+        finally:
+            runtime.accounting.take()
+            model.train()
+
+    # -- what both need -------------------------------------------------------------------------------------------
+
+    def _prepare(self, batch: dict[str, Any]) -> int:
+        """Check the batch and find room for it; return the number of labels in the batches of all ranks."""
+        labels = check_batch(self._run, batch)
+        self._fit(batch)
+        return labels
+
+    def _fit(self, batch: dict[str, Any]) -> None:
+        """See that there are buffers in which the batch has room, on every rank."""
+        size = largest_of_all(self._run, batch)
+        if not self._run.runtime.fits(*size):
+            self.flush()
+            self._run.runtime.fit(*size)
+
+    def _computation(self, tasks: StepList, batch: dict[str, Any], labels: int, start_time: float) -> Computation:
+        run, runtime = self._run, self._run.runtime
+        stand_in = run.device.stand_in(runtime.plane.executor, tasks, batch["input_ids"].numel(), start_time)
+        if stand_in is not None:
+            return stand_in
+        return StepComputation(
+            run.model,
+            runtime.plane,
+            tasks,
+            batch,
+            runtime.recomputations,
+            start_time,
+            None if run.agreement is None else labels,
+        )
+
+    def _whole_loss(self, computation: Computation) -> float:
+        """Return the sum of what all ranks have found, added in fp32 in their order, and the router loss of all
+        together."""
+        router, agreement = computation.router, self._run.agreement
+        own = (computation.loss, [] if router is None else router.local_sums())
+        of_all = [own] if agreement is None else agreement.all_gather_object(own)
+        total, *others = (torch.tensor(loss, dtype=torch.float32) for loss, _ in of_all)
+        for other in others:
+            total += other
+        if router is not None:
+            router.combine([sums for _, sums in of_all])
+            total += router.share
+        return float(total)
+
+    # -- committing -----------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Apply what is pending and commit the last step; returns when it is on SSD."""
+        run = self._run
+        if not run.is_open:
+            return
+        if self._current is not None:
+            raise FinetuneError("A step is under way: call loss.backward() and engine.step() first.")
+        runtime, requested = run.runtime, run.runtime.scheduler.commit_step
+        if requested is None:
+            requested = run.commits.committed_step
+        if runtime.scheduler.pending or run.step_count != requested:
+            runtime.submit(runtime.scheduler.flush(run.step_count, commit=True))
+        runtime.plane.executor.drain()
+
+    def close(self) -> None:
+        """Commit a finished step; discard one that is in flight."""
+        if self._run.is_running:
+            if not self._in_flight:
+                self.flush()
+            elif self._current is not None:
+                self._current.abandon()
+                self._finish_earlier_commit()
+        self._current = None
+
+    def _finish_earlier_commit(self) -> None:
+        """Let the previous step's commit, which runs beside this one, come to its end."""
+        run = self._run
+        if run.is_open:
+            run.runtime.plane.executor.wait(run.commits.under_way(run.step_count + 1))
+
+
+def _aux_loss(computation: Computation) -> float | None:
+    """Return the router loss of a pass that has one."""
+    return None if computation.router is None else computation.router.value

@@ -1,0 +1,53 @@
+"""The parts of a record: the places of its parameters, and the chunks in which it is updated."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from common.memory.buffers import round_up
+from common.models.checkpoint.compressed import CompressedParameter
+
+ALIGN_ELEMENTS = 128
+"""Every parameter starts on a multiple of this many elements: 256 bytes in bf16, enough for any vector unit and for
+bit-reproducible BLAS, and no chunk ever ends in a scalar tail."""
+
+
+@dataclass(frozen=True)
+class ParameterSlot:
+    """The place of one parameter in its record."""
+
+    names: tuple[str, ...]
+    """Name in the model, and then the names of parameters tied to it."""
+    shape: tuple[int, ...]
+    offset: int
+    """First element within the record."""
+    decay: bool
+    """Whether weight decay applies."""
+    trained: bool = True
+    """Whether gradients flow to it, if its record is trained."""
+    compressed: CompressedParameter | None = None
+    """How it is stored if its record is stored in the checkpoint's own bytes; None: in the compute dtype."""
+
+    @property
+    def name(self) -> str:
+        """First name, under which the parameter is known everywhere."""
+        return self.names[0]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def stored_nbytes(self, dtype: torch.dtype) -> int:
+        """Return its bytes in a record that is stored in the checkpoint's own bytes, and otherwise in ``dtype``."""
+        nbytes = self.numel * dtype.itemsize if self.compressed is None else self.compressed.nbytes
+        return round_up(nbytes, ALIGN_ELEMENTS)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A range of a record that is updated at once: ``[start, stop)`` in elements, all decayed or none."""
+
+    start: int
+    stop: int
+    decay: bool

@@ -1,0 +1,189 @@
+"""Chooses, at the start of a run, the settings that were left open: the planner's answer to the engine."""
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from common.errors import UserError
+from fuyou.config import EngineConfig
+from fuyou.optimizer.clipping import ClipBy
+from fuyou.planner.evaluate import Evaluator
+from fuyou.planner.machine import RankLinks, machine_of_one_rank, profiled_machine
+from fuyou.planner.profiling import Profile, ProfiledWorkload, load
+from fuyou.planner.run_plan import max_clipped_share, search
+from fuyou.planner.training_job import TrainingJob
+from fuyou.ranks.agreement import Agreement
+from fuyou.ranks.collectives import gather
+from fuyou.ranks.topology import ClusterTopology
+from fuyou.recompute.policy import ActivationPolicy
+from fuyou.runtime.devices import Device
+from fuyou.schedule.memory_plan import MemoryPlan
+from fuyou.schedule.memory_planner import MemoryPlanner
+
+_SMALL_BYTES, _SMALL_ROUNDS = 64, 8
+#: Bytes that each rank sends: first a few to see how long they take, then as many as take ``_SECONDS``.
+_FIRST_BYTES, _MAX_BYTES = 1 << 20, 64 << 20
+_SECONDS = 0.25
+
+
+@dataclass(frozen=True)
+class PlannerContext:
+    """A run that is about to begin on this machine, and what follows from it, worked out once when it is needed.
+
+    Everything that is worked out raises ``UserError`` if not even one block fits the memory limits.
+    """
+
+    job: TrainingJob
+    device: Device
+    """Device that computes."""
+    limits: tuple[int, int]
+    """Bytes of host memory and of device memory."""
+    directories: Sequence[Path]
+    """Directories of the run, one per drive."""
+
+    @cached_property
+    def memory(self) -> MemoryPlan:
+        """Buffers that the run has if nothing is chosen for it."""
+        job, (host, device) = self.job, self.limits
+        planner = MemoryPlanner(job.shape, job.config, device, host, self.device.shares_host_memory)
+        return planner.plan(job.rows, job.seq_len, job.micro_batch)
+
+    @cached_property
+    def workload(self) -> ProfiledWorkload:
+        """What a profile for this run measures: the micro-batch that the run would have here."""
+        return ProfiledWorkload.planned(self.job.config, self.job.shape.precision, self.memory, self.directories)
+
+    @cached_property
+    def profile(self) -> Profile | None:
+        """Cached profile of this machine and model, or None if there is none. Nothing is measured."""
+        return load(self.workload, self.device)
+
+
+@dataclass(frozen=True)
+class ChosenSettings:
+    """The settings that the planner has chosen for a run."""
+
+    micro_batch: int
+    deferred_fraction: float
+    activation_policy: ActivationPolicy
+    clip_by: ClipBy
+    max_clipped_share: float
+    """Share of clipped steps up to which speculation takes less time than deferral, where both were possible."""
+
+    def complete(self, config: EngineConfig) -> EngineConfig:
+        """Return ``config`` with the chosen values for the options that were left open."""
+        return config.with_options(
+            micro_batch=self.micro_batch,
+            deferred_fraction=config.optimizer.deferred_fraction or self.deferred_fraction,
+            kept_activations=config.kept_activations or self.activation_policy,
+            clip_by=self.clip_by.value,
+            max_clipped_share=self.max_clipped_share,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as JSON, to send them to other ranks."""
+        return {**asdict(self), "clip_by": self.clip_by.value}
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> "ChosenSettings":
+        """Return the settings that :meth:`to_dict` described."""
+        policy = content["activation_policy"]
+        operators = tuple((name, ordinal) for name, ordinal in policy["operators"])
+        activation_policy = ActivationPolicy(operators, policy["layers"])
+        return cls(**{**content, "activation_policy": activation_policy, "clip_by": ClipBy(content["clip_by"])})
+
+
+def choose_settings(context: PlannerContext, links: RankLinks | None = None) -> ChosenSettings | None:
+    """Return the fastest settings for a run on this machine, or None if there is no profile of machine and model.
+
+    No choice changes a number: the micro-batch is the one that the memory plan would take anyway. Nothing is measured.
+    Takes some milliseconds to read the profile and, for the simulations, 0.1 s (a small model) to 3 s (160 layers).
+
+    Args:
+        context: the run; what its job has decided already stays as it is.
+        links: links to the other ranks, each of which does what the job says; None if there are no other ranks.
+    """
+    job, (host, device) = context.job, context.limits
+    try:
+        profile = context.profile
+        if profile is None:
+            return None
+        rows, ranks = context.memory.batch.micro_rows, job.shape.share.ranks_per_node
+        shared, drives = context.device.shares_host_memory, len(context.directories)
+        machine = profiled_machine(profile, shared, device, host * ranks, drives, None)
+        if links is not None:
+            machine = machine_of_one_rank(machine, ranks, links)
+        evaluator = Evaluator(replace(job, micro_batch=rows), machine)
+        best = search(evaluator)
+        candidate, max_share = best.candidate, max_clipped_share(evaluator, best)
+    except UserError:
+        return None  # the engine will say what does not fit
+    return ChosenSettings(rows, candidate.deferred_fraction, candidate.activation_policy, candidate.clip_by, max_share)
+
+
+def choose_settings_on_all_ranks(
+    context: PlannerContext, topology: ClusterTopology, agreement: Agreement
+) -> ChosenSettings | None:
+    """Return rank 0's :func:`choose_settings` on every rank. Collective.
+
+    All ranks must have the same task list, and they are alike, so one choice by one profile serves all of them.
+
+    Args:
+        context: this rank's part of the run, with its own drives and the limits that all ranks have.
+    """
+    is_rank0 = context.job.shape.share.rank == 0
+    if not agreement.all_gather_object(is_rank0 and _is_profiled(context))[0]:
+        return None
+    links = measure_links(topology, context.device, agreement)
+    chosen = choose_settings(context, links) if is_rank0 else None
+    content = agreement.all_gather_object(chosen.to_dict() if chosen is not None else None)[0]
+    return None if content is None else ChosenSettings.from_dict(content)
+
+
+def _is_profiled(context: PlannerContext) -> bool:
+    with contextlib.suppress(UserError):  # the engine will say what does not fit
+        return context.profile is not None
+    return False
+
+
+def measure_links(topology: ClusterTopology, device: Device, agreement: Agreement) -> RankLinks:
+    """Measure the slowest link inside and between nodes, and the fixed cost of an exchange. Collective.
+
+    Takes a second at most on a network of 1 Gbit/s. All groups of a level send at once, as they do in a step, so ranks
+    that share a wire are measured sharing it. An emulated accelerator has rates of its own: only the fixed cost is
+    measured then.
+    """
+    groups = topology.gather_groups
+    rates, messages = [], [0.0]
+    for group in (groups.intra_node, groups.inter_node):
+        rate = float("inf")
+        if group is not None:
+            messages.append(_exchange_seconds(group, device, _SMALL_BYTES, _SMALL_ROUNDS, agreement))
+            if device.exchange_rates is None:
+                first = _exchange_seconds(group, device, _FIRST_BYTES, 1, agreement)
+                nbytes = min(max(int(_FIRST_BYTES * _SECONDS / first), _FIRST_BYTES), _MAX_BYTES)
+                rate = nbytes / max(_exchange_seconds(group, device, nbytes, 1, agreement) - messages[-1], 1e-9)
+        rates.append(rate)
+    intra_node, inter_node = device.exchange_rates or rates
+    return RankLinks(intra_node, inter_node, max(messages))
+
+
+def _exchange_seconds(
+    group: dist.ProcessGroup, device: Device, nbytes: int, rounds: int, agreement: Agreement
+) -> float:
+    """Return the slowest rank's seconds for an exchange in which each rank sends ``nbytes``, after one warm-up."""
+    cells = torch.zeros((group.size(), nbytes // (group.size() - 1)), dtype=torch.uint8, device=device.torch_device)
+    start = 0.0
+    for turn in range(1 + rounds):
+        if turn == 1:
+            start = time.monotonic()
+        gather(cells, group)
+        device.synchronize()
+    return float(max(agreement.all_gather_object((time.monotonic() - start) / rounds)))

@@ -1,0 +1,329 @@
+"""The machine on whose clock tasks are simulated: drives, links, optimizer process, and the cores that they share."""
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from common.intervals import Interval
+from fuyou.layout.record import Precision, Record
+from fuyou.planner.rates import Contention, TaskRates
+from fuyou.schedule.tasks import Resource, Task, known
+
+#: I/O moves in pieces of at most this size: the stripe of the store.
+_PIECE_BYTES = 4 << 20
+#: Large records are simulated more coarsely, so that plans of the largest presets take seconds: none is cut into more
+#: chunks than this, nor a chunk's states into more than two pieces.
+_MAX_CHUNKS, _CHUNK_PIECES = 8, 2
+#: What is called when a piece of work is done.
+Done = Callable[[], None]
+
+
+@dataclass
+class Simulation:
+    """When everything happened, in seconds since the start."""
+
+    step_ends: list[float] = field(default_factory=list)
+    """Times at which the caller ended each step."""
+    busy: dict[Resource, float] = field(default_factory=dict)
+    """Seconds of work that each resource did in all."""
+    intervals: dict[Resource, list[Interval]] = field(default_factory=dict)
+    """Spans in which each resource worked; spans that touch are one."""
+
+    def step_seconds(self) -> float:
+        """Return the length of the last step, from the end of the one before: a run's steady state."""
+        return self.step_ends[-1] - self.step_ends[-2]
+
+    def count(self, resource: Resource, start: float, end: float) -> None:
+        """Note that ``resource`` has worked from ``start`` to ``end``, which is now."""
+        self.busy[resource] = self.busy.get(resource, 0.0) + end - start
+        spans = self.intervals.setdefault(resource, [])
+        if spans and spans[-1][1] >= start:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], end))
+        else:
+            spans.append((start, end))
+
+
+class Clock:
+    """Simulated time: calls what is due, in the order of the times at which it is due.
+
+    Attributes:
+        now: seconds since the start.
+        result: what has worked when.
+    """
+
+    def __init__(self, contention: Contention | None):
+        self.now = 0.0
+        self.result = Simulation()
+        self._events: list[tuple[float, int, Done]] = []
+        self._number = itertools.count()
+        self._cores = _SharedCores(self, contention) if contention is not None else None
+
+    def run(self) -> None:
+        """Call everything that is due, until nothing is left."""
+        while self._events:
+            self.now, _, action = heapq.heappop(self._events)
+            action()
+
+    def call_later(self, seconds: float, action: Done) -> None:
+        """Call ``action`` when ``seconds`` have passed."""
+        heapq.heappush(self._events, (self.now + seconds, next(self._number), action))
+
+    def work(self, resource: Resource, seconds: float, done: Done) -> None:
+        """Let ``resource`` do work that takes ``seconds`` with nothing beside it, then call ``done``."""
+        start = self.now
+
+        def end() -> None:
+            self.result.count(resource, start, self.now)
+            done()
+
+        if self._cores is not None and resource is not Resource.NONE:
+            self._cores.start(resource, seconds, end)
+        else:
+            self.call_later(seconds, end)
+
+
+class _SharedCores:
+    """Work on shared cores: at most one piece of each resource, each at its speed beside the others."""
+
+    def __init__(self, clock: Clock, contention: Contention):
+        self._clock, self._contention = clock, contention
+        self._left: dict[Resource, float] = {}  # seconds that are left of each piece at full speed
+        self._done: dict[Resource, Done] = {}
+        self._last_change = 0.0
+        self._changes = 0
+
+    def start(self, resource: Resource, seconds: float, done: Done) -> None:
+        """Begin work that would take ``seconds`` alone; call ``done`` at its end."""
+        assert resource not in self._left
+        self._advance()
+        self._left[resource], self._done[resource] = seconds, done
+        self._schedule_next_end()
+
+    def _speed(self, resource: Resource) -> float:
+        return self._contention.speed(resource, self._left.keys())
+
+    def _advance(self) -> None:
+        """Subtract what has been done since the last change."""
+        passed, self._last_change = self._clock.now - self._last_change, self._clock.now
+        if passed:
+            for resource in self._left:
+                self._left[resource] -= passed * self._speed(resource)
+
+    def _schedule_next_end(self) -> None:
+        """Come back when the first piece ends, unless something changes before that."""
+        self._changes += 1
+        if not self._left:
+            return
+        waits = {resource: max(0.0, left) / self._speed(resource) for resource, left in self._left.items()}
+        first = min(waits, key=lambda resource: waits[resource])
+        changes = self._changes
+
+        def end() -> None:
+            if changes != self._changes:
+                return
+            self._advance()
+            del self._left[first]
+            done = self._done.pop(first)
+            self._schedule_next_end()
+            done()
+
+        self._clock.call_later(waits[first], end)
+
+
+class Drives:
+    """All SSDs as one server: two pools of threads queue at it, and it takes a piece from each in turn."""
+
+    def __init__(self, clock: Clock, rates: TaskRates, piece_bytes: int):
+        self._clock, self._rates, self._piece_bytes = clock, rates, piece_bytes
+        self._queues: tuple[deque[tuple[float, Done | None]], ...] = (deque(), deque())
+        self._turn = 0
+        self._busy = False
+
+    def submit(self, pool: int, read: bool, nbytes: int, done: Done) -> None:
+        """Move ``nbytes``, then call ``done``."""
+        pieces = max(1, -(-nbytes // self._piece_bytes))
+        seconds = nbytes / (self._rates.read_bytes_per_second if read else self._rates.write_bytes_per_second) / pieces
+        for number in range(pieces):
+            self._queues[pool].append((seconds, done if number == pieces - 1 else None))
+        self._serve()
+
+    def _serve(self) -> None:
+        if self._busy:
+            return
+        queue = self._queues[self._turn] or self._queues[1 - self._turn]
+        if not queue:
+            return
+        self._turn = 1 - self._turn if queue is self._queues[self._turn] else self._turn
+        seconds, done = queue.popleft()
+        self._busy = True
+
+        def end() -> None:
+            self._busy = False
+            if done is not None:
+                done()
+            self._serve()
+
+        self._clock.work(Resource.SSD, seconds, end)
+
+
+class Link:
+    """One direction between host and device, or one network: one copy after the other, of whatever lane."""
+
+    def __init__(self, clock: Clock, resource: Resource):
+        self._clock, self._resource = clock, resource
+        self._waiting: deque[tuple[Task, float, Done]] = deque()
+        self._busy = False
+
+    def copy(self, task: Task, seconds: float, done: Done) -> None:
+        """Do the copy of ``task`` after those that came before it, then call ``done``."""
+        self._waiting.append((task, seconds, done))
+        self._serve()
+
+    def _serve(self) -> None:
+        if self._busy or not self._waiting:
+            return
+        task, seconds, done = self._waiting.popleft()
+        task.began = self._clock.now
+        self._busy = True
+
+        def end() -> None:
+            self._busy = False
+            self._serve()
+            done()
+
+        self._clock.work(self._resource, seconds, end)
+
+
+@dataclass
+class _Chunk:
+    """One piece of a record that the optimizer updates at once."""
+
+    record: int
+    elements: int
+    precision: Precision
+    first: bool
+    last: bool
+    with_parameters: bool
+    """Whether its parameters are written with its states; else other nodes have a part in them, and a task of their
+    own writes them."""
+    resident: bool
+    """Whether its states are in host memory and need no buffer of the ring."""
+    ready: bool = False
+    """Whether its states are there."""
+
+
+class OptimizerProcess:
+    """The optimizer process: reads the states of announced records ahead into a ring of chunk buffers, updates chunk by
+    chunk in the same order, and writes each back.
+
+    Args:
+        clock: simulated time.
+        rates: rates of the machine.
+        records: the model's records.
+        ring_chunks, chunk_elements: number and size of the state buffers.
+        finish: called with each task that is done.
+
+    Attributes:
+        drives: the SSDs, which it shares with other tasks.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        rates: TaskRates,
+        records: Sequence[Record],
+        ring_chunks: int,
+        chunk_elements: int,
+        finish: Callable[[Task], None],
+    ):
+        scale = max(1, -(-max(record.owned for record in records) // (chunk_elements * _MAX_CHUNKS)))
+        self._chunk_elements = chunk_elements * scale
+        state_bytes = max(record.precision.state_bytes for record in records)
+        piece_bytes = max(_PIECE_BYTES, self._chunk_elements * state_bytes // _CHUNK_PIECES)
+        self.drives = Drives(clock, rates, piece_bytes)
+        self._clock, self._rates, self._records, self._finish = clock, rates, records, finish
+        self._free = ring_chunks if scale == 1 else max(2, -(-ring_chunks // scale))
+        self._to_read: deque[_Chunk] = deque()
+        self._to_update: deque[_Chunk] = deque()
+        self._updates: deque[Task] = deque()
+        self._unwritten: dict[int, int] = {}  # record -> number of its chunks that are not yet written
+        self._writes: dict[int, Task] = {}  # record -> the task that ends when all of it is written
+        self._updating = False
+
+    def announce(self, index: int, resident: bool) -> None:
+        """Read the states of record ``index`` ahead; if ``resident``, they are in host memory already."""
+        record = self._records[index]
+        sizes = [chunk.stop - chunk.start for chunk in record.chunks(self._chunk_elements)]
+        last, with_parameters = len(sizes) - 1, record.share.nodes == 1
+        self._to_read.extend(
+            _Chunk(index, size, record.precision, number == 0, number == last, with_parameters, resident)
+            for number, size in enumerate(sizes)
+        )
+        self._read()
+
+    def update(self, task: Task) -> None:
+        """Update the record of ``task``, which must be the next one that was announced."""
+        self._updates.append(task)
+        if task.target is not None:
+            record = known(task.record)
+            self._unwritten[record] = len(self._records[record].chunks(self._chunk_elements))
+        self._compute()
+
+    def finish_when_written(self, task: Task) -> None:
+        """Finish ``task`` when everything of its record is written, which may have happened already."""
+        record = known(task.record)
+        if self._unwritten.get(record):
+            self._writes[record] = task
+        else:
+            self._finish(task)
+
+    def _read(self) -> None:
+        while self._to_read and (self._free or self._to_read[0].resident):
+            chunk = self._to_read.popleft()
+            self._to_update.append(chunk)
+            if chunk.resident:
+                chunk.ready = True
+                self._compute()
+                continue
+            self._free -= 1
+
+            def arrive(chunk: _Chunk = chunk) -> None:
+                chunk.ready = True
+                self._compute()
+
+            self.drives.submit(1, True, chunk.elements * chunk.precision.state_bytes, arrive)
+
+    def _compute(self) -> None:
+        if self._updating or not self._updates or not self._to_update or not self._to_update[0].ready:
+            return
+        chunk, task = self._to_update.popleft(), self._updates[0]
+        if chunk.first:
+            task.began = self._clock.now
+        self._updating = True
+
+        def end() -> None:
+            self._updating = False
+            if task.target is not None:
+                precision = chunk.precision
+                width = precision.state_bytes + (precision.parameter_bytes if chunk.with_parameters else 0)
+                self.drives.submit(1, False, chunk.elements * width, lambda: self._written(chunk))
+            elif not chunk.resident:  # states that stay in host memory and were read the first time: nothing to write
+                self._free += 1
+                self._read()
+            if chunk.last:
+                self._updates.popleft()
+                self._finish(task)
+            self._compute()
+
+        self._clock.work(Resource.ADAM, chunk.elements / self._rates.adam_parameters_per_second, end)
+
+    def _written(self, chunk: _Chunk) -> None:
+        self._free += not chunk.resident
+        self._unwritten[chunk.record] -= 1
+        if not self._unwritten[chunk.record]:
+            task = self._writes.pop(chunk.record, None)
+            if task is not None:
+                self._finish(task)
+        self._read()

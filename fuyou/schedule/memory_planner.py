@@ -1,0 +1,317 @@
+"""Divides the memory of device and host among buffers: everything that a run needs, before anything is allocated.
+
+What must be there comes first (one buffer of each kind makes the engine work, serially), then what lets transfers and
+computation overlap, then activations in the fastest tier that has room, then parameters that need not be read twice,
+then optimizer states that need not be read at all.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedConfig
+
+from common.errors import UserError
+from common.units import format_bytes
+from fuyou.layout.model_layout import BufferCounts, ModelLayout
+from fuyou.layout.record import Kind
+from fuyou.layout.resident import resident_records
+from fuyou.schedule.memory_plan import FEWEST_HEAD_TOKENS, HEAD_TOKENS, Batch, MemoryCounter, MemoryPlan
+
+
+class MemoryPlanner:
+    """Plans the memory of one model on one machine.
+
+    Args:
+        shape: the model's records.
+        config: the model's configuration.
+        device_limit: bytes of device memory for everything.
+        host_limit: bytes of host memory for everything; on a CPU this includes the device's.
+        cpu: whether the device is the CPU.
+        deferred: number of records whose gradients wait on the host for the next forward pass, if there is room.
+        speculative: whether all other gradients stay until the step has ended, in the room that is left when all
+            parameters are in host memory: that saves writing them, which is half of what a parameter saves.
+        host_cache: maximum bytes of host memory that only save reading and writing; None: as many as are left.
+        kept_layers: number of blocks that save operator outputs beside their input.
+        kept_bytes: bytes of outputs that one of them saves for one micro-batch of a batch.
+    """
+
+    def __init__(
+        self,
+        shape: ModelLayout,
+        config: PreTrainedConfig,
+        device_limit: int,
+        host_limit: int,
+        cpu: bool,
+        *,
+        deferred: int = 0,
+        speculative: bool = False,
+        host_cache: int | None = None,
+        kept_layers: int = 0,
+        kept_bytes: Callable[[Batch], int] = lambda batch: 0,
+    ):
+        self.shape, self._config = shape, config
+        self._limits = _Limits(device_limit, host_limit, cpu)
+        self._deferred, self._speculative, self.host_cache = deferred, speculative, host_cache
+        self._saving_layers, self._saved_bytes = kept_layers, kept_bytes if kept_layers else lambda batch: 0
+        self._adapters = len(shape.of_kind(Kind.ADAPTER))
+
+    def plan(self, rows: int, seq_len: int, micro_rows: int | None) -> MemoryPlan:
+        """Return the best plan that fits: micro-batches as large as the device takes (or as asked), then buffers.
+
+        Raises:
+            UserError: not even one buffer of each kind fits; says how much would.
+        """
+        sizes = [micro_rows] if micro_rows else _halvings(rows)
+        counter = MemoryCounter(self.shape, self._config, self._limits.cpu, self._saved_bytes)
+        best: MemoryPlan | None = None
+        for size in sizes:
+            batch = Batch(rows, seq_len, min(size, rows))
+            for device in _device_ladder():
+                plan = self._fit(counter, batch, device)
+                if plan is not None:
+                    if best is None or device.device_blocks > best.counts.device_blocks:
+                        best = plan
+                    break
+            if best is not None and best.counts.device_blocks > 1:
+                break  # smaller micro-batches would only cost speed
+        if best is None:
+            raise self._too_small(counter, [Batch(rows, seq_len, min(size, rows)) for size in sizes])
+        return best
+
+    def _fit(self, counter: MemoryCounter, batch: Batch, device: BufferCounts) -> MemoryPlan | None:
+        """Return the best plan that has the buffers ``device`` on the device; None if none fits."""
+        saved = self._saved_buffers(batch)
+        device = self._needed(_with_saved(device, saved))
+        widths = [
+            columns
+            for columns in _head_ladder(batch)
+            if counter.count(batch, device, 0.0, columns).device_bytes <= self._limits.device
+        ]
+        for (adapters, passing), (counts, ring), columns in itertools.product(
+            self._adapter_ladder(), _host_ladder(device), widths
+        ):
+            counts = replace(self._needed(counts), host_adapters=adapters, host_adapter_gradients=passing)
+            filler = _Filler(self.shape, counter, self._limits, batch, ring, columns)
+            filled = filler.add_activations(counts) if filler.host_room(counts) >= 0 else None
+            if filled is not None:
+                filled = filler.add_deferred_gradients(filler.add_saved_outputs(filled, saved), self._deferred)
+                return filler.add_cache(filled, self.host_cache, self._speculative)
+        return None
+
+    def _needed(self, counts: BufferCounts) -> BufferCounts:
+        """Return ``counts`` without gradients of what is frozen, and with what adapters need on the device."""
+        none = {
+            name: 0
+            for kind, names in (
+                (Kind.BLOCK, ("device_block_gradients", "host_block_gradients")),
+                (Kind.NON_BLOCK, ("device_non_block_gradients", "host_non_block_gradients")),
+            )
+            if not self.shape.trained_elements(kind)
+            for name in names
+        }
+        few = min(2, self._adapters)
+        towers = len(self.shape.of_kind(Kind.TOWER))
+        return replace(
+            counts, device_adapters=few, device_adapter_gradients=few, device_towers=towers, host_towers=towers, **none
+        )
+
+    def _adapter_ladder(self) -> list[tuple[int, int]]:
+        """Return numbers of host buffers for adapters and for their gradients: all of them, else a few that pass."""
+        if not self._adapters:
+            return [(0, 0)]
+        waiting = self._adapters if self._speculative else min(self._adapters, self._deferred + 2)
+        return [(self._adapters, waiting), (min(3, self._adapters), min(2, self._adapters))]
+
+    def _saved_buffers(self, batch: Batch) -> int:
+        """Return how many buffers of saved outputs a step fills."""
+        return self._saving_layers * batch.micro_batches if self._saved_bytes(batch) else 0
+
+    def _too_small(self, counter: MemoryCounter, batches: list[Batch]) -> UserError:
+        """Return the error that says how much memory the smallest plan for one of ``batches`` needs."""
+        counts, ring = list(_host_ladder(list(_device_ladder())[-1]))[-1]
+        adapters, passing = self._adapter_ladder()[-1]
+        counts = replace(
+            self._needed(counts), host_activations=2, host_adapters=adapters, host_adapter_gradients=passing
+        )
+        plans = [
+            counter.count(batch, _with_saved(counts, self._saved_buffers(batch)), ring, columns)
+            for batch in batches
+            for columns in _head_ladder(batch)
+        ]
+        # Not always the smallest micro-batch: a batch that is not split needs no fp32 sums.
+        least = min(plans, key=lambda plan: plan.host_bytes if self._limits.cpu else plan.device_bytes)
+        batch = least.batch
+        needs = " and ".join(
+            f"{option} of at least {-(-needed // (1 << 20))}MiB (it is {format_bytes(limit)})"
+            for option, needed, limit in (
+                ("--device-memory", least.device_bytes, self._limits.device),
+                ("--host-memory", least.host_bytes, self._limits.host),
+            )
+            if needed > limit
+        )
+        smaller = "" if batch.micro_rows == 1 or len(batches) > 1 else " A smaller --micro-batch needs less."
+        block, outer = (max(r.numel for r in self.shape.of_kind(kind)) for kind in (Kind.BLOCK, Kind.NON_BLOCK))
+        towers = sum(record.numel for record in self.shape.of_kind(Kind.TOWER))
+        beside = f", {towers:,} of them in towers that stay on the device" if towers else ""
+        return UserError(
+            f"One block of this model ({block:,} parameters; {outer + towers:,} outside the blocks{beside}) with a "
+            f"micro-batch of {batch.micro_rows} x {batch.seq_len} tokens needs {needs}.{smaller}"
+        )
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """Bytes that a run may take."""
+
+    device: int
+    host: int
+    cpu: bool
+    """Whether the device's memory is the host's."""
+
+
+@dataclass(frozen=True)
+class _Filler:
+    """Adds buffers to those that a run must have, as far as memory goes; what is most useful is added first."""
+
+    shape: ModelLayout
+    counter: MemoryCounter
+    limits: _Limits
+    batch: Batch
+    ring: float
+    """Size of the optimizer's ring, in states of whole blocks."""
+    columns: int
+    """Tokens of each row that go through the head at once."""
+
+    def plan(self, counts: BufferCounts) -> MemoryPlan:
+        """Return the plan with the buffers ``counts``."""
+        return self.counter.count(self.batch, counts, self.ring, self.columns)
+
+    def host_room(self, counts: BufferCounts) -> int:
+        """Return the bytes that ``counts`` leave of the host; negative if they do not fit."""
+        return self.limits.host - self.plan(counts).host_bytes
+
+    def device_room(self, counts: BufferCounts) -> int:
+        """Return the bytes that ``counts`` leave of the device; negative if they do not fit."""
+        plan = self.plan(counts)
+        room = self.limits.device - plan.device_bytes
+        return min(room, self.limits.host - plan.host_bytes) if self.limits.cpu else room
+
+    def add_activations(self, counts: BufferCounts) -> BufferCounts | None:
+        """Put the blocks' inputs on the device, else the host, else the SSDs; None if there is no room to pass."""
+        nbytes = self.plan(counts).activation_bytes
+        total = (len(self.shape.blocks) + 2) * self.batch.micro_batches + 2
+        more = min(total - counts.device_activations, self.device_room(counts) // nbytes)
+        counts = replace(counts, device_activations=counts.device_activations + max(0, more))
+        if counts.device_activations >= total:
+            return counts
+        room = self.host_room(replace(counts, host_activations=2))
+        if room < 0:
+            counts = replace(counts, device_activations=max(4, counts.device_activations - 2))
+            room = self.host_room(replace(counts, host_activations=2))
+            if room < 0:
+                return None
+        missing = total - counts.device_activations
+        counts = replace(counts, host_activations=2 + min(missing, room // nbytes))
+        return counts if counts.host_activations > missing else replace(counts, ssd_activations=total)
+
+    def add_saved_outputs(self, counts: BufferCounts, total: int) -> BufferCounts:
+        """Put ``total`` buffers of saved outputs on the device, else the host, else the SSDs."""
+        if counts.device_kept == total:
+            return counts
+        nbytes = self.plan(counts).kept_bytes
+        more = min(total - counts.device_kept, max(0, self.device_room(counts)) // nbytes)
+        counts = replace(counts, device_kept=counts.device_kept + more)
+        missing = total - counts.device_kept
+        if not missing:
+            return replace(counts, host_kept=0)
+        more = max(0, min(missing + 1 - counts.host_kept, self.host_room(counts) // nbytes))
+        counts = replace(counts, host_kept=counts.host_kept + more)
+        return counts if counts.host_kept > missing else replace(counts, ssd_kept=total)
+
+    def add_deferred_gradients(self, counts: BufferCounts, deferred: int) -> BufferCounts:
+        """Add host buffers for gradients of blocks that wait for the next forward pass."""
+        nbytes = self.shape.gradient_nbytes(Kind.BLOCK)
+        if not nbytes:
+            return counts
+        more = max(0, min(self.host_room(counts) // nbytes, deferred, len(self.shape.blocks)))
+        return replace(counts, host_block_gradients=counts.host_block_gradients + more)
+
+    def add_cache(self, counts: BufferCounts, limit: int | None, speculative: bool) -> MemoryPlan:
+        """Return the plan that caches, in ``limit`` bytes of what is left of the host, what need not move then.
+
+        Parameters come first, which save twice their size in every step; when all of them are there, states, which save
+        it once (twice if not every step is committed). In between, with ``speculative`` updates, gradients that stay.
+        """
+        layers, outer = len(self.shape.blocks), len(self.shape.of_kind(Kind.NON_BLOCK))
+        block_bytes, non_block_bytes = (self.shape.parameter_nbytes(kind) for kind in (Kind.BLOCK, Kind.NON_BLOCK))
+        free = self.host_room(counts)
+        room = free if limit is None else min(free, limit)
+        more = max(0, min(room // block_bytes, layers - counts.host_blocks))
+        counts = replace(counts, host_blocks=counts.host_blocks + more)
+        room, free = room - more * block_bytes, free - more * block_bytes
+        if speculative:
+            counts, free = self._add_all_gradients(counts, free)
+            room = min(room, free)
+        missing = max(0, outer - counts.host_non_block)
+        resident: tuple[int, ...] = ()
+        if counts.host_blocks >= layers and missing * non_block_bytes <= room:
+            counts = replace(counts, host_non_block=counts.host_non_block + missing)
+            room -= missing * non_block_bytes
+            resident = tuple(resident_records(self.shape, room))
+        plan = self.plan(counts)
+        states = sum(self.shape.records[index].state_nbytes for index in resident)
+        if self.counter.adapters_in_memory(counts):
+            resident += tuple(record.index for record in self.shape.of_kind(Kind.ADAPTER))
+        return replace(plan, resident=resident, host_bytes=plan.host_bytes + states)
+
+    def _add_all_gradients(self, counts: BufferCounts, room: int) -> tuple[BufferCounts, int]:
+        """Return ``counts`` with host buffers for all gradients of a step, as far as they fit in ``room``, and the room
+        that is left."""
+        names = {Kind.NON_BLOCK: "host_non_block_gradients", Kind.BLOCK: "host_block_gradients"}
+        for kind, name in names.items():
+            nbytes, there = self.shape.gradient_nbytes(kind), counts.host_gradients(kind)
+            trained = sum(record.trainable for record in self.shape.of_kind(kind))
+            more = max(0, min(room // nbytes, trained - there)) if nbytes else 0
+            counts = replace(counts, **{name: there + more})
+            room -= more * nbytes
+        return counts, room
+
+
+def _halvings(rows: int) -> list[int]:
+    """Return ``rows``, and each half of it down to 1."""
+    sizes = [rows]
+    while sizes[-1] > 1:
+        sizes.append(-(-sizes[-1] // 2))
+    return sizes
+
+
+def _head_ladder(batch: Batch) -> list[int]:
+    """Return numbers of tokens of each row that may go through the head at once, the preferred one first."""
+    most, fewest = (
+        max(1, min(batch.seq_len, tokens // batch.micro_rows)) for tokens in (HEAD_TOKENS, FEWEST_HEAD_TOKENS)
+    )
+    return [width for width in _halvings(most) if width > fewest] + [fewest]
+
+
+def _device_ladder() -> Iterator[BufferCounts]:
+    """Yield the device's buffers, from what overlaps everything to what just works."""
+    yield BufferCounts(device_blocks=2, device_block_gradients=2, device_activations=6)
+    yield BufferCounts(device_blocks=2, device_block_gradients=1, device_activations=6)
+    yield BufferCounts(device_blocks=2, device_block_gradients=1, device_activations=4)
+    yield BufferCounts(device_blocks=1, device_block_gradients=1, device_activations=4)
+
+
+def _with_saved(counts: BufferCounts, saved: int) -> BufferCounts:
+    """Return ``counts`` with the fewest buffers that let ``saved`` outputs pass: two on the device, two on the host."""
+    near = min(saved, 2)
+    return replace(counts, device_kept=near, host_kept=2 if saved > near else 0)
+
+
+def _host_ladder(device: BufferCounts) -> Iterator[tuple[BufferCounts, float]]:
+    """Yield the host's buffers beside ``device``, best first, with the size of the optimizer's ring in blocks' states.
+
+    A ring of three blocks lets the SSDs read states while a forward pass leaves them idle; two chunks are the least.
+    """
+    for blocks, gradients, ring in ((4, 2, 3.0), (4, 2, 2.0), (3, 2, 1.0), (3, 1, 0.5), (2, 1, 0.25), (1, 1, 0.0)):
+        yield replace(device, host_blocks=blocks, host_block_gradients=gradients), ring

@@ -1,0 +1,97 @@
+"""Parameters in host and device memory: what is needed soonest stays, the rest is read again."""
+
+from collections.abc import Callable, Hashable
+
+from fuyou.layout.model_layout import BufferCounts
+from fuyou.layout.record import Kind, Record
+from fuyou.schedule.buffer_pool import Pool
+from fuyou.schedule.gradient_pools import AddTask
+from fuyou.schedule.record_slots import RecordSlots
+from fuyou.schedule.tasks import Op, Task
+
+
+class ParameterPools:
+    """Which buffers hold the parameters of which records.
+
+    Args:
+        counts: numbers of buffers.
+        host: pools of buffers in host memory.
+        slots: where records are on SSD.
+        next_use: position of a record's next use.
+        emit: appends a task to the step's list.
+    """
+
+    def __init__(
+        self,
+        counts: BufferCounts,
+        host: dict[Kind, Pool],
+        slots: RecordSlots,
+        next_use: Callable[[Hashable], float],
+        emit: AddTask,
+    ):
+        self._device = {kind: Pool(f"device parameters ({kind.value})", counts.device(kind), next_use) for kind in Kind}
+        self._host, self._slots, self._emit = host, slots, emit
+
+    def on_device(self, record: Record) -> tuple[int, Task]:
+        """Return the device buffer that holds the record's parameters, and the task after which it does."""
+        pool = self._device[record.kind]
+        index = pool.find(record.index)
+        if index is not None:
+            return index, pool.slots[index].filled
+        source, loaded = self.on_host(record)
+        index, _ = pool.take(record.index)
+        upload = self._emit(
+            Op.PARAMETER_UPLOAD,
+            [loaded, *pool.slots[index].busy()],
+            record=record.index,
+            source=source,
+            target=index,
+            nbytes=record.parameter_nbytes,
+        )
+        self._host[record.kind].use(source, upload)
+        ready = upload
+        if record.share.ranks_per_node > 1:
+            filled = record.filled_slices[record.share.local_rank]
+            nbytes = (record.share.ranks_per_node - 1) * filled * record.unit_bytes
+            ready = self._emit(Op.PARAMETER_GATHER, [upload], record=record.index, target=index, nbytes=nbytes)
+        pool.fill(index, record.index, ready)
+        return index, ready
+
+    def on_host(self, record: Record) -> tuple[int, Task]:
+        """Return the host buffer that holds the record's newest parameters, and the task after which it does."""
+        pool = self._host[record.kind]
+        index = pool.find(record.index)
+        if index is not None:
+            return index, pool.slots[index].filled
+        index, _ = pool.take(record.index)
+        read = self._emit(
+            Op.PARAMETER_READ,
+            [*pool.slots[index].busy(), *self._slots.writes[record.index]],
+            record=record.index,
+            source=self._slots.newest[record.index],
+            target=index,
+            nbytes=record.parameter_nbytes,
+        )
+        pool.fill(index, record.index, read)
+        return index, read
+
+    def use_on_device(self, record: Record, buffer: int, task: Task) -> None:
+        """Note that ``task`` uses the record's parameters in a device buffer."""
+        self._device[record.kind].use(buffer, task)
+
+    def host_users(self, record: Record, buffer: int) -> list[Task]:
+        """Return the tasks that use the record's parameters in a host buffer."""
+        return self._host[record.kind].slots[buffer].users
+
+    def update_on_host(self, record: Record, buffer: int, ready: Task) -> None:
+        """Note that the host buffer holds new parameters after ``ready``: the device's copy is stale."""
+        self._host[record.kind].fill(buffer, record.index, ready)
+        self.drop_from_device(record)
+
+    def drop_from_device(self, record: Record) -> None:
+        """Forget the device's copy of the record's parameters."""
+        self._device[record.kind].drop(record.index)
+
+    def drop_from_host(self, record: Record) -> None:
+        """Forget the host's copy of the record's parameters."""
+        self._host[record.kind].drop(record.index)

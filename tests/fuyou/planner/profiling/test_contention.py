@@ -1,0 +1,82 @@
+"""Work is counted while it runs alone and beside other work."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from common.errors import FinetuneError
+from fuyou.planner.profiling import beside
+from fuyou.planner.profiling.contention import RepeatedCall, measure_contention, pieces_per_second
+from fuyou.planner.profiling.optimizer import OptimizerPump
+from fuyou.schedule.tasks import Resource
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside, "WINDOW_SECONDS", 0.1)
+    monkeypatch.setattr(beside, "WARM_SECONDS", 0.02)
+
+
+def taking_turns(lock: threading.Lock, seconds: float) -> Callable[[], None]:
+    """Work of this length of which only one piece goes on at a time."""
+
+    def work() -> None:
+        with lock:
+            time.sleep(seconds)
+        time.sleep(0)  # or the other one would not get the lock
+
+    return work
+
+
+def test_what_shares_nothing_keeps_its_speed_and_what_takes_turns_loses_half() -> None:
+    apart = {
+        Resource.GPU: RepeatedCall(lambda: time.sleep(0.005)),
+        Resource.ADAM: RepeatedCall(lambda: time.sleep(0.01)),
+        Resource.SSD: RepeatedCall(lambda: time.sleep(0.004)),
+    }
+    alone, contention = measure_contention(apart)
+    assert alone[Resource.GPU] > 1.2 * alone[Resource.ADAM]
+    assert len(contention.speeds) == 4
+    assert all(0.3 < speed <= 1 for speeds in contention.speeds.values() for speed in speeds.values())
+    lock = threading.Lock()
+    shared = {one: RepeatedCall(taking_turns(lock, 0.005)) for one in (Resource.GPU, Resource.ADAM)}
+    _, contention = measure_contention(shared)
+    (speeds,) = contention.speeds.values()
+    assert sum(speeds.values()) < 1.6
+
+
+def test_work_that_never_ends_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside, "_LONGEST_SECONDS", 0.2)
+    with pytest.raises(FinetuneError, match="a drive hangs"):
+        pieces_per_second([RepeatedCall(lambda: time.sleep(0.5))])
+
+
+def test_a_pump_sends_again_what_was_answered_and_hears_of_a_failure() -> None:
+    sent: list[int] = []
+    pump = OptimizerPump(sent.append, [3, 5])
+    pump.start()
+    pump.answered(5)
+    assert sent == [3, 5, 5] and len(pump.ends) == 1
+    threading.Timer(0.05, lambda: [pump.answered(one) for one in (3, 5)]).start()
+    pump.stop()
+    assert sent == [3, 5, 5] and len(pump.ends) == 3
+    pump.start()
+    pump.fail(FinetuneError("gone"))
+    with pytest.raises(FinetuneError, match="gone"):
+        pump.stop()
+
+
+def test_work_that_fails_says_so_at_once_and_the_other_work_ends() -> None:
+    def fail() -> None:
+        raise ValueError("no room")
+
+    other = RepeatedCall(lambda: time.sleep(0.005))
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="no room"):
+        pieces_per_second([other, RepeatedCall(fail)])
+    assert time.monotonic() - began < 60
+    done = len(other.ends)
+    time.sleep(0.05)
+    assert len(other.ends) == done
