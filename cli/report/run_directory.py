@@ -20,6 +20,7 @@ from cli.options.config_file import effective_config
 from cli.options.option import WRITTEN
 from cli.options.settings import DESCRIPTION, RUN
 from cli.report.versions import versions
+from common.files import replace_file
 from common.hardware.machine import describe_machine
 from common.store.errors import described
 
@@ -94,7 +95,5 @@ def _describe(job: Job, done: int) -> dict[str, Any]:
 
 def _replace(file: Path, text: str) -> None:
     """Write a file, completely or not at all."""
-    beside = file.with_name(file.name + ".tmp")
     with described("writing", file):
-        beside.write_text(text)
-        os.replace(beside, file)
+        replace_file(file, text)

@@ -2,11 +2,11 @@
 
 import json
 import math
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cli.report.results import RESOURCES, RunTotals, StepResult
+from common.files import replace_file
 from common.store.errors import described
 from common.units import format_bytes, format_count, format_seconds
 
@@ -59,11 +59,9 @@ class Report:
 
     def write(self, path: Path) -> None:
         """Write the report as JSON, complete or not at all."""
-        beside = path.with_name(path.name + ".tmp")
         losses = [loss if math.isfinite(loss) else None for loss in self.losses]
         with described("writing", path):
-            beside.write_text(json.dumps({**asdict(self), "losses": losses}, indent=2) + "\n")
-            os.replace(beside, path)
+            replace_file(path, json.dumps({**asdict(self), "losses": losses}, indent=2) + "\n")
 
     def summary(self, total_written: int) -> str:
         """Return a few lines to read.
