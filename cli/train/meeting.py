@@ -17,7 +17,7 @@ from cli.options.settings import Settings
 from cli.train.rank_process import LAUNCH, RankProcess
 from common.errors import UserError
 from common.hardware.machine import list_gpus
-from common.models.adapters.adapters import CONFIG
+from common.models.adapters.options import CONFIG
 from common.object_collectives import all_gather_object
 
 _STUCK = timedelta(minutes=30)

@@ -43,7 +43,7 @@ class TrainingState:
     torn: bool = False
     """Whether a later step has begun to overwrite this state and is not committed; only with a single slot."""
     checksums: list[dict[str, Any]] = field(default_factory=list)
-    """Checksums of everything in ``slot``, as dictionaries of :class:`common.store.verify.Sealed`."""
+    """Checksums of everything in ``slot``, as dictionaries of :class:`common.store.verify.ChecksummedExtent`."""
     format: int = FORMAT
 
     def to_dict(self) -> dict[str, Any]:

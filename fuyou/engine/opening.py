@@ -204,7 +204,7 @@ class OpenRun:
             emulated=not self.device.computes,
         )
         # Everything goes through host memory, so there is nothing for "auto" to measure.
-        io: dict[str, Any] = {"io": "posix" if store.io == "auto" else store.io, "pace": self.device.throttle}
+        io: dict[str, Any] = {"io": "posix" if store.io == "auto" else store.io, "throttle": self.device.throttle}
         if store.resume:
             reshard_run(drives, self.model.shape, wanted, self.agreement)
             self.files = resume_run(drives, wanted, self.agreement, **io)

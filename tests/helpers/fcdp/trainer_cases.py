@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import fcdp
 from common.errors import FinetuneError
-from common.models.adapters.adapters import AdapterOptions
+from common.models.adapters.options import AdapterOptions
 from fcdp.config import TrainerConfig
 from fcdp.trainer import Trainer
 from fuyou import NonFiniteLoss
