@@ -17,11 +17,11 @@ from common.models.checkpoint.sources import CheckpointSource, RandomSource, Wei
 from common.models.flops import active_parameters, hardware_flops_per_token, model_flops_per_token
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
-from fcdp.checkpoint.weights import load, materialise, widen
 from fcdp.config import TrainerConfig
 from fcdp.shard import fully_shard, sharding
 from fcdp.sharding import Sharding
 from fcdp.strategy.topology import Topology
+from fcdp.weights import load, materialise, widen
 from fuyou.layout.record import DTYPES
 from fuyou.model.family import Family
 from fuyou.model.router_loss import RouterLoss, find_router_loss, switch_router_logits, wants_router_loss

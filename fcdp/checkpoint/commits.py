@@ -24,7 +24,7 @@ from common.store.errors import described
 from common.store.sealed import sync_directory, write_sealed
 from fcdp.checkpoint.manifest import MANIFEST, Manifest, SavedFile, SavedTensor, TensorPiece, is_commit
 from fcdp.checkpoint.pieces import Reader, Rows, dtype_name, write_rows
-from fcdp.checkpoint.weights import row_range
+from fcdp.weights import row_range
 
 _INCOMPLETE, _DISCARDED = "incomplete", "discarded"
 

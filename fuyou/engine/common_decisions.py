@@ -26,8 +26,8 @@ def with_common_dtype(
     store = config.store
     continued = [*store.folders, *store.folders_to_leave, *ssd] if store.resume else []
     kind = device.torch_device.type if device.computes else "meta"
-    all_gather_object = (lambda value: [value]) if agreement is None else agreement.all_gather_object
-    return config.with_options(dtype=dtype_of_all(stored_dtype(continued), kind, all_gather_object))
+    gather = (lambda value: [value]) if agreement is None else agreement.all_gather_object
+    return config.with_options(dtype=dtype_of_all(stored_dtype(continued), kind, gather))
 
 
 def common_limits(config: EngineConfig, device: Device, agreement: Agreement | None) -> tuple[int, int]:

@@ -55,8 +55,8 @@ def test_a_profile(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None
     assert profile.block_backward_seconds > profile.block_forward_seconds
     # The same unit; not closer, because each was measured for a moment only.
     assert 0 < sum(one.seconds for one in profile.operators) < profile.block_backward_seconds * 100
-    run_on_all_ranks = profile.contention.speeds[frozenset({Resource.ADAM, Resource.SSD, Resource.GPU})]
-    assert all(0 < speed <= 1 for speed in run_on_all_ranks.values())
+    together = profile.contention.speeds[frozenset({Resource.ADAM, Resource.SSD, Resource.GPU})]
+    assert all(0 < speed <= 1 for speed in together.values())
 
 
 def test_the_table_is_aligned() -> None:

@@ -86,5 +86,5 @@ def test_the_same_numbers_give_the_same_bytes_alone_and_in_rows(bits: Bits) -> N
     torch.manual_seed(0)
     rows = torch.randn(9, 3 * BLOCK + 7)
     rows[:, BLOCK : 2 * BLOCK] = 0.0
-    run_on_all_ranks = quantise(rows, bits)
-    assert all(torch.equal(quantise(row, bits), found) for row, found in zip(rows, run_on_all_ranks, strict=True))
+    together = quantise(rows, bits)
+    assert all(torch.equal(quantise(row, bits), found) for row, found in zip(rows, together, strict=True))

@@ -131,39 +131,39 @@ def test_a_paced_store_moves_its_bytes_at_the_pace(make_directories, directories
             assert (got == data).all()
 
 
-def write_elsewhere(paths, run_on_all_ranks, goes_on, seconds):
+def write_elsewhere(paths, both, goes_on, seconds):
     with Store.open(paths, io="posix", throttle=PACE) as store:
         extent = store.layout.extents("weights.0")[1]
         data = memory(extent.nbytes)
         while True:
-            run_on_all_ranks.wait(300)
+            both.wait(300)
             if not goes_on.value:
                 return
             begin = time.monotonic()
             store.write(extent, data).result()
             seconds.value = time.monotonic() - begin
-            run_on_all_ranks.wait(300)
+            both.wait(300)
 
 
 def test_two_processes_share_a_drive(make_directories):
     paths, nbytes = make_directories(1), 32 * MIB
     context = multiprocessing.get_context("spawn")
-    run_on_all_ranks, goes_on, theirs = context.Barrier(2), context.Value("b", True), context.Value("d", 0.0)
+    both, goes_on, theirs = context.Barrier(2), context.Value("b", True), context.Value("d", 0.0)
     store, (one, _) = make(paths, nbytes, throttle=PACE)
     taken = []
     with store:
-        child = context.Process(target=write_elsewhere, args=(paths, run_on_all_ranks, goes_on, theirs))
+        child = context.Process(target=write_elsewhere, args=(paths, both, goes_on, theirs))
         child.start()
         got = memory(nbytes)
         while not taken or (len(taken) < 8 and not shared(*taken[-1], nbytes)):  # one may begin late on a busy machine
-            run_on_all_ranks.wait(300)
+            both.wait(300)
             begin = time.monotonic()
             store.read_now(one, got)
             mine = time.monotonic() - begin
-            run_on_all_ranks.wait(300)
+            both.wait(300)
             taken.append((mine, theirs.value))
         goes_on.value = False
-        run_on_all_ranks.wait(300)
+        both.wait(300)
         child.join()
         assert child.exitcode == 0
         assert shared(*taken[-1], nbytes), taken
