@@ -29,6 +29,7 @@ from fcdp.strategy.topology import Topology
 from fuyou.layout.record import wants_decay
 from fuyou.model.loss import cross_entropy
 from fuyou.optimizer.adam import check_learning_rate
+from fuyou.optimizer.clipping import clip_coefficient
 from fuyou.optimizer.gradient_sum import sum_of_squares
 from fuyou.optimizer.nonfinite import NonFinitePolicy
 
@@ -197,9 +198,9 @@ class Trainer:
 
     def _update(self, norm: float, lr: float) -> None:
         """Clip the gradient, whose norm is ``norm``, and step."""
-        limit = self._options.max_grad_norm
-        if limit is not None and norm > limit:
-            torch._foreach_mul_(self._gradients(), limit / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does it
+        coefficient = clip_coefficient(norm, self._options.max_grad_norm or math.inf)
+        if coefficient is not None:
+            torch._foreach_mul_(self._gradients(), coefficient)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()

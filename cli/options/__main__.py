@@ -2,15 +2,15 @@
 
 import click
 
+from cli.options.all_options import GROUPS
 from cli.options.command import GroupedCommand, build_command
-from cli.options.groups import GROUPS
 from cli.options.option import GroupedOption
 
 INTRODUCTION = """# Options
 
 `finetune --help` shows the same, with an example for each group. In a file for `--config`, an option stands without its
 dashes (`batch-size = 4`), in a table named after its group or in none; `finetune --write-config` prints such a file.
-This page is generated: change [`cli/options/groups.py`](../cli/options/groups.py), then run
+This page is generated: change [`cli/options/all_options.py`](../cli/options/all_options.py), then run
 `python -m cli.options > docs/options.md`.
 """
 

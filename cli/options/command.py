@@ -1,4 +1,4 @@
-"""The command ``finetune``: its options are the fields of :mod:`cli.options.groups`. Imports nothing slow."""
+"""The command ``finetune``: its options are the fields of :mod:`cli.options.all_options`. Imports nothing slow."""
 
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -8,8 +8,8 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem, get_completion_class
 
+from cli.options.all_options import GROUPS
 from cli.options.config_file import load_config_file
-from cli.options.groups import GROUPS
 from cli.options.option import WRITTEN, GroupedOption, attribute_docstrings, option_fields
 
 EXAMPLES = {

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cli.options.groups import (
+from cli.options.all_options import (
     AdapterSettings,
     ClusterSettings,
     DataSettings,

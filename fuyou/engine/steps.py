@@ -12,6 +12,7 @@ from fuyou.engine.batches import check_batch, largest_of_all
 from fuyou.engine.opening import OpenRun
 from fuyou.model.streamed_loss import streamed_loss
 from fuyou.optimizer.adam import Update
+from fuyou.optimizer.clipping import clip_coefficient
 from fuyou.runtime.accounting import StepReport
 from fuyou.runtime.computation import Computation
 from fuyou.runtime.compute import StepComputation
@@ -82,13 +83,13 @@ class Steps:
         step = run.step_count + 1
         assert current.tasks.end is not None
         norm = self._gradient_norm(current)
-        limit = run.config.max_grad_norm or math.inf
         skipped = self._should_skip(step, current.loss, norm)
-        clipped = not skipped and norm > limit
+        coefficient = clip_coefficient(norm, run.config.max_grad_norm or math.inf)
+        clipped = not skipped and coefficient is not None
         if skipped:
             run.commits.skip_step(step)
-        elif clipped:
-            run.commits.scale_gradients(step, limit / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does it
+        elif coefficient is not None:
+            run.commits.scale_gradients(step, coefficient)
         run.step_count = step
         run.commits.end(step, run.nonfinite.skipped, run.device.torch_device, run.user_state)
         runtime.plane.executor.finish(current.tasks.end)
