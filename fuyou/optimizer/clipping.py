@@ -50,7 +50,7 @@ def speculation_obstacle(*, single_slot: bool, commit_every: int, ranks: int) ->
 
 
 def clip_coefficient(norm: float, limit: float) -> float | None:
-    """Return what gradients of this global norm are multiplied by, as ``torch.nn.utils.clip_grad_norm_`` does it; None if
+    """Return the factor for gradients of this global norm, as ``torch.nn.utils.clip_grad_norm_`` has it; None if
     the norm is within the limit."""
     return limit / (norm + 1e-6) if norm > limit else None
 
