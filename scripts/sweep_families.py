@@ -32,6 +32,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from families.children import run_forked
 from families.trial import EXACT_LOSS, EXACT_WEIGHT, Finding, Mode, try_family
 
+# Before the first product, here and in the processes that are forked: MKL's sums would depend on where in memory a
+# matrix begins (seen on AMD), and weights of a loaded checkpoint begin anywhere.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+
 BAD = ("wrong", "crash", "hang")
 ORDER = (*BAD, "refused", "untrainable", "exact")
 

@@ -96,6 +96,7 @@ class StreamedModel:
 
         hooks = [module.register_forward_pre_hook(note) for module in outside]
         ids = torch.zeros(1, _SURVEYED, dtype=torch.long, device=self.device)
+        structure = [(module, list(module._modules.values())) for module in self.model.modules()]
         try:
             with (
                 restored(self.model),
@@ -112,6 +113,11 @@ class StreamedModel:
                 self._find_links(calls, probe)
                 self._measure_hidden(hidden, probe.dtypes)
                 self._check_head(hidden)
+                if any(list(module._modules.values()) != children for module, children in structure):
+                    raise UserError(
+                        f"{self._name} replaces modules of its own in a forward pass: its blocks are not what they were "
+                        "when the run was planned, and cannot be streamed."
+                    )
         except FinetuneError:
             raise
         except Exception as error:

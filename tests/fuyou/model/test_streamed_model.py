@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, BigBirdConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from common.errors import FinetuneError, UserError
@@ -327,3 +327,12 @@ def test_a_model_that_skips_a_block_is_refused() -> None:
 def test_a_model_that_cannot_run_without_its_weights_is_refused() -> None:
     with pytest.raises(UserError, match=r"cannot be split at its blocks.*RuntimeError: no such kernel"):
         tuple_stack(broken=True)
+
+
+def test_a_model_that_replaces_its_modules_is_refused() -> None:
+    """As BigBird does, whose short rows have another attention."""
+    config = BigBirdConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, is_decoder=True
+    )
+    with pytest.raises(UserError, match="replaces modules of its own in a forward pass"):
+        StreamedModel(build_meta_model(config), torch.device("cpu"))
