@@ -115,8 +115,8 @@ class StreamedModel:
                 self._check_head(hidden)
                 if any(list(module._modules.values()) != children for module, children in structure):
                     raise UserError(
-                        f"{self._name} replaces modules of its own in a forward pass: its blocks are not what they were "
-                        "when the run was planned, and cannot be streamed."
+                        f"{self._name} replaces modules of its own in a forward pass: its blocks are not what they "
+                        "were when the run was planned, and cannot be streamed."
                     )
         except FinetuneError:
             raise
