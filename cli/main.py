@@ -131,7 +131,7 @@ def _given_options(context: click.Context) -> list[GroupedOption]:
     for name in context.params:
         source = context.get_parameter_source(name)
         is_default = source is ParameterSource.DEFAULT_MAP and (
-            str(context.meta[WRITTEN][name]) == str(options[name].plain_default)
+            str(context.meta[WRITTEN].get(name, options[name].plain_default)) == str(options[name].plain_default)
         )
         if source is not ParameterSource.DEFAULT and not is_default:
             given.append(options[name])

@@ -81,7 +81,7 @@ class GroupedCommand(click.Command):
             if other is None or ctx.get_parameter_source(option.name or "") is not ParameterSource.COMMANDLINE:
                 continue
             if ctx.get_parameter_source(other) is ParameterSource.DEFAULT_MAP:
-                del ctx.meta[WRITTEN][other]
+                ctx.meta[WRITTEN].pop(other, None)  # which is not there if its value was the default
                 ctx.params[other] = by_name[other].plain_default
         return rest
 

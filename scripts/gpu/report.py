@@ -63,7 +63,7 @@ def _machine(data: Data) -> list[str]:
         )
     processors, drive = data.get("processors"), data.get("drive")
     if isinstance(processors, dict):
-        lines.append(f"* Processors: {processors['usable_directories']} of {processors['model']}")
+        lines.append(f"* Processors: {processors['usable']} of {processors['model']}")
     if isinstance(memory, dict):
         lines.append(
             f"* Memory: {format_bytes(memory['limit_bytes'])}, {format_bytes(memory['available_bytes'])} available; "

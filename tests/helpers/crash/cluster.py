@@ -79,7 +79,7 @@ def _train(run: ClusterRun, rank: int, say: Callable[..., None]) -> None:
         trainer.commit()
         digest = hashlib.sha256(batch["input_ids"].numpy().tobytes()).hexdigest()[:12]
         say(step=done.step, took=f"{done.loss.hex()} {done.grad_norm.hex()} {digest}", committed=done.step)
-    say(final={name: _digest(value) for name, value in trainer._state().items()})
+    say(final={name: _digest(value) for name, value in trainer._checkpoints.state().items()})
     trainer.close()
     topology.close()
     dist.destroy_process_group()

@@ -1,6 +1,7 @@
 """Whole checkpoints in few bits: what is read of them, parameter by parameter, and what is refused."""
 
 import json
+import pickle
 import warnings
 from pathlib import Path
 
@@ -82,7 +83,9 @@ def test_there_and_back_in_its_own_bytes(family: str, method: str, tmp_path: Pat
         kept = source.compressed(name)
         if kept is None:
             continue
-        assert kept.numel == value.numel() and type(kept).from_dict(json.loads(json.dumps(kept.to_dict()))) == kept
+        assert (
+            kept.numel == value.numel() and pickle.loads(pickle.dumps(kept)) == kept
+        )  # as the optimizer process gets it
         payload = torch.zeros(kept.nbytes, dtype=torch.uint8)
         kept.encode(source.read_compressed(name), payload)
         files = sum(component.nbytes for part in source.read_compressed(name) for component in part.values())
