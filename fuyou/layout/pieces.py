@@ -1,0 +1,45 @@
+"""Blocks in pieces: how a block that is larger than the device is cut, and in which order its pieces are needed.
+
+A piece is whole parameters of a block, in the order of their first use, or a range of experts of all parameters that
+hold one matrix per expert. A dense matrix is never cut: the gradient of its input would be added up in another order.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PiecePart:
+    """A parameter of a block, or a range of its experts."""
+
+    name: str
+    """First name of the parameter in the model."""
+    experts: tuple[int, int] | None = None
+    """``[first, last)`` of its first dimension; None: all of it."""
+
+
+Piece = tuple[PiecePart, ...]
+"""What is cut from a block: its parts are on the device at the same time."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The part of a block's backward pass during which one piece is on the device."""
+
+    piece: int
+    """Index of the piece in the block."""
+    recomputes: bool
+    """Whether forward operators run that use the piece."""
+    differentiates: bool
+    """Whether backward operators run that use the piece."""
+    trains: bool
+    """Whether gradients of the piece's parameters arrive."""
+
+
+@dataclass(frozen=True)
+class PieceOrder:
+    """The order in which a block's pieces are needed, for one micro-batch."""
+
+    forward: tuple[int, ...]
+    """Pieces of the forward pass: a piece may come again."""
+    backward: tuple[Stage, ...]
+    """Stages of the backward pass, which begins with the forward pass once more."""
