@@ -6,8 +6,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from common.communication.object_collectives import all_gather_object
 from common.errors import FinetuneError
-from common.object_collectives import all_gather_object
 from common.units import format_bytes
 from fcdp.cache.host_cache import CacheEntry, CopyStreams, HostCache
 from fcdp.cache.placement import AdaptivePlacement, AlwaysOnDevice, DeviceMemory

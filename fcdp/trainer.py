@@ -17,17 +17,17 @@ import torch.distributed as dist
 from peft import PeftConfig
 from torch.distributed.tensor import DTensor
 
+from common.communication.object_collectives import all_gather_object
 from common.errors import UserError
 from common.memory.meter import PeakMeter
-from common.object_collectives import all_gather_object
 from fcdp.checkpoint.export import export
 from fcdp.checkpoint.training_state import Progress, TrainingCheckpoints
 from fcdp.config import TrainerConfig
-from fcdp.forward import Forward
-from fcdp.model import ClusterModel
+from fcdp.model.forward import Forward
+from fcdp.model.model import ClusterModel
 from fcdp.strategy.topology import Topology
 from fuyou.layout.record import wants_decay
-from fuyou.model.loss import cross_entropy
+from fuyou.model.loss.cross_entropy import cross_entropy
 from fuyou.optimizer.adam import check_learning_rate
 from fuyou.optimizer.clipping import clip_coefficient
 from fuyou.optimizer.gradient_sum import sum_of_squares

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from fuyou.config import EngineConfig
     from fuyou.engine.engine import Engine
     from fuyou.engine.steps import EngineOutput
+    from fuyou.model.recompute.policy import ActivationPolicy
     from fuyou.optimizer.nonfinite import NonFiniteLoss
-    from fuyou.preflight import prove
-    from fuyou.recompute.policy import ActivationPolicy
+    from fuyou.preflight.preflight import prove
     from fuyou.runtime.accounting import StepReport
 
 __all__ = ["ActivationPolicy", "Engine", "EngineConfig", "EngineOutput", "NonFiniteLoss", "StepReport", "prove"]
@@ -27,10 +27,10 @@ _MODULES = {
     "Engine": "engine.engine",
     "EngineConfig": "config",
     "EngineOutput": "engine.steps",
-    "ActivationPolicy": "recompute.policy",
+    "ActivationPolicy": "model.recompute.policy",
     "NonFiniteLoss": "optimizer.nonfinite",
     "StepReport": "runtime.accounting",
-    "prove": "preflight",
+    "prove": "preflight.preflight",
 }
 
 

@@ -23,15 +23,15 @@ from common.errors import UserError
 from fuyou.engine.engine import Engine
 from fuyou.layout.record import DTYPES
 from fuyou.layout.visits import Phase
+from fuyou.model.recompute.policy import ActivationPolicy, operators_worth_saving
 from fuyou.planner.choose_settings import PlannerContext
 from fuyou.planner.evaluate import SAVE_NOTHING, Candidate, Evaluation, Evaluator
 from fuyou.planner.machine import profiled_machine
 from fuyou.planner.profiling import Profile, ProfiledWorkload, measure, save
 from fuyou.planner.profiling.drives import FOLDER
 from fuyou.planner.training_job import TrainingJob, describe_training
-from fuyou.recompute.policy import ActivationPolicy, operators_worth_saving
 from fuyou.runtime.accounting import StepReport, TaskKind
-from fuyou.runtime.devices import Device
+from fuyou.runtime.devices.device import Device
 from fuyou.schedule.tasks import ComputeTask
 
 #: Half of the blocks keep what saves computing, so that one run shows both ways.

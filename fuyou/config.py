@@ -17,11 +17,11 @@ from common.models.vision.towers import TowerFreezing
 from common.units import parse_bytes
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.record import Precision
+from fuyou.model.recompute.policy import ActivationPolicy
 from fuyou.optimizer.adam import AdamConfig, check_max_grad_norm
 from fuyou.optimizer.clipping import ClipBy, clip_by_named, speculation_obstacle
 from fuyou.optimizer.nonfinite import NonFinitePolicy
-from fuyou.ranks.topology import ClusterTopology
-from fuyou.recompute.policy import ActivationPolicy
+from fuyou.runtime.ranks.topology import ClusterTopology
 from fuyou.schedule.update_policy import UpdatePolicy
 
 AUTO = "auto"
@@ -171,7 +171,7 @@ class EngineConfig:
     """Which weights are trained."""
     device: str | torch.device = "cpu"
     """Where blocks compute: ``"cpu"``, a CUDA device, or an accelerator that is only timed, to measure overlap:
-    ``"emulated:tflops=165,memory=24GiB,link=25GB/s"``, see :mod:`fuyou.runtime.emulated`."""
+    ``"emulated:tflops=165,memory=24GiB,link=25GB/s"``, see :mod:`fuyou.runtime.devices.emulated`."""
     dtype: str = AUTO
     """``"bf16"`` computes in bf16 with exact fp32 masters; ``"fp32"`` computes in fp32; ``"auto"`` takes what a run
     that is continued began with, else what the device (of several ranks, the first one's) multiplies faster."""

@@ -38,8 +38,8 @@ from common.store import Layout, Store
 from common.units import format_count, parse_bytes
 from fuyou.layout.record import PAGE_ELEMENTS, Kind, Precision, Record, allocate_extents
 from fuyou.optimizer.adam import AdamConfig, ChunkAdam, Update
-from fuyou.optimizer.client import OptimizerLink
-from fuyou.optimizer.protocol import (
+from fuyou.optimizer.process.client import OptimizerLink
+from fuyou.optimizer.process.protocol import (
     BufferRegion,
     CreateRecord,
     ReadStates,

@@ -29,11 +29,11 @@ from fuyou import Engine
 from fuyou.layout.deferred import interleaved
 from fuyou.layout.record import Precision
 from fuyou.model.model_records import model_records
+from fuyou.model.recompute.policy import ActivationPlanner
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.adam import AdamConfig, ChunkAdam, Update
 from fuyou.planner.rates import TaskRates
 from fuyou.planner.simulator import simulate
-from fuyou.recompute.policy import ActivationPlanner
 from fuyou.schedule.memory_planner import MemoryPlanner
 
 CONFIG = LlamaConfig(

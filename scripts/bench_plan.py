@@ -27,7 +27,7 @@ from common.units import parse_bytes
 from fuyou import Engine
 from fuyou.calibration import profile_or_measure
 from fuyou.planner import Machine, PlannerContext, RunPlan, TrainingJob, describe_training, plan, profiled_machine
-from fuyou.runtime.devices import leave_cores, memory_limits, open_device
+from fuyou.runtime.devices.device import leave_cores, memory_limits, open_device
 
 NAME = "bench-plan"
 SEQ_LEN = 512

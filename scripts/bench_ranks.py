@@ -27,13 +27,13 @@ from netcluster import network_bytes
 
 import fcdp
 import fuyou
+from common.communication.object_collectives import all_gather_object
 from common.models.adapters.options import AdapterOptions
-from common.object_collectives import all_gather_object
 from fuyou.planner import describe_training
 from fuyou.planner.rates import TaskRates
 from fuyou.planner.simulator import simulate
-from fuyou.ranks.topology import share_of
-from fuyou.runtime.emulated import EmulatedSpec, is_emulated
+from fuyou.runtime.devices.emulated import EmulatedSpec, is_emulated
+from fuyou.runtime.ranks.topology import share_of
 
 WARM_UP = 2
 """Steps that are not counted: the first one finds empty buffers."""

@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from bench_plan import NAME, Configuration, emulated, machine_of, run
 
+from fuyou.model.recompute.policy import ActivationPolicy, savable_outputs
 from fuyou.planner import RunPlan, describe_training, plan
 from fuyou.planner.evaluate import Evaluator
-from fuyou.recompute.policy import ActivationPolicy, savable_outputs
 
 SWAP = Configuration("compute-bound", "gpu", 32, emulated(6, "2GB/s", memory="1GiB"), "3GiB", micro_batch=8)
 VERTICAL = Configuration("64 sequences", "gpu", 64, emulated(10, "1GB/s"), "900MiB", micro_batch=8)

@@ -21,7 +21,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests.helpers import forked
+from tests.helpers.processes import forked
 
 # Bit-for-bit comparisons hold for a given number of threads only. Tests run side by side, so that more than one thread
 # each would wait for one another's cores. (tests/fuyou/engine/test_exact.py has two as well.)

@@ -13,7 +13,7 @@ from fuyou.calibration import measured_profile
 from fuyou.planner import PlannerContext
 from fuyou.planner.profiling import Profile, save
 from fuyou.planner.profiling.cache import describe, profile_path
-from fuyou.runtime.devices import memory_limits
+from fuyou.runtime.devices.device import memory_limits
 from fuyou.schedule.tasks import Resource
 
 _OPERATORS = 8

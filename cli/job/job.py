@@ -11,7 +11,7 @@ from common.hardware.machine import Gpu, describe_machine, torch_name
 from common.models.checkpoint.compressed import method_of
 from common.models.task_type import TaskType
 from common.units import format_bytes, format_count
-from fuyou.runtime.emulated import is_emulated
+from fuyou.runtime.devices.emulated import is_emulated
 
 LONG_RECORDS = "long records"
 """Key in :attr:`Job.fixed_settings` that says whether records longer than a row are cut or left out."""

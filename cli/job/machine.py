@@ -16,8 +16,8 @@ from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.record import Precision
 from fuyou.optimizer.clipping import ClipStatistics, clip_by_named
 from fuyou.planner import TrainingJob, describe_training
-from fuyou.runtime.devices import Device, leave_cores, open_device
-from fuyou.runtime.emulated import is_emulated
+from fuyou.runtime.devices.device import Device, leave_cores, open_device
+from fuyou.runtime.devices.emulated import is_emulated
 
 DEFAULT_SEQ_LEN = 1024
 

@@ -31,7 +31,7 @@ from common.store.directories import usable_directories
 from common.units import format_bytes
 from fuyou.layout.share import Share
 from fuyou.model.family import family_of
-from fuyou.runtime.emulated import is_emulated
+from fuyou.runtime.devices.emulated import is_emulated
 
 DEFAULT_STEPS = 10
 """Steps of a run without data: enough to see a steady rate."""

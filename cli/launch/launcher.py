@@ -1,9 +1,9 @@
 """``finetune --nodes``: the launcher of this node, which starts ranks through torchrun's elastic agent.
 
 A rank that ends in an orderly way, with success, an error worth a message or Ctrl-C, exits with status 0 and leaves
-its outcome (:mod:`cli.train.outcomes`): the agent need not start it again. A rank that is killed, or loses contact with
-others, exits with another status; then all ranks of all nodes are started again from the last commit, as often as
-``--max-restarts`` says.
+its outcome (:mod:`cli.train.ranks.outcomes`): the agent need not start it again. A rank that is killed, or loses
+contact with others, exits with another status; then all ranks of all nodes are started again from the last commit, as
+often as ``--max-restarts`` says.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ from cli.launch.rendezvous import Rendezvous, find_meeting, wait_for_host
 from cli.options.settings import COMMITS, Settings
 from cli.train import interrupts
 from cli.train.interrupts import STATUS, Stopped
-from cli.train.outcomes import Outcome, RankOutcomes
-from cli.train.rank_process import LAUNCH, STOP
+from cli.train.ranks.outcomes import Outcome, RankOutcomes
+from cli.train.ranks.rank_process import LAUNCH, STOP
 from common.errors import FinetuneError, UserError
 from common.hardware.machine import cpu_count, list_gpus
 from common.units import format_seconds

@@ -10,8 +10,8 @@ from cli.launch.launcher import INTERRUPTED
 from cli.options.command import parse_command_line
 from cli.options.settings import Settings
 from cli.train.interrupts import Stopped
-from cli.train.outcomes import Outcome
-from cli.train.rank_process import RankProcess, one_line
+from cli.train.ranks.outcomes import Outcome
+from cli.train.ranks.rank_process import RankProcess, one_line
 from common.errors import FinetuneError
 
 
@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> NoReturn:
 
             profile(settings, rank)
         else:
-            from cli.train.ranks import train_rank
+            from cli.train.ranks.run import train_rank
 
             train_rank(settings, rank)
     except (KeyboardInterrupt, Stopped) as stopped:

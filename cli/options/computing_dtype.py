@@ -10,7 +10,7 @@ from common.errors import FinetuneError, UserError
 from common.hardware.machine import pick_gpu, torch_name
 from fuyou.config import AUTO
 from fuyou.engine.computing_dtype import dtype_of_all, fastest_dtype, stored_dtype
-from fuyou.runtime.emulated import is_emulated
+from fuyou.runtime.devices.emulated import is_emulated
 
 ELSEWHERE = "meta"
 """Device type of hardware that is not in this machine."""
@@ -35,7 +35,7 @@ def with_dtype_of_all(settings: Settings, device_type: str, restarted: bool) -> 
         device_type: type of this rank's device.
         restarted: whether the ranks have been started again, and resume what they left.
     """
-    from common.object_collectives import all_gather_object
+    from common.communication.object_collectives import all_gather_object
 
     if settings.dtype != AUTO:
         return settings

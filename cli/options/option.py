@@ -18,7 +18,7 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from common.errors import UserError
-from common.presets import preset_files
+from common.files.presets import preset_files
 from common.units import parse_bytes
 
 WRITTEN = "cli.written"
@@ -89,7 +89,7 @@ class Declaration:
     flags: str | None = None
     """Both forms of a flag, where they are not ``--name/--no-name``."""
     presets: str | None = None
-    """Kind of presets that can be named (:func:`common.presets.preset_files`)."""
+    """Kind of presets that can be named (:func:`common.files.presets.preset_files`)."""
     patterns: bool = False
     """Whether words may be quoted patterns of file names."""
     excludes: str | None = None

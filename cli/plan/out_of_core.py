@@ -42,8 +42,8 @@ from fuyou.planner.advice import (
     largest_model,
     rarer_commits,
 )
-from fuyou.runtime.devices import Device, memory_limits
-from fuyou.runtime.emulated import is_emulated
+from fuyou.runtime.devices.device import Device, memory_limits
+from fuyou.runtime.devices.emulated import is_emulated
 from fuyou.runtime.trace import write_trace
 from fuyou.schedule.tasks import Resource
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from common.files import replace_file
+from common.files.atomic import replace_file
 from common.store.errors import described
 
 HISTORY_FILE = "losses.jsonl"

@@ -20,7 +20,7 @@ from cli.options.config_file import effective_config
 from cli.options.option import WRITTEN
 from cli.options.settings import DESCRIPTION, RUN
 from cli.report.versions import versions
-from common.files import replace_file
+from common.files.atomic import replace_file
 from common.hardware.machine import describe_machine
 from common.store.errors import described
 

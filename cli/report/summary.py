@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cli.report.results import RESOURCES, RunTotals, StepResult
-from common.files import replace_file
+from common.files.atomic import replace_file
 from common.store.errors import described
 from common.units import format_bytes, format_count, format_seconds
 

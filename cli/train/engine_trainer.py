@@ -22,7 +22,7 @@ from fuyou.calibration import profile_or_measure
 from fuyou.config import OPTION_NAMES
 from fuyou.layout.share import Share
 from fuyou.planner import PlannerContext
-from fuyou.runtime.devices import memory_limits, open_device
+from fuyou.runtime.devices.device import memory_limits, open_device
 
 PROFILED_PARAMETERS, PROFILED_STEPS = 100_000_000, 20
 """Parameters and steps from which on a run is worth measuring the machine for."""

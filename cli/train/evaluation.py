@@ -7,7 +7,7 @@ import torch
 
 from cli.report.results import EvaluationResult
 from common.data import Batches
-from fuyou.model.loss import targets_of
+from fuyou.model.loss.cross_entropy import targets_of
 
 
 def evaluate(

@@ -12,13 +12,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from common.data.counts import nothing_to_train
-from common.data.encoding import EncodedSegment, Encoder
+from common.data.encoding.encoder import EncodedSegment, Encoder
+from common.data.encoding.fitting import RowFitter
 from common.data.files import find_files, read_records, reading
-from common.data.fitting import RowFitter
-from common.data.order import draw_rows
-from common.data.packing import TRAINED, Packer, Padder, cut_documents, first_lengths, unpack
+from common.data.packed.order import draw_rows
+from common.data.packed.packing import TRAINED, Packer, Padder, cut_documents, first_lengths, unpack
+from common.data.packed.token_file import Header, TokenFile, cache_key, remove_unfinished, write_token_file
 from common.data.shapes import examples_of_records, examples_of_text_file
-from common.data.token_file import Header, TokenFile, cache_key, remove_unfinished, write_token_file
 from common.errors import UserError
 from common.memory.heap import return_free_memory
 from common.store.lock import DirectoryLock
@@ -48,7 +48,7 @@ class DataConfig:
     """Whether the label of a position is the next token, for models whose own loss does not shift labels."""
     truncate: bool = True
     """Whether records with a prompt that are longer than a row are cut; else they are left out. See
-    :mod:`common.data.fitting`."""
+    :mod:`common.data.encoding.fitting`."""
 
     def __post_init__(self) -> None:
         if not self.files:

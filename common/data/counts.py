@@ -35,7 +35,7 @@ class DataCounts:
     cut: Tally = field(default_factory=Tally)
     left_out: Tally = field(default_factory=Tally)
     untrained: Tally = field(default_factory=Tally)
-    """Records that are not there as they were written; see :class:`common.data.fitting.RowFitter`."""
+    """Records that are not there as they were written; see :class:`common.data.encoding.fitting.RowFitter`."""
     digest: str = ""
     """Hash of all rows in order: equal data have equal hashes, wherever they lie."""
 

@@ -4,8 +4,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.files.mounts import Mount, mounts
 from common.hardware.presets import DrivePreset, drive_preset_of
-from common.mounts import Mount, mounts
 
 IN_MEMORY = ("tmpfs", "ramfs")
 OVER_A_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "ceph", "9p", "glusterfs", "beegfs", "gpfs")

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from common.errors import UserError, did_you_mean
-from common.presets import preset_files
+from common.files.presets import preset_files
 from common.units import parse_bytes
 
 #: Part of a link's rate that copies reach, where there is no measurement: it is 24.5 of 31.5 GB/s on an A100, 25.6 of

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.mounts import mounts
+from common.files.mounts import mounts
 
 PROC_SELF = Path("/proc/self")
 

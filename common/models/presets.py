@@ -7,9 +7,9 @@ from pathlib import Path
 from transformers import AutoConfig, PreTrainedConfig
 
 from common.errors import UserError, did_you_mean
+from common.files.presets import preset_files
 from common.models.checkpoint.compressed import accept_config
 from common.models.task_type import model_class, refusal
-from common.presets import preset_files
 
 
 def preset_names() -> list[str]:

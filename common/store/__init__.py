@@ -1,12 +1,12 @@
 """A store of records on SSD: striped over a directory per drive, past the page cache, committed by a manifest."""
 
+from common.store.backends.throttle import IoThrottle
 from common.store.directories import remove
 from common.store.errors import StoreError
 from common.store.layout import ALIGNMENT, Extent, Layout
 from common.store.lock import DirectoryLock
 from common.store.manifest import commit_manifest, load_manifest
 from common.store.store import Store
-from common.store.throttle import IoThrottle
 
 __all__ = [
     "ALIGNMENT",

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import FinetuneError, UserError
-from common.files import TEMPORARY_SUFFIX
+from common.files.atomic import TEMPORARY_SUFFIX
+from common.store.backends.throttle import CLOCK_FILE
 from common.store.errors import StoreError, described, opened
 from common.store.layout import ALIGNMENT, Layout
 from common.store.manifest import MANIFEST_FILE
 from common.store.sealed import read_sealed, sync_directory, write_sealed
-from common.store.throttle import CLOCK_FILE
 from common.units import format_bytes
 
 IDENTITY_FILE = "store.json"

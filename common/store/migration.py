@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from common.errors import FinetuneError, UserError
+from common.store.backends.throttle import CLOCK_FILE
 from common.store.directories import (
     IDENTITY_FILE,
     Identity,
@@ -31,7 +32,6 @@ from common.store.lock import LOCK_FILE, DirectoryLock
 from common.store.manifest import MANIFEST_FILE, load_manifest
 from common.store.sealed import read_sealed, sync_directory, write_sealed
 from common.store.store import Store
-from common.store.throttle import CLOCK_FILE
 
 SCRATCH = "scratch"
 """Name of the folder inside a store's for what does not outlive a run: a store of its own."""

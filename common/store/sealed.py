@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from common.files import replace_file
+from common.files.atomic import replace_file
 from common.store.errors import StoreError, describe_os_error, described, opened
 
 

@@ -11,14 +11,14 @@ import numpy as np
 
 from common.errors import UserError, did_you_mean
 from common.store import directories as placement
-from common.store import kvikio_backend
+from common.store.backends import kvikio_backend
+from common.store.backends.kvikio_backend import KvikioFile
+from common.store.backends.posix import PosixFile
+from common.store.backends.throttle import CLOCK_FILE, DriveClock, IoThrottle
+from common.store.backends.transfers import Transfer
 from common.store.checksums import ExtentChecksums
 from common.store.errors import StoreError, described
-from common.store.kvikio_backend import KvikioFile
 from common.store.layout import ALIGNMENT, Extent, Layout, pieces, whole_pages
-from common.store.posix import PosixFile
-from common.store.throttle import CLOCK_FILE, DriveClock, IoThrottle
-from common.store.transfers import Transfer
 
 Io = Literal["auto", "kvikio", "posix"]
 
@@ -344,7 +344,7 @@ def _device_directions(directories: list[Path], io: Io, threads: int) -> tuple[b
 
     if not torch.cuda.is_available():
         return False, False
-    from common.store.measure import measure_device_rates
+    from common.store.backends.measure import measure_device_rates
 
     kvikio_backend.configure(threads * len(directories))
     rates = measure_device_rates(directories[0], threads, torch.device("cuda", torch.cuda.current_device()))

@@ -6,10 +6,10 @@ from concurrent.futures import Future
 from dataclasses import astuple, dataclass
 from typing import Any
 
+from common.store.backends.posix import aligned_bytes
 from common.store.checksums import ExtentChecksums
 from common.store.errors import StoreError
 from common.store.layout import Extent
-from common.store.posix import aligned_bytes
 from common.store.store import Store
 
 PIECE_BYTES = 16 << 20

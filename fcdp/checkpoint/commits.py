@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from common.communication.object_collectives import broadcast_from_rank0, run_on_all_ranks
 from common.errors import FinetuneError, UserError
-from common.object_collectives import broadcast_from_rank0, run_on_all_ranks
 from common.store import DirectoryLock
 from common.store.errors import described
 from common.store.sealed import sync_directory, write_sealed
 from fcdp.checkpoint.manifest import MANIFEST, Manifest, SavedFile, SavedTensor, TensorPiece, is_commit
 from fcdp.checkpoint.pieces import Reader, Rows, dtype_name, write_rows
-from fcdp.weights import row_range
+from fcdp.model.weights import row_range
 
 _INCOMPLETE, _DISCARDED = "incomplete", "discarded"
 

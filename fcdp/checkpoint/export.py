@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 
+from common.communication.object_collectives import broadcast_from_rank0
 from common.models.adapters.adapters import MERGED, Adapters
 from common.models.checkpoint.export import CheckpointWriter, copy_tokenizer_files
-from common.object_collectives import broadcast_from_rank0
-from fcdp.model import ClusterModel
-from fcdp.weights import gather_blocks, whole
+from fcdp.model.model import ClusterModel
+from fcdp.model.weights import gather_blocks, whole
 
 #: Largest shard of an exported checkpoint. Rank 0 holds one.
 _SHARD_BYTES = 2_000_000_000

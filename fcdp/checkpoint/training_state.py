@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from common.communication.object_collectives import broadcast_from_rank0
 from common.errors import UserError
-from common.object_collectives import broadcast_from_rank0
 from fcdp.checkpoint.commits import ShardedCheckpoints
-from fcdp.model import ClusterModel
+from fcdp.model.model import ClusterModel
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from common.point_to_point import Wait
+from common.communication.point_to_point import Wait
 from common.quantisation import Bits, dequantise, quantise, quantised_nbytes
 from fcdp.cache.host_cache import CacheEntry, CopyStreams
 from fcdp.cache.staleness import StalenessCheck

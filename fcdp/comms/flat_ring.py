@@ -8,7 +8,7 @@ an all-reduce, so that ring is built here from point-to-point messages.
 
 import torch
 
-from common.point_to_point import Wait
+from common.communication.point_to_point import Wait
 from fcdp.comms.rank_level import RankLevel, all_gather, uses_gloo
 
 

@@ -16,7 +16,7 @@ A rank sends as much as in the hierarchical ring: (N-1)/N of its M-th to other n
 
 import torch
 
-from common.point_to_point import Wait
+from common.communication.point_to_point import Wait
 from fcdp.comms.rank_level import CommLevel, RankLevel, nothing
 from fcdp.comms.side_stream import SideStream
 from fcdp.strategy.routes import Axis

@@ -33,7 +33,7 @@ from fuyou.model.model_records import model_records
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.planner.profiling.blocks import BlockBench
 from fuyou.planner.profiling.links import measure_link
-from fuyou.runtime.devices import open_device
+from fuyou.runtime.devices.device import open_device
 
 SIZES = (16 << 10, 256 << 10, 4 << 20, 32 << 20)
 """Bytes of the buffers that are measured; on CUDA also one of four times the largest."""

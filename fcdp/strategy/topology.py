@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from common.communication.object_collectives import all_gather_object
 from common.errors import FinetuneError, UserError
-from common.object_collectives import all_gather_object
 from fcdp.strategy.links import linked_gpus
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.routes import Axis

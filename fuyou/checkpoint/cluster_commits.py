@@ -14,7 +14,7 @@ from common.store import Store, StoreError, load_manifest
 from fuyou.checkpoint.commits import CLUSTER, Commits, check_records, check_state
 from fuyou.checkpoint.state import TrainingState
 from fuyou.layout.share import Share
-from fuyou.ranks.agreement import Agreement, host, rank_name
+from fuyou.runtime.ranks.agreement import Agreement, host, rank_name
 from fuyou.schedule.tasks import Task
 
 

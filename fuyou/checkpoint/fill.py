@@ -9,7 +9,7 @@ from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.record import Record
 from fuyou.optimizer.adam import PASS_ELEMENTS
 from fuyou.optimizer.split_weights import split
-from fuyou.runtime.data_plane import DataPlane
+from fuyou.runtime.data_plane.data_plane import DataPlane
 
 
 def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:

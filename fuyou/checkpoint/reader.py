@@ -10,8 +10,8 @@ from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Record, RecordExtents
 from fuyou.layout.record_parts import ParameterSlot
 from fuyou.optimizer.split_weights import join
-from fuyou.ranks.collectives import gather
-from fuyou.ranks.topology import ClusterTopology
+from fuyou.runtime.ranks.collectives import gather
+from fuyou.runtime.ranks.topology import ClusterTopology
 
 
 class StoreReader:

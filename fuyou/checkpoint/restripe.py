@@ -14,9 +14,9 @@ from typing import Any
 
 from common.errors import FinetuneError
 from common.store import DirectoryLock, Extent, Store, commit_manifest
+from common.store.backends.posix import Bytes, aligned_bytes
 from common.store.checksums import ExtentChecksums
 from common.store.migration import abandon_successor, lock_folders, make_successor, promote, recover
-from common.store.posix import Bytes, aligned_bytes
 from common.store.verify import PIECE_BYTES, ChecksummedExtent, verify
 from fuyou.checkpoint.commits import check_records, sealed_records
 from fuyou.checkpoint.state import TrainingState

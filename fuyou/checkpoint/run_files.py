@@ -14,7 +14,7 @@ from fuyou.checkpoint.cluster_commits import find_common_state
 from fuyou.checkpoint.commits import load_state
 from fuyou.checkpoint.restripe import Drives, open_run
 from fuyou.checkpoint.state import TrainingState
-from fuyou.ranks.agreement import Agreement
+from fuyou.runtime.ranks.agreement import Agreement
 
 
 def rank_folder(local_rank: int | str) -> str:

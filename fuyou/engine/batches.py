@@ -7,7 +7,7 @@ from common.data.rows import holds_images
 from common.errors import FinetuneError, UserError
 from common.models.task_type import TaskType
 from fuyou.engine.opening import OpenRun
-from fuyou.model.loss import targets_of
+from fuyou.model.loss.cross_entropy import targets_of
 
 
 def check_batch(run: OpenRun, batch: dict[str, Any]) -> int:

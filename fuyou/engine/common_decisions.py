@@ -10,10 +10,10 @@ from common.hardware.machine import memory_available_bytes
 from common.units import format_bytes
 from fuyou.config import AUTO, EngineConfig
 from fuyou.engine.computing_dtype import dtype_of_all, stored_dtype
-from fuyou.preflight import prove
-from fuyou.ranks.agreement import Agreement
-from fuyou.ranks.topology import share_of
-from fuyou.runtime.devices import Device, memory_limits
+from fuyou.preflight.preflight import prove
+from fuyou.runtime.devices.device import Device, memory_limits
+from fuyou.runtime.ranks.agreement import Agreement
+from fuyou.runtime.ranks.topology import share_of
 
 
 def with_common_dtype(

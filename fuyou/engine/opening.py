@@ -28,14 +28,14 @@ from fuyou.layout.checksums import RecordSums
 from fuyou.layout.record import allocate_extents
 from fuyou.model.open_model import OpenModel
 from fuyou.optimizer.absent_gradients import MissedUpdates
-from fuyou.optimizer.client import OptimizerLink
 from fuyou.optimizer.clipping import ClipStatistics
 from fuyou.optimizer.nonfinite import NonFinitePolicy
+from fuyou.optimizer.process.client import OptimizerLink
 from fuyou.planner import ChosenSettings, PlannerContext, choose_settings, choose_settings_on_all_ranks
 from fuyou.planner.training_job import training_job_of_run
-from fuyou.ranks.agreement import Agreement
-from fuyou.ranks.topology import share_of
-from fuyou.runtime.devices import open_device
+from fuyou.runtime.devices.device import open_device
+from fuyou.runtime.ranks.agreement import Agreement
+from fuyou.runtime.ranks.topology import share_of
 
 
 class OpenRun:

@@ -11,20 +11,20 @@ from fuyou.config import EngineConfig
 from fuyou.layout.model_layout import BatchShape, ModelLayout
 from fuyou.layout.record import RecordExtents
 from fuyou.model.open_model import OpenModel
-from fuyou.optimizer.client import OptimizerLink
-from fuyou.ranks.topology import ClusterTopology
-from fuyou.recompute.policy import ActivationPlanner
-from fuyou.recompute.replay import BlockReplay
+from fuyou.model.recompute.policy import ActivationPlanner
+from fuyou.model.recompute.replay import BlockReplay
+from fuyou.optimizer.process.client import OptimizerLink
 from fuyou.runtime.accounting import Accounting
-from fuyou.runtime.buffers import Buffers
-from fuyou.runtime.data_plane import DataPlane
-from fuyou.runtime.devices import Device
+from fuyou.runtime.data_plane.buffers import Buffers
+from fuyou.runtime.data_plane.data_plane import DataPlane
+from fuyou.runtime.data_plane.optimizer_handlers import OptimizerHandlers
+from fuyou.runtime.data_plane.rank_handlers import RankHandlers
+from fuyou.runtime.data_plane.scratch import Scratch
+from fuyou.runtime.data_plane.stored_records import StoredRecords
+from fuyou.runtime.devices.device import Device
 from fuyou.runtime.executor import Handler
 from fuyou.runtime.io_counter import Bytes, IoCounter
-from fuyou.runtime.optimizer_handlers import OptimizerHandlers
-from fuyou.runtime.rank_handlers import RankHandlers
-from fuyou.runtime.scratch import Scratch
-from fuyou.runtime.stored_records import StoredRecords
+from fuyou.runtime.ranks.topology import ClusterTopology
 from fuyou.runtime.trace import StepTrace
 from fuyou.schedule.memory_plan import Batch, MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner

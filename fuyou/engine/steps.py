@@ -10,13 +10,13 @@ import torch
 from common.errors import FinetuneError
 from fuyou.engine.batches import check_batch, largest_of_all
 from fuyou.engine.opening import OpenRun
-from fuyou.model.streamed_loss import streamed_loss
+from fuyou.model.loss.streamed_loss import streamed_loss
 from fuyou.optimizer.adam import Update
 from fuyou.optimizer.clipping import clip_coefficient
 from fuyou.runtime.accounting import StepReport
-from fuyou.runtime.computation import Computation
-from fuyou.runtime.compute import StepComputation
-from fuyou.runtime.next_token import NextToken
+from fuyou.runtime.compute.next_token import NextToken
+from fuyou.runtime.compute.step_computation import StepComputation
+from fuyou.runtime.devices.computation import Computation
 from fuyou.schedule.tasks import Op, StepList
 
 

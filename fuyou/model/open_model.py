@@ -18,8 +18,8 @@ from common.models.task_type import task_type_of
 from common.models.vision.towers import DEFAULT_FREEZING, TowerFreezing
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.record import Precision
+from fuyou.model.loss.router_loss import find_router_loss, wants_router_loss
 from fuyou.model.model_records import fingerprint, model_records
-from fuyou.model.router_loss import find_router_loss, wants_router_loss
 from fuyou.model.streamed_model import StreamedModel
 
 
@@ -34,7 +34,8 @@ class OpenModel:
         trainable: names of the only parameters that are trained; ``*`` stands for anything.
         frozen: how the blocks' frozen matrices are stored; None: as in the checkpoint, if that is compressed.
         seed: seed of the adapters' first values and of random weights.
-        router_loss: whether a mixture of experts' router loss is a part of the loss (:mod:`fuyou.model.router_loss`).
+        router_loss: whether a mixture of experts' router loss is a part of the loss
+            (:mod:`fuyou.model.loss.router_loss`).
         checkpoint: where weights come from; None for random ones. It is opened only if it is compressed and something
             is frozen, for then the records depend on what is in it.
         towers: what of a vision-language model's towers is frozen, if ``trainable`` does not say it.

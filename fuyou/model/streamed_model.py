@@ -10,7 +10,7 @@ what the block is called with (masks, position embeddings: they differ by layer 
 
 So the head can run on any range of tokens, which bounds the memory of its logits. Links between blocks, other than
 hidden states, are found when the model is split, by a survey: a run of the embedding without weights, in which one
-block of each type runs on the meta device (:mod:`fuyou.model.block_calls`).
+block of each type runs on the meta device (:mod:`fuyou.model.blocks.calls`).
 """
 
 import contextlib
@@ -28,13 +28,13 @@ from common.errors import FinetuneError, UserError
 from common.models.attention.isolation import DocumentSeparator, takes_positions
 from common.models.structure import find_blocks
 from common.models.vision.towers import tower_parameters
-from fuyou.model.block_calls import BlockCalls
-from fuyou.model.block_links import BlockLinks, argument_paths
-from fuyou.model.block_probe import BlockProbe
-from fuyou.model.block_stand_ins import BlockStandIns
+from fuyou.model.blocks.calls import BlockCalls
+from fuyou.model.blocks.links import BlockLinks, argument_paths
+from fuyou.model.blocks.probe import BlockProbe
+from fuyou.model.blocks.stand_ins import BlockStandIns
+from fuyou.model.blocks.tensor_uses import EarlierValueUses, UsedTensors
+from fuyou.model.blocks.weightless import empty_parameters, replaced_parameters, restored, skipped_modules
 from fuyou.model.family import Family, family_of
-from fuyou.model.tensor_uses import EarlierValueUses, UsedTensors
-from fuyou.model.weightless import empty_parameters, replaced_parameters, restored, skipped_modules
 
 _SURVEYED = 8
 """Tokens of the row that a survey runs."""

@@ -13,17 +13,17 @@ import torch.distributed as dist
 
 from common.errors import UserError
 from fuyou.config import EngineConfig
+from fuyou.model.recompute.policy import ActivationPolicy
 from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner.evaluate import Evaluator
 from fuyou.planner.machine import RankLinks, machine_of_one_rank, profiled_machine
 from fuyou.planner.profiling import Profile, ProfiledWorkload, load
 from fuyou.planner.run_plan import max_clipped_share, search
 from fuyou.planner.training_job import TrainingJob
-from fuyou.ranks.agreement import Agreement
-from fuyou.ranks.collectives import gather
-from fuyou.ranks.topology import ClusterTopology
-from fuyou.recompute.policy import ActivationPolicy
-from fuyou.runtime.devices import Device
+from fuyou.runtime.devices.device import Device
+from fuyou.runtime.ranks.agreement import Agreement
+from fuyou.runtime.ranks.collectives import gather
+from fuyou.runtime.ranks.topology import ClusterTopology
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
 

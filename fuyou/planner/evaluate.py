@@ -10,14 +10,8 @@ from functools import cached_property
 
 from common.errors import UserError
 from fuyou.layout.model_layout import Recomputation
-from fuyou.optimizer.clipping import ClipBy
-from fuyou.planner.machine import Machine
-from fuyou.planner.rates import TaskRates
-from fuyou.planner.simulated_machine import Simulation
-from fuyou.planner.simulator import simulate
-from fuyou.planner.training_job import TrainingJob
-from fuyou.recompute.block_trace import BlockTrace, Operator
-from fuyou.recompute.policy import (
+from fuyou.model.recompute.block_trace import BlockTrace, Operator
+from fuyou.model.recompute.policy import (
     ActivationPlanner,
     ActivationPolicy,
     operators_worth_saving,
@@ -25,6 +19,12 @@ from fuyou.recompute.policy import (
     saved_outputs,
     trace_block,
 )
+from fuyou.optimizer.clipping import ClipBy
+from fuyou.planner.machine import Machine
+from fuyou.planner.rates import TaskRates
+from fuyou.planner.simulated_machine import Simulation
+from fuyou.planner.simulator import simulate
+from fuyou.planner.training_job import TrainingJob
 from fuyou.schedule.memory_plan import Batch, MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
 from fuyou.schedule.tasks import ComputeTask, Resource, StepList

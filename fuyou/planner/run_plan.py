@@ -6,12 +6,12 @@ from typing import Any
 
 from common.errors import UserError
 from common.units import format_bytes
+from fuyou.model.recompute.policy import ActivationPolicy, savable_outputs
 from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner.evaluate import SAVE_NOTHING, Candidate, Evaluation, Evaluator
 from fuyou.planner.machine import Machine
 from fuyou.planner.simulated_machine import Simulation
 from fuyou.planner.training_job import TrainingJob
-from fuyou.recompute.policy import ActivationPolicy, savable_outputs
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.tasks import Resource, StepList
 

@@ -18,9 +18,9 @@ from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Precision
 from fuyou.layout.share import Share
 from fuyou.model.open_model import OpenModel
+from fuyou.model.recompute.policy import ActivationPolicy
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.clipping import ClipBy, ClipStatistics, speculation_obstacle
-from fuyou.recompute.policy import ActivationPolicy
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def describe_training(
         adapters: adapters to train while the weights are frozen.
         frozen: how frozen matrices are stored; None: in a compressed checkpoint's own bytes, else as they compute.
         towers: which towers of a vision-language model are frozen.
-        router_loss: see :mod:`fuyou.model.router_loss`.
+        router_loss: see :mod:`fuyou.model.loss.router_loss`.
         settings: further fields of :class:`TrainingJob`, such as ``clips`` and ``micro_batch``.
 
     Raises:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from common.intervals import Interval, merge, total
 from fuyou.layout.visits import Phase
-from fuyou.runtime.data_plane import DataPlane
+from fuyou.runtime.data_plane.data_plane import DataPlane
 from fuyou.runtime.trace import StepTrace
 from fuyou.schedule.tasks import ComputeTask, Op, Resource, StepList, Task
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import UserError
-from common.files import replace_file
+from common.files.atomic import replace_file
 from common.intervals import Interval
 from fuyou.layout.record import Record
 from fuyou.layout.visits import Phase

@@ -13,7 +13,7 @@ from common.models.vision.memory import NO_IMAGES
 from fuyou.layout.frozen_weights import ROW_ELEMENTS, FrozenDtype
 from fuyou.layout.model_layout import BufferCounts, ModelLayout
 from fuyou.layout.record import PAGE_ELEMENTS, Kind, Record
-from fuyou.model.loss import pass_bytes
+from fuyou.model.loss.cross_entropy import pass_bytes
 
 #: Optimizer states move and are updated in chunks of this many parameters. Small ones (10 MB of lo, mean and variance)
 #: keep reads, arithmetic and writes of one block going at the same time; large ones cost less Python per byte, which
@@ -36,7 +36,8 @@ REDUCTION_BYTES = 32 << 20
 #: and common/models/checkpoint/compressed/tensors.py, whose chunks are as large.
 DECODING_BYTES = 20 * ROW_ELEMENTS
 #: Copies of the logits that exist at once, in the compute dtype: themselves, their gradient, and one more in families
-#: that pass them through a function (soft capping). What the loss makes in fp32 comes in passes: fuyou/model/loss.py.
+#: that pass them through a function (soft capping). What the loss makes in fp32 comes in passes:
+#: fuyou/model/loss/cross_entropy.py.
 LOGIT_COPIES = 3
 #: Upper bound of the bytes that a router's loss takes for each token and expert: logits, their softmax, that in fp32,
 #: masked, and a gradient of each, some of which are there at the same time.

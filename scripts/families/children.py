@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 import torch
 
-import fuyou.optimizer.client
-import fuyou.optimizer.process
+import fuyou.optimizer.process.client
+import fuyou.optimizer.process.main
 
 
 class _Forked:
@@ -35,7 +35,7 @@ class _Forked:
             kept = sorted({*pass_fds, 0, 1, 2})
             for low, high in zip(kept, [*kept[1:], 4096], strict=True):  # above all the other end of the pipe
                 os.closerange(low + 1, high)
-            fuyou.optimizer.process.main(pass_fds[0])
+            fuyou.optimizer.process.main.main(pass_fds[0])
         finally:
             os._exit(0)
 
@@ -90,7 +90,7 @@ def run_forked(
     Yields:
         The task, its result or None, and where there is none, why: ``"hang"``, or how the process ended.
     """
-    fuyou.optimizer.client.subprocess = SimpleNamespace(  # type: ignore[assignment]
+    fuyou.optimizer.process.client.subprocess = SimpleNamespace(  # type: ignore[assignment]
         Popen=_Forked, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
     )
     gc.freeze()  # pages stay shared

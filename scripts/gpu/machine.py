@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from common.hardware.machine import cpu_count, huge_pages_enabled, memory_available_bytes, memory_limit_bytes
-from common.store import kvikio_backend
+from common.store.backends import kvikio_backend
 from gpu.journal import Check
 
 PACKAGES = ("torch", "transformers", "peft", "numpy", "safetensors", "nvidia-ml-py", "kvikio-cu13", "kvikio-cu12")

@@ -17,8 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cli.main import main
 from common.data.demo_text import train_demo_tokenizer
-from tests.helpers import forked
-from tests.helpers.pairs import pair  # noqa: F401 - a fixture
+from tests.helpers.processes import forked
+from tests.helpers.processes.pairs import pair  # noqa: F401 - a fixture
 
 VOCAB = 384
 

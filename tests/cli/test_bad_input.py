@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from cli.main import main
 from tests.cli.conftest import Finetune
-from tests.helpers.messages import check
+from tests.helpers.command.messages import check
 
 SMALL = ("--batch-size", "2", "--seq-len", "32", "--gpu", "cpu")
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from cli.options.command import build_command
 from common.data.files import read_records, reading
 from common.errors import FinetuneError, UserError
+from common.files.presets import preset_files
 from common.models.checkpoint.shards import INDEX, Shards
 from common.models.presets import load_config
-from common.presets import preset_files
 from common.store import Layout, StoreError
 from common.store.directories import FORMAT, IDENTITY_FILE, Identity
 from common.store.sealed import write_sealed

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import fuyou.optimizer.client
+import fuyou.optimizer.process.client
 from common.errors import FinetuneError, UserError
 from common.store import DirectoryLock, Layout, Store, StoreError
 from tests.helpers.small_engine import small_engine, train
@@ -78,7 +78,7 @@ def test_where_directories_cannot_be_locked_a_file_is(tmp_path: Path, monkeypatc
 
 
 def test_a_hung_optimizer_process_is_noticed_and_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuyou.optimizer.client, "PATIENCE_BEATS", 1)
+    monkeypatch.setattr(fuyou.optimizer.process.client, "PATIENCE_BEATS", 1)
     engine = small_engine(tmp_path, lr=1e-3)
     losses = train(engine, 1)
     engine.flush()

@@ -20,8 +20,8 @@ from fuyou.schedule.tasks import Op, Task
 from tests.helpers.fcdp import engine_cases as cases
 from tests.helpers.fcdp.engine_cases import Run
 from tests.helpers.fcdp.pool import Pool
-from tests.helpers.routed import RoutedConfig
-from tests.helpers.routers import config_of
+from tests.helpers.models.routed import RoutedConfig
+from tests.helpers.models.routers import config_of
 from tests.helpers.twin import Twin
 
 

@@ -20,7 +20,7 @@ from fcdp.checkpoint.manifest import Manifest
 from fcdp.config import TrainerConfig
 from tests.helpers.fcdp.pool import Pool, RankError
 from tests.helpers.fcdp.trainer_cases import VOCABULARY, Run, batch, diverge, export, rate, train, train_around
-from tests.helpers.small_models import small_config
+from tests.helpers.models.small_models import small_config
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 36, "intermediate_size": 52, "num_hidden_layers": 2,

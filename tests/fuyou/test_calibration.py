@@ -13,7 +13,7 @@ from fuyou.layout.record import Precision
 from fuyou.layout.visits import Phase
 from fuyou.planner.profiling import ProfiledWorkload
 from fuyou.runtime.accounting import TaskKind
-from fuyou.runtime.devices import CpuDevice, EmulatedDevice, EmulatedSpec
+from fuyou.runtime.devices.device import CpuDevice, EmulatedDevice, EmulatedSpec
 from tests.helpers.profiles import PROFILE
 
 BF16 = Precision(torch.bfloat16, torch.float32)

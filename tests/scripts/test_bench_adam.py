@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.helpers import forked
+from tests.helpers.processes import forked
 
 ROOT = Path(__file__).parents[2]
 

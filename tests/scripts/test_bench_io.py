@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 from click.testing import CliRunner
 
-from tests.helpers import forked
+from tests.helpers.processes import forked
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_io.py"
 needs_fio = pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")

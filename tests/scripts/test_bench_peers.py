@@ -23,7 +23,7 @@ from peers.contenders import Entry  # noqa: E402
 from peers.drive import DriveRates, measure_drive  # noqa: E402
 from peers.runner import Contender, ContenderFailedError, Step  # noqa: E402
 
-from tests.helpers import forked  # noqa: E402
+from tests.helpers.processes import forked  # noqa: E402
 
 TINY: dict[str, Any] = {
     "model_type": "gpt2", "vocab_size": 97, "n_positions": 32, "n_layer": 3, "n_embd": 64, "n_head": 2,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import forked
+from tests.helpers.processes import forked
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
-from tests.helpers.namespaces import SCRIPT, needs_namespaces, netcluster
+from tests.helpers.processes.namespaces import SCRIPT, needs_namespaces, netcluster
 
 SEND = """
 import os, socket, sys, time

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers import forked
+from tests.helpers.processes import forked
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

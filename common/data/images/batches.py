@@ -24,12 +24,12 @@ from common.data.counts import DataCounts, nothing_to_train
 from common.data.files import DataRecord, file_states, find_files, read_records, reading
 from common.data.images.content import has_images, with_images
 from common.data.images.encoding import ImageEncoder, ImageRow, processor_identity
-from common.data.order import draw_rows
+from common.data.packed.order import draw_rows
+from common.data.packed.token_file import tokenizer_identity
 from common.data.shapes import Chat, examples_of_records
-from common.data.token_file import tokenizer_identity
 from common.errors import FinetuneError, UserError
-from common.files import file_when_complete
-from common.result_cache import read_cached, write_cached
+from common.files.atomic import file_when_complete
+from common.files.result_cache import read_cached, write_cached
 from common.store.errors import described
 from common.store.lock import DirectoryLock
 from common.units import format_count

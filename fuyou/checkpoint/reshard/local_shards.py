@@ -17,7 +17,7 @@ from common.store.migration import successor_folder
 from fuyou.checkpoint.commits import CLUSTER
 from fuyou.checkpoint.restripe import Drives
 from fuyou.layout.share import Share
-from fuyou.ranks.agreement import host, rank_name
+from fuyou.runtime.ranks.agreement import host, rank_name
 
 
 @dataclass(frozen=True)

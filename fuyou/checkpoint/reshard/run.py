@@ -37,7 +37,7 @@ from fuyou.checkpoint.state import TrainingState
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import weights_file
 from fuyou.layout.share import Share
-from fuyou.ranks.agreement import Agreement, host, rank_name
+from fuyou.runtime.ranks.agreement import Agreement, host, rank_name
 
 
 def reshard_run(drives: Drives, layout: ModelLayout, wanted: TrainingState, agreement: Agreement | None) -> None:

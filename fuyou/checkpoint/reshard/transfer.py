@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 
 from common.store import Extent, Layout, Store
+from common.store.backends.posix import aligned_bytes
 from common.store.checksums import ExtentChecksums
-from common.store.posix import aligned_bytes
 from common.store.verify import ChecksummedExtent
 from fuyou.layout.checksums import PARTS, Part, sealed_name
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Record, allocate_extents
 from fuyou.layout.share import Share
-from fuyou.ranks.agreement import Agreement
+from fuyou.runtime.ranks.agreement import Agreement
 from fuyou.schedule.memory_plan import chunk_elements
 
 PIECE_ELEMENTS = 4 << 20

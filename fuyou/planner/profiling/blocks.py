@@ -17,15 +17,15 @@ from torch.utils._pytree import tree_leaves
 
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Record
-from fuyou.model.block_calls import BlockCalls
-from fuyou.model.loss import cross_entropy
+from fuyou.model.blocks.calls import BlockCalls
+from fuyou.model.loss.cross_entropy import cross_entropy
+from fuyou.model.recompute.block_trace import makes_views
+from fuyou.model.recompute.policy import operators_worth_saving, saved_outputs, trace_block
+from fuyou.model.recompute.replay import BlockReplay, SavedForward
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.gradient_sum import GradientSum, sum_of_squares
 from fuyou.planner.profiling.profile import OperatorTime
-from fuyou.recompute.block_trace import makes_views
-from fuyou.recompute.policy import operators_worth_saving, saved_outputs, trace_block
-from fuyou.recompute.replay import BlockReplay, SavedForward
-from fuyou.runtime.devices import Device
+from fuyou.runtime.devices.device import Device
 
 #: If a pass through the block, forward and backward, is expected to take longer, fewer tokens are measured.
 LONGEST_PASS_SECONDS = 0.4

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from common.files.result_cache import cached_path, read_cached, write_cached
 from common.hardware.machine import cpu_count
-from common.result_cache import cached_path, read_cached, write_cached
 from fuyou.planner.profiling.measure import ProfiledWorkload, versions
 from fuyou.planner.profiling.profile import FORMAT, Profile
-from fuyou.runtime.devices import Device
+from fuyou.runtime.devices.device import Device
 
 _KIND = "profiles"
 MAX_AGE_SECONDS = 30 * 86400.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from common.memory.buffers import HostBuffer
-from fuyou.runtime.devices import Device
+from fuyou.runtime.devices.device import Device
 from fuyou.schedule.tasks import Op, Task
 
 #: Largest copy that is measured: a block's parameters are rarely smaller where it matters.

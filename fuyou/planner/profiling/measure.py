@@ -19,7 +19,7 @@ from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Precision
 from fuyou.model.model_records import model_records
 from fuyou.model.streamed_model import StreamedModel
-from fuyou.optimizer.client import OptimizerLink
+from fuyou.optimizer.process.client import OptimizerLink
 from fuyou.planner.profiling.blocks import BlockBench, PartTimes
 from fuyou.planner.profiling.contention import Load, RepeatedCall, measure_contention
 from fuyou.planner.profiling.drives import open_scratch
@@ -27,7 +27,7 @@ from fuyou.planner.profiling.links import measure_link
 from fuyou.planner.profiling.optimizer import OptimizerBench, scratch_records
 from fuyou.planner.profiling.profile import Profile
 from fuyou.planner.rates import Contention
-from fuyou.runtime.devices import Device, optimizer_threads
+from fuyou.runtime.devices.device import Device, optimizer_threads
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.tasks import Resource
 

@@ -12,8 +12,8 @@ from common.memory.buffers import HostBuffer
 from common.store import IoThrottle
 from fuyou.layout.record import Kind, Precision, Record
 from fuyou.optimizer.adam import AdamConfig, Update
-from fuyou.optimizer.client import OptimizerLink
-from fuyou.optimizer.protocol import (
+from fuyou.optimizer.process.client import OptimizerLink
+from fuyou.optimizer.process.protocol import (
     BufferRegion,
     ReadStates,
     Setup,

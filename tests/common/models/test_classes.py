@@ -10,9 +10,9 @@ from common.models.presets import load_config
 from common.models.structure import find_blocks
 from common.models.task_type import TaskType, model_class, task_type_of
 from common.models.vision.towers import TowerFreezing, projector_parameters, tower_parameters
-from tests.helpers.families import family_config
-from tests.helpers.vision_families import FAMILIES
-from tests.helpers.vision_families import family_config as vision_config
+from tests.helpers.models.families import family_config
+from tests.helpers.models.vision_families import FAMILIES
+from tests.helpers.models.vision_families import family_config as vision_config
 
 
 def named(config: PreTrainedConfig, *architectures: str) -> PreTrainedConfig:

@@ -7,7 +7,7 @@ from common.models.flops import active_parameters, hardware_flops_per_token, mod
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from common.models.structure import find_blocks
-from tests.helpers.families import FAMILIES, MIXED, family_config
+from tests.helpers.models.families import FAMILIES, MIXED, family_config
 
 
 def test_gpt3_by_hand():

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from common.errors import UserError
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
-from tests.helpers.families import FAMILIES, family_config
+from tests.helpers.models.families import FAMILIES, family_config
 
 
 class LargestCpuTensor(TorchDispatchMode):

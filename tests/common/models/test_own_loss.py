@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from common.errors import UserError
 from common.models.label_shift import shifts_labels
-from tests.helpers.small_models import model_of
+from tests.helpers.models.small_models import model_of
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])

@@ -6,7 +6,7 @@ from transformers import LlamaConfig
 from common.errors import UserError
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config, preset_names
-from tests.helpers.families import family_config
+from tests.helpers.models.families import family_config
 
 # Where the name is not the size: counts by the tables that the presets come from.
 PUBLISHED = {"llama-7b": 6.7e9, "llama-30b": 32.5e9, "gpt-10b": 11.3e9, "gpt-15b": 16.2e9, "gpt-20b": 21.6e9}

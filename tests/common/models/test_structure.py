@@ -6,7 +6,7 @@ from transformers import AutoConfig
 from common.errors import UserError
 from common.models.meta_model import build_meta_model
 from common.models.structure import find_blocks, fp32_parameters, parameter_names
-from tests.helpers.families import FAMILIES, family_config
+from tests.helpers.models.families import FAMILIES, family_config
 
 BLOCKS = {"gpt2": "transformer.h", "opt": "model.decoder.layers", "gpt_neox": "gpt_neox.layers"}
 

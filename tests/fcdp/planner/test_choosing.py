@@ -12,9 +12,9 @@ from fuyou.layout.record import Precision
 from fuyou.planner import PlannerContext, describe_training
 from fuyou.planner.choose_settings import measure_links
 from fuyou.planner.profiling import save
-from fuyou.ranks.agreement import Agreement
-from fuyou.ranks.topology import share_of
-from fuyou.runtime.devices import memory_limits, open_device
+from fuyou.runtime.devices.device import memory_limits, open_device
+from fuyou.runtime.ranks.agreement import Agreement
+from fuyou.runtime.ranks.topology import share_of
 from tests.helpers.fcdp import engine_cases as cases
 from tests.helpers.fcdp.engine_cases import Run
 from tests.helpers.fcdp.pool import Pool

@@ -22,7 +22,7 @@ import fuyou
 import fuyou.engine.opening
 from common.memory.buffers import HostBuffer
 from fuyou.optimizer.gradient_sum import sum_of_squares
-from fuyou.runtime.devices import CpuDevice, open_device
+from fuyou.runtime.devices.device import CpuDevice, open_device
 from fuyou.schedule.memory_planner import MemoryPlanner
 from fuyou.schedule.tasks import Op, Task
 from tests.helpers.twin import Twin, tiny_configs

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import fuyou
 from common.errors import FinetuneError, UserError
-from fuyou.runtime.compute import StepComputation
+from fuyou.runtime.compute.step_computation import StepComputation
 from fuyou.schedule.tasks import Task
 from tests.helpers.small_engine import BATCH, small_engine, train
 from tests.helpers.twin import tiny_configs

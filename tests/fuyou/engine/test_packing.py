@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import fuyou
 from common.errors import UserError
-from tests.helpers.small_models import model_of
+from tests.helpers.models.small_models import model_of
 
 ROWS, TOKENS, STEPS = 2, 31, 2
 DOCUMENTS = ([9, 17, 5], [20, 11])

@@ -12,8 +12,8 @@ import fuyou
 from common.errors import UserError
 from common.models.adapters.options import AdapterOptions
 from common.models.vision.towers import tower_parameters
-from fuyou.model.block_calls import BlockCalls
-from tests.helpers.vision_families import NAMED, OTHERS, PlainLoop, image_batch, save_checkpoint, text_batch
+from fuyou.model.blocks.calls import BlockCalls
+from tests.helpers.models.vision_families import NAMED, OTHERS, PlainLoop, image_batch, save_checkpoint, text_batch
 
 OPTIONS = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-6}  # at 1e-8, gradients that are rounding become updates
 

@@ -14,10 +14,10 @@ from common.errors import FinetuneError, UserError
 from common.models.meta_model import build_meta_model
 from common.models.structure import parameter_names
 from fuyou.layout.record import Kind, Precision
-from fuyou.model.loss import cross_entropy, shifted_labels
+from fuyou.model.loss.cross_entropy import cross_entropy, shifted_labels
 from fuyou.model.model_records import fingerprint, model_records
 from fuyou.model.streamed_model import StreamedModel
-from tests.helpers.families import FAMILIES, MIXED, family_config
+from tests.helpers.models.families import FAMILIES, MIXED, family_config
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]

@@ -18,7 +18,7 @@ from fuyou.optimizer import adam
 from fuyou.optimizer.absent_gradients import MissedUpdates, OwnedParameters, mark_absent
 from fuyou.optimizer.adam import AdamConfig, ChunkAdam, Update, UpdateRange
 from tests.helpers.engines import OPTIONS, compare, directories, engine
-from tests.helpers.routed import RoutedConfig
+from tests.helpers.models.routed import RoutedConfig
 from tests.helpers.twin import Twin
 
 ROWS, TOKENS, STEPS = 2, 3, 6

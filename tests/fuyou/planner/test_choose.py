@@ -11,7 +11,7 @@ from fuyou import calibration
 from fuyou.calibration import profile_or_measure
 from fuyou.planner import PlannerContext, choose_settings, describe_training
 from fuyou.planner.profiling import Profile, ProfiledWorkload, save
-from fuyou.runtime.devices import open_device
+from fuyou.runtime.devices.device import open_device
 from fuyou.schedule.memory_planner import MemoryPlanner
 from tests.helpers.profiles import PROFILE
 

@@ -7,7 +7,7 @@ import pytest
 from fuyou.layout.share import Share
 from fuyou.layout.visits import Phase, Visit
 from fuyou.runtime.accounting import Accounting, TaskKind
-from fuyou.runtime.devices import CpuDevice
+from fuyou.runtime.devices.device import CpuDevice
 from fuyou.runtime.trace import RecordInterval
 from fuyou.schedule.tasks import ComputeTask, Op, StepList, Task
 

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 import fuyou
+from common.communication.object_collectives import all_gather_object
 from common.data import RandomBatches
 from common.errors import FinetuneError
-from common.object_collectives import all_gather_object
 from fcdp.strategy.topology import Topology
 from tests.helpers.crash.drives import Fault, count
 from tests.helpers.crash.points import Reference, carry_on, check, clean, files_in, interrupt

@@ -27,12 +27,12 @@ from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama  # noqa: F401 - so that no run has to import it
 
 import fuyou
-import fuyou.optimizer.client
-import fuyou.optimizer.process  # so that no run has to import it
+import fuyou.optimizer.process.client
+import fuyou.optimizer.process.main  # so that no run has to import it
 from common.data import RandomBatches
 from common.errors import FinetuneError
 from tests.helpers.crash.drives import Fault, FaultyDrives
-from tests.helpers.forked import Child, as_subprocess
+from tests.helpers.processes.forked import Child, as_subprocess
 
 #: ``start`` asks after all children, and two threads that ask after one take its exit status from each other.
 _looking_after_children = threading.Lock()
@@ -188,7 +188,7 @@ def _train(run: Run, results: Path) -> None:
     out = os.open(results, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     with contextlib.suppress(AttributeError):
         sys.stdin.close()
-    setattr(fuyou.optimizer.client, "subprocess", as_subprocess(Child))  # noqa: B010 - for mypy it is a module
+    setattr(fuyou.optimizer.process.client, "subprocess", as_subprocess(Child))  # noqa: B010 - for mypy it is a module
     torch.set_num_threads(1)
     for path in (*run.ssd, *run.leaving):
         path.mkdir(parents=True, exist_ok=True)

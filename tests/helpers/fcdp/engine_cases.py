@@ -13,7 +13,7 @@ import fcdp
 import fuyou
 from common.errors import FinetuneError
 from common.store import commit_manifest, load_manifest
-from fuyou.runtime import rank_handlers as handlers
+from fuyou.runtime.data_plane import rank_handlers as handlers
 
 VOCABULARY = 67
 OPTIONS = {"dtype": "bf16", "lr": 1e-3, "weight_decay": 0.1, "host_memory": "4GiB"}
@@ -167,6 +167,6 @@ def set_back(folder: Path, rank: int) -> None:
 
 def train_routed(topology: fcdp.Topology | None, run: Run) -> Outcome:
     """Train a model some of whose experts no token is sent to."""
-    from tests.helpers import routed  # noqa: F401 - so that this process knows the family
+    from tests.helpers.models import routed  # noqa: F401 - so that this process knows the family
 
     return train(topology, replace(run, packed=False))

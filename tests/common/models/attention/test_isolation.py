@@ -5,7 +5,7 @@ import torch
 
 from common.data.documents import Documents
 from common.models.attention.isolation import DocumentSeparator, Isolation, documents_are_isolated, find_isolation
-from tests.helpers.small_models import model_of
+from tests.helpers.models.small_models import model_of
 
 WHOLE = {"llama", "gpt2", "gemma3_text", "opt"}
 """Families whose attention goes through transformers' interface, and that have nothing else that mixes tokens."""

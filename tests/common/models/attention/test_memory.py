@@ -7,8 +7,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from common.memory.heap import return_free_memory
 from common.models.attention.memory import AttentionMemory
 from common.models.structure import find_blocks
-from tests.helpers.families import peak_bytes, reset_peak_bytes
-from tests.helpers.small_models import small_config
+from tests.helpers.models.families import peak_bytes, reset_peak_bytes
+from tests.helpers.models.small_models import small_config
 
 
 def test_masks_by_hand() -> None:

@@ -14,7 +14,7 @@ from common.models.checkpoint.sources import CheckpointSource
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from common.models.structure import find_blocks, parameter_names
-from tests.helpers.families import FAMILIES, family_config, peak_bytes, real_model, reset_peak_bytes, saved
+from tests.helpers.models.families import FAMILIES, family_config, peak_bytes, real_model, reset_peak_bytes, saved
 
 
 def outer_names(model, prefix: str) -> list[str]:

@@ -13,7 +13,7 @@ from common.models.checkpoint.shards import SINGLE, without_wrappers
 from common.models.checkpoint.sources import CheckpointSource
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
-from tests.helpers.families import family_config, saved
+from tests.helpers.models.families import family_config, saved
 
 
 def source_of(directory: Path) -> CheckpointSource:

@@ -14,7 +14,15 @@ from common.models.checkpoint.shards import INDEX, SINGLE
 from common.models.checkpoint.sources import CheckpointSource, RandomSource
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
-from tests.helpers.families import FAMILIES, MIXED, family_config, peak_bytes, real_model, reset_peak_bytes, saved
+from tests.helpers.models.families import (
+    FAMILIES,
+    MIXED,
+    family_config,
+    peak_bytes,
+    real_model,
+    reset_peak_bytes,
+    saved,
+)
 
 
 def source_of(directory: Path) -> CheckpointSource:

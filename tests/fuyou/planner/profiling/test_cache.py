@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from common.result_cache import cache_directory
+from common.files.result_cache import cache_directory
 from fuyou.layout.record import Precision
 from fuyou.planner.profiling import Profile, ProfiledWorkload, load, save
-from fuyou.runtime.devices import CpuDevice
-from fuyou.runtime.emulated import EmulatedDevice, EmulatedSpec
+from fuyou.runtime.devices.device import CpuDevice
+from fuyou.runtime.devices.emulated import EmulatedDevice, EmulatedSpec
 from tests.helpers.profiles import PROFILE
 from tests.helpers.twin import tiny_configs
 

@@ -12,18 +12,18 @@ from transformers import CONFIG_MAPPING
 from common.errors import UserError
 from common.models.meta_model import build_meta_model
 from common.models.miniature import miniature
-from common.store.throttle import IoThrottle
+from common.store.backends.throttle import IoThrottle
 from fuyou.layout.record import Precision
 from fuyou.model.model_records import model_records
+from fuyou.model.recompute.policy import trace_block
 from fuyou.model.streamed_model import StreamedModel
-from fuyou.optimizer.client import OptimizerLink
+from fuyou.optimizer.process.client import OptimizerLink
 from fuyou.planner.profiling import ProfiledWorkload, measure
 from fuyou.planner.profiling.blocks import BlockBench, OperatorTimer, _extrapolated, _shortened, random_values
 from fuyou.planner.profiling.contention import pieces_per_second
 from fuyou.planner.profiling.drives import open_scratch
 from fuyou.planner.profiling.optimizer import OptimizerBench, scratch_records
-from fuyou.recompute.policy import trace_block
-from fuyou.runtime.devices import CpuDevice, open_device
+from fuyou.runtime.devices.device import CpuDevice, open_device
 from tests.helpers.twin import tiny_configs
 
 BF16 = Precision(torch.bfloat16, torch.float32)

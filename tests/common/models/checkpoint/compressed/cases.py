@@ -6,7 +6,7 @@ import torch
 from transformers import AutoConfig
 
 from tests.common.models.checkpoint.compressed.writing import compress
-from tests.helpers.families import saved
+from tests.helpers.models.families import saved
 
 _COMMON = {
     "vocab_size": 211, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,

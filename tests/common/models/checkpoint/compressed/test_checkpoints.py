@@ -17,7 +17,7 @@ from common.models.checkpoint.sources import CheckpointSource
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from tests.common.models.checkpoint.compressed.cases import PAIRS, compressed
-from tests.helpers.families import peak_bytes, reset_peak_bytes
+from tests.helpers.models.families import peak_bytes, reset_peak_bytes
 
 WEIGHTS = "model.safetensors"
 

@@ -13,7 +13,7 @@ from transformers.core_model_loading import (
 from common.models.checkpoint.compressed import Placements
 from common.models.checkpoint.conversion import Conversion
 from common.models.meta_model import build_meta_model
-from tests.helpers.families import family_config
+from tests.helpers.models.families import family_config
 
 EXPERTS = 3
 

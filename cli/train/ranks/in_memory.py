@@ -1,0 +1,179 @@
+"""Training of several ranks in memory, with FSDP2 and cached parameters."""
+
+import dataclasses
+import math
+from collections.abc import Collection
+
+import torch
+
+from cli.job.job import Job
+from cli.job.strategy import DEFAULT, choose_strategy
+from cli.options.adapters import peft_config_of, towers_of, trainable_parameters
+from cli.options.settings import COMMITS, Settings
+from cli.report.results import EvaluationResult, MemoryUse, RunTotals, StepResult
+from cli.train import loop
+from cli.train.evaluation import evaluate
+from cli.train.ranks.rank_process import RankProcess
+from cli.train.same_run import check_same_run
+from common.communication.object_collectives import broadcast_from_rank0
+from common.data import Batches
+from common.errors import FinetuneError
+from common.models.meta_model import build_meta_model
+from common.models.presets import load_config
+from common.units import format_bytes, format_seconds
+from fcdp.checkpoint.commits import ShardedCheckpoints
+from fcdp.planner import Workload
+from fcdp.strategy.names import AUTO
+from fcdp.strategy.topology import Topology
+from fcdp.trainer import Trainer, TrainerConfig
+from fuyou.layout.record import DTYPES
+
+
+def train_in_memory(job: Job, topology: Topology, rank: RankProcess, launches: Collection[str]) -> Trainer:
+    """Train, export and report.
+
+    Args:
+        job: the run.
+        topology: the ranks.
+        rank: this process.
+        launches: ids of the launches of all nodes.
+
+    Returns:
+        The trainer, which is to be closed when all ranks have come so far.
+
+    Raises:
+        Stopped, UserError, FinetuneError: as in :func:`cli.train.ranks.run.train_rank`.
+    """
+    trainer = _open_trainer(job, topology, launches)
+    in_memory = InMemoryTrainer(job, trainer, rank)
+    try:
+        loop.conclude(job, in_memory, rank, loop.train(job, in_memory, rank))
+    except FinetuneError as error:
+        if trainer.newest_commit() is not None:
+            error.add_note(job.settings.how_to_continue)
+        raise
+    return trainer
+
+
+class InMemoryTrainer(loop.Trainer):
+    """An in-memory trainer trains as one of several ranks, and commits to a directory that all share.
+
+    Args:
+        job: the run.
+        trainer: the trainer of this rank, with the states that training starts from.
+        rank: this process.
+    """
+
+    def __init__(self, job: Job, trainer: Trainer, rank: RankProcess) -> None:
+        self.model = self._trainer = trainer
+        self.is_resumed = job.settings.resume or bool(rank.restarts)
+        self._planned_sent_bytes = trainer.planned_sent_bytes(job.settings.batch_size)
+        self.plan = {"strategy": trainer.strategy, "sent_bytes_per_step": self._planned_sent_bytes}
+        self.location = ("commits", str(job.output / COMMITS))
+        self._job, self._rank = job, rank
+        self._stop_requested = False
+
+    def train_step(self, batch: dict[str, torch.Tensor], lr: float) -> StepResult:
+        done = self._trainer.train_step(batch, lr, self._rank.stopping)
+        self._stop_requested = done.stop
+        if done.step % self._job.settings.commit_interval == 0:
+            self._trainer.commit()
+        return StepResult(
+            loss=done.loss,
+            grad_norm=done.grad_norm,
+            skipped=done.skipped,
+            aux_loss=done.aux_loss,
+            sent_bytes=done.sent_bytes,
+        )
+
+    def evaluate(self, batches: Batches) -> EvaluationResult:
+        return evaluate(batches, self._job.settings.batch_size, self._trainer.eval_loss)
+
+    def stop_requested(self) -> bool:
+        return self._stop_requested
+
+    def commit(self) -> None:
+        self._trainer.commit()
+
+    def memory(self) -> MemoryUse:
+        return MemoryUse(self._trainer.device_peak_bytes, self._trainer.host_peak_bytes)
+
+    def totals(self) -> RunTotals:
+        trainer = self._trainer
+        return RunTotals(
+            parameters=trainer.parameters,
+            trainable_parameters=trainer.trainable_parameters,
+            memory=self.memory(),
+            host_baseline_bytes=trainer.host_baseline_bytes,
+            planned_sent_bytes_per_step=self._planned_sent_bytes,
+        )
+
+
+def _open_trainer(job: Job, topology: Topology, launches: Collection[str]) -> Trainer:
+    settings = job.settings
+    directory = job.output / COMMITS
+    names = {field.name for field in dataclasses.fields(TrainerConfig)} - {"strategy", "device_cache_threshold"}
+    config = TrainerConfig(
+        **settings.named(names),
+        strategy=_strategy(job, topology),
+        host_cache_bytes=None if settings.host_cache is None else settings.host_cache // topology.ranks_per_node,
+        towers=towers_of(settings),
+        device_cache_threshold=0.9 if settings.device_cache_threshold is None else settings.device_cache_threshold,
+    )
+    trainer = Trainer(job.checkpoint or settings.model, topology, config, directory, peft_config_of(settings))
+    if broadcast_from_rank0(lambda: _is_continued(settings, ShardedCheckpoints(directory), launches)):
+        trainer.resume()
+    else:
+        trainer.begin()
+    check_same_run(job, trainer, launches)
+    return trainer
+
+
+def _strategy(job: Job, topology: Topology) -> str:
+    """Return the name of the strategy. If one is to be chosen, rank 0 does, as only it need know the cluster.
+
+    Raises:
+        UserError, FinetuneError: see :func:`cli.job.strategy.choose_strategy`.
+    """
+    settings = job.settings
+    if settings.strategy != AUTO:
+        return settings.strategy or DEFAULT
+    name: str = broadcast_from_rank0(lambda: _choose(job, topology))
+    return name
+
+
+def _choose(job: Job, topology: Topology) -> str:
+    """Choose a strategy by the planner."""
+    settings = job.settings
+    rows = settings.batch_size / topology.world_size
+    micro_batch = min(settings.micro_batch or math.ceil(rows), math.ceil(rows))
+    config, _ = load_config(settings.model)
+    model = build_meta_model(config)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    trained = trainable_parameters(settings, model) if settings.trains_adapters else whole
+    workload = Workload.of_model(
+        config,
+        seq_len=job.seq_len,
+        micro_batch=micro_batch,
+        micro_batches=math.ceil(rows / micro_batch),
+        trainable_ratio=min(1.0, trained / whole),
+        dtype_bytes=DTYPES[settings.dtype].itemsize,
+    )
+    choice = choose_strategy(settings, workload, topology.levels)
+    seconds, sent = format_seconds(choice.step_seconds), format_bytes(choice.inter_node_bytes)
+    print(f"strategy {choice.name}; the planner expects {seconds} and {sent} across nodes per step", flush=True)
+    return choice.name
+
+
+def _is_continued(settings: Settings, commits: ShardedCheckpoints, launches: Collection[str]) -> bool:
+    """Return whether to go on from a commit.
+
+    If not, commits that are there are deleted: ``--overwrite`` was given, or the launcher would not have come so far.
+    """
+    if settings.resume or (newest := commits.newest()) is None:
+        return settings.resume
+    # Started again by a launcher that has had a part in this run: --resume goes without saying.
+    try:
+        return bool(set(launches) & set(commits.describe(newest)["user"].get("launches", ())))
+    except FinetuneError:  # of another format, or damaged: nothing that this launcher has made
+        return False

@@ -1,0 +1,159 @@
+"""Training of several ranks out of core, each node on its own SSDs."""
+
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from cli.job.job import Job
+from cli.report.results import EvaluationResult, IoCounts, MemoryUse, RunTotals, StepResult
+from cli.train.engine_trainer import EngineTrainer, engine_options, profile_once
+from cli.train.evaluation import evaluate
+from cli.train.loop import conclude, train
+from cli.train.ranks.rank_process import RankProcess
+from cli.train.same_run import check_same_run
+from common.communication.object_collectives import all_gather_object, broadcast_from_rank0
+from common.data import Batches
+from common.errors import UserError
+from common.store import load_manifest, remove
+from common.store.migration import remove_folder
+from fcdp.strategy.topology import Topology
+from fuyou import Engine
+from fuyou.checkpoint.run_files import rank_folder
+from fuyou.runtime.ranks.topology import share_of
+
+
+def train_out_of_core(job: Job, topology: Topology, rank: RankProcess, launches: Collection[str]) -> Engine:
+    """Train, export and report.
+
+    An error leaves the engine open: its threads may wait for ranks that will never answer, and the process ends anyway.
+
+    Args:
+        job: the run.
+        topology: the ranks.
+        rank: this process.
+        launches: ids of the launches of all nodes.
+
+    Returns:
+        The engine, which is to be closed when all ranks have come so far.
+
+    Raises:
+        Stopped, UserError, FinetuneError: as in :func:`cli.train.ranks.run.train_rank`.
+    """
+    broadcast_from_rank0(lambda: profile_once(job, share_of(topology)))
+    engine = _open_engine(job, topology, launches)
+    try:
+        check_same_run(job, engine, launches)
+        trainer = RankEngineTrainer(job, engine, topology, rank)
+        conclude(job, trainer, rank, train(job, trainer, rank))
+    except UserError:
+        raise
+    except Exception as error:
+        error.add_note(job.settings.how_to_continue)
+        raise
+    return engine
+
+
+class RankEngineTrainer(EngineTrainer):
+    """A rank's engine trainer takes its part of every batch, and reports for its node.
+
+    Args:
+        job: the run.
+        engine: the engine of this rank, open.
+        topology: the ranks.
+        rank: this process.
+    """
+
+    def __init__(self, job: Job, engine: Engine, topology: Topology, rank: RankProcess) -> None:
+        super().__init__(job, engine, rank.is_rank0)
+        self.is_resumed = engine.step_count > 0
+        kind, place = self.location
+        self.location = (kind, f"{place} on every node")
+        self._topology, self._rank = topology, rank
+
+    def train_step(self, batch: dict[str, torch.Tensor], lr: float) -> StepResult:
+        report = self._step(self._part(batch), lr)
+        return self._step_result(report, report.planned_sent_bytes * self._topology.ranks_per_node)
+
+    def evaluate(self, batches: Batches) -> EvaluationResult:
+        rows = self._job.settings.batch_size
+        return evaluate(batches, rows, lambda batch: self._engine.eval_loss(**self._part(batch)))
+
+    def _part(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return this rank's rows."""
+        rows, rank, world_size = len(batch["input_ids"]), self._topology.rank, self._topology.world_size
+        first, last = rows * rank // world_size, rows * (rank + 1) // world_size
+        return {name: value[first:last] for name, value in batch.items()}
+
+    def stop_requested(self) -> bool:
+        stopping = torch.tensor([float(self._rank.stopping)])
+        dist.all_reduce(stopping)
+        return bool(stopping > 0)
+
+    def io_counts(self) -> IoCounts:
+        """Return the bytes that this node has moved: its ranks move alike."""
+        own, ranks = super().io_counts(), self._topology.ranks_per_node
+        return IoCounts(own.read * ranks, own.written * ranks, own.planned_read * ranks, own.planned_written * ranks)
+
+    def memory(self) -> MemoryUse:
+        """Return the memory in use, at its peak so far: the ranks of a node take alike."""
+        ranks = self._topology.ranks_per_node
+        return MemoryUse(self._engine.device_peak_bytes, self._engine.host_peak_bytes * ranks)
+
+    def totals(self) -> RunTotals:
+        """Return what the run took on the first node. Collective."""
+        own = super().totals()
+        sizes = [
+            own.io.read,
+            own.io.written,
+            own.io.planned_read,
+            own.io.planned_written,
+            own.memory.host_bytes,
+            own.host_baseline_bytes,
+            own.created_bytes,
+        ]
+        node = all_gather_object(sizes)[: self._topology.ranks_per_node]
+        *io, host, baseline, created = (sum(each) for each in zip(*node, strict=True))
+        return replace(
+            own,
+            memory=MemoryUse(own.memory.device_bytes, host),
+            host_baseline_bytes=baseline,
+            io=IoCounts(*io),
+            created_bytes=created,
+        )
+
+
+def _open_engine(job: Job, topology: Topology, launches: Collection[str]) -> Engine:
+    settings = job.settings
+    folders = [path / job.run_name for path in job.ssd]
+    leaving = [Path(word).expanduser() / job.run_name for word in settings.leave_ssd]
+    name = rank_folder(topology.local_rank)
+    continued = settings.resume or _is_restart(folders[0] / name, launches)
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+        if topology.local_rank == 0 and not continued:  # what more ranks than now have left there, or a single one
+            remove([folder])
+            here = {rank_folder(number) for number in range(topology.ranks_per_node)}
+            for path in folder.glob(rank_folder("*")):
+                if path.name not in here:
+                    remove_folder(path, shared=True)
+    return Engine(
+        **engine_options(job),
+        ssd=folders,
+        leave_ssd=[path for path in leaving if continued and path.is_dir()],
+        device=topology.device,
+        run_name=name,
+        resume=continued,
+        overwrite=True,  # the launcher would not have come so far if something were there that is to be kept
+        batch_shape=(-(-settings.batch_size // topology.world_size), job.seq_len),
+        topology=topology,
+    )
+
+
+def _is_restart(folder: Path, launches: Collection[str]) -> bool:
+    """Return whether any rank's store was made by one of these launches: then a rank was lost, and all go on."""
+    content = load_manifest(folder) if folder.exists() else None
+    mine = bool(content and set(launches) & set(content["user"].get("launches", ())))
+    return any(all_gather_object(mine))

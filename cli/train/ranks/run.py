@@ -1,0 +1,61 @@
+"""``finetune --nodes``, as every rank runs it: meet the others, compare, prepare, train, export and report."""
+
+import dataclasses
+import os
+import time
+
+import torch.distributed as dist
+
+from cli.job.job import Job
+from cli.job.prepare import prepare
+from cli.job.quiet import quiet_transformers
+from cli.options.computing_dtype import with_dtype_of_all
+from cli.options.settings import Settings
+from cli.train.ranks.in_memory import train_in_memory
+from cli.train.ranks.meeting import check_same_command, check_shared, device_of, meet
+from cli.train.ranks.out_of_core import train_out_of_core
+from cli.train.ranks.rank_process import RankProcess
+from fcdp.strategy.mesh import Levels
+from fcdp.strategy.topology import Topology
+
+
+def train_rank(settings: Settings, rank: RankProcess) -> None:
+    """Do the whole run, as this rank's part of it.
+
+    Raises:
+        Stopped: by the user; says how to continue.
+        UserError, FinetuneError: with a note on how to continue, if there is something to continue; some on one rank
+            only.
+    """
+    if not settings.debug:
+        quiet_transformers()
+    settings = dataclasses.replace(settings, gpus_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
+    device = device_of(settings, int(os.environ["LOCAL_RANK"]))
+    store = meet(settings, rank, device)
+    levels = None if settings.levels is None else Levels.parse(settings.levels)
+    topology = Topology.from_environment(device=device, levels=levels)
+    launches = check_same_command(settings)
+    settings = with_dtype_of_all(settings, device.type, bool(rank.restarts))
+    job = _prepare(settings, rank, store)
+    check_shared(job.output, rank)
+    run = train_out_of_core if settings.ssd else train_in_memory
+    trained = run(job, topology, rank, launches)
+    rank.disconnect()
+    dist.barrier()
+    trained.close()
+    topology.close()
+    dist.destroy_process_group()
+    job.close()
+
+
+def _prepare(settings: Settings, rank: RankProcess, store: dist.Store) -> Job:
+    """Prepare the job on rank 0 first, which tokenizes the data."""
+    if rank.is_rank0:
+        job = prepare(settings)
+        if not rank.restarts:
+            print(job.header(), flush=True)
+        store.set("prepared", "")
+        return job
+    while not store.check(["prepared"]):  # not a collective: tokenizing may take longer than those may wait
+        time.sleep(0.1)
+    return prepare(settings)

@@ -1,0 +1,1 @@
+"""Messages between ranks: what every collective of the project is made of."""

@@ -1,0 +1,1 @@
+"""The model that the ranks train: built and sharded, given its weights, and run forward."""

@@ -1,0 +1,136 @@
+"""The model that the ranks of a cluster train: read from a checkpoint or made, given adapters, sharded."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from common.models.adapters.adapters import Adapters
+from common.models.checkpoint.sources import CheckpointSource, RandomSource, WeightSource
+from common.models.flops import active_parameters, hardware_flops_per_token, model_flops_per_token
+from common.models.meta_model import build_meta_model
+from common.models.presets import load_config
+from fcdp.config import TrainerConfig
+from fcdp.model.weights import load, materialise, widen
+from fcdp.shard import fully_shard, sharding
+from fcdp.sharding import Sharding
+from fcdp.strategy.topology import Topology
+from fuyou.layout.record import DTYPES
+from fuyou.model.family import Family
+from fuyou.model.loss.router_loss import RouterLoss, find_router_loss, switch_router_logits, wants_router_loss
+from fuyou.model.streamed_model import StreamedModel
+
+
+@dataclass(frozen=True)
+class ClusterModel:
+    """A sharded model, and what is known of it."""
+
+    config: PreTrainedConfig
+    checkpoint: Path | None
+    """Directory of the checkpoint that it comes from; None: weights are random."""
+    meta: PreTrainedModel
+    """The model on the meta device, neither sharded nor with adapters."""
+    family: Family
+    block_prefix: str
+    """Name of the list of blocks."""
+    module: Any
+    """The model that is trained: FSDP2's, with adapters, its weights not yet read."""
+    adapters: Adapters | None
+    source: WeightSource
+    dtype: torch.dtype
+    """Dtype in which blocks compute."""
+    router_loss: RouterLoss | None
+    """What the loss has beside cross entropy; None: nothing."""
+
+    @classmethod
+    def open(
+        cls,
+        model: str | os.PathLike[str],
+        topology: Topology,
+        options: TrainerConfig,
+        peft_config: PeftConfig | None,
+    ) -> "ClusterModel":
+        """Check the model's files, and shard it. Collective.
+
+        Args:
+            model: checkpoint directory or a preset's name.
+            peft_config: adapters to train instead of the weights; None: the weights are trained.
+
+        Raises:
+            UserError, FinetuneError: on every rank whose files are not what they should be.
+        """
+        dtype = DTYPES[options.dtype]
+        config, checkpoint = load_config(model)
+        meta = build_meta_model(config, dtype=dtype)
+        wanted = wants_router_loss(meta, options.router_loss)
+        stack = StreamedModel(meta, torch.device("cpu"))
+        router_loss = find_router_loss(stack, options.router_loss) if wanted else None
+        source = CheckpointSource(checkpoint, meta) if checkpoint else RandomSource(meta, options.seed)
+        source.check()
+        module: Any = build_meta_model(config, dtype=dtype)
+        if peft_config is not None:
+            options.towers.without_adapters(peft_config, module)
+        adapters = None if peft_config is None else Adapters(module, peft_config, options.seed)
+        for name in options.towers.frozen(module) if adapters is None else ():
+            module.get_parameter(name).requires_grad_(False)
+        switch_router_logits(module, router_loss is not None)
+        widen(module)
+        if module.supports_gradient_checkpointing:
+            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        fully_shard(
+            module,
+            topology,
+            options.strategy,
+            mp_policy=MixedPrecisionPolicy(dtype, dtype),
+            device_cache_threshold=options.device_cache_threshold,
+            host_cache_bytes=options.host_cache_bytes,
+        )
+        materialise(module, topology.device)
+        return cls(
+            config, checkpoint, meta, stack.family, stack.block_prefix, module, adapters, source, dtype, router_loss
+        )
+
+    @property
+    def stored(self) -> CheckpointSource | None:
+        """The checkpoint that weights are read from; None: they are random."""
+        return self.source if isinstance(self.source, CheckpointSource) else None
+
+    @property
+    def sharding(self) -> Sharding:
+        """What the model has beyond FSDP2."""
+        return sharding(self.module)
+
+    def load(self) -> None:
+        """Load the weights that training starts from. Collective."""
+        load(self.module, self.source, self.adapters)
+
+    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters that the optimizer changes: all that are not frozen, or with adapters these."""
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:
+                yield name, parameter
+
+    def model_flops_per_token(self, seq_len: int) -> float:
+        """Return 6 FLOPs per parameter and token, 4 per frozen one, plus attention's; recomputation is not counted."""
+        return model_flops_per_token(self.meta, seq_len) + self._adapter_flops
+
+    def hardware_flops_per_token(self, seq_len: int) -> float:
+        """Return the FLOPs per token with the recomputed forward pass, where there is one."""
+        recomputed = self.module.supports_gradient_checkpointing
+        count = hardware_flops_per_token if recomputed else model_flops_per_token
+        return count(self.meta, seq_len) + self._adapter_flops
+
+    @property
+    def _adapter_flops(self) -> float:
+        """FLOPs per token beyond those of training all weights: adapters' own, less the gradients of frozen weights."""
+        if self.adapters is None:
+            return 0.0
+        trainable = sum(parameter.numel() for _, parameter in self.trained())
+        return 6.0 * trainable - 2.0 * active_parameters(self.meta, self.meta)

@@ -1,0 +1,96 @@
+"""Running blocks without their weights, to learn what they return and what they leave for each other."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
+
+from fuyou.model.blocks.calls import BlockCalls
+from fuyou.model.blocks.links import Key, shared_dictionaries
+from fuyou.model.blocks.weightless import empty_parameter, on_meta, restored
+
+TENSOR = object()
+"""Stands for a tensor among the leaves of what a block returns."""
+
+
+class BlockProbe:
+    """Runs blocks on the meta device, and records the structure, shapes and dtypes of what they return.
+
+    Args:
+        returns: for each type of block, what it is known to return: the structure, and the leaves (:data:`TENSOR` in
+            the place of each tensor). Types that are missing are added.
+        all_blocks: run every block, to learn the sizes of what they produce; otherwise one block of each type.
+    """
+
+    def __init__(self, returns: dict[type[nn.Module], tuple[TreeSpec, list[Any]]], all_blocks: bool):
+        self.returns, self._all_blocks = returns, all_blocks
+        self.values: dict[Key, torch.Tensor] = {}
+        """Tensors that blocks have returned beside hidden states, on the meta device."""
+        self.left: list[torch.Tensor] = []
+        """Tensors that blocks have left in shared dictionaries."""
+        self.dtypes: set[torch.dtype] = set()
+        """Dtypes of the hidden states that blocks have returned."""
+
+    def run(self, index: int, block: nn.Module, hidden: torch.Tensor, calls: BlockCalls) -> None:
+        """Run ``block`` with what it has just been called with, if there is anything to learn from that."""
+        args, kwargs = calls.arguments[index]
+        shared = shared_dictionaries(args, kwargs)
+        if not (self._all_blocks or shared) and type(block) in self.returns:
+            return
+
+        def to_meta(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            key = calls.key_of(leaf)
+            return self.values[key] if key in self.values else leaf.to("meta")
+
+        def to_device(leaf: Any) -> Any:
+            key = calls.key_of(leaf) if isinstance(leaf, torch.Tensor) else None
+            return torch.zeros_like(self.values[key], device=hidden.device) if key in self.values else leaf
+
+        before = [dict(dictionary) for dictionary in shared]
+        identities = {id(dictionary) for dictionary in shared}
+        args, kwargs = tree_map(to_meta, (args, kwargs), is_leaf=lambda leaf: id(leaf) in identities)
+        try:
+            with on_meta(block), torch.no_grad(), _GroupedShapes():
+                result = block(torch.empty_like(hidden, device="meta"), *args, **kwargs)
+        except Exception:  # whatever a family's own code does without values, or with tensors of its own
+            result = _on_device(block, hidden, *tree_map(to_device, calls.arguments[index]))
+        leaves, structure = tree_flatten(result)
+        self.dtypes.add(leaves[0].dtype)
+        for position, leaf in enumerate(leaves):
+            if position and isinstance(leaf, torch.Tensor):
+                self.values[index, position] = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+        self.returns.setdefault(
+            type(block), (structure, [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+        )
+        for dictionary, known in zip(shared, before, strict=True):
+            for name, entry in dictionary.items():
+                if name not in known or known[name] is not entry:
+                    self.left += [leaf for leaf in tree_leaves(entry) if isinstance(leaf, torch.Tensor)]
+
+
+class _GroupedShapes(TorchDispatchMode):
+    """Replaces grouped matrix products by zeros: their kernel insists on bf16, or on weights with memory."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_grouped_product(func, args):
+            return args[0].new_zeros(args[0].shape[0], args[1].shape[2])
+        return func(*args, **(kwargs or {}))
+
+
+def is_grouped_product(function: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+    """Return whether a call multiplies groups of rows ``[N, I]`` by one matrix each, of ``[E, I, O]``."""
+    return function is torch.ops.aten._grouped_mm.default and args[1].dim() == 3
+
+
+def _on_device(block: nn.Module, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a block on the device, with weights that are all zero and take no memory."""
+    with torch.no_grad(), _GroupedShapes(), restored(block):
+        for module in block.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = empty_parameter(parameter, hidden.device)
+        return block(torch.zeros_like(hidden), *args, **kwargs)

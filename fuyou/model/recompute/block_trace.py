@@ -1,0 +1,364 @@
+"""Traces a block's forward pass: its operators, which results each reads, and what is saved for the backward pass.
+
+From that follows what a recomputation has to compute: everything that autograd has saved, and whatever that is made
+from. The rest (a block's last matrix product, for one: its result is the next block's input and nothing else) need not
+be computed again, and outputs that the forward pass has saved make more of it unnecessary.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from common.models.attention import documents as document_attention
+from fuyou.model.blocks.probe import is_grouped_product
+
+#: Every saved output starts on a multiple of this many bytes, as memory from an allocator does.
+ALIGN_BYTES = 256
+
+_aten = torch.ops.aten
+#: Plans are made for rows of one document; where documents share a row, attention is another operator.
+_IN_PACKED_ROWS = {str(_aten._scaled_dot_product_flash_attention_for_cpu.default): str(document_attention.OPERATOR)}
+#: Methods that read a tensor's memory without an operator. (``item`` and ``bool`` have one.)
+_HANDED_OVER = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr})
+#: Operators that read the shape of their argument and nothing of its values.
+_SHAPE_ONLY = frozenset(
+    {
+        _aten.empty_like,
+        _aten.zeros_like,
+        _aten.ones_like,
+        _aten.full_like,
+        _aten.new_empty,
+        _aten.new_empty_strided,
+        _aten.new_zeros,
+        _aten.new_ones,
+        _aten.new_full,
+    }
+)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape, strides, type and device of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(value: torch.Tensor) -> "TensorSpec":
+        return TensorSpec(tuple(value.shape), value.stride(), value.dtype, value.device)
+
+    @staticmethod
+    def of_all(result: Any) -> Any:
+        """Return ``result`` with a specification in the place of each tensor."""
+        return tree_map(lambda leaf: TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else leaf, result)
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def dense(self) -> bool:
+        """Whether its elements fill a range of memory, each once, in whatever order."""
+        expected = 1
+        for stride, size in sorted(zip(self.stride, self.shape, strict=True)):
+            if size != 1:
+                if stride != expected:
+                    return False
+                expected *= size
+        return True
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One call of an operator in a block's forward pass; calls that only make views do not count."""
+
+    function: torch._ops.OpOverload
+    ordinal: int
+    """Number of the call among this operator's calls, from 0."""
+    result: Any
+    """Its result, with a :class:`TensorSpec` for each tensor."""
+    reads: frozenset[int]
+    """Indices of the calls that have made (or changed) what it reads."""
+    flops: float
+    moved_bytes: int
+    """Bytes of its arguments and results."""
+    always: bool
+    """Whether it must run even if nothing needs its result: it draws random numbers, changes an argument, or hands a
+    value to Python."""
+    aliases: bool
+    """Whether it returns memory that was there before."""
+
+    @property
+    def name(self) -> str:
+        """Full name, such as ``aten.addmm.default``."""
+        return str(self.function)
+
+    @property
+    def outputs(self) -> list[TensorSpec]:
+        return [leaf for leaf in tree_leaves(self.result) if isinstance(leaf, TensorSpec)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all of its outputs take in a buffer of saved outputs."""
+        return sum(-(-output.nbytes // ALIGN_BYTES) * ALIGN_BYTES for output in self.outputs)
+
+    @property
+    def savable(self) -> bool:
+        """Whether its outputs can be saved and given back as if it had run.
+
+        Copies cannot: autograd makes some of its own, which a pass without gradients lacks.
+        """
+        copies = self.function is _aten.clone.default
+        return not (self.always or self.aliases or copies) and all(output.dense for output in self.outputs)
+
+
+class BlockTrace:
+    """The operators of one block's forward pass, in order, and which results its backward pass needs.
+
+    Args:
+        operators: the calls.
+        saved: indices of the calls whose results autograd has saved.
+        prunes: whether the backward pass needs nothing but what autograd has saved: a custom autograd function may hold
+            more, and then nothing can be left out.
+    """
+
+    def __init__(self, operators: list[Operator], saved: frozenset[int], prunes: bool):
+        self.operators = operators
+        self.saved = saved
+        self.prunes = prunes
+        self._index = {(one.name, one.ordinal): index for index, one in enumerate(operators)}
+
+    def find(self, name: str, ordinal: int) -> int | None:
+        """Return the index of the ``ordinal``-th call of an operator, or of the one in its place in packed rows."""
+        return self._index.get((name, ordinal), self._index.get((_IN_PACKED_ROWS.get(name, name), ordinal)))
+
+    def required(self, kept: frozenset[int] = frozenset()) -> frozenset[int]:
+        """Return the calls that a recomputation has to make if it is given the outputs of ``kept``."""
+        if not self.prunes:
+            return frozenset(range(len(self.operators))) - kept
+        found: set[int] = set()
+        todo = [index for index, one in enumerate(self.operators) if one.always] + list(self.saved)
+        while todo:
+            index = todo.pop()
+            if index not in found and index not in kept:
+                found.add(index)
+                todo.extend(self.operators[index].reads)
+        return frozenset(found)
+
+    def flops(self, calls: frozenset[int] | None = None) -> float:
+        """Return the FLOPs of ``calls``, or of the whole forward pass."""
+        chosen = range(len(self.operators)) if calls is None else calls
+        return sum(self.operators[index].flops for index in chosen)
+
+
+class Tracer(TorchDispatchMode):
+    """Traces what runs inside it, on any device: ``with Tracer() as tracer: result = block(...)``.
+
+    Gradients must be enabled, for what the backward pass saves is a part of the trace. It keeps no tensor alive.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._operators: list[Operator] = []
+        self._calls: Counter[torch._ops.OpOverload] = Counter()
+        self._writers: dict[int, set[int]] = {}  # storage -> calls that have written to it since it was made
+        self._saved: set[int] = set()
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda value: value)
+        self._reads = _PythonReads(self._save)
+
+    def __enter__(self) -> "Tracer":
+        self._hooks.__enter__()
+        self._reads.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._reads.__exit__(*error)
+        self._hooks.__exit__(*error)
+
+    def finish(self, *results: torch.Tensor) -> BlockTrace:
+        """Return the trace; ``results`` are the tensors at which the backward pass begins."""
+        return BlockTrace(self._operators, frozenset(self._saved), not _has_custom_function(results))
+
+    def _save(self, value: torch.Tensor) -> torch.Tensor:
+        self._saved |= self._writers.get(_storage(value), set())
+        return value
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_grouped_product(func, args) and args[0].is_meta:
+            result = args[0].new_empty(args[0].shape[0], args[1].shape[2])  # the meta kernel insists on bf16
+        else:
+            result = func(*args, **kwargs)
+        if makes_views(func):
+            return result
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        memory = {_storage(value) for value in inputs if func.overloadpacket not in _SHAPE_ONLY}
+        index = len(self._operators)
+        self._operators.append(
+            Operator(
+                func,
+                self._calls[func],
+                TensorSpec.of_all(result),
+                frozenset(call for storage in memory for call in self._writers.get(storage, ())),
+                _flops(func, args, kwargs, result),
+                sum(value.numel() * value.itemsize for value in (*inputs, *outputs)),
+                _always_runs(func, args, kwargs, outputs),
+                any(_storage(value) in memory for value in outputs),
+            )
+        )
+        self._calls[func] += 1
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
+                self._writers.setdefault(_storage(value), set()).add(index)
+        for value in outputs:
+            if _storage(value) not in memory:
+                self._writers[_storage(value)] = {index}  # new memory, even where an earlier tensor's was
+        return result
+
+
+class _PythonReads(TorchFunctionMode):
+    """Notices tensors whose values Python reads without an operator: a recomputation needs them, too.
+
+    Args:
+        note: called with each of them.
+    """
+
+    def __init__(self, note: Callable[[torch.Tensor], object]):
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _HANDED_OVER:
+            self._note(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+@cache
+def makes_views(function: torch._ops.OpOverload) -> bool:
+    """Return whether the operator only looks at its argument's memory in another way."""
+    returns = function._schema.returns
+    if function is _aten._unsafe_view.default:
+        return True
+    return bool(returns) and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+
+
+@cache
+def argument_index(function: torch._ops.OpOverload, name: str) -> int | None:
+    """Return the position of the argument ``name``, or None if the operator has none of that name."""
+    names = [one.name for one in function._schema.arguments]
+    return names.index(name) if name in names else None
+
+
+def _argument(function: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    """Return the argument ``name`` of a call, or its default; None if the operator has no such argument."""
+    position = argument_index(function, name)
+    if position is None:
+        return None
+    return (
+        args[position] if position < len(args) else kwargs.get(name, function._schema.arguments[position].default_value)
+    )
+
+
+def _storage(value: torch.Tensor) -> int:
+    return value.untyped_storage()._cdata
+
+
+def _always_runs(function: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> bool:
+    tags = function.tags
+    if torch.Tag.nondeterministic_seeded in tags:
+        return _argument(function, args, kwargs, "dropout_p") != 0.0  # attention without dropout draws nothing
+    if function is _aten.index.Tensor:  # only masks select a number of elements that depends on values
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return (
+        not outputs
+        or torch.Tag.dynamic_output_shape in tags
+        or torch.Tag.data_dependent_output in tags
+        or any(one.alias_info is not None and one.alias_info.is_write for one in function._schema.arguments)
+    )
+
+
+def _flops(function: Any, args: Any, kwargs: Any, result: Any) -> float:
+    packet = function.overloadpacket
+    if packet in flop_registry:
+        return float(flop_registry[packet](*args, **kwargs, out_val=result))
+    if "scaled_dot_product" in packet.__name__ and "attention" in packet.__name__:
+        return float(sdpa_flop_count(*(tuple(value.shape) for value in args[:3])))
+    if packet.__name__ in ("_grouped_mm", "grouped_mm"):  # every row goes through one expert
+        return 2.0 * result.numel() * args[0].shape[-1]
+    return 0.0
+
+
+def _has_custom_function(results: Sequence[torch.Tensor]) -> bool:
+    todo: list[Any] = [result.grad_fn for result in results]
+    seen: set[Any] = set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            # Attention within documents saves what it needs in the sight of autograd.
+            own = node.name().startswith(document_attention.AUTOGRAD_NODE)
+            if isinstance(node, torch.autograd.function.BackwardCFunction) and not own:
+                return True
+            todo.extend(earlier for earlier, _ in node.next_functions)
+    return False
+
+
+class AttentionOf(TorchFunctionMode):
+    """Makes attention on the meta device call the kernel that a real device would, instead of one product at a time.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``.
+    """
+
+    def __init__(self, device: str):
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.scaled_dot_product_attention:
+            kernel = self._kernel(*args, **kwargs)
+            if kernel is not None:
+                return kernel()
+        return func(*args, **kwargs)
+
+    def _kernel(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Callable[[], torch.Tensor] | None:
+        if dropout_p or query.shape[-1] != value.shape[-1]:
+            return None
+        if self._device == "cpu":
+            mask = attn_mask
+            if mask is not None and mask.dtype == torch.bool:
+                mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+            return lambda: _aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
+            )[0]
+        if enable_gqa:
+            times = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+        if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
+            return lambda: _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale)[0]
+        return None

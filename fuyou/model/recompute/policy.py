@@ -1,0 +1,289 @@
+"""Plans which operator outputs a forward pass saves for the backward pass; needs no device.
+
+A block's input is always saved, and the rest of its forward pass is computed again. Saving an output beyond that saves
+computing it and what only it is made from, and costs its bytes on the way out and back. Fuyou's swap benefit factor
+(equation 12: FLOPs over swap time, by a table of a GPT's four linear layers) is taken here from the operators that a
+block of any model runs, and from what a recomputation needs anyway: leaving out a result that the backward pass never
+reads costs nothing.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils._pytree import tree_map
+
+from common.errors import UserError
+from fuyou.layout.model_layout import Recomputation
+from fuyou.layout.resident import evenly_spaced
+from fuyou.model.blocks.weightless import on_meta
+from fuyou.model.recompute.block_trace import AttentionOf, BlockTrace, Operator, Tracer
+from fuyou.model.streamed_model import StreamedModel
+
+#: FLOPs that a device does while it moves one byte of its memory, for operators that are bound by that: about 160 on an
+#: RTX 4090 (165 TFLOP/s in bf16, 1008 GB/s) and on an A100 (312 TFLOP/s, 1.9 TB/s).
+FLOPS_PER_BYTE = 160.0
+
+MAX_CANDIDATES = 256
+"""Largest number of operators to choose from; among more nothing is saved. The time that choosing takes grows with the
+cube of their number. Blocks have some tens; those that loop over tokens in Python (RWKV's) have thousands, none of
+which is worth much."""
+
+_TRACES: WeakKeyDictionary[StreamedModel, dict[tuple[int, str, torch.dtype, int], BlockTrace]] = WeakKeyDictionary()
+
+#: Returns the cost of running an operator, in any unit.
+Cost = Callable[[Operator], float]
+
+
+@dataclass(frozen=True)
+class SavableOutput:
+    """The outputs of one operator call of a block, for one micro-batch, and what saving them is worth.
+
+    All outputs of a call (attention and its log-sum-exp) are saved, or none.
+    """
+
+    operator: str
+    """Name of the operator, such as ``aten.addmm.default``."""
+    ordinal: int
+    """Number of the call among the block's calls of that operator, from 0."""
+    outputs: int
+    """Number of output tensors."""
+    nbytes: int
+    """Bytes of all outputs."""
+    flops: float
+    """FLOPs of the call itself."""
+    saved_flops: float
+    """FLOPs that a recomputation saves if it is saved with everything before it in the list."""
+    saved_cost: float
+    """Cost that a recomputation saves likewise, operators without FLOPs included."""
+
+    @property
+    def benefit(self) -> float:
+        """Saved cost per saved byte: the swap benefit factor."""
+        return self.saved_cost / self.nbytes
+
+
+@dataclass(frozen=True)
+class SavableOutputs:
+    """All outputs of one block that are worth saving, for one micro-batch."""
+
+    outputs: tuple[SavableOutput, ...]
+    """Outputs, best first."""
+    forward_flops: float
+    """FLOPs of the block's forward pass, attention included."""
+    unneeded_flops: float
+    """FLOPs of it that no backward pass needs: every recomputation saves them at no byte."""
+
+    def choose(self, nbytes: float) -> "SavedOutputs":
+        """Return the first outputs of the list, as many as fit into ``nbytes``."""
+        chosen: list[SavableOutput] = []
+        room = nbytes
+        for output in self.outputs:
+            room -= output.nbytes
+            if room < 0:
+                break
+            chosen.append(output)
+        return SavedOutputs(
+            tuple((output.operator, output.ordinal) for output in chosen),
+            sum(output.nbytes for output in chosen),
+            self.unneeded_flops + sum(output.saved_flops for output in chosen),
+            self.forward_flops,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all outputs that are worth saving."""
+        return sum(output.nbytes for output in self.outputs)
+
+
+@dataclass(frozen=True)
+class SavedOutputs:
+    """The operator calls of a block whose outputs are saved, for one micro-batch."""
+
+    operators: tuple[tuple[str, int], ...]
+    """Name and ordinal of each call."""
+    nbytes: int
+    """Bytes of one layer and micro-batch."""
+    saved_flops: float
+    """FLOPs that the recomputation of one layer and micro-batch leaves out."""
+    forward_flops: float
+    """FLOPs of the full recomputation."""
+
+    @property
+    def saved_fraction(self) -> float:
+        """Fraction of the recomputation's FLOPs that is left out."""
+        return self.saved_flops / self.forward_flops if self.forward_flops else 0.0
+
+
+def roofline(operator: Operator) -> float:
+    """Return the operator's FLOPs, or those that a GPU could do while it moves the operator's bytes, if more."""
+    return max(operator.flops, FLOPS_PER_BYTE * operator.moved_bytes)
+
+
+def savable_outputs(trace: BlockTrace, rows: int = 1, cost: Cost = roofline) -> SavableOutputs:
+    """Return the outputs of a block that are worth saving, best first.
+
+    Greedy: again and again the call that saves the most per byte, given those before it; of equal ones, the one that
+    saves more calls. What several outputs save only together is counted with the last of them.
+
+    Args:
+        trace: the block's operators on one row.
+        rows: rows in a micro-batch; everything is proportional to it.
+        cost: returns the cost of an operator: measured seconds, or :func:`roofline`.
+    """
+    costs = [cost(one) for one in trace.operators]
+    needed = trace.required()
+    unneeded = trace.flops() - trace.flops(needed)
+    candidates = {index for index in needed if trace.operators[index].savable and trace.operators[index].nbytes}
+    if len(candidates) > MAX_CANDIDATES:
+        candidates = set()
+    kept: frozenset[int] = frozenset()
+    chosen: list[SavableOutput] = []
+    while True:
+        best, best_rank, best_needed = -1, (0.0, len(needed)), needed
+        total = sum(costs[index] for index in needed)
+        for index in sorted(candidates & needed):
+            left = trace.required(kept | {index})
+            benefit = (total - sum(costs[one] for one in left)) / trace.operators[index].nbytes
+            rank = (benefit, len(needed) - len(left))
+            if rank > best_rank:
+                best, best_rank, best_needed = index, rank, left
+        if best < 0:
+            break
+        operator = trace.operators[best]
+        saved = needed - best_needed
+        chosen.append(
+            SavableOutput(
+                operator.name,
+                operator.ordinal,
+                len(operator.outputs),
+                rows * operator.nbytes,
+                rows * operator.flops,
+                rows * trace.flops(saved),
+                rows * sum(costs[one] for one in saved),
+            )
+        )
+        kept, needed = kept | {best}, best_needed
+    return SavableOutputs(tuple(chosen), rows * trace.flops(), rows * unneeded)
+
+
+def operators_worth_saving(trace: BlockTrace) -> list[tuple[str, int]]:
+    """Return name and ordinal of all calls that save FLOPs if their outputs are saved, best first."""
+    return [(one.operator, one.ordinal) for one in savable_outputs(trace).outputs if one.saved_flops > 0]
+
+
+def trace_block(stack: StreamedModel, seq_len: int, device: str, dtype: torch.dtype, layer: int = -1) -> BlockTrace:
+    """Trace a block's forward pass of one row on the meta device.
+
+    It takes no weights, no device and, after the first time for this model, no time.
+
+    Args:
+        stack: the model.
+        seq_len: tokens in the row.
+        device: ``"cpu"`` or ``"cuda"``, whose attention kernel the trace has.
+        dtype: type of the hidden states.
+        layer: index of the block; the last by default (where families mix kinds, it sees the whole sequence).
+    """
+    traced = _TRACES.setdefault(stack, {})
+    kind = (seq_len, device, dtype, layer)
+    if kind not in traced:
+        traced[kind] = _trace_block(stack, seq_len, device, dtype, layer)
+    return traced[kind]
+
+
+def _trace_block(stack: StreamedModel, seq_len: int, device: str, dtype: torch.dtype, layer: int) -> BlockTrace:
+    def to_meta(value: Any) -> Any:
+        return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+    _, calls = stack.embed_without_weights(torch.zeros(1, seq_len, dtype=torch.long, device=stack.device))
+    args, kwargs = tree_map(to_meta, calls.arguments[layer])
+    hidden = torch.empty(calls.hidden_shape, dtype=dtype, device="meta", requires_grad=True)
+    with on_meta(stack.blocks[layer]), torch.enable_grad(), AttentionOf(device), Tracer() as tracer:
+        result = stack.blocks[layer](hidden, *args, **kwargs)
+    return tracer.finish(result if isinstance(result, torch.Tensor) else result[0])
+
+
+def saved_outputs(trace: BlockTrace, operators: Collection[tuple[str, int]], rows: int = 1) -> SavedOutputs:
+    """Return what saving the outputs of these calls costs and saves.
+
+    Raises:
+        UserError: the block makes no such call, or its outputs cannot be saved.
+    """
+    indices = []
+    for name, ordinal in operators:
+        index = trace.find(name, ordinal)
+        if index is None or not trace.operators[index].savable:
+            raise UserError(f"A block of this model has no outputs of {name} (call {ordinal}) that could be kept.")
+        indices.append(index)
+    saved = trace.flops() - trace.flops(trace.required(frozenset(indices)))
+    nbytes = sum(trace.operators[index].nbytes for index in indices)
+    return SavedOutputs(tuple(operators), rows * nbytes, rows * saved, rows * trace.flops())
+
+
+@dataclass(frozen=True)
+class ActivationPolicy:
+    """The activations that a run saves beyond block inputs: outputs of some operators, in some of the blocks."""
+
+    operators: tuple[tuple[str, int], ...]
+    """Name and ordinal of each call, as :class:`SavableOutput` has them."""
+    layers: int
+    """Number of blocks that save them."""
+
+
+class ActivationPlanner:
+    """Plans which outputs a run saves, for any batch, and what that saves.
+
+    Args:
+        stack: the model.
+        device: ``"cpu"`` or ``"cuda"``.
+        dtype: type of the hidden states.
+        policy: the operators and the number of layers; or a number of bytes, into which the best outputs of every layer
+            and micro-batch must fit.
+    """
+
+    def __init__(self, stack: StreamedModel, device: str, dtype: torch.dtype, policy: ActivationPolicy | int):
+        self._stack, self._device, self._dtype, self._policy = stack, device, dtype, policy
+        layers = len(stack.blocks)
+        count = policy.layers if isinstance(policy, ActivationPolicy) else layers if policy else 0
+        if not 0 <= count <= layers:
+            raise UserError(f"Outputs cannot be kept in {count} blocks: this model has {layers}.")
+        #: The blocks that save outputs, evenly spaced, so that the traffic is even, too. (Simulated, 13B with a quarter
+        #: to half of the blocks saving much: up to 4% shorter steps than with the last blocks.)
+        self.layers = evenly_spaced(range(layers), count)
+        self._traces: dict[int, BlockTrace | None] = {}
+
+    def saved(self, rows: int, seq_len: int) -> SavedOutputs:
+        """Return what one layer saves for a micro-batch of ``rows`` x ``seq_len`` tokens.
+
+        Raises:
+            UserError: no outputs of this model can be saved.
+        """
+        trace = self._trace(seq_len)
+        if trace is None:
+            return SavedOutputs((), 0, 0.0, 0.0)
+        if not self._policy:
+            return saved_outputs(trace, (), rows)
+        if isinstance(self._policy, ActivationPolicy):
+            return saved_outputs(trace, self._policy.operators, rows)
+        return savable_outputs(trace, rows).choose(self._policy)
+
+    def recomputation(self, rows: int, seq_len: int) -> Recomputation:
+        """Return how much of a block is computed again, as the schedule needs to know it."""
+        trace, saved = self._trace(seq_len), self.saved(rows, seq_len)
+        unneeded = saved_outputs(trace, ()).saved_fraction if trace is not None else 0.0
+        return Recomputation(frozenset(self.layers if saved.nbytes else ()), saved.saved_fraction, unneeded)
+
+    def _trace(self, seq_len: int) -> BlockTrace | None:
+        if seq_len not in self._traces:
+            try:
+                self._traces[seq_len] = trace_block(self._stack, seq_len, self._device, self._dtype)
+            except Exception as error:  # whatever a family's own code does without values
+                if self.layers:
+                    raise UserError(
+                        f"Which outputs of {type(self._stack.model).__name__} to keep cannot be planned: its blocks do "
+                        f"not run without values ({type(error).__name__}: {error}). Leave kept_activations out."
+                    ) from error
+                self._traces[seq_len] = None
+        return self._traces[seq_len]

@@ -1,0 +1,266 @@
+"""Recomputes a block's forward pass in its backward pass: takes from memory what was saved, computes what is needed.
+
+The first backward pass of a block is an ordinary recomputation that is traced. From then on the forward pass copies the
+chosen outputs into a buffer, and recomputation gives them back, leaves out what nobody needs, and runs the rest. Both
+follow the trace operator by operator. Where a recomputation departs from it (control flow that depends on the data), it
+starts again and computes everything, and that kind of call is never taken short cuts with again. So the gradients are
+those of full recomputation, to the bit, whatever happens.
+
+Operators that draw random numbers always run, in their order: the random stream is that of the forward pass.
+"""
+
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fuyou.model.blocks.calls import BlockCalls
+from fuyou.model.recompute.block_trace import ALIGN_BYTES, BlockTrace, TensorSpec, Tracer, argument_index, makes_views
+
+_clone = torch.ops.aten.clone.default
+_RUN, _LEAVE_OUT = -1, -2  # what to do with a call; other numbers are places in the buffer
+
+
+class _TraceMismatch(Exception):
+    """A recomputation that does not do what the traced one did."""
+
+
+class _ReplayPlan:
+    """The plan for recomputing one kind of call of one block.
+
+    Args:
+        trace: the trace of its first recomputation.
+        operators: name and ordinal of the calls whose outputs are saved.
+        nbytes: size of the buffer for them.
+    """
+
+    def __init__(self, trace: BlockTrace, operators: Collection[tuple[str, int]], nbytes: int):
+        self.trace = trace
+        #: Where in the buffer the outputs of each saved call begin.
+        self.places: dict[int, int] = {}
+        self._actions: dict[frozenset[int], list[int]] = {}
+        start = 0
+        for name, ordinal in operators:
+            index = trace.find(name, ordinal)
+            if index is not None and trace.operators[index].savable:
+                end = start + trace.operators[index].nbytes
+                if end <= nbytes:
+                    self.places[index], start = start, end
+
+    def actions(self, kept: frozenset[int]) -> list[int]:
+        """Return, for each call, ``_RUN``, ``_LEAVE_OUT``, or where its outputs are, if those of ``kept`` are saved."""
+        found = self._actions.get(kept)
+        if found is None:
+            needed = self.trace.required(kept)
+            found = [
+                self.places[index] if index in kept else _RUN if index in needed else _LEAVE_OUT
+                for index in range(len(self.trace.operators))
+            ]
+            self._actions[kept] = found
+        return found
+
+    def saved_fraction(self, kept: frozenset[int]) -> float:
+        """Return the fraction of the forward pass's FLOPs that is left out if the outputs of ``kept`` are saved."""
+        whole = self.trace.flops()
+        return 1.0 - self.trace.flops(self.trace.required(kept)) / whole if whole else 0.0
+
+
+@dataclass
+class SavedForward:
+    """The outputs that one block's forward pass on one micro-batch has saved for its backward pass."""
+
+    plan: _ReplayPlan | None
+    kept: frozenset[int] = frozenset()
+    """Calls whose outputs are in the buffer."""
+
+
+class _SaveOutputs(TorchDispatchMode):
+    """Follows a plan in a pass without gradients, and copies the outputs that are to be saved."""
+
+    def __init__(self, plan: _ReplayPlan, buffer: torch.Tensor):
+        super().__init__()
+        self._plan, self._buffer = plan, buffer
+        self._next = 0
+        self.kept: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if makes_views(func):
+            return func(*args, **kwargs)
+        index = self._follow(func)
+        place = None if index is None else self._plan.places.get(index)
+        if index is None or place is None:
+            return func(*args, **kwargs)
+        result = func(*_with_statistics(func, args), **kwargs)
+        if TensorSpec.of_all(result) == self._plan.trace.operators[index].result:
+            for value, view in zip(_tensors(result), _views(self._plan, index, place, self._buffer), strict=True):
+                view.copy_(value)
+            self.kept.add(index)
+        return result
+
+    def _follow(self, func: Any) -> int | None:
+        """Return the index of this call in the trace, or None from where the two differ."""
+        operators = self._plan.trace.operators
+        at = self._next
+        # Autograd saves copies of what is about to be overwritten; a pass without gradients does not.
+        while at < len(operators) and operators[at].function is not func and operators[at].function is _clone:
+            at += 1
+        if at == len(operators) or operators[at].function is not func:
+            self._next = len(operators)
+            return None
+        self._next = at + 1
+        return at
+
+
+class _Recompute(TorchDispatchMode):
+    """Follows a plan with gradients enabled, and takes its short cuts."""
+
+    def __init__(self, plan: _ReplayPlan, kept: frozenset[int], buffer: torch.Tensor | None):
+        super().__init__()
+        self._plan, self._buffer = plan, buffer
+        self._actions = plan.actions(kept)
+        self._next = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if makes_views(func):
+            return func(*args, **(kwargs or {}))
+        index, operators = self._next, self._plan.trace.operators
+        if index >= len(operators) or operators[index].function is not func:
+            raise _TraceMismatch
+        self._next += 1
+        action = self._actions[index]
+        if action == _RUN:
+            result = func(*args, **(kwargs or {}))
+            if TensorSpec.of_all(result) != operators[index].result:
+                raise _TraceMismatch
+            return result
+        if action == _LEAVE_OUT:
+            return tree_map(_uninitialized, operators[index].result)
+        assert self._buffer is not None
+        views = iter(_views(self._plan, index, action, self._buffer))
+        return tree_map(lambda leaf: next(views) if isinstance(leaf, TensorSpec) else leaf, operators[index].result)
+
+    def finish(self) -> None:
+        """Check that the plan has been followed to its end.
+
+        Raises:
+            _TraceMismatch: calls are missing.
+        """
+        if self._next != len(self._plan.trace.operators):
+            raise _TraceMismatch
+
+
+@dataclass
+class BlockReplay:
+    """Runs blocks forward and recomputes them, for as long as an engine lives.
+
+    Args:
+        layers: blocks that save outputs.
+        operators: name and ordinal of the calls whose outputs they save.
+        nbytes: size of the buffers that they are saved in.
+    """
+
+    layers: Collection[int] = ()
+    operators: Collection[tuple[str, int]] = ()
+    nbytes: int = 0
+    _plans: dict[Hashable, _ReplayPlan | None] = field(default_factory=dict)
+    """Plans by kind of call; None where a recomputation did not match its trace."""
+    _distinct: list[_ReplayPlan] = field(default_factory=list)
+
+    def forward(
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        calls: BlockCalls,
+        run: Callable[[], torch.Tensor],
+        buffer: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, SavedForward]:
+        """Call ``run`` (the block, without gradients), and save the chosen outputs in ``buffer`` (uint8, or None)."""
+        plan = self._plans.get(_kind(layer, hidden, calls))
+        if plan is None or buffer is None or not plan.places:
+            return run(), SavedForward(plan)
+        with _SaveOutputs(plan, buffer) as mode:
+            result = run()
+        return result, SavedForward(plan, frozenset(mode.kept))
+
+    def backward(
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        calls: BlockCalls,
+        run: Callable[[], torch.Tensor],
+        buffer: torch.Tensor | None,
+        saved: SavedForward,
+    ) -> tuple[torch.Tensor, float]:
+        """Call ``run`` (the block, with gradients; must draw the forward pass's random numbers at each call).
+
+        Returns:
+            The block's output, with everything behind it that a backward pass needs (its values may be meaningless),
+            and the fraction of the FLOPs that this took less than a full recomputation.
+        """
+        kind = _kind(layer, hidden, calls)
+        plan = saved.plan
+        if plan is None:
+            if kind in self._plans:  # it did not match its trace once
+                return run(), 0.0
+            with Tracer() as tracer:
+                result = run()
+            self._plans[kind] = self._plan_for(tracer.finish(result, *calls.roots()), layer)
+            return result, 0.0
+        try:
+            with _Recompute(plan, saved.kept, buffer) as mode:
+                result = run()
+            mode.finish()
+        except _TraceMismatch:
+            self._plans[kind] = None
+            return run(), 0.0
+        return result, plan.saved_fraction(saved.kept)
+
+    def _plan_for(self, trace: BlockTrace, layer: int) -> _ReplayPlan:
+        """Return the plan for this trace; layers of one kind share it."""
+        operators = self.operators if layer in self.layers else ()
+        made = _ReplayPlan(trace, operators, self.nbytes)
+        for plan in self._distinct:
+            same = plan.trace.operators == trace.operators and plan.trace.saved == trace.saved
+            if same and plan.trace.prunes == trace.prunes and plan.places == made.places:
+                return plan
+        self._distinct.append(made)
+        return made
+
+
+def _kind(layer: int, hidden: torch.Tensor, calls: BlockCalls) -> Hashable:
+    """Return what must be equal for a block to run the same operators on the same shapes."""
+    return layer, tuple(hidden.shape), calls.describe(layer)
+
+
+def _with_statistics(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return ``args`` that make an attention kernel compute what only a backward pass needs, too."""
+    for name in ("compute_log_sumexp", "compute_logsumexp"):
+        position = argument_index(func, name)
+        if position is not None and position < len(args):
+            return (*args[:position], True, *args[position + 1 :])
+    return args
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+
+def _views(plan: _ReplayPlan, index: int, place: int, buffer: torch.Tensor) -> list[torch.Tensor]:
+    """Return the outputs of one saved call in the buffer, each with a version counter of its own."""
+    views = []
+    for spec in plan.trace.operators[index].outputs:
+        flat = buffer[place : place + spec.nbytes].view(spec.dtype)
+        views.append(flat.as_strided(spec.shape, spec.stride, flat.storage_offset()).data)
+        place += -(-spec.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+    return views
+
+
+def _uninitialized(leaf: Any) -> Any:
+    """Return memory with arbitrary values, in the place of an output that nobody will read."""
+    if isinstance(leaf, TensorSpec):
+        return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=leaf.device)
+    return leaf

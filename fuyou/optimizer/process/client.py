@@ -1,0 +1,172 @@
+"""The engine's end of the pipe to the optimizer process: starts it, listens to it, notices when it dies."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+
+from common.errors import FinetuneError
+from fuyou.optimizer.process.protocol import BEAT_SECONDS, Alive, Failed, Ready, Setup
+
+PATIENCE_BEATS = 30
+"""Number of missing signs of life in a row (a minute) after which the process counts as hung."""
+_UNKILLABLE_SECONDS = 10.0
+"""Time after which a killed process is left behind that still hangs in a call to a drive."""
+
+
+class OptimizerLink:
+    """A running optimizer process. Making one starts it; it imports PyTorch while the caller goes on."""
+
+    def __init__(self) -> None:
+        self._closing = False
+        self._heard_before = False  # it imports until it sends its first message
+        self._sending = threading.Lock()
+        ours, theirs = socket.socketpair()
+        # The process inherits the memory file, so it has to exist now; its size is set later.
+        self.shared_fd: int | None = os.memfd_create("fuyou", os.MFD_CLOEXEC)
+        child_fds = (theirs.fileno(), self.shared_fd)
+        # The user's own directory must not shadow our packages: the search path is ours, without "" in front.
+        environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "fuyou.optimizer.process.main", str(theirs.fileno())],
+            pass_fds=child_fds,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+        )
+        theirs.close()
+        self._connection = Connection(ours.detach())
+        self._thread: threading.Thread | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_until_up(self) -> None:
+        """Block until the process has imported what it needs."""
+        self._expect_ready()
+
+    def set_up(
+        self,
+        setup: Setup,
+        on_message: Callable[[object], None],
+        on_failure: Callable[[BaseException], None],
+        locks: Sequence[int] = (),
+    ) -> None:
+        """Send the set-up message, wait until the process has its buffers, and start listening.
+
+        Args:
+            setup: what the process is to work on.
+            on_message: called in the link's thread with every ``Updated`` and ``Written``.
+            on_failure: called once if the process reports a failure or ends without being told to.
+            locks: descriptors that the process is to hold as long as it lives.
+        """
+        self._on_message, self._on_failure = on_message, on_failure
+        try:
+            self._connection.send((setup, self.shared_fd, len(locks)))
+            if locks:
+                with socket.socket(fileno=os.dup(self._connection.fileno())) as channel:
+                    socket.send_fds(channel, [b"."], list(locks))
+        except OSError:
+            raise self._died() from None
+        self._expect_ready()
+        self._thread = threading.Thread(target=self._listen, name="fuyou optimizer link", daemon=True)
+        self._thread.start()
+
+    def send(self, message: object) -> None:
+        """Send one message.
+
+        Raises:
+            FinetuneError: the process is gone.
+        """
+        try:
+            with self._sending:
+                self._connection.send(message)
+        except OSError:
+            raise self._died() from None
+
+    def close(self) -> None:
+        """Kill the process (all it holds is on SSD or in our memory), and wait until it is gone."""
+        self._closing = True
+        if self.shared_fd is not None:
+            os.close(self.shared_fd)
+            self.shared_fd = None
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_UNKILLABLE_SECONDS)
+        if self._thread is not None:
+            self._thread.join()
+        self._connection.close()
+
+    def _expect_ready(self) -> None:
+        try:
+            message = self._receive()
+        except (EOFError, OSError):
+            raise self._died() from None
+        if isinstance(message, Failed):
+            raise FinetuneError(message.message)
+        assert isinstance(message, Ready)
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                message = self._receive()
+            except FinetuneError as error:
+                self._on_failure(error)
+                return
+            except (EOFError, OSError):
+                if not self._closing:
+                    self._on_failure(self._died())
+                return
+            if isinstance(message, Failed):
+                text = message.message if message.expected else f"The optimizer process failed:\n{message.message}"
+                self._on_failure(FinetuneError(text))
+                return
+            try:
+                self._on_message(message)
+            except BaseException as error:  # raised in this thread, it would be lost
+                self._on_failure(error)
+                return
+
+    def _receive(self) -> object:
+        """Wait for the next message that is not a mere sign of life, and return it.
+
+        Raises:
+            FinetuneError: the process has not given a sign of life for too long. It is killed.
+        """
+        missed = 0
+        while True:
+            # Missing beats count, not time that passes: Ctrl-Z stops both processes.
+            if not self._connection.poll(BEAT_SECONDS):
+                missed += self._heard_before
+                if missed > PATIENCE_BEATS:
+                    self._process.kill()
+                    raise FinetuneError(
+                        f"The optimizer process has not answered for {PATIENCE_BEATS * BEAT_SECONDS:.0f} s and was "
+                        "killed. Does a drive hang, or does the system swap? (See dmesg.) The last committed step is "
+                        "intact; --resume continues from it."
+                    )
+                continue
+            message = self._connection.recv()
+            self._heard_before, missed = True, 0
+            if not isinstance(message, Alive):
+                return message
+
+    def _died(self) -> FinetuneError:
+        try:
+            status = self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return FinetuneError("The optimizer process closed its pipe without a word.")
+        if status == -9:
+            return FinetuneError(
+                "The optimizer process was killed (signal 9). If nobody did that by hand, the system ran out of "
+                "memory: lower --host-memory. The last committed step is intact; --resume continues from it."
+            )
+        how = f"was ended by signal {-status}" if status < 0 else f"ended with exit status {status}"
+        return FinetuneError(
+            f"The optimizer process {how} in the middle of the run. The last committed step is intact; --resume "
+            "continues from it."
+        )

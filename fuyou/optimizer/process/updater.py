@@ -1,0 +1,232 @@
+"""The work of the optimizer process: it reads optimizer states ahead, updates records, and writes them back."""
+
+import collections
+import functools
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common.memory.buffers import HostBuffer
+from common.store import Extent, Layout, Store
+from common.store.checksums import ExtentChecksums
+from fuyou.layout.checksums import sealed_name
+from fuyou.layout.record import PAGE_ELEMENTS, Record, RecordExtents, allocate_extents
+from fuyou.layout.record_parts import Chunk
+from fuyou.optimizer.absent_gradients import OwnedParameters
+from fuyou.optimizer.adam import ChunkAdam
+from fuyou.optimizer.process.pipe import EnginePipe
+from fuyou.optimizer.process.protocol import CreateRecord, ReadStates, Ready, Setup, Updated, UpdateRecord, WriteRecord
+from fuyou.optimizer.process.state_memory import ChunkMemory, ChunkRing, StateViews
+from fuyou.optimizer.process.write_back import RecordWriter, WriteBack
+
+
+class _ResidentStates:
+    """All states of a record that stay in memory, laid out as on SSD."""
+
+    def __init__(self, record: Record):
+        self.buffer = HostBuffer(record.state_nbytes).touch()
+        self.write: WriteBack | None = None
+        """Latest write-back, which must be over before the states are changed again."""
+
+
+class RecordUpdater:
+    """Updates records as the engine's messages say.
+
+    States pass through a ring of chunk buffers: while one chunk is updated, the next ones are being read and the ones
+    before it written (Fuyou section 4.3, delayed write-back, by chunks rather than by parameter groups). States of
+    resident records have memory of their own and are updated there. Gradients and parameters lie in memory that is
+    shared with the engine.
+
+    Args:
+        setup: what to work on.
+        pipe: to the engine.
+        shared_fd: descriptor of the memory file with parameters and gradients.
+    """
+
+    def __init__(self, setup: Setup, pipe: EnginePipe, shared_fd: int):
+        self._setup, self._pipe = setup, pipe
+        self._records = setup.records
+        self._shared = HostBuffer(setup.shared.nbytes, fd=shared_fd).touch()
+        directories = [Path(path) for path in setup.directories]
+        self._store = Store.open(directories, io=setup.io, threads=setup.io_threads, throttle=setup.throttle)
+        # The training files' places follow from the records alone; the store's layout holds just these, in this order.
+        self._extents: list[RecordExtents] = allocate_extents(
+            Layout(len(setup.directories)), self._records, setup.slots
+        )
+        width = max(record.precision.state_bytes for record in self._records if record.trainable)
+        self._ring = ChunkRing(setup.ring_chunks, setup.chunk_elements * width)
+        self._resident = {index: _ResidentStates(self._records[index]) for index in setup.resident}
+        self._writer = RecordWriter(
+            self._store,
+            self._records,
+            self._extents,
+            writes_parameters=setup.share.nodes == 1,
+            on_chunk=self._ring.give_back,
+            on_record=pipe.send,
+            on_failure=pipe.fail,
+        )
+        self._announced: queue.Queue[ReadStates] = queue.Queue()
+        self._read: queue.Queue[ChunkMemory] = queue.Queue()
+        self._updates: collections.deque[UpdateRecord | CreateRecord | WriteRecord] = collections.deque()
+        self._arrived = threading.Condition()
+        self._adam = ChunkAdam()
+        self._owned = functools.cache(lambda index: OwnedParameters(self._records[index]))
+
+    def run(self) -> None:
+        """Serve until the engine closes the pipe."""
+        threading.Thread(target=self._receive, name="receive", daemon=True).start()
+        threading.Thread(target=self._guard, args=(self._read_ahead,), name="read ahead", daemon=True).start()
+        self._pipe.send(Ready())
+        while True:
+            message = self._next_update()
+            if isinstance(message, CreateRecord):
+                self._create(message)
+            elif isinstance(message, WriteRecord):
+                self._write_resident(message)
+            else:
+                self._update(message)
+
+    # -- threads --------------------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                message = self._pipe.receive()
+            except (EOFError, OSError):
+                os._exit(0)  # the engine is gone or has closed us: nothing of ours is worth keeping
+            if isinstance(message, ReadStates):
+                self._announced.put(message)
+            else:
+                with self._arrived:
+                    self._updates.append(message)
+                    self._arrived.notify_all()
+
+    def _read_ahead(self) -> None:
+        """Read the announced records' states, chunk by chunk, as far ahead as there are free buffers."""
+        while True:
+            message = self._announced.get()
+            extent = self._extents[message.record].states[message.source]
+            resident = message.record in self._resident
+            sums = None
+            if message.expected is not None:
+                what = sealed_name(self._records[message.record], "states")
+                sums = ExtentChecksums(extent, self._store.directories, what, message.expected)
+            for chunk in self._chunks(message.record):
+                memory = self._resident_memory(message.record, chunk) if resident else self._ring.take(chunk)
+                if not message.in_memory:
+                    self._start_reading(memory, extent, self._records[message.record].precision.state_bytes, sums)
+                self._read.put(memory)
+
+    def _start_reading(self, memory: ChunkMemory, extent: Extent, width: int, sums: ExtentChecksums | None) -> None:
+        first, nbytes = memory.chunk.start * width, (memory.chunk.stop - memory.chunk.start) * width
+        memory.read_times.append(time.monotonic())
+        memory.reading = self._store.read(extent, memory.buffer.bytes(memory.offset, nbytes), first, nbytes, sums)
+        memory.reading.add_done_callback(lambda _: memory.read_times.append(time.monotonic()))
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self._pipe.fail(error)
+
+    # -- work -----------------------------------------------------------------------------------------------------
+
+    def _next_update(self) -> UpdateRecord | CreateRecord | WriteRecord:
+        with self._arrived:
+            self._arrived.wait_for(lambda: self._updates)
+            return self._updates.popleft()
+
+    def _update(self, message: UpdateRecord) -> None:
+        record = self._records[message.record]
+        parameters, gradients = self._parameter_bytes(message.parameters, record), self._gradients(message, record)
+        values = torch.from_numpy(parameters).view(record.precision.dtype)
+        write = self._begin_write(message.record, message.target)
+        # For stochastic rounding: no two ranks draw the same numbers, since no rank has more chunks than pages.
+        stream = record.share.owned_start(record.numel) // PAGE_ELEMENTS
+        owned = self._owned(message.record)
+        absent = () if message.update.skip else owned.absent(gradients)
+        uneven = bool(absent or message.missed)
+        start_time, computing = 0.0, []
+        for number in range(write.pending):
+            memory = self._read.get()
+            if memory.reading is not None:
+                memory.reading.result()
+                write.intervals.append((memory.read_times[0], memory.read_times[-1]))
+            chunk_start_time = time.monotonic()
+            start_time = start_time or chunk_start_time
+            chunk, states = memory.chunk, StateViews(memory, record.precision)
+            part = slice(chunk.start, chunk.stop)
+            self._adam.update(
+                values[part],
+                states.low,
+                states.mean,
+                states.variance,
+                gradients[part],
+                message.update,
+                decay=chunk.decay,
+                stream=message.record << 32 | stream + number,
+                runs=owned.runs(chunk, absent, message.missed) if uneven else None,
+            )
+            computing.append((chunk_start_time, time.monotonic()))
+            if message.target is not None:
+                self._writer.write(write, memory, parameters)
+        if message.target is None:
+            write.done.set()
+        self._pipe.send(Updated(message.record, start_time, time.monotonic(), computing, absent))
+
+    def _create(self, message: CreateRecord) -> None:
+        record = self._records[message.record]
+        parameters = self._parameter_bytes(message.parameters, record)
+        low: torch.Tensor | None = None
+        if record.precision.split:
+            region = self._setup.shared.gradients[record.kind]
+            low = self._shared.tensor(torch.int16, region.start(message.low_bits), record.owned)
+        chunks = self._chunks(message.record)
+        write = self._writer.begin(message.record, message.target, len(chunks))
+        for chunk in chunks:
+            memory = self._ring.take(chunk)
+            states = StateViews(memory, record.precision)
+            if states.low is not None and low is not None:
+                states.low.copy_(low[chunk.start : chunk.stop])
+            states.mean.zero_()
+            states.variance.zero_()
+            self._writer.write(write, memory, parameters)
+
+    def _write_resident(self, message: WriteRecord) -> None:
+        parameters = self._parameter_bytes(message.parameters, self._records[message.record])
+        write = self._begin_write(message.record, message.target)
+        for chunk in self._chunks(message.record):
+            self._writer.write(write, self._resident_memory(message.record, chunk), parameters)
+
+    def _begin_write(self, index: int, target: int | None) -> WriteBack:
+        """Return a new write-back of a record; if its states are resident, wait for the last one first."""
+        write = self._writer.begin(index, target or 0, len(self._chunks(index)))  # None: nothing will be written
+        resident = self._resident.get(index)
+        if resident is not None:
+            if resident.write is not None:
+                resident.write.done.wait()
+            resident.write = write
+        return write
+
+    def _chunks(self, index: int) -> list[Chunk]:
+        return self._records[index].chunks(self._setup.chunk_elements)
+
+    def _resident_memory(self, index: int, chunk: Chunk) -> ChunkMemory:
+        start = chunk.start * self._records[index].precision.state_bytes
+        return ChunkMemory(chunk, self._resident[index].buffer, start, resident=True)
+
+    def _parameter_bytes(self, index: int, record: Record) -> np.ndarray:
+        """Return the part that this rank owns of the parameters in host buffer ``index``."""
+        region, width = self._setup.shared.parameters[record.kind], record.precision.parameter_bytes
+        start = region.start(index) + record.share.owned_in_stored(record.numel) * width
+        return self._shared.bytes(start, record.owned * width)
+
+    def _gradients(self, message: UpdateRecord, record: Record) -> torch.Tensor:
+        region = self._setup.shared.gradients[record.kind]
+        return self._shared.tensor(record.precision.dtype, region.start(message.gradient), record.owned)

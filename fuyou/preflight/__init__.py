@@ -1,0 +1,1 @@
+"""The proof before a run: streaming a small model of the same family changes nothing."""

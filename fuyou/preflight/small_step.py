@@ -1,0 +1,134 @@
+"""One training step of a small model, streamed as the engine streams it, without drives or an optimizer process.
+
+The engine's own schedule, parts and computation; what would move the bytes is replaced by dictionaries.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from fuyou.layout.model_layout import BatchShape, BufferCounts
+from fuyou.layout.record import Record
+from fuyou.model.open_model import OpenModel
+from fuyou.model.recompute.replay import BlockReplay
+from fuyou.optimizer.absent_gradients import marked_absent
+from fuyou.runtime.compute.step_computation import StepComputation
+from fuyou.runtime.data_plane.data_plane import DataPlane
+from fuyou.schedule.memory_plan import Batch, MemoryPlan
+from fuyou.schedule.scheduler import Scheduler
+from fuyou.schedule.tasks import Activation, ComputeTask, known
+
+
+@dataclass
+class _Buffers:
+    """Buffers that are made when they are asked for, as large as is asked for."""
+
+    made: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def values(self, index: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.bytes(index, count * dtype.itemsize).view(dtype)
+
+    def bytes(self, index: int, count: int) -> torch.Tensor:
+        held = self.made.get(index)
+        if held is None or held.numel() < count:
+            held = self.made[index] = torch.zeros(count, dtype=torch.uint8)
+        return held[:count]
+
+
+class SmallStep:
+    """Streams steps of a model on the CPU, in fp32.
+
+    Args:
+        model: opened for the CPU in fp32.
+        parameters: values by any of their names.
+    """
+
+    def __init__(self, model: OpenModel, parameters: Mapping[str, torch.Tensor]):
+        self._model, self._shape = model, model.shape
+        self._flat = {record.index: _flat(record, parameters) for record in self._shape.records}
+        # As in a run: what a step has learnt about recomputing blocks, the next one makes use of.
+        self._recomputations = BlockReplay()
+        self.gradients: dict[str, torch.Tensor | None] = {}
+        """Gradients by first name, in the order in which the backward pass has made them; None where nothing flows."""
+
+    def run(self, batch: Mapping[str, torch.Tensor], micro_rows: int) -> float:
+        """Run a forward and a backward pass; return the loss, and leave :attr:`gradients`."""
+        rows, length = batch["input_ids"].shape
+        micro_batches = -(-rows // micro_rows)
+        room = 4 * micro_batches * (len(self._shape.blocks) + 2)
+        enough = {field.name: max(room, len(self._shape.records)) for field in fields(BufferCounts)}
+        counts = BufferCounts(**enough)
+        plan = MemoryPlan(
+            counts,
+            Batch(rows, length, micro_rows),
+            ring_chunks=2,
+            chunk_elements=1,
+            activation_bytes=0,
+            kept_bytes=0,
+            head_columns=length,
+            wide_blocks=False,
+            wide_non_block=False,
+            workspace_bytes=0,
+            device_bytes=0,
+            host_bytes=0,
+        )
+        tasks = Scheduler(self._shape, counts).training_step(1, BatchShape(micro_batches, 0, rows * length))
+        plane = self._plane(plan)
+        self.gradients = {}
+        step = StepComputation(
+            self._model, cast(DataPlane, plane), tasks, batch, self._recomputations, time.monotonic()
+        )
+        loss = float(step.forward())
+        if step.router is not None:
+            step.router.combine([step.router.local_sums()])
+            loss += float(step.router.share)
+        step.backward()
+        return loss
+
+    def _plane(self, plan: MemoryPlan) -> SimpleNamespace:
+        parameters: dict[Any, _Buffers] = defaultdict(_Buffers)
+        gradients: dict[Any, _Buffers] = defaultdict(_Buffers)
+        records = self._shape.records
+
+        def start(task: ComputeTask) -> None:
+            for index, buffer in task.places.items():
+                parameters[records[index].kind].made[buffer] = self._flat[index].view(torch.uint8)
+
+        def finish(task: ComputeTask) -> None:
+            if task.last and task.gradient is not None and task.visit.completes:
+                record = records[known(task.visit.trained)]
+                flat = gradients[record.kind].values(task.gradient, record.numel, record.precision.dtype)
+                self._take(record, flat.clone())
+
+        nothing = SimpleNamespace(trim=lambda: None)
+        device = SimpleNamespace(
+            torch_device=torch.device("cpu"), begin_compute=lambda task: None, end_compute=lambda task: None
+        )
+        buffers = SimpleNamespace(
+            shape=self._shape,
+            plan=plan,
+            wide={},
+            device=device,
+            parameters=parameters,
+            gradients=gradients,
+            activations={kind: _Buffers() for kind in Activation},
+        )
+        executor = SimpleNamespace(start=start, finish=finish)
+        return SimpleNamespace(buffers=buffers, heap=nothing, executor=executor)
+
+    def _take(self, record: Record, flat: torch.Tensor) -> None:
+        for name, view in record.views(flat).items():
+            self.gradients[name] = None if marked_absent(view.reshape(-1)[:1]).any() else view
+
+
+def _flat(record: Record, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    flat = torch.zeros(record.numel, dtype=record.precision.dtype)
+    views = record.views(flat)
+    for slot in record.parameters:
+        views[slot.name].copy_(next(parameters[name].detach() for name in slot.names if name in parameters))
+    return flat

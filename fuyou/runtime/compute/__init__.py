@@ -1,0 +1,1 @@
+"""The computation of a step: forward and backward passes, visit by visit."""

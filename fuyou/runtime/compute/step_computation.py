@@ -1,0 +1,386 @@
+"""Runs the compute tasks of one step, in the caller's thread: embedding, blocks, head, and back."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from common.data.rows import take_rows
+from common.errors import FinetuneError
+from common.models.task_type import TaskType
+from fuyou.layout.record import Record
+from fuyou.layout.visits import BEFORE_HEAD_PHASES, FORWARD_PHASES, Phase
+from fuyou.model.blocks.calls import BlockCalls
+from fuyou.model.loss.cross_entropy import cross_entropy, targets_of
+from fuyou.model.loss.router_loss import RouterPass, router_logits
+from fuyou.model.open_model import OpenModel
+from fuyou.model.recompute.replay import BlockReplay, SavedForward
+from fuyou.optimizer.absent_gradients import mark_absent
+from fuyou.optimizer.gradient_sum import GradientSum, round_in_place, sum_of_squares
+from fuyou.runtime.compute.random_replay import RandomReplay, random_state
+from fuyou.runtime.data_plane.data_plane import DataPlane
+from fuyou.schedule.tasks import Activation, ComputeTask, StepList, known
+
+
+class StepComputation:
+    """The computation of one step or of one evaluation, micro-batch by micro-batch.
+
+    Args:
+        model: whose parts compute.
+        plane: buffers, and the executor that the other tasks run in.
+        tasks: the step.
+        batch: ``input_ids``, ``labels`` and the rest, ``[B, S]`` each; or lists, see :mod:`common.data.rows`.
+        recomputations: how blocks are computed again; remembers from step to step.
+        start_time: when the step began, on :func:`time.monotonic`'s clock.
+        labels: number of labels in the batches of all ranks together; None: there is only this batch.
+    """
+
+    def __init__(
+        self,
+        model: OpenModel,
+        plane: DataPlane,
+        tasks: StepList,
+        batch: Mapping[str, Any],
+        recomputations: BlockReplay,
+        start_time: float,
+        labels: int | None = None,
+    ):
+        stack, router_loss = model.stack, model.router_loss
+        self._stack, self._plane, self._buffers = stack, plane, plane.buffers
+        self.tasks, self.start_time = tasks, start_time
+        self._plan, self._recomputations = plane.buffers.plan, recomputations
+        self._dtype = plane.buffers.shape.precision.dtype
+        self._device = plane.buffers.device.torch_device
+        self._task_type = model.task_type
+        targets = targets_of(batch["labels"], stack.family.shifts_labels)
+        # On the device: CUDA divides by a number of the host's as multiplication by its reciprocal, which is not what
+        # an ordinary loop (transformers' loss divides by such a tensor) gives.
+        count = (targets != -100).sum() if labels is None else torch.tensor(labels)
+        self._labels = count.to(self._device, non_blocking=True)
+        self.tokens = batch["input_ids"].numel()
+        self._micro = self._split(batch, targets)
+        self.router = None if router_loss is None else RouterPass(router_loss, self._router_masks(router_loss.masked))
+        """To be settled between forward and backward pass, if the loss has a router loss."""
+        self._calls: list[BlockCalls | None] = [None] * len(self._micro)
+        self._random: dict[tuple[int | None, int], torch.Tensor] = {}
+        self._recorded: dict[tuple[int, int], SavedForward] = {}
+        self._saved: list[float] = []
+        self._sums: dict[int, GradientSum] = {}
+        self._squares: list[torch.Tensor] = []
+        self._losses: list[torch.Tensor] = []
+        self._todo: Iterator[ComputeTask] = iter([task for task in tasks.tasks if isinstance(task, ComputeTask)])
+        self._next: ComputeTask | None = next(self._todo, None)
+        self.loss = float("nan")
+
+    def _split(self, batch: Mapping[str, Any], targets: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+        rows = min(batch["input_ids"].shape[0], self._plan.batch.micro_rows)
+        result = []
+        for start in range(0, batch["input_ids"].shape[0], rows):
+            taken = take_rows(batch, start, start + rows)
+            micro = {
+                name: value.to(self._device, self._dtype if value.is_floating_point() else None, non_blocking=True)
+                for name, value in taken.items()
+                if name != "labels"
+            }
+            micro["targets"] = targets[start : start + rows].to(self._device, non_blocking=True)
+            result.append(micro)
+        return result
+
+    def _router_masks(self, masked: bool) -> list[torch.Tensor]:
+        """Return, per micro-batch, 1 for tokens that count for routers and 0 for those that a mask ``[B, S]`` hides."""
+        result = []
+        for micro in self._micro:
+            mask = micro.get("attention_mask") if masked else None
+            if mask is None or mask.dim() != 2:
+                mask = torch.ones_like(micro["input_ids"])
+            result.append(mask.flatten().float())
+        return result
+
+    # -- passes ---------------------------------------------------------------------------------------------------
+
+    def forward(self) -> torch.Tensor:
+        """Run everything up to the head; return the batch's mean loss (this rank's part of it), an fp32 scalar."""
+        while self._next is not None and self._next.visit.phase in FORWARD_PHASES:
+            self._run(self._next)
+            self._next = next(self._todo, None)
+        total = self._losses[0]
+        for loss in self._losses[1:]:
+            total = total + loss
+        self.loss = float(total)
+        return total
+
+    def backward(self) -> None:
+        """Run the rest."""
+        while self._next is not None:
+            self._run(self._next)
+            self._next = next(self._todo, None)
+
+    def abandon(self) -> None:
+        """Give the pass up before its head, but let what waits for it go on: the updates that a forward pass carries
+        along belong to the step before, which is to be committed all the same."""
+        while self._next is not None and self._next.visit.phase in BEFORE_HEAD_PHASES:
+            self._plane.executor.finish(self._next)
+            self._next = next(self._todo, None)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the backward pass has ended."""
+        return self._next is None
+
+    def gradient_norm(self) -> float:
+        """Return the norm of the whole gradient as the optimizer sees it (in the compute dtype), for a single rank."""
+        return float(torch.stack(self._squares).sum().sqrt())
+
+    @property
+    def recomputation_saved(self) -> float:
+        """Fraction of the blocks' recomputation that was left out, in FLOPs."""
+        return sum(self._saved) / len(self._saved) if self._saved else 0.0
+
+    def _run(self, task: ComputeTask) -> None:
+        self._plane.executor.start(task)
+        self._buffers.device.begin_compute(task)
+        match task.visit.phase:
+            case Phase.EMBED_FORWARD:
+                self._embed_forward(task)
+            case Phase.BLOCK_FORWARD:
+                self._block_forward(task, known(task.visit.layer))
+            case Phase.HEAD:
+                self._head(task)
+            case Phase.HEAD_EVAL:
+                self._head_eval(task)
+            case Phase.BLOCK_BACKWARD:
+                self._block_backward(task, known(task.visit.layer))
+            case Phase.EMBED_BACKWARD:
+                self._embed_backward(task)
+        if task.last and task.gradient is not None:
+            self._finish_gradient(task)
+        self._buffers.device.end_compute(task)
+        self._plane.executor.finish(task)
+        self._plane.heap.trim()
+
+    # -- visits ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _embed_forward(self, task: ComputeTask) -> None:
+        self._random[None, task.micro] = random_state(self._device)
+        with self._stack.bound(self._parameters(task), before=True):
+            hidden, calls = self._stack.embed(self._model_inputs(task.micro))
+        if hidden.dtype != self._dtype:
+            raise FinetuneError(f"The embedding gives {hidden.dtype} where blocks compute in {self._dtype}.")
+        self._calls[task.micro] = calls
+        self._activation(known(task.output), hidden.shape).copy_(hidden)
+
+    @torch.no_grad()
+    def _block_forward(self, task: ComputeTask, layer: int) -> None:
+        self._random[layer, task.micro] = random_state(self._device)
+        hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro))
+        calls = self._call(task.micro)
+        with self._stack.bound(self._parameters(task)), router_logits() as logits:
+            result, self._recorded[layer, task.micro] = self._recomputations.forward(
+                layer, hidden, calls, lambda: self._stack.block(layer, hidden, calls), self._kept(task)
+            )
+        if self.router is not None:
+            self.router.add(task.micro, logits)
+        self._activation(known(task.output), hidden.shape).copy_(result)
+
+    @torch.enable_grad()
+    def _head(self, task: ComputeTask) -> None:
+        hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro)).detach()
+        hidden.requires_grad_(task.output is not None)
+        loss: torch.Tensor | None = None
+        for columns in self._columns(task.micro):
+            with self._stack.bound(self._leaves(task), before=False):
+                logits = self._logits(task.micro, hidden, columns)
+                part, gradient = self._loss(task.micro, logits, columns, gradient=True)
+                torch.autograd.backward(logits, gradient)
+                del logits, gradient
+            loss = part if loss is None else loss + part
+        assert loss is not None
+        self._losses.append(loss)
+        self._pass_on(task, hidden)
+
+    @torch.no_grad()
+    def _head_eval(self, task: ComputeTask) -> None:
+        hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro))
+        with self._stack.bound(self._parameters(task), before=False):
+            parts = [
+                self._loss(task.micro, self._logits(task.micro, hidden, columns), columns, gradient=False)[0]
+                for columns in self._columns(task.micro)
+            ]
+        self._losses.append(torch.stack(parts).sum())
+
+    @torch.enable_grad()
+    def _block_backward(self, task: ComputeTask, layer: int) -> None:
+        shape = self._hidden_shape(task.micro)
+        hidden = self._activation(task.inputs[0], shape).detach().requires_grad_(task.output is not None)
+        calls, recorded = self._call(task.micro), self._recorded.pop((layer, task.micro))
+        losses: list[torch.Tensor] = []  # that it adds
+        with self._stack.bound(self._leaves(task)), self._replayed(layer, task.micro) as replay:
+
+            def run() -> torch.Tensor:
+                replay.rewind()
+                with router_logits() as logits:
+                    output = self._stack.block(layer, hidden, calls)
+                # Here, and not behind it: what the router loss needs of the block must be computed again, too.
+                losses[:] = [] if self.router is None else self.router.losses(task.micro, logits)
+                return output
+
+            result, saved = self._recomputations.backward(layer, hidden, calls, run, self._kept(task), recorded)
+            self._saved.append(saved)
+            calls.backward(result, self._activation(task.inputs[1], shape), losses)
+        self._pass_on(task, hidden)
+
+    @torch.enable_grad()
+    def _embed_backward(self, task: ComputeTask) -> None:
+        with self._stack.bound(self._leaves(task), before=True), self._replayed(None, task.micro):
+            hidden, again = self._stack.embed(self._model_inputs(task.micro))
+            lost = again.lost_gradient()
+            if lost is not None:
+                raise FinetuneError(
+                    f"{type(self._stack.model).__name__} gives block {lost[0]} an argument{lost[1]} that carries a "
+                    "gradient in this batch and none in one of text alone, and that gradient would be lost: freeze "
+                    "what it comes from (vision tower and projector), and start anew."
+                )
+            values, gradients = self._call(task.micro).embedding_gradients(again)
+            if hidden.requires_grad:
+                values.append(hidden)
+                gradients.append(self._activation(task.inputs[0], hidden.shape))
+            if values:
+                torch.autograd.backward(values, gradients)
+
+    # -- parts ----------------------------------------------------------------------------------------------------
+
+    def _pass_on(self, task: ComputeTask, hidden: torch.Tensor) -> None:
+        """Leave the gradient of a visit's input for the visit below, if that wants it."""
+        if task.output is not None:
+            assert hidden.grad is not None
+            self._activation(task.output, hidden.shape).copy_(hidden.grad)
+
+    def _logits(self, micro: int, hidden: torch.Tensor, columns: slice) -> torch.Tensor:
+        """Return ``[b, s, V]`` for this range of tokens."""
+        dim = self._stack.token_dim
+        whole = columns == slice(0, hidden.shape[dim])
+        inputs = self._micro[micro]
+        batch = {name: value[:, columns] for name, value in inputs.items() if name in ("input_ids", "position_ids")}
+        part = hidden if whole else hidden.narrow(dim, columns.start, columns.stop - columns.start)
+        logits = self._stack.head(batch, part)
+        return logits.unsqueeze(1) if self._task_type is TaskType.SEQUENCE_CLASSIFICATION else logits
+
+    def _loss(
+        self, micro: int, logits: torch.Tensor, columns: slice, gradient: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what this range of tokens adds to the batch's mean loss, and the gradient of the logits."""
+        return cross_entropy(logits, self._micro[micro]["targets"][:, columns], self._labels, gradient)
+
+    def _columns(self, micro: int) -> list[slice]:
+        """Return the ranges of tokens that go through the head at once: all, where it looks for the end of each row."""
+        length = self._micro[micro]["input_ids"].shape[1]
+        width = length if self._task_type is TaskType.SEQUENCE_CLASSIFICATION else self._plan.head_columns
+        return [slice(start, min(start + width, length)) for start in range(0, length, width)]
+
+    def _model_inputs(self, micro: int) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in self._micro[micro].items() if name != "targets"}
+
+    def _call(self, micro: int) -> BlockCalls:
+        calls = self._calls[micro]
+        assert calls is not None
+        return calls
+
+    def _hidden_shape(self, micro: int) -> tuple[int, ...]:
+        return self._call(micro).hidden_shape
+
+    def _activation(self, index: int, shape: tuple[int, ...]) -> torch.Tensor:
+        buffers = self._buffers.activations[Activation.HIDDEN]
+        return _apart(buffers.values(index, math.prod(shape), self._dtype)).view(shape)
+
+    def _kept(self, task: ComputeTask) -> torch.Tensor | None:
+        """Return the buffer of saved activations that a block's task writes or reads, if it has one."""
+        if task.kept is None:
+            return None
+        return _apart(self._buffers.activations[Activation.KEPT].bytes(task.kept, self._plan.kept_bytes))
+
+    def _parameters(self, task: ComputeTask) -> dict[str, torch.Tensor]:
+        """Return the parameters of the task's records on the device, by all of their names, in the model's dtypes."""
+        return {
+            name: torch.nn.Parameter(views[slot.name].to(self._stack.dtype_of(name)), requires_grad=False)
+            for record, views in self._views(task)
+            for slot in record.parameters
+            for name in slot.names
+        }
+
+    def _leaves(self, task: ComputeTask) -> dict[str, torch.Tensor]:
+        """Return :meth:`_parameters` with leaves for what is trained, whose gradients go to their record's sum.
+
+        Tied names share a leaf.
+        """
+        leaves: dict[str, torch.Tensor] = {}
+        for record, views in self._views(task):
+            trained = record.trained_names
+            own = {name: torch.nn.Parameter(view, requires_grad=name in trained) for name, view in views.items()}
+            if trained:
+                if task.first and record.index not in self._sums:
+                    self._sums[record.index] = GradientSum(record, self._sum_buffer(record, known(task.gradient)))
+                self._sums[record.index].attach({name: own[name] for name in trained})
+            for slot in record.parameters:
+                leaf = own[slot.name].to(self._stack.dtype_of(slot.name))
+                leaves.update(dict.fromkeys(slot.names, leaf))
+        return leaves
+
+    def _views(self, task: ComputeTask) -> Iterator[tuple[Record, dict[str, torch.Tensor]]]:
+        """Yield the task's records, and their parameters in the device buffers by their first names."""
+        for index, buffer in task.places.items():
+            record = self._buffers.shape.records[index]
+            flat = self._flat(record, buffer, decoded=task.micro > 0)
+            # Each apart: some adapters swap a weight in place, which must not look like a change of its neighbours.
+            yield record, {name: _apart(view) for name, view in record.views(flat).items()}
+
+    def _flat(self, record: Record, buffer: int, decoded: bool) -> torch.Tensor:
+        """Return a record's parameters on the device.
+
+        ``decoded`` says that an earlier micro-batch has brought them back into the compute dtype.
+        """
+        buffers = self._buffers.parameters[record.kind]
+        if not record.decoded_nbytes:
+            return buffers.values(buffer, record.numel, record.precision.dtype)
+        flat = self._buffers.decoded.values(0, record.numel, record.precision.dtype)
+        if not decoded:
+            record.decode(buffers.bytes(buffer, record.device_nbytes), flat)
+        return flat
+
+    def _sum_buffer(self, record: Record, buffer: int) -> torch.Tensor:
+        wide = self._buffers.wide.get(record.kind)
+        if wide is not None:
+            return wide.values(0, record.numel, torch.float32)
+        return self._buffers.gradients[record.kind].values(buffer, record.numel, record.precision.dtype)
+
+    def _finish_gradient(self, task: ComputeTask) -> None:
+        """Round and square the gradient of a record, which is complete unless the embedding will add to it."""
+        if not task.visit.completes:
+            return
+        record = self._buffers.shape.records[known(task.visit.trained)]
+        total = self._sums.pop(record.index)
+        total.finish()
+        rounded = self._buffers.gradients[record.kind].values(
+            known(task.gradient), record.numel, record.precision.dtype
+        )
+        if rounded.data_ptr() != total.flat.data_ptr():
+            rounded.copy_(total.flat)
+        elif rounded.dtype != total.flat.dtype:
+            round_in_place(total.flat, rounded)
+        mark_absent(record, rounded, total.seen)
+        if self._buffers.shape.share.world_size == 1:  # else it is a part of a sum
+            self._squares.append(sum_of_squares(rounded))
+
+    def _replayed(self, layer: int | None, micro: int) -> RandomReplay:
+        return RandomReplay(self._random.pop((layer, micro)), self._device)
+
+
+def _apart(buffer: torch.Tensor) -> torch.Tensor:
+    """Return the same memory with a version counter of its own.
+
+    All buffers of a ring are views of one allocation and would share its counter: copies into *other* buffers, which
+    lanes make while a block computes, would look to autograd as if what it has saved had been overwritten. That nothing
+    is overwritten too early is the schedule's business.
+    """
+    return buffer.data

@@ -1,0 +1,117 @@
+"""All buffers of a run, on host and device: allocated at once, by the memory plan, and given back at once."""
+
+import os
+
+import numpy as np
+import torch
+
+from common.memory.buffers import HostBuffer
+from fuyou.layout.model_layout import ModelLayout
+from fuyou.layout.record import Kind
+from fuyou.optimizer.process.protocol import BufferRegion, SharedRegions
+from fuyou.runtime.devices.device import Device
+from fuyou.schedule.memory_plan import MemoryPlan
+from fuyou.schedule.tasks import Activation, Task
+
+
+class DeviceBuffers:
+    """Equal buffers on the device, as one allocation."""
+
+    def __init__(self, device: Device, slot_bytes: int, count: int):
+        self._slot_bytes = slot_bytes
+        self._memory = device.allocate(max(1, slot_bytes * count))
+
+    def bytes(self, index: int, nbytes: int) -> torch.Tensor:
+        """Return ``uint8 [nbytes]`` at the start of buffer ``index``."""
+        start = index * self._slot_bytes
+        return self._memory[start : start + nbytes]
+
+    def values(self, index: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return ``dtype [count]`` at the start of buffer ``index``."""
+        return self.bytes(index, count * dtype.itemsize).view(dtype)
+
+
+class Buffers:
+    """Buffers of parameters, gradients and activations.
+
+    Args:
+        shape: the model's records.
+        plan: how many buffers of which size.
+        device: where blocks compute.
+        shared_fd: memory file that the optimizer process has open, too; parameters and gradients of the host lie in it.
+    """
+
+    def __init__(self, shape: ModelLayout, plan: MemoryPlan, device: Device, shared_fd: int):
+        self.shape, self.plan, self.device = shape, plan, device
+        counts = plan.counts
+        self.parameters = {kind: DeviceBuffers(device, shape.device_nbytes(kind), counts.device(kind)) for kind in Kind}
+        self.decoded = DeviceBuffers(device, shape.decoded_nbytes, 1)
+        """Where a frozen record in fewer bits becomes what computes."""
+        self.wide = {
+            kind: DeviceBuffers(device, shape.trained_elements(kind) * 4, 1)
+            for kind, wanted in ((Kind.BLOCK, plan.wide_blocks), (Kind.NON_BLOCK, plan.wide_non_block))
+            if wanted
+        }
+        """fp32 sums of gradients that several micro-batches (or visits) contribute to."""
+        # Where there is but one gradient buffer, the sum is rounded in place: the next one waits for its download.
+        self.gradients = {
+            kind: self.wide[kind]
+            if kind in self.wide and counts.device_gradients(kind) == 1
+            else DeviceBuffers(device, shape.device_gradient_nbytes(kind), counts.device_gradients(kind))
+            for kind in Kind
+        }
+        self.activation_bytes = {Activation.HIDDEN: plan.activation_bytes, Activation.KEPT: plan.kept_bytes}
+        """Bytes of each buffer of activations."""
+        self.activations = {
+            Activation.HIDDEN: DeviceBuffers(device, plan.activation_bytes, counts.device_activations),
+            Activation.KEPT: DeviceBuffers(device, plan.kept_bytes, counts.device_kept),
+        }
+        self.shared = self._regions()
+        """Where host parameters and gradients lie in the shared memory file."""
+        os.ftruncate(shared_fd, self.shared.nbytes)
+        self.host = HostBuffer(self.shared.nbytes, fd=os.dup(shared_fd)).touch()
+        self._host_activations = {
+            Activation.HIDDEN: HostBuffer(plan.activation_bytes * counts.host_activations).touch(),
+            Activation.KEPT: HostBuffer(plan.kept_bytes * counts.host_kept).touch(),
+        }
+        if device.page_locks:
+            self.host.page_lock()
+            for buffer in self._host_activations.values():
+                buffer.page_lock()
+
+    def _regions(self) -> SharedRegions:
+        counts, shape, offset = self.plan.counts, self.shape, 0
+        regions: list[dict[Kind, BufferRegion]] = []
+        sizes = (counts.host, shape.parameter_nbytes), (counts.host_gradients, shape.gradient_nbytes)
+        for count, nbytes in sizes:
+            region = {}
+            for kind in Kind:
+                region[kind] = BufferRegion(offset, nbytes(kind), count(kind))
+                offset += region[kind].nbytes
+            regions.append(region)
+        return SharedRegions(offset, regions[0], regions[1])
+
+    def host_parameters(self, kind: Kind, index: int, nbytes: int) -> np.ndarray:
+        """Return ``uint8 [nbytes]`` of a host parameter buffer."""
+        return self.host.bytes(self.shared.parameters[kind].start(index), nbytes)
+
+    def host_gradients(self, kind: Kind, index: int, nbytes: int) -> np.ndarray:
+        """Return ``uint8 [nbytes]`` of a host gradient buffer."""
+        return self.host.bytes(self.shared.gradients[kind].start(index), nbytes)
+
+    def host_activation(self, task: Task, index: int) -> np.ndarray:
+        """Return the host buffer ``index`` of the activations that ``task`` moves, as many bytes as it moves."""
+        start = index * self.activation_bytes[task.activation]
+        return self._host_activations[task.activation].bytes(start, task.nbytes)
+
+    def close(self) -> None:
+        """Give all memory back, once the device has come to rest."""
+        try:
+            self.device.synchronize()
+        finally:  # a device that failed must not keep host memory registered
+            self.host.close()
+            for buffer in self._host_activations.values():
+                buffer.close()
+            self.parameters = self.gradients = self.wide = {}
+            del self.activations, self.decoded
+            self.device.release()

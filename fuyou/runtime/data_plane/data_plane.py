@@ -1,0 +1,122 @@
+"""Where the bytes of a run are and what moves them: buffers, stores, the optimizer process, and the executor of tasks.
+
+What each kind of task does to bytes is one short method each; when it may do it, the schedule has said.
+"""
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+
+import torch
+
+from common.memory.heap import Heap
+from fuyou.layout.record import Record
+from fuyou.runtime.data_plane.buffers import Buffers
+from fuyou.runtime.data_plane.optimizer_handlers import OptimizerHandlers
+from fuyou.runtime.data_plane.scratch import Scratch
+from fuyou.runtime.data_plane.stored_records import StoredRecords
+from fuyou.runtime.executor import Executor, Handler
+from fuyou.schedule.memory_plan import HEAP_SLACK_BYTES
+from fuyou.schedule.tasks import Op, Task, known
+
+
+class DataPlane:
+    """Runs all tasks of a run but the computation, and owns what they work on.
+
+    Args:
+        buffers: on host and device.
+        stored: the training store's records.
+        optimizer: the optimizer process, which is started here.
+        scratch: files for what finds no room in host memory.
+        handlers: what does all other kinds of task: commits, and exchanges between ranks.
+    """
+
+    def __init__(
+        self,
+        buffers: Buffers,
+        stored: StoredRecords,
+        optimizer: OptimizerHandlers,
+        scratch: Scratch,
+        handlers: Mapping[Op, Handler],
+    ):
+        self.buffers, self.stored, self.optimizer, self._scratch = buffers, stored, optimizer, scratch
+        device = buffers.device
+        self.heap = Heap(HEAP_SLACK_BYTES + buffers.plan.workspace_bytes * device.shares_host_memory)
+        every_handler = {
+            **handlers,
+            **optimizer.handlers(),
+            **scratch.handlers(),
+            Op.PARAMETER_READ: self._parameter_read,
+            Op.PARAMETER_UPLOAD: self._parameter_upload,
+            Op.PARAMETER_WRITE: self._parameter_write,
+            Op.GRADIENT_DOWNLOAD: self._gradient_download,
+            Op.ACTIVATION_DOWNLOAD: self._activation_download,
+            Op.ACTIVATION_UPLOAD: self._activation_upload,
+        }
+        self.executor = Executor(every_handler, device.wait_event)
+        try:
+            optimizer.start(self.executor, buffers)
+        except BaseException:
+            self.close()  # nobody else has this object yet, and its files are on the drives
+            raise
+
+    def io_bytes(self) -> tuple[int, int]:
+        """Return the bytes read and written so far by the optimizer process and in the scratch files."""
+        read, written = self._scratch.io_bytes()
+        return self.optimizer.read_bytes + read, self.optimizer.written_bytes + written
+
+    def create(self, record: Record, target: int) -> None:
+        """Write a record's first state, of which ``hi`` and ``lo`` are in host buffers 0; blocks until written."""
+        if not record.trainable:
+            values = self.buffers.host_parameters(record.kind, 0, record.parameter_nbytes)
+            self.stored.write_parameters(record, 0, values).result()
+            return
+        self.optimizer.create(record, target)
+        if record.share.nodes > 1:
+            nbytes = self.stored.extents[record.index].parameters[target].nbytes
+            values = self.buffers.host_parameters(record.kind, 0, nbytes)
+            self.stored.write_parameters(record, target, values).result()
+
+    def close(self) -> None:
+        """Stop all workers, give all memory back, remove the scratch files."""
+        self.executor.close()
+        self.optimizer.close()
+        self._scratch.close()
+        self.buffers.close()
+
+    # -- what each kind of task does ------------------------------------------------------------------------------
+
+    def _parameter_read(self, task: Task) -> Future:
+        record = self._record(task)
+        buffer = self.buffers.host_parameters(record.kind, known(task.target), task.nbytes)
+        return self.stored.read_parameters(record, known(task.source), task.step, buffer)
+
+    def _parameter_upload(self, task: Task) -> None:
+        record = self._record(task)
+        source = torch.from_numpy(self.buffers.host_parameters(record.kind, known(task.source), task.nbytes))
+        whole = self.buffers.parameters[record.kind].bytes(known(task.target), record.first_byte + task.nbytes)
+        self.buffers.device.copy(task, whole[record.first_byte :], source)
+
+    def _parameter_write(self, task: Task) -> Future:
+        record = self._record(task)
+        values = self.buffers.host_parameters(record.kind, known(task.source), task.nbytes)
+        return self.stored.write_parameters(record, known(task.target), values)
+
+    def _gradient_download(self, task: Task) -> None:
+        record = self._record(task)
+        target = torch.from_numpy(self.buffers.host_gradients(record.kind, known(task.target), task.nbytes))
+        start = record.share.owned_start(record.numel) * record.precision.gradient_bytes
+        source = self.buffers.gradients[record.kind].bytes(known(task.source), start + task.nbytes)[start:]
+        self.buffers.device.copy(task, target, source)
+
+    def _activation_download(self, task: Task) -> None:
+        target = torch.from_numpy(self.buffers.host_activation(task, known(task.target)))
+        source = self.buffers.activations[task.activation].bytes(known(task.source), task.nbytes)
+        self.buffers.device.copy(task, target, source)
+
+    def _activation_upload(self, task: Task) -> None:
+        source = torch.from_numpy(self.buffers.host_activation(task, known(task.source)))
+        target = self.buffers.activations[task.activation].bytes(known(task.target), task.nbytes)
+        self.buffers.device.copy(task, target, source)
+
+    def _record(self, task: Task) -> Record:
+        return self.buffers.shape.records[known(task.record)]

@@ -1,0 +1,166 @@
+"""Tasks that the optimizer process does: sent to it, and finished when it answers."""
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+
+from fuyou.layout.record import Record
+from fuyou.optimizer.adam import Update
+from fuyou.optimizer.process.client import OptimizerLink
+from fuyou.optimizer.process.protocol import (
+    CreateRecord,
+    ReadStates,
+    Setup,
+    Updated,
+    UpdateRecord,
+    WriteRecord,
+    Written,
+)
+from fuyou.runtime.data_plane.buffers import Buffers
+from fuyou.runtime.data_plane.stored_records import StoredRecords
+from fuyou.runtime.devices.device import optimizer_threads
+from fuyou.runtime.executor import ELSEWHERE, Executor, Handler
+from fuyou.runtime.trace import RecordInterval
+from fuyou.schedule.tasks import Op, Task, known
+
+
+class OptimizerHandlers:
+    """The optimizer process as the tasks see it.
+
+    Args:
+        link: to the process, which is up but not set up.
+        stored: the records that it reads, updates and writes.
+        update_of: returns the update of a step, asked for when it starts.
+        resident: records whose states stay in host memory.
+        locks: descriptors that the process is to hold as well.
+    """
+
+    def __init__(
+        self,
+        link: OptimizerLink,
+        stored: StoredRecords,
+        update_of: Callable[[int], Update],
+        resident: Collection[int] = (),
+        locks: Sequence[int] = (),
+    ):
+        self._link, self._stored, self._update_of = link, stored, update_of
+        self._resident, self._locks = sorted(resident), locks
+        self._executor: Executor | None = None
+        self._lock = threading.Lock()
+        self._updating: dict[int, Task] = {}
+        self._writing: dict[int, Task] = {}
+        self._early: set[int] = set()  # records whose write has ended before its task has started
+        self._created: dict[int, threading.Event] = {}
+        self._ssd_intervals: list[RecordInterval] = []
+        self._adam_intervals: list[RecordInterval] = []
+        self.read_bytes = self.written_bytes = 0
+
+    def handlers(self) -> dict[Op, Handler]:
+        """Return what does each kind of task of the optimizer process."""
+        return {
+            Op.STATE_READ: self._state_read,
+            Op.UPDATE: self._update,
+            Op.STATE_WRITE: self._state_write,
+            Op.RESIDENT_WRITE: self._resident_write,
+        }
+
+    def start(self, executor: Executor, buffers: Buffers) -> None:
+        """Tell the process what it needs to know; from then on its answers finish tasks of ``executor``."""
+        self._executor = executor
+        shape, plan, device = buffers.shape, buffers.plan, buffers.device
+        setup = Setup(
+            directories=[str(path) for path in self._stored.store.directories],
+            io="posix",
+            io_threads=4,
+            records=shape.records,
+            slots=self._stored.slots,
+            chunk_elements=plan.chunk_elements,
+            ring_chunks=plan.ring_chunks,
+            shared=buffers.shared,
+            share=shape.share,
+            resident=self._resident,
+            throttle=device.throttle,
+            threads=max(1, optimizer_threads(device) // shape.share.ranks_per_node),
+        )
+        self._link.set_up(setup, self._answered, executor.fail, self._locks)
+
+    def create(self, record: Record, target: int) -> None:
+        """Write a trained record's first state, whose halves are in host buffers 0; blocks until it is written."""
+        event = self._created[record.index] = threading.Event()
+        self._link.send(CreateRecord(record.index, 0, 0, target))
+        while not event.wait(0.2):
+            failure = self._running.failure
+            if failure is not None:
+                raise failure
+
+    def close(self) -> None:
+        """End the process."""
+        self._link.close()
+
+    def take_ssd_intervals(self) -> list[RecordInterval]:
+        """Return when the process had I/O under way, since the last call."""
+        with self._lock:
+            taken, self._ssd_intervals = self._ssd_intervals, []
+        return taken
+
+    def take_adam_intervals(self) -> list[RecordInterval]:
+        """Return when the process was computing, since the last call."""
+        with self._lock:
+            taken, self._adam_intervals = self._adam_intervals, []
+        return taken
+
+    @property
+    def _running(self) -> Executor:
+        assert self._executor is not None
+        return self._executor
+
+    def _state_read(self, task: Task) -> None:
+        record, slot = known(task.record), known(task.source)
+        expected = self._stored.sums.expected(record, "states", slot, task.step)
+        self._link.send(ReadStates(record, slot, expected, in_memory=not task.nbytes))
+
+    def _update(self, task: Task) -> object:
+        record = known(task.record)
+        with self._lock:
+            self._updating[record] = task
+        update, missed = self._update_of(task.step), self._stored.missed.before(record, task.step)
+        self._link.send(UpdateRecord(record, known(task.source), known(task.gradient), task.target, update, missed))
+        return ELSEWHERE
+
+    def _state_write(self, task: Task) -> object | None:
+        record = known(task.record)
+        with self._lock:
+            if record in self._early:
+                self._early.remove(record)
+                return None
+            self._writing[record] = task
+        return ELSEWHERE
+
+    def _resident_write(self, task: Task) -> object:
+        record = known(task.record)
+        with self._lock:
+            self._writing[record] = task
+        self._link.send(WriteRecord(record, known(task.source), known(task.target)))
+        return ELSEWHERE
+
+    def _answered(self, message: object) -> None:
+        """Take in a message of the process, in the link's thread."""
+        if isinstance(message, Updated):
+            self._stored.missed.updated(message.record, message.absent)
+            with self._lock:
+                task = self._updating.pop(message.record)
+                self._adam_intervals += [RecordInterval(message.record, *one) for one in message.adam_intervals]
+            self._running.finish(task, message.start_time)
+        elif isinstance(message, Written):
+            self._stored.sums.written(message.record, message.slot, message.parameters, message.states)
+            self.read_bytes, self.written_bytes = message.read_bytes, message.written_bytes
+            created = self._created.pop(message.record, None)
+            if created is not None:
+                created.set()
+                return
+            with self._lock:
+                self._ssd_intervals += [RecordInterval(message.record, *one) for one in message.ssd_intervals]
+                write = self._writing.pop(message.record, None)
+                if write is None:
+                    self._early.add(message.record)
+            if write is not None:
+                self._running.finish(write)

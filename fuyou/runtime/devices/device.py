@@ -1,0 +1,347 @@
+"""The device: where blocks compute, and how bytes get there and back.
+
+A CPU plays the device as well as a GPU does: it has a memory budget of its own (a part of the host's) and copies are
+real copies, made by the lanes' threads. So what runs on a machine without a GPU is the same engine.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from common.errors import UserError
+from common.hardware.machine import cpu_count, memory_available_bytes
+from common.memory.buffers import HostBuffer
+from common.store import IoThrottle
+from common.units import parse_bytes
+from fuyou.runtime.devices.computation import Computation
+from fuyou.runtime.devices.emulated import PREFIX, EmulatedDevice, EmulatedSpec, is_emulated
+from fuyou.runtime.executor import Executor
+from fuyou.schedule.tasks import Op, StepList, Task
+
+_EXCHANGES = (Op.PARAMETER_GATHER, Op.GRADIENT_REDUCE, Op.GRADIENT_EXCHANGE)
+_COPIES = (Op.PARAMETER_UPLOAD, Op.GRADIENT_DOWNLOAD, Op.ACTIVATION_UPLOAD, Op.ACTIVATION_DOWNLOAD)
+
+
+#: Device memory that cuBLAS takes for its workspaces, one per thread that computes.
+_LIBRARY_BYTES = 256 << 20
+#: Seconds for which times on the device count from one event.
+_ORIGIN_SECONDS = 60.0
+
+
+class Device(Protocol):
+    """A device where blocks compute, as the engine needs it."""
+
+    name: str
+    torch_device: torch.device
+    shares_host_memory: bool
+    """Whether its memory is a part of the host's."""
+    page_locks: bool
+    """Whether host buffers must be page-locked."""
+    computes: bool
+    """Whether it really computes: else no number of a run on it means anything."""
+    flops_per_second: float | None
+    """FLOP/s that compute tasks are made to take; None where that can only be measured."""
+    exchange_rates: tuple[float, float] | None
+    """Bytes per second, inside a node and across nodes, that exchanges are made to take; None where that can only be
+    measured."""
+    throttle: IoThrottle | None
+    """Rates to which the drives are slowed down, if they are."""
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return ``uint8 [nbytes]`` of device memory, allocated once."""
+        ...
+
+    def copy(self, task: Task, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy contiguous bytes (``uint8 [n]`` each) between host and device, in the lane of ``task``."""
+        ...
+
+    def exchange(self, task: Task, work: Callable[[], None], meet: Callable[[], None]) -> None:
+        """Move bytes between ranks, in the lane of ``task``.
+
+        Args:
+            task: the exchange.
+            work: moves the bytes.
+            meet: waits for the other ranks without moving anything, for buffers that have no bytes.
+        """
+        ...
+
+    def stand_in(self, executor: Executor, tasks: StepList, tokens: int, start_time: float) -> Computation | None:
+        """Return what takes the place of a step's computation; None if the device really computes.
+
+        Args:
+            executor: runs all other tasks of the step.
+            tasks: the step.
+            tokens: in the whole batch.
+            start_time: when the step began, on :func:`time.monotonic`'s clock.
+        """
+        ...
+
+    def check_ranks(self, ranks_per_node: int, nodes: int) -> None:
+        """See whether the device can be one of so many.
+
+        Raises:
+            UserError: it cannot.
+        """
+        ...
+
+    def wait_event(self, task: Task, event: object) -> None:
+        """Make ``task`` (not necessarily this thread) wait for ``event``."""
+        ...
+
+    def begin_compute(self, task: Task) -> None:
+        """Note that a compute task's kernels are about to be launched."""
+        ...
+
+    def end_compute(self, task: Task) -> None:
+        """Note that a compute task's kernels have been launched."""
+        ...
+
+    def ended(self, task: Task) -> bool:
+        """Return whether a task that is done (perhaps only queued) has really ended."""
+        ...
+
+    def interval(self, task: Task) -> tuple[float, float]:
+        """Return when an ended task really ran, in seconds on :func:`time.monotonic`'s clock."""
+        ...
+
+    def synchronize(self) -> None: ...
+
+    def release(self) -> None:
+        """Give the memory of all buffers back, which have been dropped."""
+        ...
+
+    def memory_limit(self) -> int | None:
+        """Return the bytes of device memory that may be used, or None where the host's budget says it."""
+        ...
+
+    def cap_memory(self, nbytes: int) -> None:
+        """Let an allocation beyond ``nbytes`` in all fail, if the device can."""
+        ...
+
+    def peak_bytes(self) -> int | None:
+        """Return the most device memory in use since the start, or None where the device cannot tell."""
+        ...
+
+
+class _RealDevice:
+    """A device that is really there: it computes, and the time that anything takes can only be measured."""
+
+    computes = True
+    flops_per_second: float | None = None
+    exchange_rates: tuple[float, float] | None = None
+    throttle: IoThrottle | None = None
+
+    def stand_in(self, executor: Executor, tasks: StepList, tokens: int, start_time: float) -> Computation | None:
+        return None
+
+    def check_ranks(self, ranks_per_node: int, nodes: int) -> None:
+        pass
+
+
+class CpuDevice(_RealDevice):
+    """The processor as device. Buffers come from one mapping per pool, on huge pages."""
+
+    name = "cpu"
+    torch_device = torch.device("cpu")
+    shares_host_memory = True
+    page_locks = False
+
+    def __init__(self) -> None:
+        self._buffers: list[HostBuffer] = []
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        buffer = HostBuffer(nbytes).touch()
+        self._buffers.append(buffer)
+        return buffer.tensor(torch.uint8, 0, nbytes)
+
+    def copy(self, task: Task, target: torch.Tensor, source: torch.Tensor) -> None:
+        # numpy copies without the interpreter lock and without waking PyTorch's thread pool in this thread
+        np.copyto(target.numpy(), source.numpy())
+
+    def exchange(self, task: Task, work: Callable[[], None], meet: Callable[[], None]) -> None:
+        work()
+
+    def wait_event(self, task: Task, event: object) -> None:
+        pass
+
+    def begin_compute(self, task: Task) -> None:
+        pass
+
+    def end_compute(self, task: Task) -> None:
+        pass
+
+    def ended(self, task: Task) -> bool:
+        return True
+
+    def interval(self, task: Task) -> tuple[float, float]:
+        return task.began, task.ended
+
+    def synchronize(self) -> None:
+        pass
+
+    def release(self) -> None:
+        self._buffers.clear()
+
+    def memory_limit(self) -> int | None:
+        return None
+
+    def cap_memory(self, nbytes: int) -> None:
+        pass
+
+    def peak_bytes(self) -> int | None:
+        return None
+
+
+class CudaDevice(_RealDevice):
+    """A CUDA GPU: one stream per copy lane beside the compute stream, tied together by events only.
+
+    All buffers are rings that are allocated once, so PyTorch's caching allocator and its rules about streams stay out
+    of play. Host sides of copies must be page-locked. Not run on a GPU yet.
+    """
+
+    shares_host_memory = False
+    page_locks = True
+
+    def __init__(self, index: int):
+        self.torch_device = torch.device("cuda", index)
+        torch.cuda.set_device(self.torch_device)
+        self.name = torch.cuda.get_device_name(index)
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        self._streams = {op: torch.cuda.Stream(self.torch_device) for op in _COPIES + _EXCHANGES}
+        self._origin = torch.cuda.Event(enable_timing=True)
+        self._origin.record()
+        self._origin.synchronize()
+        self._origin_seconds = time.monotonic()
+        self._began: dict[Task, torch.cuda.Event] = {}
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+
+    def copy(self, task: Task, target: torch.Tensor, source: torch.Tensor) -> None:
+        stream = self._streams[task.op]
+        with torch.cuda.device(self.torch_device), torch.cuda.stream(stream):
+            self._mark(task, stream)
+            target.copy_(source, non_blocking=True)
+            self._finish(task, stream)
+
+    def exchange(self, task: Task, work: Callable[[], None], meet: Callable[[], None]) -> None:
+        stream = self._streams.get(task.op)
+        if stream is None:  # parameters in host memory, on their way to other nodes
+            work()
+            return
+        with torch.cuda.device(self.torch_device), torch.cuda.stream(stream):
+            self._mark(task, stream)
+            work()
+            self._finish(task, stream)
+
+    def wait_event(self, task: Task, event: object) -> None:
+        assert isinstance(event, torch.cuda.Event)
+        if task.op in self._streams:
+            self._streams[task.op].wait_event(event)
+        elif task.op is Op.COMPUTE:
+            torch.cuda.current_stream(self.torch_device).wait_event(event)
+        else:
+            event.synchronize()  # the CPU, or an SSD, is about to touch the bytes
+
+    def begin_compute(self, task: Task) -> None:
+        self._mark(task, torch.cuda.current_stream(self.torch_device))
+
+    def end_compute(self, task: Task) -> None:
+        self._finish(task, torch.cuda.current_stream(self.torch_device))
+
+    def ended(self, task: Task) -> bool:
+        return task.event is None or task.event.query()
+
+    def interval(self, task: Task) -> tuple[float, float]:
+        began = self._began.pop(task, None)
+        if began is None or task.event is None:
+            return task.began, task.ended
+        at = self._origin_seconds + self._origin.elapsed_time(began) / 1000
+        self._advance_origin(began, at)
+        return at, at + began.elapsed_time(task.event) / 1000
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def release(self) -> None:
+        torch.cuda.empty_cache()  # or the next, larger buffers would have to fit beside these
+
+    def memory_limit(self) -> int | None:
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        return free * 19 // 20 - _LIBRARY_BYTES
+
+    def cap_memory(self, nbytes: int) -> None:
+        _, total = torch.cuda.mem_get_info(self.torch_device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), self.torch_device)
+
+    def peak_bytes(self) -> int | None:
+        return torch.cuda.max_memory_reserved(self.torch_device)
+
+    def _advance_origin(self, event: torch.cuda.Event, seconds: float) -> None:
+        """Count from a newer event: elapsed times are fp32 milliseconds, too coarse after hours."""
+        if seconds > self._origin_seconds + _ORIGIN_SECONDS:
+            self._origin, self._origin_seconds = event, seconds
+
+    def _mark(self, task: Task, stream: torch.cuda.Stream) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        self._began[task] = event
+
+    @staticmethod
+    def _finish(task: Task, stream: torch.cuda.Stream) -> None:
+        # Blocking: a lane that waits for it sleeps, instead of spinning on a core that Adam needs.
+        task.event = torch.cuda.Event(enable_timing=True, blocking=True)
+        task.event.record(stream)
+
+
+def optimizer_threads(device: Device) -> int:
+    """Return the number of threads for the optimizer process beside ``device``.
+
+    Beside a GPU, all cores are the optimizer's; on a CPU device most belong to the computation.
+    """
+    return 1 if device.shares_host_memory else max(1, cpu_count() - 2)
+
+
+def leave_cores(device: Device) -> None:
+    """Let PyTorch compute on all cores but those that the optimizer needs, if the device is the CPU.
+
+    Its threads wait for each other after every operator: where one of them shares a core with Adam, all of them wait.
+    A quarter of the step of a small model on four cores (docs/experiments.md).
+    """
+    if device.shares_host_memory:
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), cpu_count() - optimizer_threads(device))))
+
+
+def memory_limits(
+    device: Device, host: int | str | None, device_memory: int | str | None, ranks_per_node: int = 1
+) -> tuple[int, int]:
+    """Return the budgets of host and device memory in bytes: as given, or what there is.
+
+    On the host that is four fifths of it. The host's is shared by ``ranks_per_node`` ranks.
+    """
+    host_limit = (memory_available_bytes() * 4 // 5 if host is None else parse_bytes(host)) // ranks_per_node
+    device_limit = device.memory_limit() if device_memory is None else parse_bytes(device_memory)
+    # What shares the host's memory is a part of its budget: the planner counts it there as well.
+    return host_limit, host_limit if device_limit is None else device_limit
+
+
+def open_device(name: str | torch.device) -> Device:
+    """Open the device called ``"cpu"``, ``"cuda:0"`` or ``"emulated:..."``.
+
+    Raises:
+        UserError: there is no such device.
+    """
+    if is_emulated(name):
+        return EmulatedDevice(EmulatedSpec.parse(str(name)))
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"{name!r} is not a device. It is cpu, cuda:0 or {PREFIX}...") from None
+    if device.type == "cpu":
+        return CpuDevice()
+    if device.type != "cuda" or not torch.cuda.is_available():
+        raise UserError(f"There is no device {device} here. device='cpu' works everywhere.")
+    return CudaDevice(device.index or 0)

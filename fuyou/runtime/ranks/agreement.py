@@ -1,0 +1,58 @@
+"""Small messages between ranks beside the collectives: counts, losses, budgets, and which step was committed."""
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from common.communication.object_collectives import all_gather_object
+from common.communication.point_to_point import start_exchange
+from fuyou.layout.share import Share
+
+
+@dataclass
+class Agreement:
+    """Process groups of gloo for small messages between all ranks. Making one is collective, and so is every call.
+
+    The thread of commits has a group of its own: its messages must not mix with those of the caller's thread.
+    """
+
+    share: Share
+    _group: dist.ProcessGroup | None = field(init=False)
+    _commits: dist.ProcessGroup | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._group = dist.new_group(backend="gloo", group_desc="fuyou_agreement")
+        self._commits = dist.new_group(backend="gloo", group_desc="fuyou_commits")
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return every rank's ``value``, which is JSON, in the order of ranks."""
+        return all_gather_object(value, self._group)
+
+    def all_gather_at_commit(self, value: Any) -> list[Any]:
+        """Return every rank's ``value`` as :meth:`all_gather_object` does, in the thread of commits."""
+        return all_gather_object(value, self._commits)
+
+    def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Send tensors to ranks and receive others, in the order in which the other end lists them."""
+        assert self._group is not None
+        start_exchange(sends, receives, self._group)()
+
+    def close(self) -> None:
+        """Let go of the groups, so that ``destroy_process_group`` can end them."""
+        self._group = self._commits = None
+
+
+def rank_name(share: Share, rank: int, host: str | None) -> str:
+    """Return how messages to people call a rank; ``host`` is None if the machine is not known."""
+    node, local_rank = divmod(rank, share.ranks_per_node)
+    known = [*([host] if host is not None else []), *([f"rank {local_rank} of it"] if share.ranks_per_node > 1 else [])]
+    return f"node {node} ({', '.join(known)})" if known else f"node {node}"
+
+
+def host() -> str:
+    """Return the name of this machine."""
+    return socket.gethostname()

@@ -1,0 +1,115 @@
+"""``--profile`` and ``--trace``: what is printed and written, and what people get wrong."""
+
+import json
+import re
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cli.inspect.profile import table
+from fuyou.planner.profiling import Profile, blocks, contention, drives, optimizer
+from fuyou.schedule.tasks import Resource
+from tests.cli.conftest import Finetune, sending
+from tests.helpers.command.messages import check
+from tests.helpers.profiles import PROFILE
+
+
+@pytest.fixture
+def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(blocks, "REPEAT_SECONDS", 0.01)
+    monkeypatch.setattr(drives, "DIRECTION_SECONDS", 0.05)
+    monkeypatch.setattr(contention, "WINDOW_SECONDS", 0.02)
+    monkeypatch.setattr(contention, "WARM_SECONDS", 0.01)
+    monkeypatch.setattr(optimizer, "UPDATED_ELEMENTS", 1 << 14)
+    monkeypatch.setattr(optimizer, "WRITTEN_ELEMENTS", 1 << 14)
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_profile(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
+    drive = tmp_path / "nvme0"
+    drive.mkdir()
+    command = ("--profile", "--model", checkpoint, "--ssd", drive, "--gpu", "cpu", "--batch-size", "2")
+    outcome = finetune(*command, "--seq-len", "32")
+    assert outcome.status == 0, outcome.err
+    for words in (
+        "micro-batches of 2 x 32 tokens in bf16 on cpu",
+        "matrix products",
+        "block backward",
+        "to the device",
+        "SSDs, 1 directory",
+        "commit",
+        "optimizer, 1 thread",
+        "the optimizer beside the SSDs and computing",
+        "mm.default #0",
+    ):
+        assert words in outcome.out  # fmt: skip
+    (file,) = (tmp_path / "cache" / "profiles").iterdir()
+    assert str(file) in outcome.out
+    assert not list(drive.iterdir())
+    profile = Profile.from_dict(json.loads(file.read_text())["profile"])
+    assert (profile.tokens, profile.measured_tokens, profile.adam_threads) == (64, 64, 1)
+    assert all(seconds > 0 for seconds in profile.phase_seconds().values())
+    assert profile.block_backward_seconds > profile.block_forward_seconds
+    # The same unit; not closer, because each was measured for a moment only.
+    assert 0 < sum(one.seconds for one in profile.operators) < profile.block_backward_seconds * 100
+    together = profile.contention.speeds[frozenset({Resource.ADAM, Resource.SSD, Resource.GPU})]
+    assert all(0 < speed <= 1 for speed in together.values())
+
+
+def test_the_table_is_aligned() -> None:
+    lines = [line for line in table(PROFILE, 2) if line.startswith("  ")]
+    amounts = [re.match(r"  \S.*?\S  +([\d.]+,? \S+(?:, \S+)*)(  |$)", line) for line in lines]
+    assert len({amount.end(1) for amount in amounts if amount}) == 1, "they end in one column"
+    assert all(amounts)
+    assert re.search(
+        r"block backward +8 ms +0.1 TFLOP/s", "\n".join(table(replace(PROFILE, block_parameters=10**6), 2))
+    )
+    assert "SSDs, 2 directories" in table(PROFILE, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--profile", "--resume"), "--profile trains nothing and cannot be combined with --resume"),
+        (("--profile", "--demo"), "cannot be combined with --demo"),
+        (("--profile", "--trace", "x.json"), "cannot be combined with --trace"),
+        (("--profile", "--ssd", "nowhere"), "no directory nowhere"),
+        (("--profile", "--model", "gpt3-1.4b"), "gpt3-1.3b"),
+        (("--profile", "--gpu", "emulated:tflops=1"), "lacks memory, link"),
+        (("--profile", "--gpu", "cpu", "--host-memory", "1MiB", "--model", "llama-10m"), "--host-memory of at least"),
+        (("--demo", "--trace", "x.json"), "--demo brings everything with it"),
+        (("--model", "llama-10m", "--gpu", "cpu", "--trace", "."), "--trace . is a directory"),
+    ],
+)
+def test_what_does_not_go(finetune: Finetune, words: tuple[str, ...], message: str) -> None:
+    check(finetune(*words), 2, message)
+
+
+def test_ctrl_c_leaves_nothing(
+    finetune: Finetune, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drive = tmp_path / "nvme0"
+    drive.mkdir()
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    with sending(signal.SIGINT, lambda: list(drive.iterdir())):
+        outcome = finetune("--profile", "--model", checkpoint, "--ssd", drive, "--gpu", "cpu")
+    assert outcome.status == 130, outcome.err
+    assert "Traceback" not in outcome.err
+    assert not list(drive.iterdir())
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_trace_of_a_run(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
+    file = tmp_path / "traces" / "step.json"
+    outcome = finetune(
+        "--model", checkpoint, "--gpu", "cpu", "--batch-size", 2, "--micro-batch", 1, "--seq-len", 16, "--steps", 3,
+        "--no-save", "--output", tmp_path / "out", "--trace", file,
+    )  # fmt: skip
+    assert outcome.status == 0, outcome.err
+    assert f"trace    {file} (open it in ui.perfetto.dev)" in outcome.out
+    names = [event["name"] for event in json.loads(file.read_text())["traceEvents"]]
+    assert {"step 3", "block 2 backward, micro-batch 1", "block 0 parameters", "block 1 update"} <= set(names)
+    assert names.count("block 1 forward, micro-batch 0") == 1, "one step, not three"

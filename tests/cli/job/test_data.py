@@ -1,0 +1,89 @@
+"""What the command says and does about data that do not fit, and about what it exports."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.cli.conftest import Finetune
+from tests.helpers.command.messages import check
+
+SMALL = ("--batch-size", "2", "--seq-len", "32", "--gpu", "cpu", "--steps", "1")
+LONG = [{"role": "user", "content": "Hello there."}, {"role": "assistant", "content": "Well, hello. " * 20}]
+SHORT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    """A short conversation, and behind an empty line one whose answer is too long."""
+    return write(tmp_path / "chats.jsonl", SHORT, None, LONG)
+
+
+def write(file: Path, *chats: list[dict[str, Any]] | None) -> Path:
+    file.write_text("".join("\n" if chat is None else json.dumps({"messages": chat}) + "\n" for chat in chats))
+    return file
+
+
+def test_long_records_are_cut_or_left_out_and_said(finetune: Finetune, checkpoint: Path, chats: Path) -> None:
+    command = ("--model", checkpoint, "--data", chats, *SMALL)
+    cut = finetune(*command, "--output", "cut")
+    assert cut.status == 0, cut.err
+    assert f"\n{'':9}cut: 1 record, " in cut.out and f"first {chats}, line 3; longer than a row of 32 tokens" in cut.out
+    assert finetune(*command, "--output", "cut", "--truncate", "--overwrite").out.count("cut: 1 record") == 1
+    dropped = finetune(*command, "--output", "dropped", "--drop-long", "--eval-data", chats)
+    assert dropped.status == 0, dropped.err
+    assert dropped.out.count(f"\n{'':9}left out: 1 record, ") == 2, "of the data, and of those held out"
+    assert dropped.out.count(f"first {chats}, line 3; longer than a row of 32 tokens (--drop-long") == 2
+
+    again = ("--steps", 2, "--schedule", "constant", "--resume")
+    constant = ("--schedule", "constant", "--overwrite", "--drop-long", "--output", "dropped")
+    assert finetune(*command, *constant).status == 0
+    check(finetune(*command, *again, "--output", "dropped"), 2, "began with --drop-long, and now it is --truncate.")
+    config = Path("dropped/run/config.toml")
+    assert "drop-long = true" in config.read_text()
+    resumed = finetune("--config", config, "--steps", 2, "--resume")
+    assert resumed.status == 0, resumed.err
+    check(finetune("--config", config, "--steps", 2, "--resume", "--truncate"), 2, "began with --drop-long")
+
+
+def test_options_about_data_are_for_runs_with_data(finetune: Finetune, checkpoint: Path) -> None:
+    check(finetune("--model", checkpoint, "--drop-long"), 2, "--drop-long", "add --data")
+    check(finetune("--plan", "--model", checkpoint, "--drop-long"), 2, "cannot be combined with --drop-long")
+
+
+def test_turns_that_nobody_would_train_on(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
+    gpt = [SHORT[0], {"role": "gpt", "content": "Yes"}]
+    file = write(tmp_path / "gpt.jsonl", SHORT, None, gpt)
+    refused = finetune("--model", checkpoint, "--data", file, *SMALL)
+    check(refused, 2, f"{file}, line 3: message 2", "'gpt'", "Write 'assistant' instead")
+    half = write(tmp_path / "half.jsonl", SHORT, [SHORT[0], {**SHORT[1], "weight": 0.5}])
+    check(finetune("--model", checkpoint, "--data", half, *SMALL), 2, f"{half}, line 2: message 2", "weight 0.5")
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "-inf"])
+@pytest.mark.parametrize(
+    "option", ["lr", "weight-decay", "beta1", "beta2", "eps", "max-grad-norm", "lora-alpha", "temperature", "epochs"]
+)
+def test_numbers_that_are_none(finetune: Finetune, checkpoint: Path, tmp_path: Path, option: str, value: str) -> None:
+    check(finetune("--model", checkpoint, *SMALL, f"--{option}", value), 2, f"--{option}", value)
+    (tmp_path / "run.toml").write_text(f"{option} = {value}\n")
+    check(finetune("--config", tmp_path / "run.toml", "--model", checkpoint, *SMALL), 2, f"--{option}", "run.toml")
+
+
+def test_a_run_that_has_diverged_exports_nothing(finetune: Finetune, checkpoint: Path, data: Path) -> None:
+    command = ("--model", checkpoint, "--data", data, *SMALL, "--output", "out")
+    assert finetune(*command).status == 0
+    good = {file.name: file.read_bytes() for file in Path("out").iterdir() if file.is_file()}
+    outcome = finetune(*command, "--overwrite", "--lr", "1e39")
+    check(outcome, 1, "Nothing was exported", "holds a NaN or an infinity", "--allow-nonfinite", "--resume")
+    there = {file.name: file.read_bytes() for file in Path("out").iterdir() if file.is_file()}
+    assert {name: there[name] for name in good if name != "losses.jsonl"} == {
+        name: content for name, content in good.items() if name != "losses.jsonl"
+    }
+    again = finetune(*command, "--lr", "1e39", "--resume", "--allow-nonfinite")
+    assert again.status == 0, again.err
+    weights = load_file("out/model.safetensors").values()
+    assert any(not torch.isfinite(value).all() for value in weights)

@@ -1,0 +1,113 @@
+"""``--dtype auto`` is decided once: by the run that goes on, by the device, and for all ranks by the first."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from cli.main import main
+from cli.options.computing_dtype import with_dtype, with_dtype_of_all
+from cli.options.settings import Settings
+from common.store import commit_manifest
+
+
+@pytest.fixture
+def fastest(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What this machine's CPU is fast in; may be changed. All other hardware is fast in bf16."""
+    answer = ["fp32"]
+    for module in ("cli.options.computing_dtype", "fuyou.engine.computing_dtype"):
+        monkeypatch.setattr(f"{module}.fastest_dtype", lambda kind: answer[0] if kind == "cpu" else "bf16")
+    return answer
+
+
+def test_a_run_says_what_it_computes_in_and_goes_on_in_that(
+    checkpoint: Path, tmp_path: Path, fastest: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ["--model", str(checkpoint), "--batch-size", "1", "--seq-len", "16", "--gpu", "cpu", "--no-save"]
+    run += ["--schedule", "constant", "--output", str(tmp_path)]
+    assert main([*run, "--steps", "1"]) == 0
+    assert "computing on the CPU in fp32\n" in capsys.readouterr().out
+    fastest[0] = "bf16"
+    assert main([*run, "--steps", "2", "--resume"]) == 0
+    assert "computing on the CPU in fp32\n" in capsys.readouterr().out
+    calls = json.loads((tmp_path / "run" / "run.json").read_text())["calls"]
+    assert [call["computing_in"] for call in calls] == ["fp32", "fp32"]
+    assert 'dtype = "fp32"' in (tmp_path / "run" / "config.toml").read_text()
+
+
+def test_what_is_asked_for_is_not_decided(fastest: list[str]) -> None:
+    assert with_dtype(Settings(model="m", gpu="cpu")).dtype == "fp32"
+    assert with_dtype(Settings(model="m", gpu="cpu", dtype="bf16")).dtype == "bf16"
+    assert with_dtype(Settings(model="m", gpu="emulated:tflops=1,memory=1GiB,link=1GB/s")).dtype == "bf16"
+
+
+def test_a_file_leaves_it_open_and_a_plan_for_other_hardware_takes_bf16(
+    fastest: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--model", "gpt3-13b", "--write-config"]) == 0
+    assert 'dtype = "auto"' in capsys.readouterr().out
+    hardware = ["--gpu", "4090", "--drive", "p5510", "--ssds", "2", "--host-memory", "64GiB", "--json"]
+    plans = []
+    for dtype in ([], ["--dtype", "bf16"], ["--dtype", "fp32"]):
+        main(["--plan", *hardware, "--model", "gpt2-125m", *dtype])
+        plans.append(json.loads(capsys.readouterr().out))
+    assert plans[0] == plans[1] != plans[2]
+
+
+class Others:
+    """All ranks in one process: what each would tell, in turn, and then what each is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self._patch = monkeypatch
+
+    def decide(self, ranks: list[tuple[Settings, str, bool]]) -> list[str]:
+        told: list[Any] = []
+        self._patch.setattr(
+            "common.communication.object_collectives.all_gather_object", lambda value: told.append(value) or told
+        )
+        self._all(ranks)
+        everyone = list(told)
+        self._patch.setattr("common.communication.object_collectives.all_gather_object", lambda value: everyone)
+        return self._all(ranks)
+
+    def _all(self, ranks: list[tuple[Settings, str, bool]]) -> list[str]:
+        result = []
+        for number, arguments in enumerate(ranks):
+            self._patch.setattr(dist, "get_rank", lambda number=number: number)
+            result.append(with_dtype_of_all(*arguments).dtype)
+        return result
+
+
+def test_the_first_rank_decides_for_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fastest: list[str]) -> None:
+    fresh = Settings(model="m", nodes=2, ssd=("x",), output=tmp_path)
+    others = Others(monkeypatch)
+    assert others.decide([(fresh, "cpu", False), (fresh, "cuda", False)]) == ["fp32", "fp32"]
+    assert others.decide([(fresh, "cuda", False), (fresh, "cpu", False)]) == ["bf16", "bf16"]
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_ranks_go_on_in_what_any_of_them_has_stored(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fastest: list[str], restarted: bool
+) -> None:
+    drives = [tmp_path / "node0", tmp_path / "node1"]
+    each = [
+        Settings(model="m", nodes=2, ssd=(str(drive),), output=tmp_path / "out", resume=not restarted)
+        for drive in drives
+    ]
+    (drives[1] / each[1].store_name / "rank-0").mkdir(parents=True)
+    commit_manifest(drives[1] / each[1].store_name / "rank-0", {"dtype": "torch.bfloat16"})
+    ranks = [(settings, "cpu", restarted) for settings in each]
+    assert Others(monkeypatch).decide(ranks) == ["bf16", "bf16"]
+
+
+def test_a_run_in_memory_goes_on_in_what_its_commit_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fastest: list[str]
+) -> None:
+    monkeypatch.setattr("fcdp.checkpoint.commits.ShardedCheckpoints.newest", lambda commits: 3)
+    monkeypatch.setattr(
+        "fcdp.checkpoint.commits.ShardedCheckpoints.describe", lambda commits, step: {"--dtype": "bf16"}
+    )
+    settings = Settings(model="m", nodes=1, output=tmp_path, resume=True)
+    assert Others(monkeypatch).decide([(settings, "cpu", False)]) == ["bf16"]

@@ -1,0 +1,199 @@
+"""The command line as people, and shells, write it."""
+
+import subprocess
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from cli.main import main
+from cli.options.__main__ import options_page
+from cli.options.all_options import GROUPS
+from cli.options.command import build_command, repeat_option
+from cli.options.option import attribute_docstrings, option_fields
+from cli.options.schedule import Warmup
+from cli.options.settings import Settings, expand_pattern
+from common.errors import UserError
+from fuyou.config import OPTION_NAMES
+
+ROOT = Path(__file__).parents[3]
+
+
+def parse(*words: str) -> dict[str, Any]:
+    """The options that a command line sets, by name."""
+    got: dict[str, Any] = {}
+    build_command(lambda **options: got.update(options)).main(list(words), standalone_mode=False)
+    return got
+
+
+@pytest.mark.parametrize(("typed", "seen"), [
+    ("--ssd a b c", "--ssd=a --ssd=b --ssd=c"),
+    ("--ssd a --ssd b", "--ssd=a --ssd=b"),
+    ("--ssd=a b --gpu 0", "--ssd=a --ssd=b --gpu 0"),
+    ("--gpu 4090 --ssd a b --model m", "--gpu 4090 --ssd=a --ssd=b --model m"),
+    ("--data x --ssd a b --data y z", "--data=x --ssd=a --ssd=b --data=y --data=z"),
+    ("--model m", "--model m"),
+    ("--ssd - x", "--ssd=- --ssd=x"),
+])  # fmt: skip
+def test_words_after_an_option_that_takes_several(typed: str, seen: str) -> None:
+    assert repeat_option(typed.split(), {"--ssd", "--data"}) == seen.split()
+
+
+def test_the_line_of_the_manual() -> None:
+    options = parse("--gpu", "4090", "--ssd", "/mnt/nvme0", "/mnt/nvme1", "--model", "gpt3-175b")
+    assert options["ssd"] == ("/mnt/nvme0", "/mnt/nvme1")
+    assert options["gpu"] == "4090"
+    assert options["model"] == "gpt3-175b"
+
+
+def test_defaults() -> None:
+    options = parse()
+    assert options["ssd"] == options["data"] == ()
+    assert (options["batch_size"], options["seq_len"], options["steps"], options["epochs"]) == (8, None, None, None)
+    assert (options["lr"], options["schedule"], options["max_grad_norm"]) == (1e-5, "cosine", 0)
+    assert options["save"] is True
+    assert parse("--no-save")["save"] is False
+
+
+def test_sizes() -> None:
+    assert parse("--host-cache", "0")["host_cache"] == 0
+    assert parse("--host-memory", "64GiB", "--device-memory", "1500000000") | {} == parse() | {
+        "host_memory": 64 << 30, "device_memory": 1_500_000_000,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [["--ssd"], ["--ssd", "--gpu", "cpu"], ["--model", "m", "--data"]])
+def test_an_option_without_its_word(words: list[str]) -> None:
+    with pytest.raises(click.BadOptionUsage, match="requires an argument"):
+        parse(*words)
+
+
+def test_a_quoted_star(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("nvme1", "nvme0", "other", "odd[1]"):
+        (tmp_path / name).mkdir()
+    assert expand_pattern("--ssd", f"{tmp_path}/nvme*") == [f"{tmp_path}/nvme0", f"{tmp_path}/nvme1"]
+    assert expand_pattern("--ssd", f"{tmp_path}/odd[1]") == [f"{tmp_path}/odd[1]"]
+    assert expand_pattern("--ssd", f"{tmp_path}/absent") == [f"{tmp_path}/absent"]
+    with pytest.raises(UserError, match="nothing matches"):
+        expand_pattern("--ssd", f"{tmp_path}/sda*")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert expand_pattern("--ssd", "~/nvme?") == [f"{tmp_path}/nvme0", f"{tmp_path}/nvme1"]
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--modle", "x"], "No such option"),
+    (["--modle", "x"], "--model"),
+    (["x"], "unexpected extra argument"),
+    (["--steps", "0"], "'--steps'"),
+    (["--host-memory", "lots"], "'lots' is not a size"),
+    (["--host-memory", "0GiB"], "more than 0 bytes"),
+    (["--schedule", "cosin"], "'cosine', 'linear', 'constant'"),
+    (["--warmup", "soon"], "neither a number of steps"),
+    ([], "--model"),
+    (["--demo", "--model", "x"], "--demo brings everything with it"),
+    (["--demo", "--lora-rank", "8"], "--demo brings everything with it and cannot be combined with --lora-rank"),
+    (["--model", "llama-10m", "--sample", "Once"], "a preset has no tokenizer"),
+    (["--model", "m", "--steps", "1", "--epochs", "1"], "exclude each other"),
+    (["--model", "m", "--epochs", "1"], "passes over data, and there is none"),
+    (["--model", "m", "--resume", "--overwrite"], "give one of them"),
+    (["--model", "m", "--ssd", "/nowhere/nvme*"], "nothing matches this pattern"),
+])  # fmt: skip
+def test_refuses_with_status_2_and_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith("finetune: error: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_help_is_quick_and_in_groups() -> None:
+    script = "import sys; from cli.main import main; main(['--help']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    headings = [line for line in done.stdout.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert headings == [
+        "Model:", "Data:", "Memory:", "Cluster:", "Training:", "Adapters:", "Output:", "Planning:", "Other:"
+    ]  # fmt: skip
+    for heading, after in zip(headings, [*headings[1:], "False"], strict=True):
+        assert "\n\n  $ " in done.stdout.split(f"\n{heading}\n")[1].split(f"\n{after}\n")[0], heading
+    assert done.stdout.splitlines()[-1] == "False", "PyTorch takes seconds to import"
+    assert "--ssd /mnt/nvme* --model gpt3-175b" in done.stdout
+
+
+def test_completion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for shell, word in {
+        "bash": "complete -o nosort -F",
+        "zsh": "#compdef finetune",
+        "fish": "complete --no-files",
+    }.items():
+        assert main(["--completion", shell]) == 0
+        script = capsys.readouterr().out
+        assert word in script and "_FINETUNE_COMPLETE" in script
+    for typed, wanted in {
+        "--mod": "plain,--model", "--model llama-7": "plain,llama-7b", "--gpu rtx-409": "plain,rtx-4090",
+        "--data a.jsonl b": "file,b", "--schedule lin": "plain,linear",
+    }.items():  # fmt: skip
+        monkeypatch.setenv("_FINETUNE_COMPLETE", "bash_complete")
+        monkeypatch.setenv("COMP_WORDS", f"finetune {typed}")
+        monkeypatch.setenv("COMP_CWORD", str(len(typed.split())))
+        with pytest.raises(SystemExit):
+            main([])
+        assert wanted in capsys.readouterr().out.splitlines(), typed
+
+
+@dataclass
+class Documented:
+    """A class for the test below."""
+
+    one: int = 1
+    """What one is, on a line."""
+    two: str = "two"
+    """What two is,
+    on two lines.  [default: two]"""
+    none: int = 3
+    four = 4
+    """Of an attribute without annotation."""
+
+
+def test_docstrings_of_attributes() -> None:
+    assert attribute_docstrings(Documented) == {
+        "one": "What one is, on a line.",
+        "two": "What two is, on two lines.  [default: two]",
+    }
+
+
+def test_every_field_of_a_group_is_an_option_with_a_help() -> None:
+    declared = {field.name for group in GROUPS.values() for field in option_fields(group)}
+    documented = {name for group in GROUPS.values() for name in attribute_docstrings(group)}
+    assert declared == documented == {field.name for field in fields(Settings)} - {"arguments"}
+
+
+def test_the_page_of_all_options_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "options.md").read_text()
+    assert page == options_page(), "run python -m cli.options > docs/options.md"
+
+
+def test_the_settings_of_a_command_line(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.txt"):
+        (tmp_path / name).touch()
+    options = parse("--model", "m", "--data", f"{tmp_path}/*.txt", "--warmup", "3%", "--beta1", "0.8")
+    settings = Settings.of_options(options, ("--model", "m"))
+    assert settings.data == (f"{tmp_path}/a.txt", f"{tmp_path}/b.txt")
+    assert settings.warmup == Warmup(0.03, is_fraction=True) and str(settings.warmup) == "0.03"
+    assert settings == Settings(
+        model="m", data=settings.data, warmup=settings.warmup, beta1=0.8, arguments=("--model", "m")
+    )
+
+
+def test_options_under_the_names_of_the_engine() -> None:
+    settings = Settings(model="m", beta1=0.8, commit_every=3, unproven=True, lr=1.0)
+    names = ("lr", "betas", "max_grad_norm", "commit_every", "prove", "topology")
+    taken = {"lr": 1.0, "betas": (0.8, 0.999), "max_grad_norm": None, "commit_every": 3, "prove": False}
+    assert settings.named(names) == taken
+    given = settings.named(OPTION_NAMES)
+    assert given["commit_every"] == 3
+    assert given.keys() >= {"lr", "betas", "eps", "weight_decay", "max_grad_norm", "clip_by", "dtype", "seed", "prove"}
+    assert given.keys() >= {"micro_batch", "host_memory", "device_memory", "host_cache", "io", "frozen_dtype"}

@@ -1,0 +1,51 @@
+"""Signals that end a run, each in a process of its own: the status, the deadline, and when they are not heard."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import os, signal, sys, time
+import cli.train.interrupts
+from cli.train.interrupts import Interrupts
+cli.train.interrupts.STOP_SECONDS = 0.3
+number, hangs = int(sys.argv[1]), sys.argv[2] == "hangs"
+signal.signal(number, signal.SIG_IGN if sys.argv[2] == "nohup" else signal.SIG_DFL)  # whatever we were started with
+with Interrupts() as interrupts:
+    interrupts.how_to_continue = "To continue: this"
+    try:
+        os.kill(os.getpid(), number)
+        print("not heard")
+        sys.exit(3)
+    except KeyboardInterrupt:
+        os.kill(os.getpid(), number)  # a second one does not cut short what follows
+        if hangs:
+            time.sleep(600)
+        print("put in order")
+sys.exit(interrupts.status())
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "how", "status", "said"),
+    [
+        (signal.SIGINT, "ends", 130, "put in order"),
+        (signal.SIGTERM, "ends", 0, "put in order"),
+        (signal.SIGHUP, "ends", 129, "put in order"),
+        (signal.SIGTERM, "hangs", 0, "stopped at once, after 0 s. To continue: this"),
+        (signal.SIGHUP, "hangs", 129, "stopped at once, after 0 s. To continue: this"),
+        (signal.SIGHUP, "nohup", 3, "not heard"),
+    ],
+)
+def test_a_signal_ends_a_run_in_order_or_in_time(number: signal.Signals, how: str, status: int, said: str) -> None:
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(int(number)), how], capture_output=True, text=True,
+        cwd=Path(__file__).parents[3],
+    )  # fmt: skip
+    assert done.returncode == status and said in done.stdout + done.stderr, done.stderr
+    assert time.monotonic() - began < 300

@@ -1,0 +1,132 @@
+"""Whole runs: what is saved, what is reported, what resuming gives, and what Ctrl-C leaves."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cli.train.demo import DemoSize, run_demo
+from cli.train.interrupts import Interrupts
+from tests.cli.conftest import Finetune, sending
+from tests.helpers.command.histories import history
+from tests.helpers.command.reports import FIELDS
+
+ROOT = Path(__file__).parents[3]
+SMALL = ("--batch-size", "4", "--seq-len", "32", "--gpu", "cpu", "--lr", "1e-3", "--warmup", "2")
+
+
+def losses(path: Path) -> list[float]:
+    return json.loads(path.read_text())["losses"]
+
+
+def test_six_steps_are_three_and_three_more(finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    drives = [tmp_path / name for name in ("nvme0", "nvme1")]
+    for drive in drives:
+        drive.mkdir()
+    command = ("--model", checkpoint, "--data", data, *SMALL, "--schedule", "constant", "--ssd", f"{tmp_path}/nvme*")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    reports = [tmp_path / f"{name}.json" for name in "abc"]
+
+    outcome = finetune(*command, "--steps", 6, "--output", whole, "--report", reports[0])
+    assert outcome.status == 0, outcome.err
+    assert finetune(*command, "--steps", 3, "--output", parts, "--report", reports[1], "--no-save").status == 0
+    resumed = finetune(*command, "--steps", 6, "--output", parts, "--report", reports[2], "--resume")
+    assert resumed.status == 0, resumed.err
+    assert "after step 3 of 6" in resumed.out
+    assert losses(reports[0]) == losses(reports[1]) + losses(reports[2])
+    assert history(whole) == history(parts)
+    assert (whole / "model.safetensors").read_bytes() == (parts / "model.safetensors").read_bytes()
+
+    report = json.loads(reports[0].read_text())
+    assert report.keys() == FIELDS
+    assert report["losses"][-1] < report["losses"][0]
+    assert report["bound_seconds"].keys() == {"gpu", "host_to_device", "device_to_host", "ssd", "adam"}
+    assert report["ssd_written_bytes_per_step"] == pytest.approx(report["planned_ssd_written_bytes_per_step"], rel=0.01)
+    assert report["ssd_read_bytes_per_step"] == pytest.approx(report["planned_ssd_read_bytes_per_step"], rel=0.01)
+
+    # Every store is in a folder of its own on every drive, found again by the output's name.
+    for drive in drives:
+        assert sorted(path.name.rsplit("-", 1)[0] for path in drive.iterdir()) == ["fuyou-parts", "fuyou-whole"]
+    model = AutoModelForCausalLM.from_pretrained(whole)
+    assert model.num_parameters() == report["parameters"]
+    assert len(AutoTokenizer.from_pretrained(whole)) == model.config.vocab_size
+
+    for option, message in {
+        ("--batch-size", 2): "began with --batch-size 4, and now it is 2",
+        ("--steps", 5): "6 steps behind it, more than --steps 5",
+    }.items():
+        refused = finetune(*command, "--steps", 6, "--output", parts, "--resume", *option)
+        assert refused.status == 2 and message in refused.err, refused.err
+    again = finetune(*command, "--steps", 6, "--output", parts, "--no-save")
+    assert again.status == 2 and "holds a run already" in again.err
+    assert "--resume" in again.err and "--overwrite" in again.err
+    assert history(whole) == history(parts)
+    assert finetune(*command, "--steps", 3, "--output", parts, "--overwrite", "--no-save").status == 0
+    assert [line["step"] for line in history(parts)] == [1, 2, 3]
+
+
+def test_throughput_on_random_tokens(finetune: Finetune, tmp_path: Path) -> None:
+    outcome = finetune("--model", "llama-10m", "--steps", 2, "--batch-size", 1, "--seq-len", 16, "--gpu", "cpu")
+    assert outcome.status == 0, outcome.err
+    assert "measures throughput" in outcome.out
+    steps = [line for line in outcome.out.splitlines() if line.startswith("step ")]
+    assert len(steps) == 2 and steps[1].startswith("step 2/2: loss ")
+    for figure in ("norm", "tokens/s", "TFLOP/s", "GB/s read", "written", "device", "host", "bound by"):
+        assert figure in steps[1]
+    assert (tmp_path / "finetune-output" / "llama-10m" / "config.json").exists()
+
+
+def stopped_in(output: Path, err: str) -> int:
+    """The last committed step of a run that a signal ended as it should."""
+    last = err.strip().splitlines()[-1]
+    committed = len(history(output))
+    assert last.startswith("stopped in step ") and f"step {committed} is committed. To continue: finetune " in last
+    assert last.endswith("--steps 100000 --resume")
+    assert "Traceback" not in err
+    return committed
+
+
+def test_ctrl_c_at_a_terminal(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
+    output = tmp_path / "stopped"
+    arguments = ["--model", str(checkpoint), *SMALL, "--schedule", "constant", "--output", str(output), "--no-save"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cli.main", *arguments, "--steps", "100000"],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 3/"):
+            break
+    os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to every process of the group
+    _, err = process.communicate(timeout=240)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+    assert process.returncode == 130, err
+    committed = stopped_in(output, err)
+    resumed = finetune(*arguments, "--steps", committed + 1, "--resume")
+    assert resumed.status == 0, resumed.err
+    assert [line["step"] for line in history(output)] == list(range(1, committed + 2))
+
+
+def test_sigterm_to_one_process(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
+    output = tmp_path / "stopped"
+    with sending(signal.SIGTERM, lambda: (output / "losses.jsonl").exists()):
+        outcome = finetune("--model", checkpoint, *SMALL, "--output", output, "--no-save", "--steps", "100000")
+    assert outcome.status == 0, outcome.err  # job schedulers take it for an orderly end, which it is
+    stopped_in(output, outcome.err)
+
+
+def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = DemoSize(hidden=64, layers=3, vocab=512, host_memory=256 << 20, steps=8, batch_size=4, seq_len=32, lr=3e-3)
+    with Interrupts() as interrupts:
+        run_demo(tmp_path / "demo", tmp_path / "report.json", False, interrupts, size)
+    out = capsys.readouterr().out
+    assert "The loss fell from" in out
+    assert "says: 'The module provides" in out
+    fell = losses(tmp_path / "report.json")
+    assert fell[-1] < fell[0] - 0.2

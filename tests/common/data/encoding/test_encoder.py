@@ -1,0 +1,389 @@
+"""Which tokens carry loss, for every record shape: read back by decoding just those."""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from common.data.encoding.encoder import Encoder
+from common.data.files import DataRecord, read_records, reading
+from common.data.shapes import SEGMENT_CHARACTERS, Chat, Example, PlainText, examples_of_records, examples_of_text_file
+from common.errors import UserError
+from tests.common.data.conftest import (
+    MARKED_TEMPLATE,
+    PLAIN_TEMPLATE,
+    REWRITING_TEMPLATE,
+    make_tokenizer,
+    write_records,
+)
+
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is the capital of France?"},
+    {"role": "assistant", "content": "Paris."},
+    {"role": "user", "content": "Thank you!"},
+    {"role": "assistant", "content": "The quick brown fox."},
+]
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, *examples: Example) -> list[tuple[str, str]]:
+    """Whole text and trained text of every document."""
+    documents, ids, trained = [], [], []
+    for encoded in Encoder(tokenizer).encode(examples):
+        assert len(encoded.ids) == len(encoded.trained)
+        ids += encoded.ids.tolist()
+        trained += [token for token, bit in zip(encoded.ids.tolist(), encoded.trained.tolist(), strict=True) if bit]
+        if encoded.ends:
+            documents.append((tokenizer.decode(ids), tokenizer.decode(trained)))
+            ids, trained = [], []
+    assert not ids
+    return documents
+
+
+def encode_records(tokenizer: PreTrainedTokenizerFast, *records: dict[str, Any]) -> list[tuple[str, str]]:
+    return encode(tokenizer, *examples_of_records(numbered(records), "data.jsonl"))
+
+
+def numbered(records: Iterable[dict[str, Any]]) -> Iterator[DataRecord]:
+    for number, record in enumerate(records, 1):
+        yield DataRecord(record, f"line {number}")
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_text(bos: bool) -> None:
+    tokenizer = make_tokenizer(bos=bos)
+    start = "<s>" if bos else ""
+    whole = f"{start}The fox.</s>"
+    assert encode_records(tokenizer, {"text": "The fox."}, {"text": " "}, {"text": None}) == [(whole, whole)]
+    ids = next(Encoder(tokenizer).encode([PlainText("", "The fox.")])).ids.tolist()
+    assert ids == [*tokenizer("The fox.")["input_ids"], tokenizer.eos_token_id]
+
+
+def test_eos_is_not_doubled(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert encode_records(tokenizer, {"text": "The fox.</s>"}) == [("<s>The fox.</s>", "<s>The fox.</s>")]
+    # Two line breaks are one token here, and still only white space.
+    assert encode_records(tokenizer, {"text": "A</s>\n"}) == [("<s>A</s>\n", "<s>A</s>\n")]
+    assert encode_records(tokenizer, {"text": "A</s> b"}) == [("<s>A</s> b</s>", "<s>A</s> b</s>")]
+
+
+def test_no_eos() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = None
+    assert encode_records(tokenizer, {"text": "A"}) == [("<s>A", "<s>A")]
+
+
+def test_long_text_is_tokenized_in_segments(tokenizer: PreTrainedTokenizerFast) -> None:
+    line = "The quick brown fox jumps over the lazy dog.\n"
+    text = line * (9 * SEGMENT_CHARACTERS // (8 * len(line)))
+    whole = [1, *tokenizer(text, add_special_tokens=False)["input_ids"], 2]
+    for examples in (
+        list(examples_of_records(numbered([{"text": text}]), "f")),
+        list(examples_of_text_file(numbered({"text": part} for part in text.splitlines(keepends=True)))),
+    ):
+        assert len(examples) == 2
+        parts = list(Encoder(tokenizer).encode(examples))
+        assert [part.ends for part in parts] == [False, True]
+        assert [token for part in parts for token in part.ids.tolist()] == whole
+    assert "".join(e.completion for e in examples_of_records(numbered([{"text": "x" * len(text)}]), "f")) == "x" * len(
+        text
+    )  # type: ignore[union-attr]
+
+
+def test_prompt_completion(tokenizer: PreTrainedTokenizerFast) -> None:
+    records = [
+        {"prompt": "What is", "completion": " Paris.", "text": "ignored"},
+        {"prompt": "", "completion": "The fox"},
+        {"prompt": "nothing follows", "completion": ""},
+        {"prompt": None, "completion": "dog"},
+    ]
+    assert encode_records(tokenizer, *records) == [
+        ("<s>What is Paris.</s>", " Paris.</s>"),
+        ("<s>The fox</s>", "<s>The fox</s>"),
+        ("<s>dog</s>", "<s>dog</s>"),
+    ]
+
+
+def test_token_across_the_border_is_trained(tokenizer: PreTrainedTokenizerFast) -> None:
+    """The ids are those of the whole text, even where prompt and completion meet within a token."""
+    text = "Write a response that appropriately completes the request."
+    within = 0
+    for at in range(1, len(text)):
+        [encoded] = Encoder(tokenizer).encode([PlainText(text[:at], text[at:])])
+        assert encoded.ids.tolist() == [*tokenizer(text)["input_ids"], 2]
+        trained = tokenizer.decode(encoded.ids[encoded.trained].tolist())
+        assert f"{text}</s>".endswith(trained)
+        assert len(trained) >= len(text) - at + len("</s>")
+        within += len(trained) > len(text) - at + len("</s>")
+    assert within > 5
+
+
+def test_alpaca(tokenizer: PreTrainedTokenizerFast) -> None:
+    [first, second, third] = encode_records(
+        tokenizer,
+        {"instruction": "Say {it}.", "input": "", "output": "The fox", "text": "ignored"},
+        {"instruction": "Say it.", "input": "fox", "output": "The fox"},
+        {"instruction": "Say it.", "output": "The fox"},
+    )
+    assert first == (
+        "<s>Below is an instruction that describes a task. Write a response that appropriately completes the request."
+        "\n\n### Instruction:\nSay {it}.\n\n### Response:\nThe fox</s>",
+        "The fox</s>",
+    )
+    assert second == (
+        "<s>Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+        "response that appropriately completes the request."
+        "\n\n### Instruction:\nSay it.\n\n### Input:\nfox\n\n### Response:\nThe fox</s>",
+        "The fox</s>",
+    )
+    assert third[0] == first[0].replace("{it}", "it")
+
+
+def test_shapes_may_be_mixed_in_a_file(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Read as a table, every record has all columns; those without values do not count."""
+    records = [
+        {"messages": None, "prompt": None, "completion": None, "text": "A"},
+        {"messages": None, "prompt": "B", "completion": "C", "text": "ignored"},
+        {"messages": None, "prompt": "B", "completion": None, "text": None},
+        {"text": "D"},
+    ]
+    assert [trained for _, trained in encode_records(tokenizer, *records)] == ["<s>A</s>", "C</s>", "<s>D</s>"]
+
+
+def rendered(messages: list[dict[str, str]]) -> str:
+    return "<s>" + "".join(f"<|turn|>{m['role']}\n{m['content']}</s>\n" for m in messages)
+
+
+def test_messages_without_marks() -> None:
+    tokenizer = make_tokenizer(PLAIN_TEMPLATE)
+    [(whole, trained)] = encode_records(tokenizer, {"messages": CONVERSATION, "id": "1"})
+    assert whole == rendered(CONVERSATION)
+    assert trained == "Paris.</s>\nThe quick brown fox.</s>\n"
+
+
+def test_messages_with_marks() -> None:
+    tokenizer = make_tokenizer(MARKED_TEMPLATE)
+    [(whole, trained)] = encode_records(tokenizer, {"messages": CONVERSATION})
+    assert whole == rendered(CONVERSATION)
+    assert trained == "Paris.</s>The quick brown fox.</s>"
+
+
+@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKED_TEMPLATE])
+def test_messages_that_end_with_the_user(template: str) -> None:
+    tokenizer = make_tokenizer(template.replace("</s>", "<|turn|>"))
+    [(whole, trained)] = encode_records(tokenizer, {"messages": CONVERSATION[:4]})
+    assert whole.endswith("Thank you!<|turn|>\n</s>")
+    assert trained.rstrip() == "Paris.<|turn|>", "the user's words, or an EOS that the assistant did not say"
+    [(_, trained)] = encode_records(tokenizer, {"messages": CONVERSATION})
+    assert trained.endswith("</s>")
+
+
+def test_template_that_rewrites_earlier_turns() -> None:
+    tokenizer = make_tokenizer(REWRITING_TEMPLATE)
+    documents = encode_records(tokenizer, {"messages": CONVERSATION})
+    assert [trained for _, trained in documents] == ["(thinks) Paris.</s>\n", "(thinks) The quick brown fox.</s>\n"]
+    assert documents[0][0] == rendered(CONVERSATION[:3]).replace("Paris", "(thinks) Paris")
+    assert documents[1][0] == rendered(CONVERSATION).replace("The quick", "(thinks) The quick")
+    # One turn of the assistant is one document, as ever.
+    assert len(encode_records(tokenizer, {"messages": CONVERSATION[:3]})) == 1
+
+
+@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKED_TEMPLATE])
+def test_prompt_and_completion_as_messages(template: str) -> None:
+    tokenizer = make_tokenizer(template)
+    lists = {"prompt": CONVERSATION[:4], "completion": CONVERSATION[4:]}
+    assert encode_records(tokenizer, lists) == [(rendered(CONVERSATION), "The quick brown fox.</s>\n")]
+    mixed = {"prompt": "What is the capital of France?", "completion": [CONVERSATION[2]]}
+    assert encode_records(tokenizer, mixed) == [(rendered(CONVERSATION[1:3]), "Paris.</s>\n")]
+    mixed = {"prompt": [CONVERSATION[1]], "completion": "Paris."}
+    assert encode_records(tokenizer, mixed) == [(rendered(CONVERSATION[1:3]), "Paris.</s>\n")]
+
+
+def test_order_is_kept() -> None:
+    tokenizer = make_tokenizer(PLAIN_TEMPLATE)
+    chat = Chat(CONVERSATION[1:3])
+    texts = [
+        whole for whole, _ in encode(tokenizer, PlainText("", "A"), chat, PlainText("", "B"), PlainText("C", "D"), chat)
+    ]
+    assert texts == ["<s>A</s>", rendered(chat.messages), "<s>B</s>", "<s>CD</s>", rendered(chat.messages)]
+
+
+def test_keys_of_other_records_do_not_reach_the_template(tmp_path: Path) -> None:
+    """In a table every message has the keys of all others; in JSON lines, null is what somebody wrote."""
+    template = "{% for m in messages %}{% for key, value in m.items() %}{{ key }}={{ value }};{% endfor %}{% endfor %}"
+    tokenizer = make_tokenizer(template)
+    call = {"function": {"name": "f", "arguments": {"x": 1, "y": None}}}
+    message = {"role": "assistant", "content": "A", "name": None, "tool_calls": [call]}
+    other = {"role": "assistant", "content": "B", "name": "n", "tool_calls": None}
+    for name, arguments in [("a.jsonl", "{'x': 1, 'y': None}"), ("a.json", "{'x': 1}"), ("a.parquet", "{'x': 1}")]:
+        path = Path(write_records(tmp_path / name, [{"messages": [message]}, {"messages": [other]}]))
+        with reading(tmp_path) as scratch:
+            [(first, _), (second, _)] = encode(tokenizer, *examples_of_records(read_records(path, scratch), name))
+        call_written = "{'function': {'name': 'f', 'arguments': " + arguments + "}}"
+        assert sorted(first.removesuffix("</s>").split(";")) == [
+            "", "content=A", "role=assistant", f"tool_calls=[{call_written}]",
+        ]  # fmt: skip
+        assert sorted(second.removesuffix("</s>").split(";")) == ["", "content=B", "name=n", "role=assistant"]
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "default": None}}}]
+TOOL_TEMPLATE = (
+    "{% if tools %}<|turn|>tools\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% endif %}"
+    "{% if documents %}{% for d in documents %}{{ d['text'] }}\n{% endfor %}{% endif %}"
+    "{% for m in messages %}<|turn|>{{ m['role'] }}\n{% if m['content'] is defined %}{{ m['content'] }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}"
+    "{% if style %}{{ style }}{% endif %}</s>\n{% endfor %}{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+
+
+def calls(arguments: Any) -> list[dict[str, Any]]:
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "In Paris?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "sunny", "tool_call_id": "1"},
+        {"role": "assistant", "content": "It is sunny."},
+    ]
+
+
+@pytest.mark.parametrize("arguments", [{"city": "Paris", "day": None}, '{"city": "Paris", "day": null}'])
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
+def test_tools_and_calls_reach_the_template(arguments: Any, tools: Any) -> None:
+    """Arguments are an object or, as in OpenAI's format, a string of JSON."""
+    tokenizer = make_tokenizer(TOOL_TEMPLATE)
+    record = {"messages": calls(arguments), "tools": tools, "documents": [], "chat_template_kwargs": {"style": "!"}}
+    expected = (
+        f"<|turn|>tools\n{json.dumps(TOOLS[0])}\n<|turn|>user\nIn Paris?!</s>\n<|turn|>assistant\n"
+        'weather({"city": "Paris", "day": null})!</s>\n<|turn|>tool\nsunny!</s>\n<|turn|>assistant\nIt is sunny.!</s>\n'
+    )
+    answers = 'weather({"city": "Paris", "day": null})!</s>\nIt is sunny.!</s>\n'
+    assert encode_records(tokenizer, record) == [(expected, answers)]
+    [example] = Encoder(tokenizer).encode(examples_of_records(numbered([record]), "f"))
+    assert example.ids.tolist() == tokenizer(expected, add_special_tokens=False)["input_ids"]
+    split = {**record, "messages": None, "prompt": record["messages"][:3], "completion": record["messages"][3:]}
+    assert encode_records(tokenizer, split) == [(expected, "It is sunny.!</s>\n")]
+    marked = make_tokenizer(
+        TOOL_TEMPLATE.replace("{% if m['content'] is", "{% generation %}{% if m['content'] is").replace(
+            "</s>\n{% endfor %}", "</s>{% endgeneration %}{{ '\\n' }}{% endfor %}"
+        )
+    )
+    [(whole, trained)] = encode_records(marked, record)  # this one marks what everybody says
+    assert whole == expected and trained == "In Paris?!</s>" + answers.replace("\n", "sunny!</s>", 1).strip()
+
+
+def test_documents_reach_the_template() -> None:
+    tokenizer = make_tokenizer(TOOL_TEMPLATE)
+    [(whole, _)] = encode_records(tokenizer, {"messages": CONVERSATION[1:3], "documents": [{"text": "A fact."}]})
+    assert whole == "A fact.\n" + rendered(CONVERSATION[1:3]).removeprefix("<s>")
+
+
+def test_content_in_parts_as_the_template_takes_it() -> None:
+    """PLAIN_TEMPLATE would write Python's lists, another fails over them."""
+    adding = PLAIN_TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'] + '' }}")
+    parts = [{"type": "text", "text": "Pa"}, {"type": "text", "text": "ris."}]
+    chat = [CONVERSATION[1], {"role": "assistant", "content": parts}]
+    for template in (PLAIN_TEMPLATE, adding):
+        tokenizer = make_tokenizer(template)
+        assert encode_records(tokenizer, {"messages": chat}) == [(rendered(CONVERSATION[1:3]), "Paris.</s>\n")]
+        with pytest.raises(UserError, match=r"line 1: content has a part .*image.* takes text only"):
+            encode_records(tokenizer, {"messages": [{"role": "user", "content": [{"type": "image"}]}, CONVERSATION[2]]})
+    taking = "{% for m in messages %}{% for p in m['content'] %}[{{ p['text'] }}]{% endfor %}{% endfor %}"
+    [(whole, _)] = encode_records(make_tokenizer(taking), {"messages": chat[1:]})
+    assert whole == "[Pa][ris.]</s>"
+
+
+def weighted(*weights: int | None) -> list[dict[str, Any]]:
+    """CONVERSATION with these weights of the assistant's turns."""
+    answers = [place for place, message in enumerate(CONVERSATION) if message["role"] == "assistant"]
+    given = dict(zip(answers, weights, strict=True))
+    return [
+        message if given.get(place) is None else {**message, "weight": given[place]}
+        for place, message in enumerate(CONVERSATION)
+    ]
+
+
+@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKED_TEMPLATE, REWRITING_TEMPLATE])
+@pytest.mark.parametrize("weights", [(0, 1), (1, 0), (0, None), (None, 0.0), (1, 1.0), (None, None)])
+def test_weights_of_turns(template: str, weights: tuple[Any, Any]) -> None:
+    tokenizer = make_tokenizer(template)
+    documents = encode_records(tokenizer, {"messages": weighted(*weights)})
+    thinks = "(thinks) " if template == REWRITING_TEMPLATE else ""
+    closing = "</s>" if template == MARKED_TEMPLATE else "</s>\n"
+    answers = [f"{thinks}Paris.{closing}", f"{thinks}The quick brown fox.{closing}"]
+    kept = [answer for answer, weight in zip(answers, weights, strict=True) if weight != 0]
+    if thinks:
+        assert [trained for _, trained in documents] == kept
+    else:
+        assert documents == [(rendered(CONVERSATION), "".join(kept))]
+
+
+@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKED_TEMPLATE])
+def test_weights_in_completions_and_conversations_without_any_loss(template: str) -> None:
+    tokenizer = make_tokenizer(template)
+    messages = weighted(0, 1)
+    record = {"prompt": messages[:2], "completion": messages[2:]}
+    [(whole, trained)] = encode_records(tokenizer, record)
+    assert whole == rendered(CONVERSATION) and trained.endswith("The quick brown fox.</s>\n")
+    assert "Paris" not in trained and "Thank you!" in trained, "a completion is trained on as a whole"
+    assert encode_records(tokenizer, {"messages": weighted(0, 0)}) == []
+
+
+@pytest.mark.parametrize(
+    ("turn", "told"),
+    [
+        ({"role": "gpt", "content": "a"}, ["line 1: message 2 of 'messages' has the role 'gpt'", "Write 'assistant'"]),
+        ({"role": "model", "content": "a"}, ["line 1", "'model'", "Write 'assistant'"]),
+        ({"role": "human", "content": "a"}, ["line 1", "'human'", "Write 'user'"]),
+        ({"role": "Assistant", "content": "a"}, ["line 1", "'Assistant'", "Write 'assistant'"]),
+        ({"role": "asistant", "content": "a"}, ["line 1", "'asistant'", "Did you mean 'assistant'?"]),
+        ({"role": 3, "content": "a"}, ["line 1", "role 3", "assistant"]),
+        ({"from": "gpt", "value": "a"}, ["line 1", "Write role for from", "user for human"]),
+        ({"role": "assistant", "content": "a", "weight": 0.5}, ["line 1: message 2", "weight 0.5", "0", "1"]),
+        ({"role": "assistant", "content": "a", "weight": 2}, ["weight 2"]),
+        ({"role": "assistant", "content": "a", "weight": -1}, ["weight -1"]),
+        ({"role": "assistant", "content": "a", "weight": True}, ["weight true"]),
+        ({"role": "assistant", "content": "a", "weight": "0"}, ['weight "0"']),
+        ({"role": "user", "content": "a", "weight": 1}, ["role user", "weight 1"]),
+        ({"role": "assistant", "tool_calls": calls({})[1]["tool_calls"]}, ["line 1", "leaves tool_calls out"]),
+    ],
+)
+def test_turns_that_would_be_trained_on_as_something_else(turn: dict[str, Any], told: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        encode_records(make_tokenizer(PLAIN_TEMPLATE), {"messages": [CONVERSATION[1], turn]})
+    assert all(word in str(error.value) for word in told), error.value
+
+
+@pytest.mark.parametrize(
+    ("columns", "told"),
+    [
+        ({"tools": TOOLS}, ["line 1 has tools", "leaves them out"]),
+        ({"documents": [{"text": "A fact."}]}, ["line 1 has documents", "leaves them out"]),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, ["line 1 has enable_thinking", "leaves them out"]),
+        ({"tools": "weather"}, ["line 1: 'tools' is not a list of objects", "weather"]),
+        ({"tools": ["weather"]}, ["line 1: 'tools' is not a list of objects"]),
+        ({"chat_template_kwargs": [1]}, ["line 1: 'chat_template_kwargs' is not an object"]),
+    ],
+)
+def test_columns_that_the_template_would_leave_out(columns: dict[str, Any], told: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        encode_records(make_tokenizer(PLAIN_TEMPLATE), {"messages": CONVERSATION, **columns})
+    assert all(word in str(error.value) for word in told), error.value
+
+
+@pytest.mark.parametrize(
+    ("template", "record", "told"),
+    [
+        (None, {"messages": CONVERSATION}, ["data.jsonl, line 1", "no chat template"]),
+        ("{{ raise_exception('no system role') }}", {"messages": CONVERSATION}, ["line 1", "no system role", "user"]),
+        (PLAIN_TEMPLATE, {"messages": "hello"}, ["line 1", "messages", "hello"]),
+        (PLAIN_TEMPLATE, {"messages": [{"from": "human", "value": "x"}]}, ["line 1", "human", "role for from"]),
+        (PLAIN_TEMPLATE, {"text": ["a"]}, ["line 1", "'text' is a list"]),
+        (PLAIN_TEMPLATE, {"a": 1, "conversations": []}, ["a, conversations", "instruction", "role for from"]),
+    ],
+)
+def test_errors(template: str | None, record: dict[str, Any], told: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        encode_records(make_tokenizer(template), record)
+    assert all(word in str(error.value) for word in told), error.value

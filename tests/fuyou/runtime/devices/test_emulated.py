@@ -1,0 +1,98 @@
+"""An emulated accelerator takes the time that it says, moves the bytes that a real one would, and leaves no weights."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.errors import UserError
+from fuyou import Engine
+from fuyou.layout.record import Kind
+from fuyou.runtime.devices.emulated import EmulatedDevice, EmulatedEvent, EmulatedSpec
+from fuyou.schedule.tasks import Op, Task
+from tests.helpers.twin import tiny_configs
+
+DEVICE = "emulated:tflops=0.002,memory=1GiB,link=1GB/s,ssd_read=2GB/s,ssd_write=2GB/s"
+
+
+def test_parts_of_the_specification() -> None:
+    spec = EmulatedSpec.parse("emulated:tflops=165,memory=24GiB,link=25GB/s")
+    assert spec == EmulatedSpec(165e12, 24 << 30, 25e9)
+    paced = EmulatedSpec.parse("emulated: tflops=1, memory=1GiB, link=1GB/s, ssd_read=3GB/s, ssd_write=2GB/s")
+    assert paced.throttle is not None
+    assert (paced.throttle.read_bytes_per_second, paced.throttle.write_bytes_per_second) == (3e9, 2e9)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("emulated:tflops=165", "lacks memory, link"),
+        ("emulated:", "not understood"),
+        ("emulated:tflops=fast,memory=1GiB,link=1GB/s", "tflops=fast"),
+        ("emulated:tflops=0,memory=1GiB,link=1GB/s", "more than nothing"),
+        ("emulated:tflops=1,memory=1GiB,link=1GB/s,ssd_read=1GB/s", "one of the two SSD rates"),
+        ("emulated:tflops=1,memory=1GiB,link=1GB/s,drives=3", "drives=3"),
+        ("emulated:tflops=1,memory=lots,link=1GB/s", "not a size"),
+    ],
+)
+def test_specifications_that_cannot_be_read(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        EmulatedSpec.parse(text)
+
+
+def test_streams_run_side_by_side_and_wait_for_events() -> None:
+    device = EmulatedDevice(EmulatedSpec(1e12, 1 << 30, 1e9))
+    memory, host = device.allocate(1 << 20), torch.empty(1 << 20, dtype=torch.uint8)
+    upload = Task(Op.PARAMETER_UPLOAD, [])
+    first, second = Task(Op.COMPUTE, [], flops=100e9), Task(Op.COMPUTE, [], flops=100e9)
+    began = time.monotonic()
+    device.copy(upload, memory, host)
+    device.begin_compute(first)
+    assert upload.event is not None and second.event is None
+    device.wait_event(second, EmulatedEvent(began, began + 0.4))
+    device.begin_compute(second)
+    assert time.monotonic() - began < 0.3, "launching does not block"
+    assert device.interval(upload)[1] - device.interval(upload)[0] == pytest.approx(0.001049, rel=0.01)
+    assert device.interval(first)[0] - began < 0.3  # beside the copy
+    assert device.interval(second) == pytest.approx((began + 0.4, began + 0.5), abs=1e-6)
+    assert not device.ended(second)
+    device.synchronize()
+    assert device.ended(second)
+    assert began + 0.5 <= time.monotonic()
+    reader = Task(Op.PARAMETER_READ, [])
+    device.wait_event(reader, EmulatedEvent(began, began + 0.55))  # the SSD writes to host memory: a thread waits
+    assert time.monotonic() >= began + 0.55
+
+
+@pytest.mark.parametrize("deferred", [0.0, 0.5])
+def test_an_engine_on_it_moves_real_bytes_and_exports_nothing(deferred: float, tmp_path: Path) -> None:
+    config = tiny_configs()["llama"]
+    tokens = torch.randint(0, 211, (4, 32))
+    with Engine(
+        config, ssd=[tmp_path], device=DEVICE, host_memory="300MiB", batch_shape=(4, 32), micro_batch=2,
+        deferred_fraction=deferred,
+    ) as engine:  # fmt: skip
+        for _ in range(3):
+            engine(input_ids=tokens, labels=tokens).loss.backward()
+            report = engine.step()
+            # The step's FLOPs at 2 GFLOP/s: the accelerator was busy for exactly that long. Of the forward pass's
+            # 40,704 per token (34,560 of them in matrices), the 6,912 of the last matrix are not computed again.
+            block = 2 + 4 + 2 * (1 - 6912 / 40704)
+            flops = sum(
+                (block if record.kind is Kind.BLOCK else 6 if record.name == "head" else 0)
+                * record.parameter_count
+                * 4
+                * 32
+                for record in engine._run.shape.records
+            )
+            assert report.bound_seconds["gpu"] == pytest.approx(flops / 2e9, rel=0.05)
+            assert report.seconds >= flops / 2e9
+        engine.flush()
+        assert engine.io_bytes() == engine.planned_io_bytes()
+        assert engine.committed_step == 3
+        with pytest.raises(UserError, match="emulated"):
+            engine.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match="emulated device"):
+        Engine(config, ssd=[tmp_path], resume=True, host_memory="300MiB", batch_shape=(4, 32))
