@@ -241,6 +241,11 @@ class Record:
         """Number of parameters, without padding."""
         return sum(slot.numel for slot in self.parameters)
 
+    @cached_property
+    def active_count(self) -> float:
+        """Number of parameters that a token is multiplied with, on average: not those of experts it is not sent to."""
+        return sum(slot.numel * slot.activity for slot in self.parameters)
+
     @property
     def trained_count(self) -> int:
         """Number of parameters that gradients flow to."""

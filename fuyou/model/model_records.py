@@ -211,7 +211,7 @@ def _build_layout(
         tuple(records.made),
         embedding,
         head,
-        layers,
+        tuple((index,) for index in layers),
         precision,
         block_adapters=adapters if any(index is not None for index in adapters) else (),
         embedding_adapter=embedding_adapter,

@@ -80,7 +80,12 @@ class TrainingJob:
     @property
     def block_parameters(self) -> int:
         """Parameters in all blocks together."""
-        return sum(self.shape.records[index].parameter_count for index in self.shape.blocks)
+        return sum(self.shape.block_parameters(layer) for layer in range(len(self.shape.blocks)))
+
+    @property
+    def active_block_parameters(self) -> float:
+        """Parameters in all blocks together that a token is multiplied with."""
+        return sum(self.shape.active_parameters(layer) for layer in range(len(self.shape.blocks)))
 
     @property
     def parameters(self) -> int:

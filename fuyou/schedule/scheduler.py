@@ -65,12 +65,8 @@ class Scheduler:
         self._defer_all = False  # whether all its updates are deferred
         self._list = StepList(0)
         self._batch = BatchShape(1, 0, 0)
-        self._visits = shape.visits(train=True)
         self._position = 0
-        self._uses: dict[int, list[int]] = {}  # record -> positions of the visits that use it
-        for position, visit in enumerate(self._visits):
-            for record in visit.records:
-                self._uses.setdefault(record, []).append(position)
+        self._set_visits(1)
 
         host = {kind: Pool(f"host parameters ({kind.value})", counts.host(kind), self._next_visit) for kind in Kind}
         self._slots = RecordSlots(shape, slot, single_slot, host, self._emit)
@@ -111,6 +107,7 @@ class Scheduler:
         assert commit or not self._speculate
         assert not self._gradients.kept, "resolve the speculation of the step before"
         self._list, self._batch = StepList(step), batch
+        self._set_visits(batch.micro_batches)
         self._activations.begin(self._list, self._visits, batch.micro_batches, batch.activation_bytes)
         self._saved.begin(self._list, self._visits, batch.micro_batches, batch.kept_bytes)
         self._durable, self._defer_all = commit, defer_all
@@ -181,8 +178,16 @@ class Scheduler:
 
     # -- visits ---------------------------------------------------------------------------------------------------
 
+    def _set_visits(self, micro_batches: int) -> None:
+        """Note the visits of a step with so many micro-batches, and where each record is used."""
+        self._visits = self.shape.visits(train=True, micro_batches=micro_batches)
+        self._uses: dict[int, list[int]] = {}  # record -> positions of the visits that use it
+        for position, visit in enumerate(self._visits):
+            for record in visit.records:
+                self._uses.setdefault(record, []).append(position)
+
     def _visit(self, visit: Visit, train: bool = True) -> None:
-        """Run all micro-batches through the visit's records."""
+        """Run the visit's micro-batches through its records."""
         records = [self.shape.records[index] for index in visit.records]
         places = [self._parameters.on_device(record) for record in records]
         buffers = {record.index: buffer for record, (buffer, _) in zip(records, places, strict=True)}
@@ -193,9 +198,9 @@ class Scheduler:
         if trained is not None:
             gradient, accumulates, leaving = self._gradient_buffer(trained)
             ready += leaving
-        flops, last = self._flops(visit), self._batch.micro_batches - 1
+        flops, micros = self._flops(visit), visit.micro_batches(self._batch.micro_batches)
         compute: ComputeTask | None = None
-        for micro in range(self._batch.micro_batches):
+        for micro in micros:
             compute = ComputeTask(
                 Op.COMPUTE,
                 list(ready),
@@ -207,8 +212,9 @@ class Scheduler:
                 micro=micro,
                 places=buffers,
                 gradient=gradient,
-                first=trained is not None and micro == 0 and not accumulates,
-                last=micro == last,
+                begins=micro == micros[0],
+                first=trained is not None and micro == micros[0] and not accumulates,
+                last=micro == micros[-1],
             )
             self._move_activations(visit, compute, train)
             self._list.tasks.append(compute)
@@ -357,15 +363,19 @@ class Scheduler:
         return task
 
     def _flops(self, visit: Visit) -> float:
-        """Return a micro-batch's FLOPs: 2 per parameter and token for the forward pass, for the gradient of the input,
-        for the gradients of what is trained, and for what of the forward pass is computed again."""
-        parameters = sum(self.shape.records[index].parameter_count for index in visit.records)
-        trained = 0 if visit.trained is None else self.shape.records[visit.trained].parameter_count
+        """Return a micro-batch's FLOPs: 2 per active parameter and token for the forward pass, for the gradient of the
+        input, for the gradients of what is trained, and for what of the forward pass is computed again."""
+        part = visit.part
+        records = [self.shape.records[index] for index in visit.records]
+        if not visit.ends:  # adapters count once in each pass
+            records = [record for record in records if record.kind is not Kind.ADAPTER]
+        parameters = sum(record.active_count for record in records)
+        trained = sum(record.active_count for record in records if record.index == visit.trained)
         forward = 1.0 if visit.phase in (Phase.BLOCK_FORWARD, Phase.HEAD_EVAL, Phase.HEAD) else 0.0
         if visit.phase is Phase.BLOCK_BACKWARD:
-            forward = self._recomputation.fraction(known(visit.layer))
+            forward = self._recomputation.fraction(known(visit.layer)) if part is None else float(part.recomputes)
         if visit.phase is Phase.BLOCK_BACKWARD or (visit.phase is Phase.HEAD and visit.passes_on):
-            trained += parameters
+            trained += parameters if part is None or part.differentiates else 0
         elif visit.phase is not Phase.HEAD:
             trained = 0  # an embedding's gradient is a sum of rows
         return 2.0 * self._batch.tokens * (forward * parameters + trained)

@@ -124,6 +124,8 @@ class ComputeTask(Task):
     """Device activation slot that it writes; None if nothing wants its result."""
     kept: int | None = None
     """Device slot of saved activations, which a block's forward pass writes and its backward pass reads."""
+    begins: bool = True
+    """Whether it is the first micro-batch of its visit."""
     first: bool = False
     """Whether it is the first micro-batch that adds to its gradient."""
     last: bool = False

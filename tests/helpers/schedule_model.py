@@ -45,7 +45,7 @@ def step_shape(layers: int, tied: bool, precision: Precision = BF16, frozen: boo
         records.append(
             Record.build(len(records), f"block {layer}", Kind.BLOCK, precision, parameters, trainable=not frozen)
         )
-    blocks = tuple(range(len(outer), len(records)))
+    blocks = tuple((index,) for index in range(len(outer), len(records)))
     if not frozen:
         return ModelLayout(tuple(records), 0, len(outer) - 1, blocks, precision)
     adapted = [layer for layer in range(layers) if layer or layers == 1]
@@ -57,7 +57,7 @@ def step_shape(layers: int, tied: bool, precision: Precision = BF16, frozen: boo
                 [((f"{name}.a",), (size, 40), True)],
             )
         )  # fmt: skip
-    head = blocks[-1] + 1
+    head = blocks[-1][0] + 1
     adapters = tuple(head + 1 + adapted.index(layer) if layer in adapted else None for layer in range(layers))
     return ModelLayout(tuple(records), 0, len(outer) - 1, blocks, precision, adapters, None, head)
 

@@ -70,8 +70,9 @@ class BlockBench:
     ):
         self._stack, self._shape, self._device = stack, shape, device
         self._dtype = shape.precision.dtype
-        self._record = max((shape.records[index] for index in shape.blocks), key=lambda record: record.numel)
-        self._layer = shape.blocks.index(self._record.index)
+        self._layer = shape.largest_block
+        (index,) = shape.blocks[self._layer]  # in one piece: it is measured as a whole
+        self._record = shape.records[index]
         self._whole = rows, seq_len
         self._head_columns = min(head_columns, seq_len)
         self._head_tokens = rows * self._head_columns

@@ -84,7 +84,7 @@ def measure(workload: ProfiledWorkload, device: Device) -> Profile:
     try:
         stack = StreamedModel(build_meta_model(workload.config, dtype=workload.precision.dtype), device.torch_device)
         shape = model_records(stack, workload.precision)
-        block_bytes = _largest_block(shape) * workload.precision.parameter_bytes
+        block_bytes = shape.block_elements * workload.precision.parameter_bytes
         records = scratch_records(workload.chunk_elements, workload.precision)
         link.wait_until_up()
         with open_scratch(workload.directories, records, throttle) as scratch:
@@ -103,7 +103,7 @@ def measure(workload: ProfiledWorkload, device: Device) -> Profile:
         device=device.name,
         tokens=workload.tokens,
         measured_tokens=parts.measured_tokens,
-        block_parameters=max(shape.records[index].parameter_count for index in shape.blocks),
+        block_parameters=round(max(shape.active_parameters(layer) for layer in range(len(shape.blocks)))),
         matmul_flops_per_second=parts.matmul_flops_per_second,
         embed_forward_seconds=parts.embed_forward,
         block_forward_seconds=parts.block_forward,
@@ -163,7 +163,7 @@ def _parts(
 
 def _emulated_parts(shape: ModelLayout, flops_per_second: float, tokens: int) -> PartTimes:
     """Return the times of an emulated device, which computes the FLOPs that tasks count."""
-    block = max(shape.records[index].parameter_count for index in shape.blocks) * tokens / flops_per_second
+    block = max(shape.active_parameters(layer) for layer in range(len(shape.blocks))) * tokens / flops_per_second
     head = shape.records[shape.head].parameter_count * tokens / flops_per_second
     return PartTimes(
         measured_tokens=tokens,
@@ -180,7 +180,3 @@ def _emulated_parts(shape: ModelLayout, flops_per_second: float, tokens: int) ->
         embed_backward=0.0,
         operators=(),
     )
-
-
-def _largest_block(shape: ModelLayout) -> int:
-    return max(shape.records[index].numel for index in shape.blocks)

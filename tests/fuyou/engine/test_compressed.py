@@ -104,7 +104,7 @@ def test_bytes_are_those_of_the_files(family: str, method: str, tmp_path: Path) 
     files = load_file(directory / "model.safetensors")
     plain = load_file(tmp_path / "plain" / "model.safetensors")
     model = opened(directory)
-    for layer, index in enumerate(model.shape.blocks):
+    for layer, (index,) in enumerate(model.shape.blocks):
         record = model.shape.records[index]
         inside = [name for name in files if f"model.layers.{layer}." in name and not name.endswith("weight_shape")]
         buffers = [name for name in inside if name.endswith("e_score_correction_bias")]
@@ -134,7 +134,7 @@ def test_parameters_of_ones_choice(tmp_path: Path) -> None:
     config, checkpoint = load_config(directory)
     chosen = ["model.layers.0.*", "model.layers.1.mlp.up_proj.weight"]
     model = OpenModel(config, BF16, torch.device("cpu"), trainable=chosen, frozen=None, checkpoint=checkpoint)
-    first, second = (model.shape.records[index] for index in model.shape.blocks)
+    first, second = (model.shape.records[index] for (index,) in model.shape.blocks)
     assert first.trainable and first.frozen is FrozenDtype.PLAIN
     assert not second.trainable and second.frozen is FrozenDtype.CHECKPOINT
     assert {slot.name for slot in second.parameters if slot.compressed is None} == {

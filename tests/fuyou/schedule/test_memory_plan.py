@@ -236,7 +236,7 @@ def test_with_plenty_everything_is_kept_near() -> None:
 def test_what_is_left_of_the_host_holds_parameters_and_then_states() -> None:
     shape = step_shape(5, False)
     width, state = shape.precision.parameter_bytes, shape.precision.state_bytes
-    block = max(shape.records[index].numel for index in shape.blocks)
+    block = shape.block_elements
     outer = [record.numel for record in shape.of_kind(Kind.NON_BLOCK)]
 
     def plan(cache: int | None) -> MemoryPlan:
@@ -251,9 +251,9 @@ def test_what_is_left_of_the_host_holds_parameters_and_then_states() -> None:
     assert one.host_bytes == streamed.host_bytes + block * width
     parameters = (layers - 4) * block * width + max(outer) * width
     assert plan(parameters + outer[0] * state).resident == (0,)
-    assert plan(parameters + (sum(outer) + block) * state).resident == (0, 1, shape.blocks[-1])
+    assert plan(parameters + (sum(outer) + block) * state).resident == (0, 1, shape.blocks[-1][0])
     two = plan(parameters + (sum(outer) + 2 * block) * state)
-    assert two.resident == (0, 1, shape.blocks[2], shape.blocks[4])
+    assert two.resident == (0, 1, shape.blocks[2][0], shape.blocks[4][0])
     everything = plan(None)
     assert everything.resident == tuple(range(len(shape.records)))
     total = sum(record.numel for record in shape.records) * state

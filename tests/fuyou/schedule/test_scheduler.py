@@ -205,7 +205,7 @@ def test_what_the_scheduler_says_of_its_commits() -> None:
     scheduler.training_step(1, batch)
     assert scheduler.commit_step == 1 and not scheduler.pending
 
-    deferred = Scheduler(shape, USUAL, deferred=shape.blocks[:1])
+    deferred = Scheduler(shape, USUAL, deferred=shape.blocks[0])
     deferred.training_step(1, batch)
     assert deferred.pending and deferred.commit_step is None
     with pytest.raises(AssertionError, match="flush"):
@@ -300,7 +300,7 @@ def test_updates_and_reads_are_not_held_up_by_what_they_do_not_need() -> None:
     tasks = program.tasks
     computes = {task.visit.layer: task for task in tasks if task.visit and task.visit.phase is Phase.BLOCK_FORWARD}
     for layer in range(4):
-        reads = [t for t in tasks if t.op is Op.PARAMETER_READ and t.record == program.shape.blocks[layer + 2]]
+        reads = [t for t in tasks if t.op is Op.PARAMETER_READ and t.record == program.shape.blocks[layer + 2][0]]
         reach: set[int] = set()
         todo = list(reads[0].after)
         while todo:
