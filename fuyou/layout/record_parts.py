@@ -31,6 +31,8 @@ class ParameterSlot:
     """How it is stored if its record is stored in the checkpoint's own bytes; None: in the compute dtype."""
     experts: tuple[int, int] | None = None
     """``[first, last)`` of the parameter's experts, if only these are in the record, a piece of a block."""
+    all_experts: int = 0
+    """Number of the parameter's experts, where :attr:`experts` is given."""
     activity: float = 1.0
     """Fraction of the tokens that it is multiplied with: of an expert, those that are routed to it on average."""
 

@@ -42,6 +42,9 @@ LOGIT_COPIES = 3
 #: Upper bound of the bytes that a router's loss takes for each token and expert: logits, their softmax, that in fp32,
 #: masked, and a gradient of each, some of which are there at the same time.
 ROUTER_BYTES = 32
+#: Hidden states that a micro-batch keeps between two parts of a block's forward pass: the block's input and what
+#: attention and the feed-forward network have made of it so far.
+PARKED_HIDDEN = 8
 #: The head runs over ranges of tokens, each of which makes a whole gradient of its weights: with this many tokens that
 #: hardly counts; with few it costs more than all else. Fewer only where memory is short.
 HEAD_TOKENS, FEWEST_HEAD_TOKENS = 4096, 64
@@ -256,7 +259,26 @@ class MemoryCounter:
         per_token += ROUTER_BYTES * shape.router_experts
         adapting = shape.block_adapter_memory
         squares = batch.micro_rows * shape.attention.workspace_bytes(batch.seq_len)
-        return int(batch.micro_tokens * (per_token + adapting.per_token)) + adapting.fixed + squares
+        one = int(batch.micro_tokens * (per_token + adapting.per_token)) + adapting.fixed + squares
+        return one if not shape.orders else self._workspace_in_pieces(batch, one)
+
+    def _workspace_in_pieces(self, batch: Batch, one: int) -> int:
+        """Return the same for blocks in pieces.
+
+        A block's input, and the gradient of its output, are copied: they are needed beyond the part that begins a pass.
+        In a mixture of experts, outputs of all experts are there until they are added up.
+
+        Args:
+            batch: the batch.
+            one: bytes for one micro-batch that a block computes.
+        """
+        shape, text = self._shape, self._config.get_text_config()
+        hidden = batch.micro_tokens * text.hidden_size * shape.precision.parameter_bytes
+        rows = (getattr(text, "num_experts_per_tok", None) or 0) * hidden
+        one += 2 * hidden + 3 * rows
+        if shape.trained_elements(Kind.BLOCK):
+            return batch.micro_batches * one  # all micro-batches go through the backward pass together
+        return max(one, batch.micro_batches * (PARKED_HIDDEN * hidden + rows))
 
     @cached_property
     def _encoding_bytes(self) -> int:

@@ -67,7 +67,7 @@ class MemoryPlanner:
         best: MemoryPlan | None = None
         for size in sizes:
             batch = Batch(rows, seq_len, min(size, rows))
-            for device in _device_ladder():
+            for device in _device_ladder(bool(self.shape.orders)):
                 plan = self._fit(counter, batch, device)
                 if plan is not None:
                     if best is None or device.device_blocks > best.counts.device_blocks:
@@ -129,7 +129,7 @@ class MemoryPlanner:
 
     def _too_small(self, counter: MemoryCounter, batches: list[Batch]) -> UserError:
         """Return the error that says how much memory the smallest plan for one of ``batches`` needs."""
-        counts, ring = list(_host_ladder(list(_device_ladder())[-1]))[-1]
+        counts, ring = list(_host_ladder(list(_device_ladder(False))[-1]))[-1]
         adapters, passing = self._adapter_ladder()[-1]
         counts = replace(
             self._needed(counts), host_activations=2, host_adapters=adapters, host_adapter_gradients=passing
@@ -294,8 +294,12 @@ def _head_ladder(batch: Batch) -> list[int]:
     return [width for width in _halvings(most) if width > fewest] + [fewest]
 
 
-def _device_ladder() -> Iterator[BufferCounts]:
-    """Yield the device's buffers, from what overlaps everything to what just works."""
+def _device_ladder(pieces: bool) -> Iterator[BufferCounts]:
+    """Yield the device's buffers, from what overlaps everything to what just works; several for ``pieces``, whose
+    uploads and computation take turns in being longer."""
+    if pieces:
+        yield BufferCounts(device_blocks=4, device_block_gradients=2, device_activations=6)
+        yield BufferCounts(device_blocks=3, device_block_gradients=2, device_activations=6)
     yield BufferCounts(device_blocks=2, device_block_gradients=2, device_activations=6)
     yield BufferCounts(device_blocks=2, device_block_gradients=1, device_activations=6)
     yield BufferCounts(device_blocks=2, device_block_gradients=1, device_activations=4)

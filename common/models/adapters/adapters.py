@@ -250,9 +250,9 @@ class AdaptedSource:
         """Read buffers; see :meth:`WeightSource.read_buffers`. Do so before adapters change the modules' names."""
         return self._weights.read_buffers()
 
-    def read_compressed(self, name: str) -> Iterator[Mapping[str, torch.Tensor]]:
+    def read_compressed(self, name: str, parts: Sequence[int] | None = None) -> Iterator[Mapping[str, torch.Tensor]]:
         """Read components; see :meth:`WeightSource.read_compressed`."""
-        return self._weights.read_compressed(self._adapters.base_names[name])
+        return self._weights.read_compressed(self._adapters.base_names[name], parts)
 
 
 @contextmanager

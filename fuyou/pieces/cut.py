@@ -1,0 +1,28 @@
+"""Cutting a model's blocks: which parameters go together, and in which order the pieces are needed."""
+
+from fuyou.layout.cutting import cut_blocks
+from fuyou.layout.model_layout import ModelLayout
+from fuyou.model.streamed_model import StreamedModel
+from fuyou.pieces.divide import divide
+from fuyou.pieces.order import find_order
+
+
+def in_pieces(stack: StreamedModel, shape: ModelLayout, piece_bytes: int) -> ModelLayout:
+    """Return the layout of a model whose blocks are cut into pieces of at most ``piece_bytes``, in the compute dtype.
+
+    Args:
+        stack: the model.
+        shape: its records, with each block in one.
+        piece_bytes: largest size; a matrix that is larger is a piece of its own.
+
+    Raises:
+        UserError: this family's blocks cannot be cut.
+    """
+    pieces, orders = [], []
+    for layer, (index,) in enumerate(shape.blocks):
+        record = shape.records[index]
+        sizes = {slot.name: slot.numel * record.precision.parameter_bytes for slot in record.parameters}
+        cut = divide(stack, layer, piece_bytes, sizes, sizes.__getitem__)
+        pieces.append(cut)
+        orders.append(find_order(stack, layer, cut))
+    return cut_blocks(shape, pieces, orders, piece_bytes)
