@@ -118,6 +118,10 @@ class MemoryConfig:
     device, the host or the SSDs, wherever there is room: so many bytes (or ``"64MiB"``) of each block and micro-batch,
     those that save the most computing per byte; or a :class:`fuyou.ActivationPolicy`. The same numbers, and a shorter
     step where computing is the bound."""
+    piece_size: int | str | None = None
+    """Largest piece of a block, in bytes of the compute dtype or as ``"256MiB"``: blocks that are larger are cut, and
+    each piece comes to the device by itself. None cuts blocks only where they do not fit on the device, and as little
+    as it takes. A run that goes on keeps its pieces."""
     micro_batch: int | None = None
     """Sequences that are computed at once; None takes the largest number that fits."""
     batch_shape: tuple[int, int] | None = None
@@ -234,10 +238,11 @@ class EngineConfig:
         NonFinitePolicy(self.optimizer.on_nonfinite)
         check_max_grad_norm(self.optimizer.max_grad_norm)
         # Whatever has to be parsed is parsed here, in this order, so that mistakes come out before anything is opened.
-        _ = self.precision, self.adam, self.clip_by, self.host_cache, self.kept_activations
+        _ = self.precision, self.adam, self.clip_by, self.host_cache, self.kept_activations, self.piece_bytes
         _ = self.adapters, self.frozen_dtype
         checks = {
             "micro_batch": (self.memory.micro_batch, self.memory.micro_batch is None or self.memory.micro_batch > 0),
+            "piece_size": (self.memory.piece_size, self.piece_bytes is None or self.piece_bytes > 0),
             "commit_every": (self.store.commit_every, self.store.commit_every > 0),
             "deferred_fraction": (self.optimizer.deferred_fraction, 0 <= self.optimizer.deferred_fraction <= 1),
             "kept_activations": (
@@ -290,6 +295,11 @@ class EngineConfig:
     def host_cache(self) -> int | None:
         """Most bytes of host memory to spend on keeping parameters and states from step to step."""
         return None if self.memory.host_cache is None else parse_bytes(self.memory.host_cache)
+
+    @cached_property
+    def piece_bytes(self) -> int | None:
+        """Most bytes of a piece of a block, if that was asked for."""
+        return None if self.memory.piece_size is None else parse_bytes(self.memory.piece_size)
 
     @cached_property
     def kept_activations(self) -> ActivationPolicy | int:

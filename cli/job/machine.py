@@ -76,6 +76,7 @@ def training_of(settings: Settings) -> TrainingJob:
         single_slot=settings.single_slot,
         micro_batch=settings.micro_batch,
         host_cache=settings.host_cache,
+        piece_bytes=settings.piece_size,
         adapters=peft_config_of(settings),
         frozen=FrozenDtype.named(settings.frozen_dtype),
         towers=towers_of(settings),

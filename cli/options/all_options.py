@@ -74,6 +74,8 @@ class MemorySettings:
     """Host memory to use: 64GiB. Default: what is free."""
     host_cache: int | None = option(None, "SIZE", SIZE, modes=Mode.STEP)
     """Host memory (of each node) to keep parameters and states in between steps; 0: none. Default: the rest."""
+    piece_size: int | None = option(None, "SIZE", SIZE, modes=Mode.STEP, only=Only.OUT_OF_CORE)
+    """Largest piece of a block that is on the device at once: 256MiB. Default: whole blocks where they fit."""
     micro_batch: int | None = option(None, "N", POSITIVE, modes=Mode.BATCH)
     """Sequences computed at once. Default: as many as fit."""
     dtype: str = option("auto", type=("auto", "bf16", "fp32"), modes=Mode.MODEL | Mode.PROFILE_NODES)

@@ -63,7 +63,7 @@ class Runtime:
             model.stack,
             "cpu" if device.shares_host_memory else "cuda",
             options.precision.dtype,
-            options.kept_activations,
+            0 if shape.orders else options.kept_activations,
         )
         host_limit, device_limit = limits
         self._planner = MemoryPlanner(

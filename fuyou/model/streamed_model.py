@@ -223,7 +223,8 @@ class StreamedModel:
         assert self.family.isolation is not None
         return DocumentSeparator(self.model, self.family.isolation)
 
-    def _apart(self, documents: Documents | None) -> contextlib.AbstractContextManager[None]:
+    def apart(self, documents: Documents | None) -> contextlib.AbstractContextManager[None]:
+        """Keep ``documents`` apart in what the model computes while the context is open; None: there are none."""
         return contextlib.nullcontext() if documents is None else self._separator.apart(documents)
 
     @contextmanager
@@ -275,7 +276,7 @@ class StreamedModel:
     def _embed(self, batch: Mapping[str, torch.Tensor], links: BlockLinks) -> tuple[torch.Tensor, BlockCalls]:
         documents = None if "attention_mask" in batch else Documents.of(batch.get("position_ids"))
         known = {name: value for name, value in batch.items() if name != "position_ids" or self._takes_positions}
-        with self._apart(documents), self._stand_ins.recording(links, documents) as calls:
+        with self.apart(documents), self._stand_ins.recording(links, documents) as calls:
             self.model(**known, use_cache=False)
         hidden, calls.first_hidden = calls.first_hidden, None
         assert hidden is not None
@@ -286,7 +287,7 @@ class StreamedModel:
 
         With gradients enabled, ``calls.backward`` is to follow.
         """
-        with self._apart(calls.documents):
+        with self.apart(calls.documents):
             return calls.run(index, self.blocks[index], hidden)
 
     def head(self, batch: Mapping[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:

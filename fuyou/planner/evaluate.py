@@ -21,6 +21,7 @@ from fuyou.model.recompute.policy import (
 )
 from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner.machine import Machine
+from fuyou.planner.piece_size import fitting_job
 from fuyou.planner.rates import TaskRates
 from fuyou.planner.simulated_machine import Simulation
 from fuyou.planner.simulator import simulate
@@ -85,8 +86,13 @@ class Evaluator:
     """Evaluates candidates for one job on one machine, each only once."""
 
     def __init__(self, job: TrainingJob, machine: Machine):
-        self.job = job
         self.machine = machine
+        self._too_small: UserError | None = None
+        try:
+            job = fitting_job(job, machine)
+        except UserError as error:
+            self._too_small = error  # which every candidate meets
+        self.job = job
         self._activation_planners: dict[ActivationPolicy, ActivationPlanner] = {}
         self._known: dict[tuple[Candidate, bool], Evaluation | UserError] = {}
 
@@ -140,6 +146,8 @@ class Evaluator:
         Raises:
             UserError: they do not fit; says how much would.
         """
+        if self._too_small is not None:
+            raise self._too_small
         job, machine, activations = self.job, self.machine, self.activation_planner(candidate)
         updates = self.update_policy(candidate)
         planner = MemoryPlanner(

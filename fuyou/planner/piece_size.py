@@ -1,12 +1,16 @@
 """How large the pieces are into which blocks are cut that are larger than the device."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from common.errors import UserError
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.pieces.cut import in_pieces
+from fuyou.planner.machine import Machine
+from fuyou.planner.training_job import TrainingJob
 from fuyou.schedule.memory_plan import MemoryPlan
+from fuyou.schedule.memory_planner import MemoryPlanner
 
 PARTS = (2, 4, 8, 16, 32, 64, 128)
 """Numbers of pieces that are tried for the largest block."""
@@ -55,3 +59,23 @@ def fitting_layout(
         raise too_small
     most = max(rank for rank, _ in found)
     return next(layout for rank, layout in found if rank == most)
+
+
+def fitting_job(job: TrainingJob, machine: Machine) -> TrainingJob:
+    """Return ``job`` with blocks in pieces, if they are too large for ``machine`` or it asks for pieces.
+
+    Raises:
+        UserError: nothing fits; says how much would.
+    """
+    if job.shape.orders:
+        return job
+    if job.piece_bytes is not None:
+        return replace(job, shape=in_pieces(job.stack, job.shape, job.piece_bytes))
+
+    def plan(layout: ModelLayout) -> MemoryPlan:
+        planner = MemoryPlanner(
+            layout, job.config, machine.device_bytes, machine.host_bytes, machine.cpu, host_cache=job.host_cache
+        )
+        return planner.plan(job.rows, job.seq_len, job.micro_batch)
+
+    return replace(job, shape=fitting_layout(job.stack, job.shape, plan))

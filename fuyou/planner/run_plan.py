@@ -192,6 +192,7 @@ def plan(job: TrainingJob, machine: Machine) -> RunPlan:
     If the run does not fit, the plan says what is missing.
     """
     evaluator = Evaluator(job, machine)
+    job = evaluator.job
     try:
         best = search(evaluator)
     except UserError as error:
@@ -294,7 +295,7 @@ def _search_activation_policy(evaluator: Evaluator, best: Evaluation) -> Evaluat
 
     First the same outputs in all blocks; then more of them in some of the blocks.
     """
-    if best.bound is not Resource.GPU or evaluator.trace is None:
+    if best.bound is not Resource.GPU or evaluator.trace is None or evaluator.job.shape.orders:
         return best
     layers = len(evaluator.job.shape.blocks)
     operators: tuple[tuple[str, int], ...] = ()

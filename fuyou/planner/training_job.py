@@ -49,6 +49,8 @@ class TrainingJob:
     """Fraction of the blocks whose updates wait for the next forward pass; None leaves it to the planner."""
     host_cache: int | None = None
     """Maximum bytes of host memory that only save reading and writing; None: what is left."""
+    piece_bytes: int | None = None
+    """Most bytes of a piece of a block; None leaves it to the planner, which cuts blocks that do not fit."""
     activation_policy: ActivationPolicy | None = None
     """Operator outputs that are saved for the backward pass; None leaves it to the planner."""
     commit_every: int = 1
@@ -145,6 +147,7 @@ def training_job_of_run(
         micro_batch=config.memory.micro_batch,
         deferred_fraction=config.optimizer.deferred_fraction or None,
         host_cache=config.host_cache,
+        piece_bytes=shape.piece_bytes,
         activation_policy=config.kept_activations if isinstance(config.kept_activations, ActivationPolicy) else None,
         commit_every=config.store.commit_every,
         clip_by=config.clip_by,
