@@ -63,7 +63,8 @@ def _piece_of(record: Record, index: int, name: str, piece: Piece) -> Record:
     """Return the record of a piece of a block's ``record``."""
     slots = {slot.names[0]: slot for slot in record.parameters}
     parts = {part.name: part for part in piece}
-    entries = [(slots[part.name].names, _shape(slots[part.name], part.experts), slots[part.name].decay) for part in piece]
+    whole = [(slots[part.name], part.experts) for part in piece]
+    entries = [(slot.names, _shape(slot, experts), slot.decay) for slot, experts in whole]
     held = [part.name for part in piece if not slots[part.name].trained]
     compressed = {part.name: _cut_compressed(slots[part.name], part.experts) for part in piece}
     built = Record.build(

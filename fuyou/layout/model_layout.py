@@ -262,8 +262,12 @@ class ModelLayout:
         backward.append(self._trains(embedding))
         last = max((index for index, visit in enumerate(backward) if visit.trained is not None), default=0)
         ending = (backward[last].phase, backward[last].layer)
-        backward = [visit for index, visit in enumerate(backward) if index <= last or (visit.phase, visit.layer) == ending]
-        backward = [replace(one, passes_on=False) if (one.phase, one.layer) == ending else one for one in backward]
+        ends = [(one.phase, one.layer) == ending for one in backward]
+        backward = [
+            replace(visit, passes_on=visit.passes_on and not end)
+            for index, (visit, end) in enumerate(zip(backward, ends, strict=True))
+            if index <= last or end
+        ]
         if backward[-1].phase is Phase.EMBED_BACKWARD and backward[-1].trained == backward[0].trained:
             backward[0] = replace(backward[0], completes=False)
         return forward + backward

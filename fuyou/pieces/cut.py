@@ -3,7 +3,7 @@
 from fuyou.layout.cutting import cut_blocks
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.model.streamed_model import StreamedModel
-from fuyou.pieces.divide import divide
+from fuyou.pieces.division import divide
 from fuyou.pieces.order import find_order
 
 

@@ -16,9 +16,7 @@ PARTS = (2, 4, 8, 16, 32, 64, 128)
 """Numbers of pieces that are tried for the largest block."""
 
 
-def fitting_layout(
-    stack: StreamedModel, shape: ModelLayout, plan: Callable[[ModelLayout], MemoryPlan]
-) -> ModelLayout:
+def fitting_layout(stack: StreamedModel, shape: ModelLayout, plan: Callable[[ModelLayout], MemoryPlan]) -> ModelLayout:
     """Return ``shape`` if its blocks fit into memory, else the same model with blocks in pieces that do.
 
     Pieces are as large as they can be without taking memory from micro-batches: fewer of these read parameters less

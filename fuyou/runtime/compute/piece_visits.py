@@ -1,4 +1,4 @@
-"""Visits of blocks in pieces: each micro-batch's pass through a block is parked between the parts that visits are about."""
+"""Visits of blocks in pieces: each micro-batch's pass through a block is parked from one visit to the next."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,7 +60,8 @@ class PieceVisits:
         assert layer is not None
         records = [self._records[index] for index in self._blocks[layer]]
         pieces = [tuple(slot.part for slot in record.parameters) for record in records]
-        trained = {slot.names[0] for record in records for slot in record.parameters if slot.name in record.trained_names}
+        slots = ((slot, record.trained_names) for record in records for slot in record.parameters)
+        trained = {slot.names[0] for slot, names in slots if slot.name in names}
         handles = PieceHandles(
             self._stack, layer, pieces, trained if on_gradient is not None else (), on_gradient or _no_gradient
         )

@@ -415,9 +415,7 @@ class StepComputation:
         record = self._buffers.shape.records[known(task.visit.trained)]
         self._sums[record.index] = GradientSum(record, self._sum_buffer(record, known(task.gradient)))
 
-    def _views(
-        self, task: ComputeTask, kind: Kind | None = None
-    ) -> Iterator[tuple[Record, dict[str, torch.Tensor]]]:
+    def _views(self, task: ComputeTask, kind: Kind | None = None) -> Iterator[tuple[Record, dict[str, torch.Tensor]]]:
         """Yield the task's records (of this kind), and their parameters in the device buffers by name."""
         for index, buffer in task.places.items():
             record = self._buffers.shape.records[index]
