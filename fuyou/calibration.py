@@ -127,7 +127,7 @@ def simulated_seconds(evaluation: Evaluation) -> dict[TaskKind, float]:
     seconds: dict[TaskKind, list[float]] = {}
     for task in evaluation.tasks.tasks:
         if isinstance(task, ComputeTask):
-            seconds.setdefault(TaskKind.of(task), []).append(task.ended - task.began)
+            seconds.setdefault(TaskKind.of(task), []).append(task.finished_at - task.started_at)
     return {kind: statistics.mean(one) for kind, one in seconds.items()}
 
 

@@ -130,8 +130,8 @@ class PaperScheme:
     def buffer_host_bytes(self) -> int:
         """Bytes of page-locked buffers, which PyTorch rounds up to a power of two, and of the processes."""
         block = self.job.shape.block_elements
-        halves = DEVICE_BUFFERS.host_blocks + DEVICE_BUFFERS.host_block_gradients
-        return STATE_BUFFERS * _power_of_two(4 * block) + halves * _power_of_two(2 * block) + HOST_OVERHEAD_BYTES
+        in_16_bits = DEVICE_BUFFERS.host_blocks + DEVICE_BUFFERS.host_block_gradients
+        return STATE_BUFFERS * _power_of_two(4 * block) + in_16_bits * _power_of_two(2 * block) + HOST_OVERHEAD_BYTES
 
     @property
     def activations_on_host(self) -> bool:

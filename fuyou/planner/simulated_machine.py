@@ -185,7 +185,7 @@ class Link:
         if self._busy or not self._waiting:
             return
         task, seconds, done = self._waiting.popleft()
-        task.began = self._clock.now
+        task.started_at = self._clock.now
         self._busy = True
 
         def end() -> None:
@@ -300,7 +300,7 @@ class OptimizerProcess:
             return
         chunk, task = self._to_update.popleft(), self._updates[0]
         if chunk.first:
-            task.began = self._clock.now
+            task.started_at = self._clock.now
         self._updating = True
 
         def end() -> None:

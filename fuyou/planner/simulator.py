@@ -46,7 +46,7 @@ class Simulator:
     def run(self, steps: Sequence[StepList]) -> Simulation:
         """Simulate ``steps`` one after the other, each handed over when the caller has ended the one before.
 
-        Sets ``began`` and ``ended`` of all tasks.
+        Sets ``started_at`` and ``finished_at`` of all tasks.
         """
         self._steps = deque(steps)
         self._hand_over()
@@ -80,7 +80,7 @@ class Simulator:
         queue = self._lanes[lane]
         while queue and lane not in self._running and not self._remaining[queue[0]]:
             task = queue.popleft()
-            task.began = self._clock.now
+            task.started_at = self._clock.now
             self._start(task, lane)
 
     def _start(self, task: Task, lane: Op) -> None:
@@ -132,7 +132,7 @@ class Simulator:
 
     def _finish(self, task: Task) -> None:
         """Note that ``task`` is done, and start what waited for it."""
-        task.ended, task.done = self._clock.now, True
+        task.finished_at, task.done = self._clock.now, True
         remaining = self._remaining
         del remaining[task]
         for later in self._waiting.pop(task, ()):
