@@ -1,144 +1,16 @@
-"""Tensors without memory that stand for a block's parameters while it is computed in pieces.
-
-Autograd saves the tensor that it is given, so it saves handles, and they take no memory. Views of handles are handles.
-Any other operator asks the thread's :class:`~fuyou.pieces.run.PieceRun` for the piece and runs on the real parameters,
-in the backward pass as well as in the forward pass. No reference to real parameters is kept: after the stage, what was
-there is overwritten.
-"""
+"""The parameters of a block in pieces: handles to bind to the model, real ones to fetch, gradients to hand on."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
-from common.errors import FinetuneError, UserError
 from common.models.structure import parameter_names
 from fuyou.layout.pieces import Piece, PiecePart
-from fuyou.model.operators import makes_views, written_arguments
 from fuyou.model.streamed_model import StreamedModel
+from fuyou.pieces.experts import ExpertRanges, expert_ranges
+from fuyou.pieces.handle import Handle, Origin, hand_on
 from fuyou.pieces.run import Use, Weights, current_supply
-
-_aten = torch.ops.aten
-_PASSED_ON = (_aten.detach.default, _aten.clone.default, _aten.alias.default)
-"""What autograd does with a gradient before it stores it."""
-
-
-@dataclass(frozen=True, eq=False)
-class Origin:
-    """What a handle stands for."""
-
-    handles: "PieceHandles"
-    name: str
-    """First name of the parameter."""
-    parts: tuple[PiecePart, ...]
-    """The parts that hold the parameter; several where it is a mixture's and cut by experts."""
-    start: int = 0
-    """Element of the part at which the handle's parameter begins."""
-
-    def real(self, weights: Weights, geometry: torch.Tensor) -> torch.Tensor:
-        """Return the memory that a handle of this ``geometry`` (on the meta device) stands for."""
-        (part,) = self.parts
-        value = weights[part]
-        if value.dtype != geometry.dtype:
-            value = value.to(geometry.dtype)
-        first = value.storage_offset() + self.start + geometry.storage_offset()
-        return value.as_strided(geometry.shape, geometry.stride(), first)
-
-
-class Handle(torch.Tensor):
-    """A tensor without memory that stands for a parameter, or for a view of it."""
-
-    geometry: torch.Tensor
-    """Its shape, strides, offset and dtype, as a view of the whole parameter on the meta device."""
-    origin: Origin | None
-    """What it stands for; None: for a gradient that has been handed on."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @staticmethod
-    def make(geometry: torch.Tensor, origin: Origin | None, device: torch.device) -> "Handle":
-        """Return a handle on ``device``."""
-        made: Handle = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            Handle,
-            geometry.shape,
-            strides=geometry.stride(),
-            storage_offset=geometry.storage_offset(),
-            dtype=geometry.dtype,
-            device=device,
-        )
-        made.geometry, made.origin = geometry, origin
-        return made
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        name = "a gradient that has been handed on" if self.origin is None else self.origin.name
-        return f"Handle({name}, shape={tuple(self.shape)}, dtype={self.dtype})"
-
-    def __getitem__(self, index: Any) -> Any:
-        if self.origin is not None and len(self.origin.parts) > 1:
-            return self.origin.handles.expert(self.origin.name, int(index))
-        return super().__getitem__(index)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Handle)]
-        origins = [one.origin for one in found if one.origin is not None]
-        if len(origins) < len(found):
-            return _pass_on(func, found[0])
-        if makes_views(func):
-            return _view(func, args, kwargs)
-        _refuse(func, args, origins)
-        parts = [part for origin in origins for part in origin.parts]
-        weights = origins[0].handles.fetch(parts)
-
-        def real(leaf: Any) -> Any:
-            return leaf.origin.real(weights, leaf.geometry) if isinstance(leaf, Handle) else leaf
-
-        return func(*tree_map(real, args), **tree_map(real, kwargs))
-
-
-def _view(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return what a view operator gives for a handle: handles."""
-    handle = args[0]
-    if not isinstance(handle, Handle):  # such as a view as another tensor's shape
-        raise FinetuneError(f"{func} has been given a parameter in pieces as a mere argument.")
-    if func is _aten.view.dtype:
-        raise UserError(f"The block reads the bytes of {_name(handle)} in another dtype: it cannot be cut in pieces.")
-
-    def wrap(leaf: Any) -> Any:
-        return Handle.make(leaf, handle.origin, handle.device) if isinstance(leaf, torch.Tensor) else leaf
-
-    return tree_map(wrap, func(handle.geometry, *args[1:], **kwargs))
-
-
-def _pass_on(func: Any, handle: Handle) -> Handle:
-    """Return the stand-in for a gradient that autograd is about to store."""
-    if func not in _PASSED_ON:
-        raise FinetuneError(
-            f"{func} has been called on a gradient that was handed on already: two backward passes add."
-        )
-    return Handle.make(handle.geometry, None, handle.device)
-
-
-def _refuse(func: Any, args: Any, origins: Sequence[Origin]) -> None:
-    """Raise an error where an operator cannot run on pieces."""
-    written = written_arguments(func)
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        if argument.name in written and isinstance(value, Handle):
-            raise UserError(f"The block changes its parameter {_name(value)} ({func}): it cannot be cut in pieces.")
-    for origin in origins:
-        if len(origin.parts) > 1:
-            raise UserError(
-                f"The block uses {origin.name} of all experts in one operator ({func}): experts cannot be cut in "
-                "ranges here. Use a transformers implementation of experts (grouped_mm or eager), or a larger device."
-            )
-
-
-def _name(handle: Handle) -> str:
-    return "" if handle.origin is None else handle.origin.name
 
 
 class PieceHandles:
@@ -152,6 +24,9 @@ class PieceHandles:
         on_gradient: called with a part and its gradient, in the dtype of the weights, as soon as autograd has it. It
             must copy what it wants to keep, and may be called for several micro-batches in turn.
         device: where handles pretend to be; None: where ``stack`` computes.
+
+    Raises:
+        UserError: the block cannot be cut in these pieces.
     """
 
     def __init__(
@@ -163,13 +38,11 @@ class PieceHandles:
         on_gradient: Callable[[PiecePart, torch.Tensor], None],
         device: torch.device | None = None,
     ):
-        self.stack, self.layer, self.pieces = stack, layer, tuple(pieces)
         self.parameters: dict[str, torch.Tensor] = {}
         """Handles by all names of the parameters."""
-        self.trained = frozenset(trained)
-        self._device = device or stack.device
-        self._on_gradient = on_gradient
-        self._piece_of = {part: index for index, piece in enumerate(self.pieces) for part in piece}
+        self._stack, self._device = stack, device or stack.device
+        self._trained, self._on_gradient = frozenset(trained), on_gradient
+        self._piece_of = {part: index for index, piece in enumerate(pieces) for part in piece}
         parts: dict[str, list[PiecePart]] = {}
         for part in self._piece_of:
             parts.setdefault(part.name, []).append(part)
@@ -177,44 +50,26 @@ class PieceHandles:
         for name, own in parts.items():
             own.sort(key=lambda part: part.experts or (0, 0))
             self.parameters.update(dict.fromkeys(aliases[name], self._leaf(name, tuple(own))))
+        self._mixtures: list[ExpertRanges] = expert_ranges(stack, layer, self, parts, self._trained)
 
     def _leaf(self, name: str, parts: tuple[PiecePart, ...]) -> Handle:
-        meta = self.stack.model.get_parameter(name)
-        geometry = torch.empty(meta.shape, dtype=self.stack.dtype_of(name), device="meta")
+        meta = self._stack.model.get_parameter(name)
+        geometry = torch.empty(meta.shape, dtype=self._stack.dtype_of(name), device="meta")
         leaf = Handle.make(geometry, Origin(self, name, parts), self._device)
-        if name in self.trained:
+        if name in self._trained:
             leaf.requires_grad_()
             if parts[0].experts is None:
-                self._hand_on(leaf, parts[0])
+                hand_on(leaf, lambda gradient: self.take_gradient(parts[0], gradient))
         return leaf
 
-    def _hand_on(self, leaf: Handle, part: PiecePart) -> None:
-        """Let the gradient of ``leaf`` go to :attr:`_on_gradient`, and nothing stay in its place."""
-
-        def take(gradient: torch.Tensor | None) -> torch.Tensor | None:
-            if gradient is None:
-                return None
-            self.take_gradient(part, gradient)
-            return Handle.make(leaf.geometry, None, leaf.device)
-
-        def forget(stored: torch.Tensor) -> None:
-            stored.grad = None
-
-        leaf.register_hook(take)
-        leaf.register_post_accumulate_grad_hook(forget)
-
-    def piece_of(self, part: PiecePart) -> int:
-        """Return the index of the piece that ``part`` is in."""
-        return self._piece_of[part]
-
     def fetch(self, parts: Collection[PiecePart], use: Use | None = None) -> Weights:
-        """Return the parameters of these parts, and wait until they are on the device."""
+        """Return the parameters of these parts: :meth:`fuyou.pieces.handle.Parts.fetch`."""
         if use is None:
             use = Use.FORWARD if torch._C._current_graph_task_id() == -1 else Use.BACKWARD
         return current_supply().need(frozenset(self._piece_of[part] for part in parts), use)
 
     def take_gradient(self, part: PiecePart, gradient: torch.Tensor) -> None:
-        """Hand on the gradient of ``part``, once its piece is on the device."""
+        """Hand on the gradient of ``part``: :meth:`fuyou.pieces.handle.Parts.take_gradient`."""
         weights = self.fetch((part,), Use.GRADIENT)
         self._on_gradient(part, gradient.to(weights[part].dtype))
 
@@ -225,9 +80,7 @@ class PieceHandles:
         It must be open around all passes that use them, from before the first begins until the last has ended.
         """
         with ExitStack() as opened:
-            opened.enter_context(self.stack.bound(self.parameters))
+            opened.enter_context(self._stack.bound(self.parameters))
+            for mixture in self._mixtures:
+                opened.enter_context(mixture.bound())
             yield
-
-    def expert(self, name: str, expert: int) -> torch.Tensor:
-        """Return the handle of one expert's matrix."""
-        raise FinetuneError(f"Expert {expert} of {name} has been asked for outside of its module.")
