@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fuyou.model.streamed_model import StreamedModel
 from fuyou.model.blocks.weightless import on_meta
+from fuyou.model.streamed_model import StreamedModel
 from fuyou.pieces.meta_block import cut_off_layer, learn, meta_call
 
 

@@ -193,7 +193,7 @@ class Evaluator:
             )
         if not machine.all_flops or self.trace is None:
             return machine.rates
-        counted = 2 * job.active_block_parameters / len(job.shape.blocks) * job.seq_len
+        counted = 2 * job.block_parameters / len(job.shape.blocks) * job.seq_len
         return replace(machine.rates, flops_per_second=machine.rates.flops_per_second * counted / self.trace.flops())
 
     @cached_property

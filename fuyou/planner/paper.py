@@ -190,7 +190,7 @@ class PaperScheme:
 
     @property
     def forward_flops(self) -> float:
-        return 2.0 * self.job.active_block_parameters * self.job.tokens
+        return 2.0 * self.job.block_parameters * self.job.tokens
 
     def _swaps(self) -> Iterator[Swap]:
         tokens, hidden = self.job.tokens, self.hidden

@@ -80,13 +80,8 @@ class TrainingJob:
         return tuple(ClipBy) if self.clip_by is None else (self.clip_by,)
 
     @property
-    def block_parameters(self) -> int:
-        """Parameters in all blocks together."""
-        return sum(self.shape.block_parameters(layer) for layer in range(len(self.shape.blocks)))
-
-    @property
-    def active_block_parameters(self) -> float:
-        """Parameters in all blocks together that a token is multiplied with."""
+    def block_parameters(self) -> float:
+        """Parameters in all blocks together that a token is multiplied with: of experts those that it is sent to."""
         return sum(self.shape.active_parameters(layer) for layer in range(len(self.shape.blocks)))
 
     @property

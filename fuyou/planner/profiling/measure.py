@@ -103,7 +103,7 @@ def measure(workload: ProfiledWorkload, device: Device) -> Profile:
         device=device.name,
         tokens=workload.tokens,
         measured_tokens=parts.measured_tokens,
-        block_parameters=round(max(shape.active_parameters(layer) for layer in range(len(shape.blocks)))),
+        block_parameters=shape.active_parameters(shape.largest_block),
         matmul_flops_per_second=parts.matmul_flops_per_second,
         embed_forward_seconds=parts.embed_forward,
         block_forward_seconds=parts.block_forward,
@@ -163,7 +163,7 @@ def _parts(
 
 def _emulated_parts(shape: ModelLayout, flops_per_second: float, tokens: int) -> PartTimes:
     """Return the times of an emulated device, which computes the FLOPs that tasks count."""
-    block = max(shape.active_parameters(layer) for layer in range(len(shape.blocks))) * tokens / flops_per_second
+    block = shape.active_parameters(shape.largest_block) * tokens / flops_per_second
     head = shape.records[shape.head].parameter_count * tokens / flops_per_second
     return PartTimes(
         measured_tokens=tokens,
