@@ -234,7 +234,7 @@ class _Filler:
         nbytes = self.shape.gradient_nbytes(Kind.BLOCK)
         if not nbytes:
             return counts
-        more = max(0, min(self.host_room(counts) // nbytes, deferred, len(self.shape.blocks)))
+        more = max(0, min(self.host_room(counts) // nbytes, deferred, len(self.shape.of_kind(Kind.BLOCK))))
         return replace(counts, host_block_gradients=counts.host_block_gradients + more)
 
     def add_cache(self, counts: BufferCounts, limit: int | None, speculative: bool) -> MemoryPlan:
@@ -243,11 +243,11 @@ class _Filler:
         Parameters come first, which save twice their size in every step; when all of them are there, states, which save
         it once (twice if not every step is committed). In between, with ``speculative`` updates, gradients that stay.
         """
-        layers, outer = len(self.shape.blocks), len(self.shape.of_kind(Kind.NON_BLOCK))
+        blocks, outer = (len(self.shape.of_kind(kind)) for kind in (Kind.BLOCK, Kind.NON_BLOCK))
         block_bytes, non_block_bytes = (self.shape.parameter_nbytes(kind) for kind in (Kind.BLOCK, Kind.NON_BLOCK))
         free = self.host_room(counts)
         room = free if limit is None else min(free, limit)
-        more = max(0, min(room // block_bytes, layers - counts.host_blocks))
+        more = max(0, min(room // block_bytes, blocks - counts.host_blocks))
         counts = replace(counts, host_blocks=counts.host_blocks + more)
         room, free = room - more * block_bytes, free - more * block_bytes
         if speculative:
@@ -255,7 +255,7 @@ class _Filler:
             room = min(room, free)
         missing = max(0, outer - counts.host_non_block)
         resident: tuple[int, ...] = ()
-        if counts.host_blocks >= layers and missing * non_block_bytes <= room:
+        if counts.host_blocks >= blocks and missing * non_block_bytes <= room:
             counts = replace(counts, host_non_block=counts.host_non_block + missing)
             room -= missing * non_block_bytes
             resident = tuple(resident_records(self.shape, room))
