@@ -11,10 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional
 from transformers.integrations.moe import _grouped_linear
 
 from fuyou.pieces.expert_parts import ExpertParts
 from fuyou.pieces.run import Use
+
+_VECTOR = 64
+"""Elements, or a divisor's multiple, that a CPU's kernels compute at once: two registers of 16-bit numbers."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +119,9 @@ class GroupedExperts:
             return _grouped_linear(values, own[name], offsets, bias=bias, is_transposed=module.is_transposed)
 
         if module.has_gate:
-            inner = module._apply_gate(project(states, "gate_up_proj"))
+            inner = _at_its_place(module._apply_gate, project(states, "gate_up_proj"), rows, len(routing.order), 2)
         else:
-            inner = module.act_fn(project(states, "up_proj"))
+            inner = _at_its_place(module.act_fn, project(states, "up_proj"), rows, len(routing.order), 1)
         outer = project(inner, "down_proj")
         if module.has_post_expert_norm:
             outer = module.post_expert_norm(outer)
@@ -180,6 +184,32 @@ class GroupedExperts:
         for name in own:
             if name in trained:
                 self._mixture.source.take_gradient(trained[name], next(gradients))
+
+
+def _at_its_place(
+    activate: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor, rows: slice, count: int, parts: int
+) -> torch.Tensor:
+    """Return ``activate(values)`` with the numbers that these rows have when all of ``count`` rows are computed.
+
+    A CPU computes the last elements of a tensor, which do not fill a vector register, in another way than the others
+    (``silu`` and ``sigmoid`` differ in the last bit). So rows are added, before or behind, that let the same elements be
+    the last ones. Where a row fills whole registers, there are no last ones. (Several threads cut a large tensor at
+    places of their own: there the numbers are those of a single thread only.)
+
+    Args:
+        activate: takes ``[rows, parts * I]``, returns ``[rows, I]``.
+        values: some of the rows.
+        rows: which.
+        count: number of all rows.
+        parts: as above.
+    """
+    width = values.shape[1] // parts
+    if values.device.type != "cpu" or width % _VECTOR == 0:
+        return activate(values)
+    is_last = rows.stop == count
+    before = (count - len(values)) % _VECTOR if is_last else 0
+    behind = 0 if is_last else -(-_VECTOR // width)
+    return activate(functional.pad(values, (0, 0, before, behind)))[before : before + len(values)]
 
 
 class _Grouped(torch.autograd.Function):
