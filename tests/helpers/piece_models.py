@@ -56,7 +56,7 @@ class PieceModel:
             return (value if meta.dim() > 1 else value + 1.0).to(meta.dtype)
 
         self.weights = {name: random(value) for name, value in self.stack.model.named_parameters()}
-        for name, buffer in self.stack.model.named_buffers():
+        for buffer in self.stack.model.buffers():
             if buffer.isnan().any():
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
 

@@ -19,10 +19,10 @@ from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Record
 from fuyou.model.block_calls import BlockCalls
 from fuyou.model.loss import cross_entropy
+from fuyou.model.operators import makes_views
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.gradient_sum import GradientSum, sum_of_squares
 from fuyou.planner.profiling.profile import OperatorTime
-from fuyou.model.operators import makes_views
 from fuyou.recompute.policy import operators_worth_saving, saved_outputs, trace_block
 from fuyou.recompute.replay import BlockReplay, SavedForward
 from fuyou.runtime.devices import Device
