@@ -7,7 +7,7 @@ from fuyou.layout.pieces import Piece, PiecePart
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.pieces.experts import expert_parameters
 from fuyou.pieces.meta_block import cut_off_layer, learn
-from fuyou.pieces.order import record_forward
+from fuyou.pieces.recording import record
 
 
 def divide(
@@ -37,7 +37,7 @@ def divide(
     room = 0
     for group in found:
         own = [order[index] for index in group]
-        experts = next((count for members, count in mixtures if own[0] in members), None)
+        experts = next((count for members, count in mixtures if set(own) == set(members)), None)
         if experts is not None:
             pieces += _ranges(own, experts, limit, nbytes)
             room = 0
@@ -63,16 +63,23 @@ def _groups(
         for names in together
     ]
     groups: list[set[int]] = []
-    for used in record_forward(stack, layer, pieces):
+    for used, _ in record(stack, layer, pieces, backward=False).uses:
         touched = [group for group in groups if group & used]
         if touched:
             touched[0].update(used, *touched[1:])
             groups = [group for group in groups if group not in touched[1:]]
         else:
             groups.append(set(used))
-    seen = set().union(*groups) if groups else set()
-    groups += [{index} for index in range(len(together)) if index not in seen]
-    return [sorted(order.index(name) for index in group for name in together[index]) for group in groups]
+    ordered = [sorted(order.index(name) for index in group for name in together[index]) for group in groups]
+    seen = {index for group in ordered for index in group}
+    for index, name in enumerate(order):  # what no token has come to, or nothing uses, follows its neighbour
+        if index not in seen:
+            owner = name.rpartition(".")[0]
+            mine = [other for other, its in enumerate(order) if its.rpartition(".")[0] == owner and other not in seen]
+            place = next((place for place, group in enumerate(ordered) if index - 1 in group), -1)
+            ordered.insert(place + 1, mine)
+            seen.update(mine)
+    return ordered
 
 
 def _ranges(names: Sequence[str], experts: int, limit: int, nbytes: Callable[[str], int]) -> list[list[PiecePart]]:

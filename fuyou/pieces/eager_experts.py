@@ -14,7 +14,7 @@ import torch
 from fuyou.layout.pieces import PiecePart
 from fuyou.pieces.expert_parts import ExpertParts
 from fuyou.pieces.handle import Handle, Origin, chosen_expert, hand_on
-from fuyou.pieces.run import Use, Weights
+from fuyou.pieces.run import Use, Weights, current_supply
 
 
 class EagerExperts:
@@ -32,7 +32,7 @@ class EagerExperts:
 
     def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of the chosen experts' outputs, as :meth:`GroupedExperts.__call__` does."""
-        if hidden.is_meta:
+        if not current_supply().computes:
             result: torch.Tensor = _OnMeta.apply(self._mixture, hidden, weights, *self._mixture.leaves())
             return result
         call = _Call(self._mixture, self._device)

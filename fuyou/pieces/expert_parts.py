@@ -20,9 +20,7 @@ class ExpertParts:
         trained: first names of those that are trained.
     """
 
-    def __init__(
-        self, module: Any, source: Parts, parts: Mapping[str, Sequence[PiecePart]], trained: Collection[str]
-    ):
+    def __init__(self, module: Any, source: Parts, parts: Mapping[str, Sequence[PiecePart]], trained: Collection[str]):
         self.module, self.source, self.trained = module, source, frozenset(trained)
         self._parts = {name: tuple(own) for name, own in parts.items()}
         first = next(iter(self._parts.values()))

@@ -28,9 +28,7 @@ def expert_modules(stack: StreamedModel, layer: int) -> Iterator[tuple[str, nn.M
             yield name, module
 
 
-def expert_parameters(
-    stack: StreamedModel, layer: int, names: Collection[str]
-) -> list[tuple[tuple[str, ...], int]]:
+def expert_parameters(stack: StreamedModel, layer: int, names: Collection[str]) -> list[tuple[tuple[str, ...], int]]:
     """Return, for each mixture of a block, the parameters with one matrix per expert, and the number of experts.
 
     Args:

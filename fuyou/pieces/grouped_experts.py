@@ -1,9 +1,9 @@
 """Experts as transformers' ``grouped_mm`` computes them, range by range.
 
 Rows (pairs of a token and one of its experts) are sorted by expert, so a range of experts has a range of rows. The
-forward pass saves hidden states and routing and nothing else; the backward pass computes each range once more, and hands
-its gradients on at once. All numbers are those of ``grouped_mm_experts_forward``: matrix products are separate for each
-expert, the rest is separate for each row, and what adds rows up does so once, over all of them.
+forward pass saves hidden states and routing and nothing else; the backward pass computes each range once more, and
+hands its gradients on at once. All numbers are those of ``grouped_mm_experts_forward``: matrix products are separate
+for each expert, the rest is separate for each row, and what adds rows up does so once, over all of them.
 """
 
 from collections.abc import Callable
@@ -11,10 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional
 from transformers.integrations.moe import _grouped_linear
 
 from fuyou.pieces.expert_parts import ExpertParts
-from fuyou.pieces.run import Use
+from fuyou.pieces.run import Use, current_supply
+
+_VECTOR = 64
+"""Elements, or a divisor's multiple, that a CPU's kernels compute at once: two registers of 16-bit numbers."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class GroupedExperts:
 
     def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Compute all ranges, one after another."""
-        if hidden.is_meta:
+        if not current_supply().computes:
             self._mixture.note_forward()
             return torch.empty_like(hidden)
         routing = _Routing.of(index, self._mixture.module.num_experts)
@@ -115,9 +119,9 @@ class GroupedExperts:
             return _grouped_linear(values, own[name], offsets, bias=bias, is_transposed=module.is_transposed)
 
         if module.has_gate:
-            inner = module._apply_gate(project(states, "gate_up_proj"))
+            inner = _at_its_place(module._apply_gate, project(states, "gate_up_proj"), rows, len(routing.order), 2)
         else:
-            inner = module.act_fn(project(states, "up_proj"))
+            inner = _at_its_place(module.act_fn, project(states, "up_proj"), rows, len(routing.order), 1)
         outer = project(inner, "down_proj")
         if module.has_post_expert_norm:
             outer = module.post_expert_norm(outer)
@@ -133,14 +137,16 @@ class GroupedExperts:
             gradient: gradient of the output, ``[T, H]``.
             wanted: whether hidden states and weights have gradients.
         """
-        if gradient.is_meta:
+        if not current_supply().computes:
             self._mixture.note_backward(recomputes=True)
             return torch.empty_like(saved[0]), torch.empty_like(saved[2])
         routing = _Routing.of(saved[1], self._mixture.module.num_experts)
         with torch.enable_grad():
             hidden, weights = (saved[at].detach().requires_grad_(want) for at, want in zip((0, 2), wanted, strict=True))
             states, row_weights = hidden[routing.tokens], weights.reshape(-1)[routing.order]
-        rows = [torch.empty_like(each) if want else None for each, want in zip((states, row_weights), wanted, strict=True)]
+        rows = [
+            torch.empty_like(each) if want else None for each, want in zip((states, row_weights), wanted, strict=True)
+        ]
         for number in reversed(range(len(self._mixture.ranges))):
             self._differentiate(number, (states.detach(), row_weights.detach()), gradient, rows, routing)
         found = [
@@ -180,6 +186,32 @@ class GroupedExperts:
         for name in own:
             if name in trained:
                 self._mixture.source.take_gradient(trained[name], next(gradients))
+
+
+def _at_its_place(
+    activate: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor, rows: slice, count: int, parts: int
+) -> torch.Tensor:
+    """Return ``activate(values)`` with the numbers that these rows have when all of ``count`` rows are computed.
+
+    A CPU computes the last elements of a tensor, which do not fill a vector register, in another way than the others
+    (``silu`` and ``sigmoid`` differ in the last bit). So rows are added, before or behind, that let the same elements
+    be the last ones. Where a row fills whole registers, there are no last ones. (Several threads cut a large tensor at
+    places of their own: there the numbers are those of a single thread only.)
+
+    Args:
+        activate: takes ``[rows, parts * I]``, returns ``[rows, I]``.
+        values: some of the rows.
+        rows: which.
+        count: number of all rows.
+        parts: as above.
+    """
+    width = values.shape[1] // parts
+    if values.device.type != "cpu" or width % _VECTOR == 0:
+        return activate(values)
+    is_last = rows.stop == count
+    before = (count - len(values)) % _VECTOR if is_last else 0
+    behind = 0 if is_last else -(-_VECTOR // width)
+    return activate(functional.pad(values, (0, 0, before, behind)))[before : before + len(values)]
 
 
 class _Grouped(torch.autograd.Function):

@@ -57,6 +57,8 @@ class Origin:
         value = weights[part]
         if value.dtype != geometry.dtype:
             value = value.to(geometry.dtype)
+        if not value.is_contiguous():  # zeros that take no memory: every view of them is the same
+            return value.as_strided(geometry.shape, [0] * geometry.dim())
         first = value.storage_offset() + self.start + geometry.storage_offset()
         return value.as_strided(geometry.shape, geometry.stride(), first)
 
@@ -101,6 +103,11 @@ class Handle(torch.Tensor):
                 return choose(self.origin.name, int(index))
         return super().__getitem__(index)
 
+    def data_ptr(self) -> int:
+        """Refuse: there is no memory that a kernel could be given."""
+        name = _name(self)
+        raise UserError(f"The block gives the address of {name} to a kernel of its own: it cannot be cut in pieces.")
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -137,7 +144,7 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
 def _pass_on(func: Any, handle: Handle) -> Handle:
     """Return the stand-in for a gradient that autograd is about to store."""
     if func not in _PASSED_ON:
-        raise FinetuneError(f"{func} has been called on a gradient that was handed on already: two backward passes add.")
+        raise FinetuneError(f"{func} was called on a gradient that has been handed on: two backward passes at once.")
     return Handle.make(handle.geometry, None, handle.device)
 
 

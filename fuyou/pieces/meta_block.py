@@ -63,16 +63,13 @@ def learn(stack: StreamedModel, layer: int, question: Hashable, answer: Callable
 
 
 def _structure(stack: StreamedModel, layer: int) -> Hashable:
-    """Return what decides which operators a block runs on which parameters.
-
-    Numbers that equal the block's own are taken for its place among the others.
-    """
+    """Return what decides which operators a block runs on which parameters; its place among the others does not."""
     described: list[Hashable] = [stack.model.training]
     for name, module in stack.blocks[layer].named_modules():
         plain = tuple(
             (key, value)
             for key, value in sorted(module.__dict__.items())
-            if isinstance(value, bool | int | float | str) and (isinstance(value, bool) or value != layer)
+            if isinstance(value, bool | int | float | str) and not (value == layer and key.startswith("layer"))
         )
         parameters = tuple(
             (key, tuple(value.shape), value.dtype, value.requires_grad)

@@ -1,53 +1,20 @@
-"""In which order a block's pieces are needed: learnt by running it on the meta device, where nothing is computed."""
+"""In which order a block's pieces are needed: learnt by running it without values."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
-import torch
-from torch.utils._pytree import tree_leaves
-
-from fuyou.layout.pieces import Piece, PieceOrder, PiecePart, Stage
-from fuyou.model.blocks.weightless import on_meta
+from fuyou.layout.pieces import Piece, PieceOrder, Stage
 from fuyou.model.streamed_model import StreamedModel
-from fuyou.pieces.handles import PieceHandles
-from fuyou.pieces.meta_block import cut_off_layer, learn, meta_call
-from fuyou.pieces.run import Use, Weights, supplying
-
-_META = torch.device("meta")
-
-
-class UseRecorder:
-    """A supply of parameters on the meta device that records which pieces are needed for what.
-
-    Args:
-        stack: the model.
-        pieces: what is cut from a block.
-    """
-
-    def __init__(self, stack: StreamedModel, pieces: Sequence[Piece]):
-        self.uses: list[tuple[frozenset[int], Use]] = []
-        self._weights = {part: self._empty(stack, part) for piece in pieces for part in piece}
-
-    @staticmethod
-    def _empty(stack: StreamedModel, part: PiecePart) -> torch.Tensor:
-        whole = stack.model.get_parameter(part.name)
-        shape = list(whole.shape)
-        if part.experts is not None:
-            shape[0] = part.experts[1] - part.experts[0]
-        return torch.empty(shape, dtype=stack.dtype_of(part.name), device=_META)
-
-    def need(self, pieces: frozenset[int], use: Use) -> Weights:
-        """Record the use, and return all parameters: :meth:`fuyou.pieces.run.Supply.need`."""
-        self.uses.append((pieces, use))
-        return self._weights
+from fuyou.pieces.meta_block import cut_off_layer, learn
+from fuyou.pieces.recording import only_piece, record
+from fuyou.pieces.run import Use
 
 
 def find_order(stack: StreamedModel, layer: int, pieces: Sequence[Piece]) -> PieceOrder:
     """Find the order in which a block's pieces are needed in the forward pass and in the backward pass.
 
-    What is trained is what requires gradients in ``stack.model``. Pieces of experts are in it even if no token may
-    come to them: a pass skips what it does not need. Blocks of one structure share one run.
+    What is trained is what requires gradients in ``stack.model``. Pieces of experts are in the order even if no token
+    may come to them: a pass skips what it does not need. Blocks of one structure share one run.
 
     Raises:
         UserError: the block cannot be cut in pieces, or not in these.
@@ -56,51 +23,56 @@ def find_order(stack: StreamedModel, layer: int, pieces: Sequence[Piece]) -> Pie
     return learn(stack, layer, ("order", inside), lambda: _order(stack, layer, pieces))
 
 
-def record_forward(stack: StreamedModel, layer: int, pieces: Sequence[Piece]) -> list[frozenset[int]]:
-    """Return the pieces that the operators of a block's forward pass need, operator by operator."""
-    recorder = UseRecorder(stack, pieces)
-    with _bound_on_meta(stack, layer, pieces, recorder), torch.no_grad():
-        hidden, args, kwargs = meta_call(stack, layer)
-        stack.blocks[layer](hidden, *args, **kwargs)
-    return [needed for needed, _ in recorder.uses]
-
-
 def _order(stack: StreamedModel, layer: int, pieces: Sequence[Piece]) -> PieceOrder:
-    forward: list[int] = []
-    for (piece,) in record_forward(stack, layer, pieces):
-        if forward[-1:] != [piece]:
-            forward.append(piece)
-    recorder = UseRecorder(stack, pieces)
-    with _bound_on_meta(stack, layer, pieces, recorder), torch.enable_grad():
-        hidden, args, kwargs = meta_call(stack, layer)
-        result = stack.blocks[layer](hidden.detach().requires_grad_(), *args, **kwargs)
-        roots = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
-    return PieceOrder(tuple(forward), tuple(_stages(recorder.uses)))
+    passes = [record(stack, layer, pieces, backward) for backward in (False, True)]
+    forward, backward = (_stages([(only_piece(needed, pieces), use) for needed, use in one.uses]) for one in passes)
+    if not all(one.complete for one in passes):
+        for index, piece in enumerate(pieces):
+            trains = any(stack.model.get_parameter(part.name).requires_grad for part in piece)
+            if index not in {stage.piece for stage in forward}:
+                _insert_forward(forward, Stage(index, True, False, False))
+            if index not in {stage.piece for stage in backward}:
+                _insert_backward(backward, Stage(index, True, True, trains))
+    return PieceOrder(tuple(stage.piece for stage in forward), tuple(backward))
 
 
-def _stages(uses: Sequence[tuple[frozenset[int], Use]]) -> Iterator[Stage]:
+def _stages(uses: Sequence[tuple[int, Use]]) -> list[Stage]:
     """Join consecutive uses of the same piece."""
-    current: int | None = None
-    found: set[Use] = set()
-
-    def stage(piece: int) -> Stage:
-        return Stage(piece, Use.FORWARD in found, Use.BACKWARD in found, Use.GRADIENT in found)
-
-    for (piece,), use in uses:
-        if current is not None and piece != current:
-            yield stage(current)
-            found.clear()
-        current = piece
-        found.add(use)
-    if current is not None:
-        yield stage(current)
+    stages: list[Stage] = []
+    for piece, use in uses:
+        if not stages or stages[-1].piece != piece:
+            stages.append(Stage(piece, False, False, False))
+        last = stages[-1]
+        stages[-1] = replace(
+            last,
+            recomputes=last.recomputes or use is Use.FORWARD,
+            differentiates=last.differentiates or use is Use.BACKWARD,
+            trains=last.trains or use is Use.GRADIENT,
+        )
+    return stages
 
 
-@contextmanager
-def _bound_on_meta(stack: StreamedModel, layer: int, pieces: Sequence[Piece], recorder: UseRecorder) -> Iterator[Any]:
-    names = {part.name for piece in pieces for part in piece}
-    trained = {name for name in names if stack.model.get_parameter(name).requires_grad}
-    handles = PieceHandles(stack, layer, pieces, trained, lambda part, gradient: None, _META)
-    with on_meta(stack.blocks[layer]), handles.bound(), supplying(recorder):
-        yield
+def _insert_forward(stages: list[Stage], new: Stage) -> None:
+    """Insert a piece that no token has come to: in the order of pieces."""
+    earlier = [place for place, stage in enumerate(stages) if stage.piece == new.piece - 1]
+    stages.insert(earlier[0] + 1 if earlier else 0, new)
+
+
+def _insert_backward(stages: list[Stage], new: Stage) -> None:
+    """Insert a piece that no token has come to, behind the recomputation of the one before it, and in reverse order."""
+    recomputing = replace(new, differentiates=False, trains=False)
+    places = [place for place, stage in enumerate(stages) if stage.piece == new.piece - 1]
+    if not places:
+        stages.append(replace(new, recomputes=False))
+        stages.insert(0, recomputing)
+    elif len(places) == 1:  # the last one of the recomputation is the first one of the backward pass
+        place = places[0]
+        before = stages[place]
+        stages[place : place + 1] = [
+            replace(before, differentiates=False, trains=False),
+            new,
+            replace(before, recomputes=False),
+        ]
+    else:
+        stages.insert(places[-1], replace(new, recomputes=False))
+        stages.insert(places[0] + 1, recomputing)

@@ -34,6 +34,9 @@ class Use(Enum):
 class Supply(Protocol):
     """Where parameters in pieces come from."""
 
+    computes: bool
+    """Whether they have values."""
+
     def need(self, pieces: frozenset[int], use: Use) -> Weights:
         """Return the parameters of ``pieces``, and wait until they are on the device."""
         ...
@@ -83,6 +86,8 @@ class PieceRun(Generic[T]):
         random_state: states of the generators, as :attr:`random_state` has them; None: the caller's own when the pass
             begins. The caller's are as they were whenever it has the baton.
     """
+
+    computes = True
 
     def __init__(
         self,
