@@ -29,7 +29,8 @@ def divide(
     Raises:
         UserError: the block cannot be cut in pieces.
     """
-    order = [name for name, _ in stack.model.named_parameters() if name in set(names)]
+    own = stack.blocks[layer].named_parameters(prefix=f"{stack.block_prefix}.{layer}")
+    order = [name for name, _ in own if name in names]
     mixtures = expert_parameters(stack, layer, order)
     inside = tuple(cut_off_layer(stack, layer, name) for name in order)
     found = learn(stack, layer, ("division", inside), lambda: _groups(stack, layer, order, mixtures))

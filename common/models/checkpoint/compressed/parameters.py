@@ -56,7 +56,9 @@ class CompressedParameter:
         if len(inside) * self.tensor.numel != stop - first:
             return None
         offsets = tuple(self.offsets[index] - first for index in inside)
-        return replace(self, offsets=offsets, parts=tuple(self.parts[index] if self.parts else index for index in inside))
+        return replace(
+            self, offsets=offsets, parts=tuple(self.parts[index] if self.parts else index for index in inside)
+        )
 
     @property
     def nbytes(self) -> int:
