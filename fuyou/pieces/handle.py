@@ -76,7 +76,7 @@ class Handle(torch.Tensor):
     origin: Origin | None
     """What it stands for; None: for a gradient that has been handed on."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def make(geometry: torch.Tensor, origin: Origin | None, device: torch.device) -> "Handle":
@@ -91,6 +91,11 @@ class Handle(torch.Tensor):
         )
         made.geometry, made.origin = geometry, origin
         return made
+
+    def real(self, weights: Weights) -> torch.Tensor:
+        """Return the memory that the handle stands for."""
+        assert self.origin is not None
+        return self.origin.real(weights, self.geometry)
 
     def __repr__(self) -> str:  # type: ignore[override]
         name = "a gradient that has been handed on" if self.origin is None else self.origin.name
@@ -109,7 +114,9 @@ class Handle(torch.Tensor):
         raise UserError(f"The block gives the address of {name} to a kernel of its own: it cannot be cut in pieces.")
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Handle)]
         origins = [one.origin for one in found if one.origin is not None]
@@ -122,7 +129,7 @@ class Handle(torch.Tensor):
         weights = origins[0].source.fetch(parts)
 
         def real(leaf: Any) -> Any:
-            return leaf.origin.real(weights, leaf.geometry) if isinstance(leaf, Handle) else leaf
+            return leaf.real(weights) if isinstance(leaf, Handle) else leaf
 
         return func(*tree_map(real, args), **tree_map(real, kwargs))
 

@@ -6,11 +6,13 @@ and fro between that thread and the caller: they never compute at once. What bel
 """
 
 import contextvars
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any, Generic, Protocol, TypeVar
+from queue import SimpleQueue
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
@@ -76,6 +78,38 @@ class _Abandoned(BaseException):
     """Ends a thread whose run has been closed."""
 
 
+class _Worker:
+    """A thread that computes one pass after another.
+
+    A thread of its own for each pass would cost a tenth of a small block's time: its memory is new to it, page by page.
+    """
+
+    idle: ClassVar[list["_Worker"]] = []
+
+    def __init__(self) -> None:
+        self._todo: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        threading.Thread(target=self._main, name="pass in pieces", daemon=True).start()
+
+    @classmethod
+    def take(cls) -> "_Worker":
+        """Return a thread that has nothing to do. It is put back, into :attr:`idle`, at the end of what it does."""
+        try:
+            return cls.idle.pop()
+        except IndexError:
+            return cls()
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Let the thread call ``work``."""
+        self._todo.put(work)
+
+    def _main(self) -> None:
+        while True:
+            self._todo.get()()
+
+
+os.register_at_fork(after_in_child=_Worker.idle.clear)  # a process that is forked off has no threads
+
+
 class PieceRun(Generic[T]):
     """One micro-batch's pass through one block, which waits for the pieces that it needs.
 
@@ -112,7 +146,8 @@ class PieceRun(Generic[T]):
         self._error: BaseException | None = None
         self._closed = False
         self._to_run, self._to_caller = threading.Semaphore(0), threading.Semaphore(0)
-        self._thread: threading.Thread | None = None
+        self._done = threading.Event()
+        self._worker: _Worker | None = None
         self._stream: Any = None
 
     # -- the caller's side ----------------------------------------------------------------------------------------
@@ -134,19 +169,17 @@ class PieceRun(Generic[T]):
         """
         if self._closed:
             raise FinetuneError("A pass through a block in pieces has been asked to go on after it was closed.")
-        if self.ended or (self._thread is not None and self.wanted != piece):
+        if self.ended or (self._worker is not None and self.wanted != piece):
             return self.ended
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._main, name="pass in pieces", daemon=True)
-            self._thread.start()
+        if self._worker is None:
+            self._worker = _Worker.take()
+            self._worker.do(self._main)
         self._piece, self._weights, self.wanted = piece, weights, None
         self._pass_baton()
-        if self.ended:
-            self._thread.join()
-        if self._error is not None:
-            error, self._error = self._error, None
+        error, self._error = self._error, None
+        if error is not None:
             raise error
-        return self.ended
+        return bool(self.ended)
 
     def result(self) -> T:
         """Return what the pass has returned.
@@ -161,7 +194,7 @@ class PieceRun(Generic[T]):
     def close(self) -> None:
         """Abandon the pass, wherever it is; a pass that computes (after Ctrl-C here) stops at the next piece."""
         self._closed = True
-        if self._thread is None or self.ended:
+        if self._worker is None or self.ended:
             return
         outside = self._outside  # there is one if the caller was interrupted while the pass had the baton
         if outside is None:
@@ -169,7 +202,7 @@ class PieceRun(Generic[T]):
             assert self.random_state is not None
             _ProcessState(self.random_state, self._documents).install(self._device)  # for what it undoes at its end
         self._to_run.release()
-        self._thread.join()
+        self._done.wait()
         self._outside = self._error = None
         outside.install(self._device)
 
@@ -230,6 +263,9 @@ class PieceRun(Generic[T]):
         finally:
             self._work = self._piece = self._weights = self.wanted = None
             self.ended = True
+            assert self._worker is not None
+            _Worker.idle.append(self._worker)
+            self._done.set()
             self._to_caller.release()
 
     def _compute(self) -> None:
