@@ -31,8 +31,8 @@ def expert_modules(stack: StreamedModel, layer: int) -> Iterator[tuple[str, nn.M
     for name, module in stack.blocks[layer].named_modules(prefix=f"{stack.block_prefix}.{layer}"):
         if isinstance(module, ParamWrapper):
             raise UserError(
-                f"Adapters on the parameter {module.parameter_name} of {name} change a whole mixture's weights at once, "
-                "which a block in pieces never has: leave its experts and router out of the adapters' targets."
+                f"Adapters on the parameter {module.parameter_name} of {name} change it as a whole, and a block in "
+                "pieces never has all of it: leave experts and routers out of the adapters' targets."
             )
         if all(hasattr(module, attribute) for attribute in _INTERFACE):
             yield name, module
