@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
 from common.errors import UserError
@@ -22,8 +23,17 @@ Computation = GroupedExperts | EagerExperts
 
 
 def expert_modules(stack: StreamedModel, layer: int) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of a block, with their full names, whose experts can be cut in ranges."""
+    """Yield the modules of a block, with their full names, whose experts can be cut in ranges.
+
+    Raises:
+        UserError: adapters change parameters as a whole.
+    """
     for name, module in stack.blocks[layer].named_modules(prefix=f"{stack.block_prefix}.{layer}"):
+        if isinstance(module, ParamWrapper):
+            raise UserError(
+                f"Adapters on the parameter {module.parameter_name} of {name} change it as a whole, and a block in "
+                "pieces never has all of it: leave experts and routers out of the adapters' targets."
+            )
         if all(hasattr(module, attribute) for attribute in _INTERFACE):
             yield name, module
 
