@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from common.data.documents import Documents
@@ -262,6 +263,26 @@ class StreamedModel:
         """Run what comes before the blocks without parameters: shapes are right, but values mean nothing."""
         with self._skipped(self.before), self._without_outer_weights():
             return self._embed({"input_ids": input_ids}, self.links)
+
+    def meta_calls(self, tokens: int) -> list[tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]]:
+        """Return what each block is called with for a row of so many tokens, on the meta device.
+
+        Returns:
+            Hidden states, and other positional and keyword arguments, of each block. Shared dictionaries are as the
+            first block finds them.
+        """
+        ids = torch.zeros(1, tokens, dtype=torch.long, device=self.device)
+        with self._stand_ins.probing(all_blocks=bool(self.links)) as probe:
+            hidden, calls = self.embed_without_weights(ids)
+
+        def to_meta(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            key = calls.key_of(leaf)
+            return probe.values[key] if key in probe.values else leaf.to("meta")
+
+        hidden = hidden.to("meta")
+        return [(hidden, *tree_map(to_meta, arguments)) for arguments in calls.arguments]
 
     def embed_with_zero_links(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, BlockCalls]:
         """Do what :meth:`embed` does, for blocks that are run by themselves: what other blocks hand them is zero."""

@@ -1,0 +1,150 @@
+"""A mixture's experts, range by range: which modules have them, and which way each of them computes in ranges."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import ParamWrapper
+from torch import nn
+
+from common.errors import UserError
+from fuyou.layout.pieces import PiecePart
+from fuyou.model.streamed_model import StreamedModel
+from fuyou.pieces.eager_experts import EagerExperts
+from fuyou.pieces.expert_output import output_is_saved
+from fuyou.pieces.expert_parts import ExpertParts
+from fuyou.pieces.grouped_experts import GroupedExperts
+from fuyou.pieces.handle import Parts
+
+_INTERFACE = ("num_experts", "has_gate", "has_bias", "is_transposed", "_is_expert_parallel")
+"""Attributes that transformers' ``use_experts_implementation`` gives a module."""
+Computation = GroupedExperts | EagerExperts
+
+
+def expert_modules(stack: StreamedModel, layer: int) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a block, with their full names, whose experts can be cut in ranges.
+
+    Raises:
+        UserError: adapters change parameters as a whole.
+    """
+    for name, module in stack.blocks[layer].named_modules(prefix=f"{stack.block_prefix}.{layer}"):
+        if isinstance(module, ParamWrapper):
+            raise UserError(
+                f"Adapters on the parameter {module.parameter_name} of {name} change it as a whole, and a block in "
+                "pieces never has all of it: leave experts and routers out of the adapters' targets."
+            )
+        if all(hasattr(module, attribute) for attribute in _INTERFACE):
+            yield name, module
+
+
+def expert_parameters(stack: StreamedModel, layer: int, names: Collection[str]) -> list[tuple[tuple[str, ...], int]]:
+    """Return, for each mixture of a block, the parameters with one matrix per expert, and the number of experts.
+
+    Args:
+        stack: the model.
+        layer: index of the block.
+        names: first names of the parameters that are to be cut.
+    """
+    found = []
+    for prefix, module in expert_modules(stack, layer):
+        experts = int(module.num_experts)  # type: ignore[arg-type]
+        own = {
+            f"{prefix}.{name}"
+            for name, value in module._parameters.items()
+            if value is not None and value.dim() > 1 and value.shape[0] == experts
+        }
+        if own and own <= set(names):
+            found.append((tuple(name for name in names if name in own), experts))
+    return found
+
+
+class ExpertRanges:
+    """A module of experts whose parameters are cut in ranges.
+
+    Args:
+        module: the module.
+        computation: what takes the place of its own.
+    """
+
+    def __init__(self, module: nn.Module, computation: Computation):
+        self._module, self._computation = module, computation
+
+    @contextmanager
+    def bound(self) -> Iterator[None]:
+        """Let the module compute range by range while the context is open."""
+        attributes = self._module.__dict__
+        before = attributes.get("forward")
+        self._computation.own = self._module.forward
+
+        def forward(
+            hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        ) -> torch.Tensor:
+            return self._computation(hidden_states, top_k_index, top_k_weights)
+
+        attributes["forward"] = forward
+        try:
+            yield
+        finally:
+            del attributes["forward"]
+            if before is not None:
+                attributes["forward"] = before
+
+
+def expert_ranges(
+    stack: StreamedModel,
+    layer: int,
+    source: Parts,
+    parts: Mapping[str, Sequence[PiecePart]],
+    trained: Collection[str],
+) -> list[ExpertRanges]:
+    """Return the modules of a block whose experts are cut in ranges.
+
+    Args:
+        stack: the model.
+        layer: index of the block.
+        source: where real parameters come from.
+        parts: for the first name of each parameter in pieces, its parts in order.
+        trained: first names of those that are trained.
+
+    Raises:
+        UserError: they cannot be computed range by range.
+    """
+    found = []
+    for prefix, module in expert_modules(stack, layer):
+        names = [f"{prefix}.{name}" for name in module._parameters]
+        own = {name: parts[name] for name in names if name in parts and parts[name][0].experts is not None}
+        if not own:
+            continue
+        implementation = _implementation(prefix, module, own)
+        mixture = ExpertParts(module, source, own, frozenset(trained) & own.keys())
+        computation: Any
+        if implementation == "eager":
+            computation = EagerExperts(mixture, stack.device)
+        else:
+            computation = GroupedExperts(mixture, skips=not output_is_saved(stack, layer, prefix))
+        found.append(ExpertRanges(module, computation))
+    return found
+
+
+def _implementation(prefix: str, module: Any, parts: Mapping[str, Sequence[PiecePart]]) -> str:
+    """Return the name of the module's implementation, after checking that it can be computed in ranges."""
+    if module._is_expert_parallel:
+        raise UserError(
+            f"The experts of {prefix} are spread over devices (expert parallelism) and cannot be cut in pieces as well."
+        )
+    norm = getattr(module, "post_expert_norm", None)
+    if module.has_post_expert_norm and (norm is None or any(True for _ in norm.parameters())):
+        raise UserError(
+            f"The experts of {prefix} are followed by a norm with parameters inside their module, whose gradient would "
+            "be lost: they cannot be cut in pieces."
+        )
+    chosen = module.config._experts_implementation or "eager"
+    if chosen not in ("eager", "grouped_mm"):
+        raise UserError(
+            f"The experts of {prefix} use transformers' implementation {chosen!r}, which cannot be cut in pieces: use "
+            "grouped_mm or eager."
+        )
+    if len({tuple(part.experts for part in own) for own in parts.values()}) > 1:
+        raise UserError(f"The parameters of the experts of {prefix} are not cut at the same experts: {parts}.")
+    return str(chosen)
