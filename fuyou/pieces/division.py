@@ -29,10 +29,11 @@ def divide(
     Raises:
         UserError: the block cannot be cut in pieces.
     """
-    order = [name for name, _ in stack.model.named_parameters() if name in set(names)]
+    inside = stack.blocks[layer].named_parameters(prefix=f"{stack.block_prefix}.{layer}")
+    order = [name for name, _ in inside if name in names]
     mixtures = expert_parameters(stack, layer, order)
-    inside = tuple(cut_off_layer(stack, layer, name) for name in order)
-    found = learn(stack, layer, ("division", inside), lambda: _groups(stack, layer, order, mixtures))
+    within = tuple(cut_off_layer(stack, layer, name) for name in order)
+    found = learn(stack, layer, ("division", within), lambda: _groups(stack, layer, order, mixtures))
     pieces: list[list[PiecePart]] = []
     room = 0
     for group in found:
@@ -62,8 +63,11 @@ def _groups(
         tuple(PiecePart(name, (0, counts[names[0]]) if names[0] in counts else None) for name in names)
         for names in together
     ]
+    uses = [used for used, _ in record(stack, layer, pieces, backward=False).uses]
+    for own in _repeated(stack, layer, order):
+        uses.append(frozenset(index for index, names in enumerate(together) if names[0] in own))
     groups: list[set[int]] = []
-    for used, _ in record(stack, layer, pieces, backward=False).uses:
+    for used in uses:
         touched = [group for group in groups if group & used]
         if touched:
             touched[0].update(used, *touched[1:])
@@ -80,6 +84,15 @@ def _groups(
             ordered.insert(place + 1, mine)
             seen.update(mine)
     return ordered
+
+
+def _repeated(stack: StreamedModel, layer: int, names: Sequence[str]) -> list[set[str]]:
+    """Return the parameters of each module that is called once for each document of a packed row: as often as there are
+    documents, its parameters are needed again from the first to the last."""
+    isolation = stack.family.isolation
+    modules = [] if isolation is None else isolation.called_for_each(stack.blocks[layer])
+    prefixes = [f"{stack.block_prefix}.{layer}.{name}." for name, _ in modules]
+    return [own for own in ({name for name in names if name.startswith(prefix)} for prefix in prefixes) if own]
 
 
 def _ranges(names: Sequence[str], experts: int, limit: int, nbytes: Callable[[str], int]) -> list[list[PiecePart]]:

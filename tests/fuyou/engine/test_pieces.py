@@ -45,9 +45,7 @@ def pieces(trained: fuyou.Engine) -> int:
         ("gpt-oss", "bf16", 3, "12KiB"),
     ],
 )
-def test_full_fine_tuning(
-    family: str, dtype: str, micro: int, size: str, checkpoints: Path, tmp_path: Path
-) -> None:
+def test_full_fine_tuning(family: str, dtype: str, micro: int, size: str, checkpoints: Path, tmp_path: Path) -> None:
     """Clipped steps of packed rows; evicted pieces are overwritten by those that come after them."""
     model, feed = checkpoints / family, batches(3, packed=family != "gpt-oss")
     twin = Twin(str(model), bf16=dtype == "bf16", max_grad_norm=0.5, **OPTIONS)
@@ -68,11 +66,15 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "kv_b_proj", "c_attn"]
 
 @pytest.mark.parametrize(
     ("family", "dtype", "micro"),
-    [("llama", "fp32", 2), ("llama", "bf16", 1), ("qwen3-moe", "bf16", 2), ("deepseek-v3", "fp32", 2), ("gpt-oss", "bf16", 4)],
+    [
+        ("llama", "fp32", 2),
+        ("llama", "bf16", 1),
+        ("qwen3-moe", "bf16", 2),
+        ("deepseek-v3", "fp32", 2),
+        ("gpt-oss", "bf16", 4),
+    ],
 )
-def test_adapters_beside_frozen_pieces(
-    family: str, dtype: str, micro: int, checkpoints: Path, tmp_path: Path
-) -> None:
+def test_adapters_beside_frozen_pieces(family: str, dtype: str, micro: int, checkpoints: Path, tmp_path: Path) -> None:
     def adapters() -> LoraConfig:
         return LoraConfig(r=4, lora_alpha=8, target_modules=ATTENTION, task_type="CAUSAL_LM")
 
