@@ -47,7 +47,7 @@ def pieces(trained: fuyou.Engine) -> int:
 )
 def test_full_fine_tuning(family: str, dtype: str, micro: int, size: str, checkpoints: Path, tmp_path: Path) -> None:
     """Clipped steps of packed rows; evicted pieces are overwritten by those that come after them."""
-    model, feed = checkpoints / family, batches(3, packed=family != "gpt-oss")
+    model, feed = checkpoints / family, batches(3, packed=family not in mixture_configs())
     twin = Twin(str(model), bf16=dtype == "bf16", max_grad_norm=0.5, **OPTIONS)
     options = {"micro_batch": micro, "max_grad_norm": 0.5, "piece_size": size}
     with engine(model, directories(tmp_path, 2), dtype, **options) as trained:
@@ -85,7 +85,7 @@ def test_adapters_beside_frozen_pieces(family: str, dtype: str, micro: int, chec
     options = {"adapters": adapters(), "micro_batch": micro, "max_grad_norm": 0.2, "piece_size": "12KiB"}
     with engine(model, directories(tmp_path, 1), dtype, **options) as trained:
         assert pieces(trained) > 2
-        train(trained, twin, batches(3, packed=family != "gpt-oss"), micro)
+        train(trained, twin, batches(3, packed=family not in mixture_configs()), micro)
         compare_adapters(trained, twin.model.get_base_model())
         assert trained.io_bytes() == trained.planned_io_bytes()
 
