@@ -135,7 +135,7 @@ class RecordTransfer:
         sources: all stores of the old ranks, in their order.
         stores: those of them that this rank reads, open, by their number.
         targets: layouts of all new stores, in the order of ranks.
-        agreement: with the other ranks, if there are any.
+        agreement: with the other ranks.
     """
 
     def __init__(
@@ -143,10 +143,10 @@ class RecordTransfer:
         sources: Sequence[SourceShard],
         stores: dict[int, Store],
         targets: Sequence[ShardLayout],
-        agreement: Agreement | None,
+        agreement: Agreement,
     ):
         self._sources, self._stores, self._targets, self._agreement = sources, stores, targets, agreement
-        self._rank = agreement.share.rank if agreement is not None else 0
+        self._rank = agreement.share.rank
 
     def fill(self, store: Store) -> list[ChecksummedExtent]:
         """Fill this rank's new ``store``, and return the checksums of what it holds then. Collective.
@@ -201,8 +201,7 @@ class RecordTransfer:
                     sends.append((transfer.target, data))
             elif received is not None:
                 receives.append((source.reader, received))
-        if self._agreement is not None:
-            self._agreement.exchange(sends, receives)
+        self._agreement.exchange(sends, receives)
         return mine
 
     def _read(self, transfer: Transfer, piece: _Piece, data: torch.Tensor) -> None:
