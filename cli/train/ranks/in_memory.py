@@ -13,7 +13,7 @@ from cli.options.settings import COMMITS, Settings
 from cli.report.results import EvaluationResult, MemoryUse, RunTotals, StepResult
 from cli.train import loop
 from cli.train.evaluation import evaluate
-from cli.train.ranks.rank_process import RankProcess
+from cli.train.ranks.liveness import RankProcess
 from cli.train.same_run import check_same_run
 from common.communication.object_collectives import broadcast_from_rank0
 from common.data import Batches

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import common
 from cli.options.option import declaration_of, option_fields, spelled
 from cli.options.settings import Settings
-from cli.train.ranks.rank_process import LAUNCH, RankProcess
+from cli.train.ranks.liveness import LAUNCH, RankProcess
 from common.communication.object_collectives import all_gather_object
 from common.errors import UserError
 from common.hardware.machine import list_gpus
@@ -68,7 +68,7 @@ def check_same_command(settings: Settings) -> set[str]:
     """
     declared = {field.name: declaration_of(field) for field in option_fields(Settings)}
     own = {
-        **{name: str(getattr(settings, name)) for name, one in declared.items() if not (one.of_call or one.of_node)},
+        **{name: str(getattr(settings, name)) for name, one in declared.items() if not one.may_differ},
         "model": Path(settings.model).name,  # a checkpoint may lie elsewhere on each node
         "ssd": "given" if settings.ssd else "left out",  # each node has drives of its own
         "data": str([Path(name).name for name in settings.data]),

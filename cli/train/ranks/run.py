@@ -13,9 +13,9 @@ from cli.options.computing_dtype import with_dtype_of_all
 from cli.options.settings import Settings
 from cli.train.loop import conclude, train
 from cli.train.ranks.in_memory import InMemoryTrainer
+from cli.train.ranks.liveness import RankProcess
 from cli.train.ranks.meeting import check_same_command, check_shared, device_of, meet
 from cli.train.ranks.out_of_core import RankEngineTrainer
-from cli.train.ranks.rank_process import RankProcess
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.topology import Topology
 
