@@ -52,8 +52,8 @@ from fuyou.optimizer.process.protocol import (
 from fuyou.schedule.memory_plan import SMALLEST_CHUNK
 
 PRECISION = Precision(torch.bfloat16, torch.float32)
-#: Bytes per parameter that a copy moves in each direction, so that it moves as many as an update: 14 in and 12 out.
 COPIED_BYTES = 13
+"""Bytes per parameter that a copy moves in each direction, so that it moves as many as an update: 14 in and 12 out."""
 PARAMETER_BUFFERS, GRADIENT_BUFFERS = 4, 2
 OURS = "AdamW on split weights"
 PIPELINE, BOUND = "optimizer process", "same reads and writes, no Adam"

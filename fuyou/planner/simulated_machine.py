@@ -11,13 +11,13 @@ from fuyou.layout.record import Precision, Record
 from fuyou.planner.rates import Contention, TaskRates
 from fuyou.schedule.tasks import Resource, Task, known
 
-#: I/O moves in pieces of at most this size: the stripe of the store.
 _PIECE_BYTES = 4 << 20
-#: Large records are simulated more coarsely, so that plans of the largest presets take seconds: none is cut into more
-#: chunks than this, nor a chunk's states into more than two pieces.
+"""I/O moves in pieces of at most this size: the stripe of the store."""
 _MAX_CHUNKS, _CHUNK_PIECES = 8, 2
-#: What is called when a piece of work is done.
+"""Large records are simulated more coarsely, so that plans of the largest presets take seconds: none is cut into more
+chunks than this, nor a chunk's states into more than two pieces."""
 Done = Callable[[], None]
+"""What is called when a piece of work is done."""
 
 
 @dataclass

@@ -88,7 +88,6 @@ class Simulator:
         match task.op:
             case Op.COMPUTE:
                 assert isinstance(task, ComputeTask)
-                assert isinstance(task, ComputeTask)
                 self._occupy(lane, task, Resource.GPU, rates.compute_seconds(task))
             case Op.STEP:
                 self._clock.call_later(0.0, lambda: self._finish(task))

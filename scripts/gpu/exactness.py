@@ -28,8 +28,8 @@ from gpu.twin import DeviceTwin
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-8}
 FAMILIES = ("llama", "gpt2", "qwen3", "gemma3_text", "opt", "gpt_neox", "mixtral", "qwen3_moe")
-#: Largest relative difference of a loss that still counts as rounding, where a case is not equal to the bit.
 TOLERANCE = {"bf16": 1e-2, "fp32": 1e-4}
+"""Largest relative difference of a loss that still counts as rounding, where a case is not equal to the bit."""
 WORKERS = 3
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from common.files.atomic import replace_file
 from gpu.report import render
 
-#: Everything that sections write to the drive has a name that begins with this, and is removed again.
 DATA_PREFIX = "gpu-check-data-"
+"""Everything that sections write to the drive has a name that begins with this, and is removed again."""
 
 
 class Skip(Exception):

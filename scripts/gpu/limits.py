@@ -17,11 +17,11 @@ from common.units import format_bytes
 from fuyou.optimizer.adam import AdamConfig, AdamStates, ChunkAdam, Update
 from gpu.journal import Check
 
-#: Sizes [m, k, n] of matrix products: squares, and a block's feed-forward products over 16 Ki tokens.
 PRODUCTS = (
     (4096, 4096, 4096), (8192, 8192, 8192), (16384, 16384, 16384), (16384, 2048, 8192), (16384, 2560, 10240),
     (16384, 4096, 16384),
 )  # fmt: skip
+"""Sizes [m, k, n] of matrix products: squares, and a block's feed-forward products over 16 Ki tokens."""
 
 
 def run(check: Check) -> None:

@@ -17,13 +17,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from common.data.documents import current_documents
 
-#: The name under which transformers knows this. It has no mask function of that name, so it makes no mask.
 BY_DOCUMENT = "by_document"
-#: Least number of queries that go through a kernel at once with a sliding window: their mask stays small.
+"""The name under which transformers knows this. It has no mask function of that name, so it makes no mask."""
 _WINDOW_QUERIES = 256
-#: In 16 bits, lengths are rounded up to a multiple of this: PyTorch's CPU kernel compiles matrix products for each new
-#: length and keeps them for good, megabytes each (torch 2.13, processors with bf16 instructions).
+"""Least number of queries that go through a kernel at once with a sliding window: their mask stays small."""
 _BUCKET = 32
+"""In 16 bits, lengths are rounded up to a multiple of this: PyTorch's CPU kernel compiles matrix products for each new
+length and keeps them for good, megabytes each (torch 2.13, processors with bf16 instructions)."""
 
 _aten = torch.ops.aten
 
@@ -182,8 +182,8 @@ def _backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
 attention_by_document.register_autograd(_backward, setup_context=_save)
 
 
-#: How recordings and plans name the operator.
 OPERATOR = torch.ops.fuyou.attention_by_document.default
+"""How recordings and plans name the operator."""
 AUTOGRAD_NODE = "GeneratedBackwardFor_fuyou_attention_by_document"
 """Beginning of the name that PyTorch gives its backward pass, which uses nothing but what :func:`_save` saves."""
 

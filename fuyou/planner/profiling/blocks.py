@@ -27,10 +27,10 @@ from fuyou.optimizer.gradient_sum import GradientSum, sum_of_squares
 from fuyou.planner.profiling.profile import OperatorTime
 from fuyou.runtime.devices.device import Device
 
-#: If a pass through the block, forward and backward, is expected to take longer, fewer tokens are measured.
 LONGEST_PASS_SECONDS = 0.4
-#: Repetitions of one piece of work end after this many seconds.
+"""If a pass through the block, forward and backward, is expected to take longer, fewer tokens are measured."""
 REPEAT_SECONDS = 0.4
+"""Repetitions of one piece of work end after this many seconds."""
 _MAX_REPETITIONS = 7
 _TILE_ELEMENTS = 1 << 20
 

@@ -21,10 +21,10 @@ from fuyou.layout.record import Record, allocate_extents
 
 FOLDER = "fuyou-profile-"
 """Beginning of the scratch folder's name; the process id follows."""
-#: Each direction is measured for this long.
 DIRECTION_SECONDS = 0.5
-#: The files are written once before anything is measured, but for no longer than this.
+"""Each direction is measured for this long."""
 _FILL_SECONDS = 1.5
+"""The files are written once before anything is measured, but for no longer than this."""
 _TRANSFER_BYTES = 4 << 20
 _TRANSFERS = 24
 _IN_FLIGHT = 6
