@@ -20,7 +20,7 @@ from common.store.manifest import MANIFEST_FILE
 from common.store.migration import final_folder, refuse_foreign_files, remove_folder, successor_folder
 from common.store.sealed import sync_directory
 from common.store.verify import verify
-from fuyou.checkpoint.cluster_commits import common_step
+from fuyou.checkpoint.cluster_commits import cluster_content, common_step
 from fuyou.checkpoint.commits import CLUSTER, check_records, check_state
 from fuyou.checkpoint.reshard.local_shards import (
     DriveScan,
@@ -220,13 +220,7 @@ class _Resharding:
         )
         content = state.to_dict()
         if not self._agreement.is_alone:
-            content[CLUSTER] = {
-                "run": run,
-                "nodes": self._share.nodes,
-                "ranks_per_node": self._share.ranks_per_node,
-                "rank": self._rank,
-                "previous": None,
-            }
+            content[CLUSTER] = cluster_content(run, self._share, None)
         commit_manifest(new.directories[0], content)
 
     # -- the set that counts --------------------------------------------------------------------------------------
