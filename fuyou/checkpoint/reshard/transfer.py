@@ -109,7 +109,7 @@ class SourceShard:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class RangeTransfer:
     """Elements ``[start, stop)`` of a record that go from a source (by its number) to a rank."""
 
     source: int
@@ -204,13 +204,13 @@ class RecordTransfer:
         self._agreement.exchange(sends, receives)
         return mine
 
-    def _read(self, transfer: Transfer, piece: _Piece, data: torch.Tensor) -> None:
+    def _read(self, transfer: RangeTransfer, piece: _Piece, data: torch.Tensor) -> None:
         layout = self._sources[transfer.source].layout
         extent = layout.extent(piece.record, piece.kind.part)
         for at, first, nbytes in layout.byte_runs(piece.record, piece.kind, transfer.start, transfer.stop):
             self._stores[transfer.source].read_now(extent, data[first : first + nbytes].numpy(), at, nbytes)
 
-    def _plan(self, piece: _Piece) -> Iterator[Transfer]:
+    def _plan(self, piece: _Piece) -> Iterator[RangeTransfer]:
         """Return how a piece comes to all ranks.
 
         Of what several sources have, a rank takes its own, or one of the others' in turn. Padding comes from nowhere:
@@ -226,7 +226,7 @@ class RecordTransfer:
                 own = [number for number in able if self._sources[number].reader == rank]
                 chosen = own[0] if own else able[rank % len(able)]
                 until = min(end, ranges[chosen][1])
-                yield Transfer(chosen, rank, begin, until)
+                yield RangeTransfer(chosen, rank, begin, until)
                 begin = until
 
 

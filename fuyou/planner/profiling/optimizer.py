@@ -23,7 +23,7 @@ from fuyou.optimizer.process.protocol import (
     WriteRecord,
     Written,
 )
-from fuyou.planner.profiling.drives import Scratch
+from fuyou.planner.profiling.drives import ScratchFiles
 
 UPDATED_ELEMENTS = 4 << 20
 """Parameters that are updated in turn: more than a processor's own caches hold with their states."""
@@ -114,7 +114,7 @@ class OptimizerBench:
     def __init__(
         self,
         link: OptimizerLink,
-        scratch: Scratch,
+        scratch: ScratchFiles,
         precision: Precision,
         chunk_elements: int,
         threads: int,
