@@ -37,7 +37,7 @@ from common.memory.buffers import HostBuffer, round_up
 from common.store import Layout, Store
 from common.units import format_count, parse_bytes
 from fuyou.layout.record import PAGE_ELEMENTS, Kind, Precision, Record, allocate_extents
-from fuyou.optimizer.adam import AdamConfig, ChunkAdam, Update
+from fuyou.optimizer.adam import AdamConfig, AdamStates, ChunkAdam, Update
 from fuyou.optimizer.process.client import OptimizerLink
 from fuyou.optimizer.process.protocol import (
     BufferRegion,
@@ -52,8 +52,8 @@ from fuyou.optimizer.process.protocol import (
 from fuyou.schedule.memory_plan import SMALLEST_CHUNK
 
 PRECISION = Precision(torch.bfloat16, torch.float32)
-#: Bytes per parameter that a copy moves in each direction, so that it moves as many as an update: 14 in and 12 out.
 COPIED_BYTES = 13
+"""Bytes per parameter that a copy moves in each direction, so that it moves as many as an update: 14 in and 12 out."""
 PARAMETER_BUFFERS, GRADIENT_BUFFERS = 4, 2
 OURS = "AdamW on split weights"
 PIPELINE, BOUND = "optimizer process", "same reads and writes, no Adam"
@@ -110,10 +110,8 @@ class InMemory:
     def _split_weights(self) -> None:
         for start in range(0, self._parameters, self._chunk_elements):
             part = slice(start, start + self._chunk_elements)
-            self._adam.update(
-                self._hi[part], self._lo[part], self._mean[part], self._variance[part], self._narrow[part],
-                self._update, decay=True,
-            )  # fmt: skip
+            states = AdamStates(self._hi, self._lo, self._mean, self._variance).part(part)
+            self._adam.update(states, self._narrow[part], self._update, decay=True)
 
     def _fused(self) -> None:
         adam = self._update.adam

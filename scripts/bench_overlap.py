@@ -31,7 +31,7 @@ from fuyou.layout.record import Precision
 from fuyou.model.model_records import model_records
 from fuyou.model.recompute.policy import ActivationPlanner
 from fuyou.model.streamed_model import StreamedModel
-from fuyou.optimizer.adam import AdamConfig, ChunkAdam, Update
+from fuyou.optimizer.adam import AdamConfig, AdamStates, ChunkAdam, Update
 from fuyou.planner.rates import TaskRates
 from fuyou.planner.simulator import simulate
 from fuyou.schedule.memory_planner import MemoryPlanner
@@ -79,10 +79,10 @@ def adam_rate(threads: int) -> float:
     count = 8 << 20
     high, gradient = (torch.zeros(count, dtype=torch.bfloat16) for _ in range(2))
     low, mean, variance = torch.zeros(count, dtype=torch.int16), torch.zeros(count), torch.zeros(count)
-    adam, seconds = ChunkAdam(), []
+    states, adam, seconds = AdamStates(high, low, mean, variance), ChunkAdam(), []
     for step in range(1, 6):
         began = time.perf_counter()
-        adam.update(high, low, mean, variance, gradient, Update(step, AdamConfig()), decay=True)
+        adam.update(states, gradient, Update(step, AdamConfig()), decay=True)
         seconds.append(time.perf_counter() - began)
     return count / min(seconds)
 

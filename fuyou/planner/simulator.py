@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from fuyou.layout.model_layout import FULL_RECOMPUTATION, BatchShape, ModelLayout, Recomputation
 from fuyou.layout.record import Record
 from fuyou.planner.rates import TaskRates
-from fuyou.planner.simulated_machine import Clock, Link, OptimizerProcess, Simulation
+from fuyou.planner.simulated_machine import Clock, OptimizerProcess, SimulatedLink, Simulation
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import SSD_READS, ComputeTask, Op, Resource, StepList, Task, known
@@ -34,7 +34,7 @@ class Simulator:
     def __init__(self, records: Sequence[Record], rates: TaskRates, ring_chunks: int, chunk_elements: int):
         self._rates = rates
         self._clock = Clock(rates.contention)
-        self._links = {resource: Link(self._clock, resource) for resource in _LINKS}
+        self._links = {resource: SimulatedLink(self._clock, resource) for resource in _LINKS}
         self._optimizer = OptimizerProcess(self._clock, rates, records, ring_chunks, chunk_elements, self._finish)
         self._drives = self._optimizer.drives
         self._lanes: dict[Op, deque[Task]] = {op: deque() for op in Op}
@@ -87,7 +87,6 @@ class Simulator:
         rates = self._rates
         match task.op:
             case Op.COMPUTE:
-                assert isinstance(task, ComputeTask)
                 assert isinstance(task, ComputeTask)
                 self._occupy(lane, task, Resource.GPU, rates.compute_seconds(task))
             case Op.STEP:

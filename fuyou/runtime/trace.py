@@ -20,7 +20,6 @@ from fuyou.layout.record import Record
 from fuyou.layout.visits import Phase
 from fuyou.schedule.tasks import Activation, Op, Resource, StepList, Task
 
-#: Groups of lanes from top to bottom, and what they are called.
 GROUPS = {
     Resource.GPU: "computing",
     Resource.HOST_TO_DEVICE: "host to device",
@@ -29,10 +28,11 @@ GROUPS = {
     Resource.ADAM: "optimizer",
     Resource.NONE: "steps",
 }
-#: Lanes that are not kinds of task.
+"""Groups of lanes from top to bottom, and what they are called."""
 STATE_LANE, ADAM_LANE, DRIVE_LANE, STEP_LANE = "states read and written", "Adam computing", "all traffic", "step"
-#: A state read is announced in no time; what the optimizer process reads is in a lane of its own.
+"""Lanes that are not kinds of task."""
 _NOT_DRAWN = (Op.STATE_READ, Op.STEP)
+"""A state read is announced in no time; what the optimizer process reads is in a lane of its own."""
 _ORDER = [STEP_LANE, *(op.label for op in Op), STATE_LANE, DRIVE_LANE, ADAM_LANE]
 
 

@@ -11,8 +11,8 @@ from common.memory.buffers import HostBuffer
 from fuyou.runtime.devices.device import Device
 from fuyou.schedule.tasks import Op, Task
 
-#: Largest copy that is measured: a block's parameters are rarely smaller where it matters.
 LARGEST_COPY_BYTES = 64 << 20
+"""Largest copy that is measured: a block's parameters are rarely smaller where it matters."""
 _COPIES = 5
 
 

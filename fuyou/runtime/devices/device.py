@@ -25,10 +25,10 @@ _EXCHANGES = (Op.PARAMETER_GATHER, Op.GRADIENT_REDUCE, Op.GRADIENT_EXCHANGE)
 _COPIES = (Op.PARAMETER_UPLOAD, Op.GRADIENT_DOWNLOAD, Op.ACTIVATION_UPLOAD, Op.ACTIVATION_DOWNLOAD)
 
 
-#: Device memory that cuBLAS takes for its workspaces, one per thread that computes.
 _LIBRARY_BYTES = 256 << 20
-#: Seconds for which times on the device count from one event.
+"""Device memory that cuBLAS takes for its workspaces, one per thread that computes."""
 _ORIGIN_SECONDS = 60.0
+"""Seconds for which times on the device count from one event."""
 
 
 class Device(Protocol):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fuyou.optimizer import adam as adam_module
-from fuyou.optimizer.adam import ChunkAdam, Update, stochastic_round
+from fuyou.optimizer.adam import AdamStates, ChunkAdam, Update, stochastic_round
 from tests.helpers.adam import CONFIG, SplitRange, moments_after, randn
 
 #: Multiples of 128 elements, as in records: around the size of a pass, which is made small here.
@@ -68,7 +68,7 @@ def test_fp32_is_updated_in_place(count: int, scale: float) -> None:
     for step in range(1, 4):
         update, gradient = Update(step, CONFIG, gradient_scale=scale), randn(count, 20 + step)
         kept = gradient.clone()
-        adam.update(ours[0], None, ours[1], ours[2], gradient, update, decay=True)
+        adam.update(AdamStates(ours[0], None, ours[1], ours[2]), gradient, update, decay=True)
         twin_step(master, mean, variance, gradient * scale, update, True)
         assert torch.equal(gradient, kept)
     for mine, theirs in zip(ours, (master, mean, variance), strict=True):
@@ -121,9 +121,7 @@ def test_views_into_larger_buffers_leave_the_rest_alone() -> None:
     part = slice(1024, 1024 + 1280)
     alone = SplitRange(whole.master[part])
     gradient, update = randn(4096, 50).bfloat16(), Update(1, CONFIG)
-    ChunkAdam().update(
-        whole.high[part], whole.low[part], whole.mean[part], whole.variance[part], gradient[part], update, decay=True
-    )
+    ChunkAdam().update(whole.states.part(part), gradient[part], update, decay=True)
     alone.step(gradient[part], update)
     assert torch.equal(whole.master[part], alone.master)
     outside = torch.ones(4096, dtype=torch.bool)
@@ -140,7 +138,7 @@ def test_one_chunk_adam_serves_many_ranges_and_sizes(moments: torch.dtype) -> No
         gradient = randn(count, 60).bfloat16()
         for step in (1, 2):
             update = Update(step, CONFIG, gradient_scale=0.9)
-            adam.update(shared.high, shared.low, shared.mean, shared.variance, gradient, update, decay=True)
+            adam.update(shared.states, gradient, update, decay=True)
             fresh.step(gradient, update)
         assert torch.equal(shared.master, fresh.master) and torch.equal(shared.mean, fresh.mean)
 
