@@ -287,12 +287,14 @@ class ModelLayout:
         if len(records) == 1:
             return [self._trains(Visit(Phase.BLOCK_BACKWARD, records[0], layer, adapter))]
         stages = self.orders[layer].backward
+        trained = [piece for piece, index in enumerate(records) if self.records[index].trainable]
+        holds = self.orders[layer].holds_gradient(trained)
         visits = []
         for index, stage in enumerate(stages):
             part = Part(not index, index == len(stages) - 1, stage.recomputes, stage.differentiates)
             visit = Visit(Phase.BLOCK_BACKWARD, records[stage.piece], layer, adapter, part=part)
-            visits.append(self._trains(visit) if stage.trains or adapter is not None else visit)
-        if not any(self.records[index].trainable for index in records):
+            visits.append(self._trains(visit) if holds[index] or adapter is not None else visit)
+        if not trained:
             visits = [replace(visit, micro=micro) for micro in range(micro_batches) for visit in visits]
         ends = {visit.trained: index for index, visit in enumerate(visits)}
         return [replace(visit, completes=ends[visit.trained] == index) for index, visit in enumerate(visits)]

@@ -381,8 +381,8 @@ class Scheduler:
         return 2.0 * self._batch.tokens * (forward * parameters + trained)
 
     def _saved_arguments(self, visit: Visit, micro: int) -> Arguments:
-        """Return which saved outputs a compute task reads and writes."""
-        if visit.layer in self._saving_layers:
+        """Return which saved outputs a compute task reads and writes. A block in pieces saves only its input."""
+        if visit.layer in self._saving_layers and visit.part is None:
             key = ("k", visit.layer, micro)
             if visit.phase is Phase.BLOCK_FORWARD:
                 return [], [key]

@@ -7,59 +7,22 @@ order; :class:`Machine` runs the tasks, in list order or in any other that the e
 
 import random
 from collections import defaultdict, deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-
-import torch
 
 from fuyou.layout.deferred import interleaved
 from fuyou.layout.model_layout import BatchShape, BufferCounts, ModelLayout, Recomputation
-from fuyou.layout.record import Kind, Precision, Record
+from fuyou.layout.record import Kind, Precision
 from fuyou.layout.visits import Phase
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Activation, ComputeTask, Op, StepList, Task
+from tests.helpers.step_shapes import BF16, Cut, computations, step_shape
 
-BF16 = Precision(torch.bfloat16, torch.float32)
-TRAINS = (Phase.HEAD, Phase.BLOCK_BACKWARD, Phase.EMBED_BACKWARD)
 #: Tasks of these kinds go on when the lane has started them, so the next one may start before they are finished.
 ASYNCHRONOUS = frozenset({
     Op.PARAMETER_READ, Op.GRADIENT_WRITE, Op.GRADIENT_READ, Op.STATE_WRITE, Op.RESIDENT_WRITE, Op.ACTIVATION_WRITE,
     Op.ACTIVATION_READ,
 })  # fmt: skip
-
-
-def step_shape(layers: int, tied: bool, precision: Precision = BF16, frozen: bool = False) -> ModelLayout:
-    """Records of a small stack; outer ones are larger, and every record has its own size.
-
-    ``frozen``: all of these are, and there are adapters for the head and for every block but the first of several.
-    """
-    outer = [("outer", 9000)] if tied else [("embedding", 9000), ("head", 7000)]
-    records = [
-        Record.build(
-            index, name, Kind.NON_BLOCK, precision, [((f"{name}.weight",), (size,), True)], trainable=not frozen
-        )
-        for index, (name, size) in enumerate(outer)
-    ]
-    for layer in range(layers):
-        parameters = [((f"{layer}.weight",), (40 + layer, 50), True), ((f"{layer}.bias",), (50,), False)]
-        records.append(
-            Record.build(len(records), f"block {layer}", Kind.BLOCK, precision, parameters, trainable=not frozen)
-        )
-    blocks = tuple((index,) for index in range(len(outer), len(records)))
-    if not frozen:
-        return ModelLayout(tuple(records), 0, len(outer) - 1, blocks, precision)
-    adapted = [layer for layer in range(layers) if layer or layers == 1]
-    for name in ("head", *(f"block {layer}" for layer in adapted)):
-        size = 30 + len(records)
-        records.append(
-            Record.build(
-                len(records), f"{name} adapters", Kind.ADAPTER, Precision(torch.float32, torch.float32),
-                [((f"{name}.a",), (size, 40), True)],
-            )
-        )  # fmt: skip
-    head = blocks[-1][0] + 1
-    adapters = tuple(head + 1 + adapted.index(layer) if layer in adapted else None for layer in range(layers))
-    return ModelLayout(tuple(records), 0, len(outer) - 1, blocks, precision, adapters, None, head)
 
 
 @dataclass
@@ -246,6 +209,7 @@ class Machine:
         self._held: dict[tuple, dict[int, str]] = defaultdict(dict)
         self.committed = (0, program.slot)
         self._ended: set[int] = set()
+        self._contributions: dict[int, dict[int | None, list[tuple[Phase, int]]]] = {}  # by number of micro-batches
         for record in self.shape.records:
             for kind in ("ssd parameters", "ssd states"):
                 self.content[kind, record.index, program.slot if record.trainable else 0] = (record.index, 0)
@@ -342,34 +306,36 @@ class Machine:
                 return self.content[self.program.accesses(task)[0][0]]
 
     def _activations(self, task: Task) -> tuple[list[object], object]:
-        """What a compute task must find, and what it leaves."""
+        """What a compute task must find, and what it leaves; only the first and last part of a pass do either."""
         assert task.visit is not None
         number, i, m, last = self.program.list_of[id(task)], task.visit.layer, task.micro, len(self.shape.blocks)
+        part = task.visit.part
         match task.visit.phase:
             case Phase.EMBED_FORWARD:
-                return [], ("x", number, 0, m)
+                found, left = [], ("x", number, 0, m)
             case Phase.BLOCK_FORWARD:
-                return [("x", number, i, m)], ("x", number, i + 1, m)
+                found, left = [("x", number, i, m)], ("x", number, i + 1, m)
             case Phase.HEAD | Phase.HEAD_EVAL:
-                return [("x", number, last, m)], ("d", number, last, m)  # if that is wanted
+                found, left = [("x", number, last, m)], ("d", number, last, m)  # if that is wanted
             case Phase.BLOCK_BACKWARD:
-                return [("x", number, i, m), ("d", number, i + 1, m)], ("d", number, i, m)
+                found, left = [("x", number, i, m), ("d", number, i + 1, m)], ("d", number, i, m)
             case Phase.EMBED_BACKWARD:
-                return [("d", number, 0, m)], None
+                found, left = [("d", number, 0, m)], None
+        return found if part is None or part.first else [], left if part is None or part.last else None
 
     def _kept(self, task: Task) -> object:
         """What a block keeps of a micro-batch beside its input."""
         assert task.visit is not None
         return ("k", self.program.list_of[id(task)], task.visit.layer, task.micro)
 
-    def _gradient(self, record: int, step: int) -> object:
+    def _gradient(self, record: int, step: int) -> tuple[int, int, list[tuple[Phase, int]]]:
         """The complete gradient of one step."""
         micro = next(micro for kind, micro, steps in self.program.lists if kind == "train" and steps.step == step)
-        phases = [Phase.HEAD if record == self.shape.head_adapter else Phase.BLOCK_BACKWARD]
-        if self.shape.records[record].kind is Kind.NON_BLOCK:
-            heads = [Phase.HEAD] if record == self.shape.head else []
-            phases = heads + ([Phase.EMBED_BACKWARD] if record == self.shape.embedding else [])
-        return (record, step, [(phase, m) for phase in phases for m in range(micro)])
+        if micro not in self._contributions:
+            parts = self._contributions[micro] = defaultdict(list)
+            for one in computations(self.shape, micro, train=True):
+                parts[one.adds_to].append((one.phase, one.micro))
+        return record, step, self._contributions[micro][record]
 
     def _check(self, task: Task) -> None:
         """The task finds what it should, now."""
@@ -389,7 +355,7 @@ class Machine:
                 assert len(task.inputs) == len(inputs)
                 for index, value in zip(task.inputs, inputs, strict=True):
                     self._expect(task, ("device activation", index), value)
-                keeps = kind == "train" and task.visit.layer in self.program.saving_layers
+                keeps = kind == "train" and task.visit.layer in self.program.saving_layers and task.visit.part is None
                 passes = (Phase.BLOCK_FORWARD, Phase.BLOCK_BACKWARD)
                 assert (task.kept is not None) == (keeps and task.visit.phase in passes)
                 if task.kept is not None and task.visit.phase is Phase.BLOCK_BACKWARD:
@@ -397,8 +363,9 @@ class Machine:
                 assert (task.gradient is not None) == (task.visit.trained is not None)
                 if task.gradient is not None and not task.first:
                     record = task.visit.trained
-                    complete = self._gradient(record, task.step)[2]  # type: ignore[index]
-                    part = complete[: complete.index((task.visit.phase, task.micro))]
+                    complete = self._gradient(record, task.step)[2]  # type: ignore[arg-type]
+                    _, _, part = self.content["device gradient", self.shape.records[record].kind, task.gradient]
+                    assert part == complete[: len(part)] and complete[len(part)] == (task.visit.phase, task.micro)
                     place = ("device gradient", self.shape.records[record].kind, task.gradient)
                     self._expect(task, place, (record, task.step, part))
             case Op.UPDATE:
@@ -434,6 +401,7 @@ def build(
     resident: int = 0,
     saving_layers: Collection[int] = (),
     frozen: bool = False,
+    cuts: Mapping[int, Cut] | None = None,
     speculate: bool = False,
     defer_all: Collection[int] = (),
 ) -> Program:
@@ -444,17 +412,19 @@ def build(
 
     ``defer`` is the deferred fraction of the blocks; 1 defers all records, and then (unless said otherwise by ``hold``)
     until the step has ended. ``resident`` is how many records live in host memory, of which ``counts`` then get as many
-    parameter buffers as there are; ``saving_layers`` are those that save more than their input. ``frozen``: see
-    :func:`step_shape`; then all adapters live in host memory, or none.
+    parameter buffers as there are; ``saving_layers`` are those that save more than their input. ``frozen``, ``cuts``:
+    see :func:`step_shape`; if frozen, all adapters live in host memory, or none.
     """
-    shape = step_shape(layers, tied, precision, frozen)
-    kept = frozenset(record.index for record in shape.records[:resident])
+    shape = step_shape(layers, tied, precision, frozen, cuts)
+    kept = frozenset(record.index for record in shape.records[:resident] if record.trainable)
     if frozen:
         kept = frozenset(shape.trainable if resident else ())
         counts = replace(counts, host_adapters=max(counts.host_adapters, len(shape.trainable) if kept else 1))
     elif kept:
         counts = replace(
-            counts, host_blocks=max(layers, counts.host_blocks), host_non_block=max(2, counts.host_non_block)
+            counts,
+            host_blocks=max(len(shape.of_kind(Kind.BLOCK)), counts.host_blocks),
+            host_non_block=max(2, counts.host_non_block),
         )
     scheduler = Scheduler(
         shape, counts, single_slot=single_slot, slot=slot, deferred=interleaved(shape, defer),
