@@ -243,13 +243,24 @@ class ModelLayout:
         """Elements of the records of the largest block, padding included."""
         return max(sum(self.records[index].numel for index in block) for block in self.blocks)
 
-    def visits(self, train: bool, micro_batches: int = 1) -> list[Visit]:
+    def visits(self, train: bool, micro_batches: int = 1) -> tuple[Visit, ...]:
         """Return the visits of a step, in order. The backward pass ends with the first record that is trained.
 
         All micro-batches go through a visit, but for the backward pass of a block in pieces that are frozen: there, one
         micro-batch after the other has all pieces pass, so that the block's insides are on the device for one only. If
         pieces are trained, it is the gradient of which there must be only one.
         """
+        key = train, micro_batches
+        if key not in self._visits:
+            self._visits[key] = tuple(self._list_visits(train, micro_batches))
+        return self._visits[key]
+
+    @cached_property
+    def _visits(self) -> dict[tuple[bool, int], tuple[Visit, ...]]:
+        """Visits that were asked for: thousands, of blocks in pieces, which planning asks for in every step."""
+        return {}
+
+    def _list_visits(self, train: bool, micro_batches: int) -> list[Visit]:
         layers = range(len(self.blocks))
         forward = [Visit(Phase.EMBED_FORWARD, self.embedding, None, self.embedding_adapter, self.tower)]
         forward += [visit for layer in layers for visit in self._block_forward(layer)]

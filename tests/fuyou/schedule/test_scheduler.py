@@ -1,10 +1,11 @@
 """The schedule finds the right bytes in the right place, whatever the buffers and however the lanes interleave."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from fuyou.layout.model_layout import BatchShape, BufferCounts
 from fuyou.layout.pieces import PieceOrder, Stage
 from fuyou.layout.record import Kind, Precision
 from fuyou.layout.visits import Phase
+from fuyou.schedule.buffer_pool import Pool
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import SSD_READS, SSD_WRITES, ComputeTask, Op, Task
 from tests.helpers.schedule_model import Machine, Program, build, check_order
@@ -144,6 +146,29 @@ def test_every_step_computes_and_updates_everything_once(scenario: dict[str, Any
     done = [task for task in program.tasks if task.op is Op.UPDATE]
     updates = Counter((task.record, task.step) for task in done if not program.is_void(task))
     assert updates == Counter((index, steps.step) for index in shape.trainable for _, steps in trained)
+
+
+class SearchedPool(Pool):
+    """A pool that looks at all its buffers whenever it gives one away."""
+
+    def update_next_use(self, key: Hashable) -> None:
+        """Do nothing: nothing is remembered."""
+
+    def sort_anew(self) -> None:
+        """Do nothing: nothing is remembered."""
+
+
+@settings(max_examples=60)
+@given(scenarios())
+def test_what_is_needed_latest_is_known_without_a_search(scenario: dict[str, Any]) -> None:
+    program = build(**scenario)
+    with mock.patch("fuyou.schedule.scheduler.SortedPool", SearchedPool):
+        searched = build(**scenario)
+    found = [
+        [(task.op, task.record, task.source, task.target, len(task.after)) for task in one.tasks]
+        for one in (program, searched)
+    ]
+    assert found[0] == found[1]
 
 
 @settings(max_examples=60)
