@@ -135,8 +135,8 @@ class Evaluator:
         return UpdatePolicy(candidate.clip_by if self.job.clips else None, candidate.deferred_fraction)
 
     def activation_planner(self, candidate: Candidate) -> ActivationPlanner:
-        """Return what ``candidate`` saves for the backward pass, for any batch."""
-        policy = candidate.activation_policy
+        """Return what ``candidate`` saves for the backward pass, for any batch: nothing if blocks are in pieces."""
+        policy = SAVE_NOTHING if self.job.shape.orders else candidate.activation_policy
         if policy not in self._activation_planners:
             self._activation_planners[policy] = ActivationPlanner(
                 self.job.stack, self._kernels, self.job.shape.precision.dtype, policy

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from fuyou.layout.deferred import interleaved
 from fuyou.layout.model_layout import BatchShape, BufferCounts, ModelLayout, Recomputation
 from fuyou.layout.record import Kind, Precision
+from fuyou.layout.share import ALONE, Share
 from fuyou.layout.visits import Phase
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Activation, ComputeTask, Op, StepList, Task
@@ -21,7 +22,7 @@ from tests.helpers.step_shapes import BF16, Cut, computations, step_shape
 #: Tasks of these kinds go on when the lane has started them, so the next one may start before they are finished.
 ASYNCHRONOUS = frozenset({
     Op.PARAMETER_READ, Op.GRADIENT_WRITE, Op.GRADIENT_READ, Op.STATE_WRITE, Op.RESIDENT_WRITE, Op.ACTIVATION_WRITE,
-    Op.ACTIVATION_READ,
+    Op.ACTIVATION_READ, Op.PARAMETER_WRITE,
 })  # fmt: skip
 
 
@@ -77,6 +78,12 @@ class Program:
         """The optimizer process reads, updates and writes a record as one thing."""
         return self.group_of.get(id(task), id(task))
 
+    def _written(self, task: Task) -> list[tuple]:
+        """Places on SSD that a record is written to with its states: of several nodes, a task of its own writes the
+        parameters, which are not complete before they are spread."""
+        states = ("ssd states", task.record, task.target)
+        return [states] if self.shape.share.nodes > 1 else [("ssd parameters", task.record, task.target), states]
+
     def accesses(self, task: Task) -> tuple[list[tuple], list[tuple]]:
         """Places that ``task`` reads, and places that it writes."""
         record = task.record
@@ -101,6 +108,17 @@ class Program:
                     forward = task.visit.phase is Phase.BLOCK_FORWARD
                     (writes if forward else reads).append(("device kept", task.kept))
                 return reads, writes
+            case Op.PARAMETER_GATHER:
+                place = ("device parameters", buffers, task.target)
+                return [place], [place]
+            case Op.GRADIENT_REDUCE | Op.GRADIENT_EXCHANGE:
+                place = ("device gradient", buffers, task.source)
+                return [place], [place]
+            case Op.PARAMETER_SPREAD:
+                place = ("host parameters", buffers, task.source)
+                return [place], [place]
+            case Op.PARAMETER_WRITE:
+                return [("host parameters", buffers, task.source)], [("ssd parameters", record, task.target)]
             case Op.GRADIENT_DOWNLOAD:
                 return [("device gradient", buffers, task.source)], [("host gradient", buffers, task.target)]
             case Op.GRADIENT_WRITE:
@@ -114,16 +132,15 @@ class Program:
             case Op.UPDATE:  # each chunk is written as soon as it is updated
                 source = self.source_of[id(task)]
                 states = [("ssd states", record, source)] if source is not None else []
-                places = [("ssd parameters", record, task.target), ("ssd states", record, task.target)]
                 places = [
                     ("host parameters", buffers, task.source),
-                    *(places if task.target is not None else []),
+                    *(self._written(task) if task.target is not None else []),
                     *kept,
                 ]
                 return [("host gradient", buffers, task.gradient), *states], places
             case Op.STATE_WRITE | Op.RESIDENT_WRITE:
-                places = [("ssd parameters", record, task.target), ("ssd states", record, task.target)]
-                return [("host parameters", buffers, task.source), *kept], places
+                parameters = [] if self.shape.share.nodes > 1 else [("host parameters", buffers, task.source)]
+                return [*parameters, *kept], self._written(task)
             case Op.ACTIVATION_DOWNLOAD:
                 return [(f"device {kind}", task.source)], [(f"host {kind}", task.target)]
             case Op.ACTIVATION_UPLOAD:
@@ -209,6 +226,7 @@ class Machine:
         self._held: dict[tuple, dict[int, str]] = defaultdict(dict)
         self.committed = (0, program.slot)
         self._ended: set[int] = set()
+        self._updated: dict[int | None, int] = {}  # step of each record's newest update
         self._contributions: dict[int, dict[int | None, list[tuple[Phase, int]]]] = {}  # by number of micro-batches
         for record in self.shape.records:
             for kind in ("ssd parameters", "ssd states"):
@@ -272,14 +290,20 @@ class Machine:
         for place in writes:
             self.content[place] = self._result(task, place)
         # Chunks of states are still being read until the update has ended, and written until the write has.
-        kept = {Op.STATE_READ: [*reads, *writes], Op.UPDATE: writes if task.target is not None else []}.get(task.op, [])
+        kept: list[tuple] = []
+        if task.op is Op.STATE_READ:
+            kept = [*reads, *writes]
+        elif task.op is Op.UPDATE and task.target is not None:
+            kept = writes if self.shape.share.nodes == 1 else writes[1:]
         owner = self.program.owner(task)
         for place in (*reads, *writes):
             if place not in kept:
                 self._held[place].pop(owner, None)
-        if task.op is Op.UPDATE and task.target is not None:
+        if task.op is Op.UPDATE and writes[0] in kept:
             # What is left is reading: others may use the new parameters while they are written to SSD.
             self._held[writes[0]][owner] = "read"
+        if task.op is Op.UPDATE:
+            self._updated[task.record] = task.step
         if task.op is Op.STEP:
             self._ended.add(task.step)
         if task.op is Op.COMMIT:
@@ -296,12 +320,20 @@ class Machine:
                 mine = [(task.visit.phase, task.micro)]
                 held = self.content.get(place)
                 return (task.visit.trained, task.step, mine if task.first else [*held[2], *mine])  # type: ignore[index]
-            case Op.UPDATE | Op.STATE_WRITE | Op.RESIDENT_WRITE:
-                record = task.record
-                if task.op is Op.UPDATE:
-                    return (record, "void" if self.program.is_void(task) else task.step)
-                buffers = self.shape.records[record].kind
-                return self.content["host parameters", buffers, task.source]
+            case Op.UPDATE:
+                updated = (task.record, "void" if self.program.is_void(task) else task.step)
+                incomplete = place[0] == "host parameters" and self.shape.share.nodes > 1
+                return ("own part", updated) if incomplete else updated
+            case Op.STATE_WRITE | Op.RESIDENT_WRITE if self.shape.share.nodes > 1:  # of the update just before
+                return (task.record, self._updated[task.record])
+            case Op.STATE_WRITE | Op.RESIDENT_WRITE:
+                return self.content["host parameters", self.shape.records[task.record].kind, task.source]
+            case Op.PARAMETER_UPLOAD if self.shape.share.ranks_per_node > 1:
+                return ("own slice", self.content[self.program.accesses(task)[0][0]])
+            case Op.PARAMETER_GATHER | Op.PARAMETER_SPREAD:
+                return self.content[place][1]  # type: ignore[index]
+            case Op.GRADIENT_REDUCE | Op.GRADIENT_EXCHANGE:
+                return (*self.content[place], task.op)  # type: ignore[misc]
             case _:
                 return self.content[self.program.accesses(task)[0][0]]
 
@@ -337,6 +369,11 @@ class Machine:
                 parts[one.adds_to].append((one.phase, one.micro))
         return record, step, self._contributions[micro][record]
 
+    def _sums(self) -> list[Op]:
+        """What a gradient must have been through before it may be used: the sums over ranks."""
+        share = self.shape.share
+        return [Op.GRADIENT_REDUCE] * (share.ranks_per_node > 1) + [Op.GRADIENT_EXCHANGE] * (share.nodes > 1)
+
     def _check(self, task: Task) -> None:
         """The task finds what it should, now."""
         record = task.record
@@ -370,7 +407,8 @@ class Machine:
                     self._expect(task, place, (record, task.step, part))
             case Op.UPDATE:
                 self._expect(task, ("host parameters", buffers, task.source), (record, task.step - 1))
-                self._expect(task, ("host gradient", buffers, task.gradient), self._gradient(record, task.step))
+                gradient = (*self._gradient(record, task.step), *self._sums())
+                self._expect(task, ("host gradient", buffers, task.gradient), gradient)
                 resident = record in self.program.resident
                 slot = self.program.source_of[id(task)]
                 states = ("host states", record) if resident else ("ssd states", record, slot)
@@ -378,6 +416,16 @@ class Machine:
             case Op.PARAMETER_READ | Op.PARAMETER_UPLOAD | Op.GRADIENT_WRITE | Op.GRADIENT_READ | Op.GRADIENT_DOWNLOAD:
                 value = self.content.get(self.program.accesses(task)[0][0])
                 assert isinstance(value, tuple) and value[0] == record, f"{task} moves {value}"
+            case Op.PARAMETER_GATHER | Op.PARAMETER_SPREAD:
+                found = self.content[self.program.accesses(task)[0][0]]
+                assert found[0] in ("own slice", "own part") and found[1][0] == record, f"{task} finds {found}"
+            case Op.PARAMETER_WRITE:
+                place = ("host parameters", buffers, task.source)
+                self._expect(task, place, (record, self._updated[record]))
+            case Op.GRADIENT_REDUCE | Op.GRADIENT_EXCHANGE:
+                done = self._sums()
+                gradient = (*self._gradient(record, task.step), *done[: done.index(task.op)])
+                self._expect(task, self.program.accesses(task)[0][0], gradient)
             case Op.COMMIT:
                 assert task.step in self._ended and task.step > self.committed[0]
                 for place in self.program.accesses(task)[0]:
@@ -402,6 +450,7 @@ def build(
     saving_layers: Collection[int] = (),
     frozen: bool = False,
     cuts: Mapping[int, Cut] | None = None,
+    share: Share = ALONE,
     speculate: bool = False,
     defer_all: Collection[int] = (),
 ) -> Program:
@@ -413,9 +462,9 @@ def build(
     ``defer`` is the deferred fraction of the blocks; 1 defers all records, and then (unless said otherwise by ``hold``)
     until the step has ended. ``resident`` is how many records live in host memory, of which ``counts`` then get as many
     parameter buffers as there are; ``saving_layers`` are those that save more than their input. ``frozen``, ``cuts``:
-    see :func:`step_shape`; if frozen, all adapters live in host memory, or none.
+    see :func:`step_shape`; if frozen, all adapters live in host memory, or none. ``share``: of the rank.
     """
-    shape = step_shape(layers, tied, precision, frozen, cuts)
+    shape = step_shape(layers, tied, precision, frozen, cuts).shared(share)
     kept = frozenset(record.index for record in shape.records[:resident] if record.trainable)
     if frozen:
         kept = frozenset(shape.trainable if resident else ())

@@ -16,6 +16,7 @@ from common.errors import UserError
 from fuyou.layout.model_layout import BatchShape, BufferCounts
 from fuyou.layout.pieces import PieceOrder, Stage
 from fuyou.layout.record import Kind, Precision
+from fuyou.layout.share import ALONE, Share
 from fuyou.layout.visits import Phase
 from fuyou.schedule.buffer_pool import Pool
 from fuyou.schedule.scheduler import Scheduler
@@ -31,6 +32,10 @@ LEAST = BufferCounts(
 )  # fmt: skip
 #: What a machine with some room has: transfers overlap, block inputs stay on the device.
 USUAL = BufferCounts(device_activations=100)
+
+
+#: A rank alone, two in one node, one in each of two nodes, and the last of two by two.
+SHARES = (ALONE, ALONE, Share(1, 2, 0, 1), Share(2, 1, 1, 0), Share(2, 2, 1, 1))
 
 
 def activations(layers: int, micro: int) -> int:
@@ -92,7 +97,7 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
         "single_slot": not speculate and draw(st.booleans()), "slot": draw(st.integers(0, 1)),
         "saving_layers": saving_layers, "speculate": speculate, "defer_all": draw(st.sets(st.integers(1, 5))),
         "resident": draw(st.sampled_from([0, 0, 1, 3, 8])), "frozen": draw(st.booleans()),
-        "cuts": cuts,
+        "cuts": cuts, "share": ALONE if speculate else draw(st.sampled_from(SHARES)),
     }  # fmt: skip
 
 
