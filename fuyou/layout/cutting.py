@@ -24,7 +24,7 @@ def cut_blocks(
         piece_bytes: largest piece that was asked for.
 
     Raises:
-        UserError: gradients of two pieces of a block would be on the device at the same time.
+        UserError: gradients of two pieces of a block would be on the device at the same time, or nothing uses a piece.
     """
     made: list[Record] = []
     places: dict[int, int] = {}  # index of a record that is not cut -> its new index
@@ -36,7 +36,7 @@ def cut_blocks(
             places[record.index] = len(made)
             made.append(replace(record, index=len(made)))
             continue
-        _check_gradients(record, orders[layer])
+        _check_order(record, pieces[layer], orders[layer])
         cut[layer] = tuple(range(len(made), len(made) + len(pieces[layer])))
         for number, piece in enumerate(pieces[layer]):
             made.append(_piece_of(record, len(made), f"{record.name}, piece {number}", piece))
@@ -101,11 +101,18 @@ def _cut_compressed(slot: ParameterSlot, experts: tuple[int, int] | None) -> Com
     return slot.compressed.between(experts[0] * width, experts[1] * width)
 
 
-def _check_gradients(record: Record, order: PieceOrder) -> None:
-    """Check that the gradient of one piece is complete before that of another begins: there is memory for one."""
-    if not record.trainable:
-        return
-    sequence = [stage.piece for stage in order.backward if stage.trains]
+def _check_order(record: Record, pieces: Sequence[Piece], order: PieceOrder) -> None:
+    """Check that every trained piece is used, and that there is one gradient at a time, for which there is memory."""
+    names = {slot.names[0] for slot in record.parameters if slot.trained} if record.trainable else set()
+    trained = [index for index, piece in enumerate(pieces) if any(part.name in names for part in piece)]
+    never = set(trained) - (set(order.forward) & {stage.piece for stage in order.backward})
+    if never:
+        raise UserError(
+            f"{record.name} cannot be trained in pieces: {pieces[min(never)][0].name} is a piece of its own, and no "
+            "pass through the block uses it. Give more --device-memory, so that a whole block fits."
+        )
+    holds = order.holds_gradient(trained)
+    sequence = [stage.piece for stage, held in zip(order.backward, holds, strict=True) if held]
     changes = [piece for before, piece in zip([-1, *sequence], sequence, strict=False) if piece != before]
     if len(changes) != len(set(changes)):
         raise UserError(

@@ -243,13 +243,24 @@ class ModelLayout:
         """Elements of the records of the largest block, padding included."""
         return max(sum(self.records[index].numel for index in block) for block in self.blocks)
 
-    def visits(self, train: bool, micro_batches: int = 1) -> list[Visit]:
+    def visits(self, train: bool, micro_batches: int = 1) -> tuple[Visit, ...]:
         """Return the visits of a step, in order. The backward pass ends with the first record that is trained.
 
         All micro-batches go through a visit, but for the backward pass of a block in pieces that are frozen: there, one
         micro-batch after the other has all pieces pass, so that the block's insides are on the device for one only. If
         pieces are trained, it is the gradient of which there must be only one.
         """
+        key = train, micro_batches
+        if key not in self._visits:
+            self._visits[key] = tuple(self._list_visits(train, micro_batches))
+        return self._visits[key]
+
+    @cached_property
+    def _visits(self) -> dict[tuple[bool, int], tuple[Visit, ...]]:
+        """Visits that were asked for: thousands, of blocks in pieces, which planning asks for in every step."""
+        return {}
+
+    def _list_visits(self, train: bool, micro_batches: int) -> list[Visit]:
         layers = range(len(self.blocks))
         forward = [Visit(Phase.EMBED_FORWARD, self.embedding, None, self.embedding_adapter, self.tower)]
         forward += [visit for layer in layers for visit in self._block_forward(layer)]
@@ -287,12 +298,14 @@ class ModelLayout:
         if len(records) == 1:
             return [self._trains(Visit(Phase.BLOCK_BACKWARD, records[0], layer, adapter))]
         stages = self.orders[layer].backward
+        trained = [piece for piece, index in enumerate(records) if self.records[index].trainable]
+        holds = self.orders[layer].holds_gradient(trained)
         visits = []
         for index, stage in enumerate(stages):
             part = Part(not index, index == len(stages) - 1, stage.recomputes, stage.differentiates)
             visit = Visit(Phase.BLOCK_BACKWARD, records[stage.piece], layer, adapter, part=part)
-            visits.append(self._trains(visit) if stage.trains or adapter is not None else visit)
-        if not any(self.records[index].trainable for index in records):
+            visits.append(self._trains(visit) if holds[index] or adapter is not None else visit)
+        if not trained:
             visits = [replace(visit, micro=micro) for micro in range(micro_batches) for visit in visits]
         ends = {visit.trained: index for index, visit in enumerate(visits)}
         return [replace(visit, completes=ends[visit.trained] == index) for index, visit in enumerate(visits)]

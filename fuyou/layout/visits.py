@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 
 class Phase(Enum):
@@ -73,7 +74,7 @@ class Visit:
         """Return the numbers of its micro-batches, of a batch that has ``count``."""
         return range(count) if self.micro is None else range(self.micro, self.micro + 1)
 
-    @property
+    @cached_property
     def records(self) -> tuple[int, ...]:
         """All records that the visit uses."""
         return tuple(index for index in (self.record, self.adapter, self.tower) if index is not None)

@@ -342,10 +342,8 @@ def quick_search(evaluator: Evaluator, near: Candidate) -> Evaluation:
 
 def _better(evaluator: Evaluator, best: Evaluation, candidate: Candidate) -> Evaluation:
     """Return ``candidate`` if its step is shorter, else ``best``. It is not tried if nothing is to be gained."""
-    nothing_to_gain = (
-        best.step_seconds <= NEAR * best.bound_seconds
-        and candidate.activation_policy == best.candidate.activation_policy
-    )
+    tight = best.step_seconds <= NEAR * best.bound_seconds or best.update_seconds < WORTH * best.step_seconds
+    nothing_to_gain = tight and candidate.activation_policy == best.candidate.activation_policy
     if nothing_to_gain or not evaluator.fits(candidate):
         return best
     other = evaluator.evaluate(candidate)

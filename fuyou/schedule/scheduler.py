@@ -8,13 +8,13 @@ whose buffer becomes free early. The engine runs the list; a simulator can run t
 """
 
 import bisect
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 
 from fuyou.layout.model_layout import FULL_RECOMPUTATION, BatchShape, BufferCounts, ModelLayout, Recomputation
 from fuyou.layout.record import Kind, Record
 from fuyou.layout.visits import FORWARD_PHASES, Phase, Visit
 from fuyou.schedule.activation_pools import ActivationPools, Arguments, hidden_arguments
-from fuyou.schedule.buffer_pool import NEVER, Pool
+from fuyou.schedule.buffer_pool import NEVER, Pool, SortedPool
 from fuyou.schedule.gradient_pools import GradientPools
 from fuyou.schedule.parameter_pools import ParameterPools
 from fuyou.schedule.record_slots import RecordSlots, UpdatedRecord
@@ -68,7 +68,9 @@ class Scheduler:
         self._position = 0
         self._set_visits(1)
 
-        host = {kind: Pool(f"host parameters ({kind.value})", counts.host(kind), self._next_visit) for kind in Kind}
+        host = {
+            kind: SortedPool(f"host parameters ({kind.value})", counts.host(kind), self._next_visit) for kind in Kind
+        }
         self._slots = RecordSlots(shape, slot, single_slot, host, self._emit)
         self._parameters = ParameterPools(counts, host, self._slots, self._next_visit, self._emit)
         self._device_gradients = {
@@ -111,8 +113,7 @@ class Scheduler:
         self._activations.begin(self._list, self._visits, batch.micro_batches, batch.activation_bytes)
         self._saved.begin(self._list, self._visits, batch.micro_batches, batch.kept_bytes)
         self._durable, self._defer_all = commit, defer_all
-        for position, visit in enumerate(self._visits):
-            self._position = position
+        for visit in self._in_turn(self._visits):
             if visit.phase in FORWARD_PHASES:
                 for record in visit.records:
                     self._update_pending(record, durable=self._commit_due)
@@ -145,8 +146,7 @@ class Scheduler:
         self._list, self._batch = StepList(step), batch
         visits = self.shape.visits(train=False)
         self._activations.begin(self._list, visits, batch.micro_batches, batch.activation_bytes)
-        for position, visit in enumerate(visits):
-            self._position = position
+        for visit in self._in_turn(visits):
             self._visit(visit, train=False)
         return self._list
 
@@ -154,6 +154,7 @@ class Scheduler:
         """Return the tasks that apply pending updates without a forward pass, and commit what is not yet committed."""
         self._list = StepList(step)
         self._position = 0
+        self._parameters.begin_pass()
         for visit in self._visits:  # in the order in which the next forward needs them
             for record in visit.records:
                 self._update_pending(record, durable=commit)
@@ -185,6 +186,14 @@ class Scheduler:
         for position, visit in enumerate(self._visits):
             for record in visit.records:
                 self._uses.setdefault(record, []).append(position)
+
+    def _in_turn(self, visits: Sequence[Visit]) -> Iterator[Visit]:
+        """Yield the visits of a pass, each when the position is its own."""
+        self._parameters.begin_pass()
+        for position, visit in enumerate(visits):
+            self._position = position
+            self._parameters.begin_visit([self.shape.records[index] for index in visit.records])
+            yield visit
 
     def _visit(self, visit: Visit, train: bool = True) -> None:
         """Run the visit's micro-batches through its records."""
@@ -381,8 +390,8 @@ class Scheduler:
         return 2.0 * self._batch.tokens * (forward * parameters + trained)
 
     def _saved_arguments(self, visit: Visit, micro: int) -> Arguments:
-        """Return which saved outputs a compute task reads and writes."""
-        if visit.layer in self._saving_layers:
+        """Return which saved outputs a compute task reads and writes. A block in pieces saves only its input."""
+        if visit.layer in self._saving_layers and visit.part is None:
             key = ("k", visit.layer, micro)
             if visit.phase is Phase.BLOCK_FORWARD:
                 return [], [key]

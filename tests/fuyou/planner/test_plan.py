@@ -19,6 +19,7 @@ from fuyou.planner.advice import best_changes, clipping_cost, largest_batch, rar
 from fuyou.planner.evaluate import SAVE_NOTHING, Candidate, Evaluator
 from fuyou.planner.rates import TaskRates
 from fuyou.planner.run_plan import gpu_bound_tokens, max_clipped_share, search
+from fuyou.planner.simulator import simulate
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Resource
 
@@ -48,6 +49,20 @@ def seconds(job: TrainingJob, on: Machine) -> float:
     result = plan(job, on)
     assert result.fits, result.missing
     return result.step_seconds
+
+
+def test_nothing_is_simulated_twice(job: TrainingJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few micro-batches are not merged for comparing, and need not be simulated once more for the result."""
+    seen: list[tuple[Any, ...]] = []
+
+    def noted(shape: Any, memory: Any, rates: Any, deferred: Any, *rest: Any, **options: Any) -> Any:
+        seen.append((memory, deferred, options["recomputation"], options["clipped"]))
+        return simulate(shape, memory, rates, deferred, *rest, **options)
+
+    monkeypatch.setattr("fuyou.planner.evaluate.simulate", noted)
+    result = plan(replace(job, micro_batch=2), machine(replace(FAST, read_bytes_per_second=1e9)))
+    assert result.memory is not None and result.memory.batch.micro_batches == 4
+    assert seen and all(seen.count(one) == 1 for one in seen)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])

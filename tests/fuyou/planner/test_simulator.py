@@ -10,8 +10,8 @@ from fuyou.planner.rates import TaskRates
 from fuyou.planner.simulator import Simulator
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Op, Resource, StepList
-from tests.helpers.schedule_model import step_shape
 from tests.helpers.simulation import BF16, CHUNK, COUNTS, FAST, LAYERS, run
+from tests.helpers.step_shapes import step_shape
 
 
 def work(lists: list[StepList], rates: TaskRates) -> dict[Resource, float]:

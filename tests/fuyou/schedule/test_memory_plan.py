@@ -13,7 +13,8 @@ from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import PAGE_ELEMENTS, Kind, Precision
 from fuyou.schedule.memory_plan import Batch, MemoryPlan, activation_elements_per_token
 from fuyou.schedule.memory_planner import MemoryPlanner
-from tests.helpers.schedule_model import BF16, Machine, build, check_order, step_shape
+from tests.helpers.schedule_model import Machine, build, check_order
+from tests.helpers.step_shapes import BF16, step_shape
 
 MEBIBYTE = 1 << 20
 FP32 = Precision(torch.float32, torch.float32)

@@ -1,21 +1,28 @@
 """The schedule finds the right bytes in the right place, whatever the buffers and however the lanes interleave."""
 
 from collections import Counter
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.errors import UserError
 from fuyou.layout.model_layout import BatchShape, BufferCounts
+from fuyou.layout.pieces import PieceOrder, Stage
 from fuyou.layout.record import Kind, Precision
+from fuyou.layout.share import ALONE, Share
 from fuyou.layout.visits import Phase
+from fuyou.schedule.buffer_pool import Pool
 from fuyou.schedule.scheduler import Scheduler
-from fuyou.schedule.tasks import SSD_READS, SSD_WRITES, Op, Task
-from tests.helpers.schedule_model import TRAINS, Machine, Program, build, check_order, step_shape
+from fuyou.schedule.tasks import SSD_READS, SSD_WRITES, ComputeTask, Op, Task
+from tests.helpers.schedule_model import Machine, Program, build, check_order
+from tests.helpers.step_shapes import CUTS, Computation, Cut, computations, one_by_one, step_shape
 
 #: The least that works: everything streams, nothing overlaps.
 LEAST = BufferCounts(
@@ -27,9 +34,25 @@ LEAST = BufferCounts(
 USUAL = BufferCounts(device_activations=100)
 
 
+#: A rank alone, two in one node, one in each of two nodes, and the last of two by two.
+SHARES = (ALONE, ALONE, Share(1, 2, 0, 1), Share(2, 1, 1, 0), Share(2, 2, 1, 1))
+
+
 def activations(layers: int, micro: int) -> int:
     """How many activations a step may keep at once, as the memory plan counts them."""
     return (layers + 2) * micro + 2
+
+
+@st.composite
+def block_cuts(draw: st.DrawFn, layers: int) -> dict[int, Cut]:
+    """Blocks in pieces: some, none, or all."""
+    some = draw(st.sampled_from([set(), set(range(layers)), draw(st.sets(st.integers(0, layers - 1)))]))
+    cuts = {}
+    for layer in sorted(some):
+        pieces, how = draw(st.integers(2, 4)), draw(st.sampled_from(CUTS))
+        held = draw(st.frozensets(st.integers(0, pieces - 1))) if how is one_by_one and draw(st.booleans()) else None
+        cuts[layer] = how(pieces) if held is None else one_by_one(pieces, held)
+    return cuts
 
 
 @st.composite
@@ -46,6 +69,8 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
         host, ssd = total - device + draw(st.integers(1, 4)), 0
     else:
         host, ssd = draw(st.integers(2, total)), total
+    cuts = draw(block_cuts(layers))
+    block_records = layers + sum(cut.pieces - 1 for cut in cuts.values())
     few = st.integers(1, 3)
     saving_layers = draw(st.sets(st.integers(0, layers - 1)))
     kept = len(saving_layers) * most
@@ -53,10 +78,10 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
     # One place more than what does not fit on the device, or two on the way to the SSDs.
     host_kept, ssd_kept = draw(st.sampled_from([(kept - device_kept + 1, 0), (2, kept)])) if kept else (0, 0)
     counts = BufferCounts(
-        device_blocks=draw(st.integers(1, layers + 1)), device_non_block=draw(st.integers(1, 2)),
+        device_blocks=draw(st.integers(1, block_records + 1)), device_non_block=draw(st.integers(1, 2)),
         device_block_gradients=draw(few), device_non_block_gradients=draw(st.integers(1, 2)),
-        host_blocks=draw(st.integers(1, layers + 1)), host_non_block=draw(st.integers(1, 2)),
-        host_block_gradients=draw(st.integers(1, layers + 1)), host_non_block_gradients=draw(st.integers(1, 2)),
+        host_blocks=draw(st.integers(1, block_records + 1)), host_non_block=draw(st.integers(1, 2)),
+        host_block_gradients=draw(st.integers(1, block_records + 1)), host_non_block_gradients=draw(st.integers(1, 2)),
         device_adapters=draw(st.integers(1, 2)), device_adapter_gradients=draw(st.integers(1, 2)),
         host_adapters=draw(few), host_adapter_gradients=draw(few),
         device_activations=device, host_activations=host, ssd_activations=ssd,
@@ -72,6 +97,7 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
         "single_slot": not speculate and draw(st.booleans()), "slot": draw(st.integers(0, 1)),
         "saving_layers": saving_layers, "speculate": speculate, "defer_all": draw(st.sets(st.integers(1, 5))),
         "resident": draw(st.sampled_from([0, 0, 1, 3, 8])), "frozen": draw(st.booleans()),
+        "cuts": cuts, "share": ALONE if speculate else draw(st.sampled_from(SHARES)),
     }  # fmt: skip
 
 
@@ -91,6 +117,19 @@ def test_any_order_that_the_executor_may_choose_works(scenario: dict[str, Any], 
         Machine(program).run(seed + number)
 
 
+def computed(tasks: list[Task]) -> list[Computation]:
+    """What a list computes, as the twin names it."""
+    found = []
+    for task in tasks:
+        if isinstance(task, ComputeTask):
+            visit = task.visit
+            layer = visit.layer
+            found.append(
+                Computation(visit.phase, layer, visit.record, task.micro, visit.begins, visit.ends, visit.trained)
+            )
+    return found
+
+
 @settings(max_examples=60)
 @given(scenarios())
 def test_every_step_computes_and_updates_everything_once(scenario: dict[str, Any]) -> None:
@@ -98,23 +137,43 @@ def test_every_step_computes_and_updates_everything_once(scenario: dict[str, Any
     shape = program.shape
     trained = [(micro, steps) for kind, micro, steps in program.lists if kind == "train"]
     for micro, steps in trained:
-        computed = [(task.visit, task.micro) for task in steps.tasks if task.op is Op.COMPUTE]
-        assert computed == [(visit, m) for visit in shape.visits(train=True) for m in range(micro)]
+        assert computed(steps.tasks) == list(computations(shape, micro, train=True))
         assert steps.end is not None and steps.end.op is Op.STEP
         for task in steps.tasks:
             if task.op is Op.COMPUTE:
                 assert task.visit is not None
-                assert task.last == (task.micro == micro - 1)
-                trains = any(shape.records[index].trainable for index in task.visit.records)
-                assert (task.gradient is not None) == (trains and task.visit.phase in TRAINS)
+                assert task.last == (task.visit.micro is not None or task.micro == micro - 1)
+                assert (task.gradient is not None) == (task.visit.trained is not None)
     for kind, micro, steps in program.lists:
         if kind == "eval":
-            computed = [(task.visit, task.micro) for task in steps.tasks if task.op is Op.COMPUTE]
-            assert computed == [(visit, m) for visit in shape.visits(train=False) for m in range(micro)]
+            assert computed(steps.tasks) == list(computations(shape, micro, train=False))
             assert not any(task.op in (Op.UPDATE, Op.STATE_WRITE, Op.COMMIT, Op.STEP) for task in steps.tasks)
     done = [task for task in program.tasks if task.op is Op.UPDATE]
     updates = Counter((task.record, task.step) for task in done if not program.is_void(task))
     assert updates == Counter((index, steps.step) for index in shape.trainable for _, steps in trained)
+
+
+class SearchedPool(Pool):
+    """A pool that looks at all its buffers whenever it gives one away."""
+
+    def update_next_use(self, key: Hashable) -> None:
+        """Do nothing: nothing is remembered."""
+
+    def sort_anew(self) -> None:
+        """Do nothing: nothing is remembered."""
+
+
+@settings(max_examples=60)
+@given(scenarios())
+def test_what_is_needed_latest_is_known_without_a_search(scenario: dict[str, Any]) -> None:
+    program = build(**scenario)
+    with mock.patch("fuyou.schedule.scheduler.SortedPool", SearchedPool):
+        searched = build(**scenario)
+    found = [
+        [(task.op, task.record, task.source, task.target, len(task.after)) for task in one.tasks]
+        for one in (program, searched)
+    ]
+    assert found[0] == found[1]
 
 
 @settings(max_examples=60)
@@ -319,3 +378,76 @@ def test_flops_are_those_of_recomputation() -> None:
             assert task.visit is not None
             factor = {Phase.BLOCK_FORWARD: 2, Phase.HEAD: 6, Phase.BLOCK_BACKWARD: 6}.get(task.visit.phase, 0)
             assert task.flops == factor * shape.records[task.record].parameter_count * 8
+
+
+# -- blocks in pieces -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("cut", CUTS)
+def test_pieces_with_the_fewest_buffers(cut: Callable[[int], Cut], frozen: bool) -> None:
+    counts = replace(LEAST, device_adapters=1, device_adapter_gradients=1, host_adapters=1, host_adapter_gradients=1)
+    program = build(3, True, counts, [("train", 3, True)] * 3, frozen=frozen, cuts={0: cut(2), 2: cut(4)})
+    check_order(program)
+    for seed in range(5):
+        Machine(program).run(seed)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_each_piece_is_written_once_and_read_at_most_once_per_stage(cut: Callable[[int], Cut]) -> None:
+    cuts = {layer: cut(3) for layer in range(5)}
+    program = build(5, False, LEAST, [("train", 4, True)] * 3, cuts=cuts)
+    shape = program.shape
+    parameters = sum(shape.records[index].parameter_nbytes for index in (shape.embedding, shape.head))
+    states = sum(record.state_nbytes for record in shape.records)
+    for layer, records in enumerate(shape.blocks):
+        order = shape.orders[layer]
+        pieces = [*order.forward, *(stage.piece for stage in order.backward)]
+        parameters += sum(shape.records[records[piece]].parameter_nbytes for piece in pieces)
+    # The embedding is read for its forward and its backward pass.
+    parameters += shape.records[shape.embedding].parameter_nbytes
+    for _, _, steps in program.lists:
+        assert moved(steps.tasks, SSD_READS) <= parameters + states
+        assert moved(steps.tasks, SSD_WRITES) == states + sum(record.parameter_nbytes for record in shape.records)
+
+
+def test_frozen_pieces_are_uploaded_once_for_each_micro_batch_of_the_backward_pass() -> None:
+    """With one buffer on the device, and none is uploaded again from one stage to the next of the same piece."""
+    counts = replace(LEAST, device_adapters=1, device_adapter_gradients=1, host_adapters=4, host_adapter_gradients=2)
+    program = build(2, False, counts, [("train", 3, True)], frozen=True, cuts={1: one_by_one(4)})
+    uploads = Counter(task.record for task in program.tasks if task.op is Op.PARAMETER_UPLOAD)
+    first, *between, last = program.shape.blocks[1]
+    assert [uploads[index] for index in between] == [1 + 2 * 3] * 2
+    assert uploads[first] == 1 + 3 + 1  # it ends the pass of a micro-batch, and begins that of the next
+    assert uploads[last] == 1 + 3
+
+
+def test_pieces_take_the_flops_of_their_block() -> None:
+    whole = build(3, False, USUAL, [("train", 2, True)])
+    parts = build(3, False, USUAL, [("train", 2, True)], cuts={1: one_by_one(4)})
+    for program in (whole, parts):
+        flops = Counter[tuple[Phase, int]]()
+        for task in program.tasks:
+            if isinstance(task, ComputeTask) and task.visit.layer is not None:
+                flops[task.visit.phase, task.visit.layer] += task.flops
+        parameters = [
+            sum(program.shape.records[index].parameter_count for index in one) for one in program.shape.blocks
+        ]
+        for layer, count in enumerate(parameters):
+            assert flops[Phase.BLOCK_FORWARD, layer] == 2 * 2 * 8 * count
+            assert flops[Phase.BLOCK_BACKWARD, layer] == 6 * 2 * 8 * count
+
+
+def test_pieces_whose_gradients_would_be_there_at_the_same_time_are_refused() -> None:
+    stages = [Stage(1, True, True, True), Stage(0, True, True, True), Stage(1, False, True, True)]
+    cuts = {0: Cut(PieceOrder((0, 1), tuple(stages)))}
+    with pytest.raises(UserError, match="comes back to parameters"):
+        step_shape(1, False, cuts=cuts)
+    assert len(step_shape(1, False, frozen=True, cuts=cuts).blocks[0]) == 2  # there are none
+
+
+def test_a_trained_piece_that_nothing_uses_is_refused() -> None:
+    """It would never be updated, and what is committed would not be all of one step."""
+    for order in (PieceOrder((0, 1), (Stage(0, True, True, True),)), PieceOrder((1,), one_by_one(2).order.backward)):
+        with pytest.raises(UserError, match="no pass through the block uses it"):
+            step_shape(1, False, cuts={0: Cut(order)})
