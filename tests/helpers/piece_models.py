@@ -11,7 +11,7 @@ from fuyou.layout.record import Precision
 from fuyou.model.blocks.calls import BlockCalls
 from fuyou.model.open_model import OpenModel
 from fuyou.model.streamed_model import StreamedModel
-from tests.helpers.small_models import small_config
+from tests.helpers.models.small_models import small_config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -18,7 +18,7 @@ from fuyou.pieces.order import find_order
 from tests.helpers.piece_driver import OrdinaryBlock, PieceDriver
 from tests.helpers.piece_models import PieceModel
 from tests.helpers.routed import RoutedConfig
-from tests.helpers.small_models import small_config
+from tests.helpers.models.small_models import small_config
 
 
 def names(piece: tuple[PiecePart, ...], layer: int = 0) -> list[str]:

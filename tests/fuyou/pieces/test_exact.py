@@ -8,7 +8,7 @@ from peft import LoraConfig
 
 from tests.helpers.piece_driver import OrdinaryBlock, PieceDriver
 from tests.helpers.piece_models import PieceModel
-from tests.helpers.small_models import small_config
+from tests.helpers.models.small_models import small_config
 
 FAMILIES = ("llama", "gpt2", "qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral")
 TARGETS = {
