@@ -145,7 +145,7 @@ class OrdinaryBlock:
     def __init__(self, stack: StreamedModel, layer: int, weights: Mapping[str, torch.Tensor]):
         self.stack, self.layer = stack, layer
         self.leaves = {
-            name: value.detach().clone().requires_grad_(stack.model.get_parameter(name).requires_grad)
+            name: torch.nn.Parameter(value.detach().clone(), stack.model.get_parameter(name).requires_grad)
             for name, value in weights.items()
         }
 
