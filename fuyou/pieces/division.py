@@ -63,8 +63,12 @@ def _groups(
         tuple(PiecePart(name, (0, counts[names[0]]) if names[0] in counts else None) for name in names)
         for names in together
     ]
+    uses = [used for used, _ in record(stack, layer, pieces, backward=False).uses]
+    uses += [
+        {index for index, names in enumerate(together) if names[0] in own} for own in _repeated(stack, layer, order)
+    ]
     groups: list[set[int]] = []
-    for used, _ in record(stack, layer, pieces, backward=False).uses:
+    for used in uses:
         touched = [group for group in groups if group & used]
         if touched:
             touched[0].update(used, *touched[1:])
@@ -81,6 +85,15 @@ def _groups(
             ordered.insert(place + 1, mine)
             seen.update(mine)
     return ordered
+
+
+def _repeated(stack: StreamedModel, layer: int, names: Sequence[str]) -> list[set[str]]:
+    """Return the parameters of each module that is called once for each document of a packed row: as often as there are
+    documents, its parameters are needed again from the first to the last."""
+    isolation = stack.family.isolation
+    modules = [] if isolation is None else isolation.called_for_each(stack.blocks[layer])
+    prefixes = [f"{stack.block_prefix}.{layer}.{name}." for name, _ in modules]
+    return [{name for name in names if name.startswith(prefix)} for prefix in prefixes]
 
 
 def _ranges(names: Sequence[str], experts: int, limit: int, nbytes: Callable[[str], int]) -> list[list[PiecePart]]:

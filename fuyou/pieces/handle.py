@@ -61,8 +61,9 @@ class Origin:
             value = value.to(geometry.dtype)
         if self.make is not None:
             return self.make(value).as_strided(geometry.shape, geometry.stride(), geometry.storage_offset())
-        if not value.is_contiguous():  # zeros that take no memory: every view of them is the same
-            return value.as_strided(geometry.shape, [0] * geometry.dim())
+        if not value.is_contiguous():  # arbitrary values that take next to no memory
+            fits = sum(geometry.shape) <= value.untyped_storage().nbytes() // value.itemsize
+            return value.as_strided(geometry.shape, [int(fits and stride > 0) for stride in geometry.stride()])
         first = value.storage_offset() + self.start + geometry.storage_offset()
         return value.as_strided(geometry.shape, geometry.stride(), first)
 
@@ -96,7 +97,7 @@ class Handle(torch.Tensor):
         made.geometry, made.origin = geometry, origin
         return made
 
-    def real(self, weights: Weights) -> torch.Tensor:
+    def in_memory(self, weights: Weights) -> torch.Tensor:
         """Return the memory that the handle stands for."""
         assert self.origin is not None
         return self.origin.real(weights, self.geometry)
@@ -133,7 +134,7 @@ class Handle(torch.Tensor):
         weights = origins[0].source.fetch(parts)
 
         def real(leaf: Any) -> Any:
-            return leaf.real(weights) if isinstance(leaf, Handle) else leaf
+            return leaf.in_memory(weights) if isinstance(leaf, Handle) else leaf
 
         return func(*tree_map(real, args), **tree_map(real, kwargs))
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from common.errors import FinetuneError, UserError
@@ -45,7 +46,10 @@ class _Recorder:
 
 
 def _empty(stack: StreamedModel, part: PiecePart, device: torch.device) -> torch.Tensor:
-    """Return a part without values: on the meta device, or zeros that take no memory."""
+    """Return a part on the meta device, or with arbitrary values that take next to no memory.
+
+    Rows of the latter differ, so that a router sends tokens to several experts.
+    """
     whole = stack.model.get_parameter(part.name)
     shape = list(whole.shape)
     if part.experts is not None:
@@ -53,14 +57,16 @@ def _empty(stack: StreamedModel, part: PiecePart, device: torch.device) -> torch
     dtype = stack.dtype_of(part.name)
     if device == _META:
         return torch.empty(shape, dtype=dtype, device=device)
-    return torch.zeros((), dtype=dtype, device=device).expand(shape)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(sum(shape), generator=generator).to(device, dtype)
+    return values.as_strided(shape, [1] * len(shape))
 
 
 def record(stack: StreamedModel, layer: int, pieces: Sequence[Piece], backward: bool) -> Recording:
     """Run a block without values: its forward pass, or with ``backward`` a recomputation and the backward pass.
 
-    It runs on the meta device; where it looks at values (which experts have tokens), on the model's device with weights
-    that are zero and take no memory.
+    It runs on the meta device; where it looks at values (which experts have tokens), on the model's device with
+    arbitrary weights that take next to no memory.
 
     Raises:
         UserError: the block cannot be cut in pieces.
@@ -82,13 +88,34 @@ def _run(
     def to_device(leaf: Any) -> Any:
         return torch.zeros_like(leaf, device=device) if isinstance(leaf, torch.Tensor) else leaf
 
+    block = stack.blocks[layer]
     hidden, args, kwargs = tree_map(to_device, meta_call(stack, layer))
+    if device != _META:
+        hidden = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)).to(hidden)
     with _bound(stack, layer, pieces, device), supplying(recorder), torch.set_grad_enabled(backward):
-        result = stack.blocks[layer](hidden.requires_grad_(backward), *args, **kwargs)
+        before = _tensors_held(block)
+        result = block(hidden.requires_grad_(backward), *args, **kwargs)
+        if _tensors_held(block).keys() - before.keys():
+            raise UserError(
+                f"{type(stack.model).__name__} leaves values of a pass in modules of its blocks, which passes that "
+                "take turns would mix up: it cannot be cut in pieces."
+            )
         if backward:
             roots = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
             torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
     return recorder.uses
+
+
+def _tensors_held(block: nn.Module) -> dict[int, torch.Tensor]:
+    """Return the tensors that modules hold as plain attributes, by their identities."""
+    return {
+        id(leaf): leaf
+        for module in block.modules()
+        for name, value in module.__dict__.items()
+        if name not in ("_parameters", "_buffers", "_modules")
+        for leaf in tree_leaves(value)
+        if isinstance(leaf, torch.Tensor)
+    }
 
 
 @contextmanager

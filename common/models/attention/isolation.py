@@ -43,6 +43,10 @@ class Isolation:
     modules: tuple[str, ...] = ()
     """Names of the classes of modules that are called once for each document."""
 
+    def called_for_each(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        """Return those of a model's modules that are called once for each document, with their names."""
+        return [(name, module) for name, module in model.named_modules() if _is_one_of(module, self.modules)]
+
 
 class DocumentSeparator:
     """Keeps documents apart in a model.
@@ -57,7 +61,7 @@ class DocumentSeparator:
         found = [config for config in _configs(model) if config._attn_implementation == "sdpa"]
         self._configs = found if isolation.attention_by_document else []
         self._open = 0
-        self._wrapped = [module for module in model.modules() if _is_one_of(module, isolation.modules)]
+        self._wrapped = [module for _, module in isolation.called_for_each(model)]
         for module in self._wrapped:
             module.forward = _once_for_each(module.forward)  # type: ignore[method-assign]
 

@@ -17,7 +17,7 @@ from fuyou.pieces.handles import PieceHandles
 from fuyou.pieces.order import find_order
 from tests.helpers.piece_driver import OrdinaryBlock, PieceDriver
 from tests.helpers.piece_models import PieceModel
-from tests.helpers.routed import RoutedConfig
+from tests.helpers.models.routed import RoutedConfig
 from tests.helpers.models.small_models import small_config
 
 
@@ -233,6 +233,28 @@ def test_refuses_what_handles_cannot_do(change, message):
 
     projection.forward = changed
     with pytest.raises(UserError, match=message):
+        cut(model, 0, 1)
+
+
+@pytest.mark.parametrize("targets", [["down_proj"], "all-linear"])
+def test_refuses_adapters_on_experts(targets):
+    model = PieceModel("qwen3_moe", adapters=LoraConfig(r=2, target_modules=targets))
+    with pytest.raises(UserError, match="Adapters on the parameter"):
+        cut(model, 0, 1)
+
+
+def test_refuses_modules_that_keep_values_of_a_pass():
+    """Passes of several micro-batches take turns, and would find each other's."""
+    model = PieceModel("llama")
+    block = model.stack.blocks[0]
+    forward = block.mlp.forward
+
+    def keeping(values):
+        block.mlp.latest = values
+        return forward(values)
+
+    block.mlp.forward = keeping
+    with pytest.raises(UserError, match="leaves values of a pass in modules"):
         cut(model, 0, 1)
 
 

@@ -28,7 +28,7 @@ def compare(model: PieceModel, layer: int, rows: list[int], *, micro_major: bool
     base = model.base_of_block(layer)
     driver = PieceDriver(model.stack, layer, base)
     others = {
-        name: value.clone().requires_grad_(model.stack.model.get_parameter(name).requires_grad)
+        name: torch.nn.Parameter(value.clone(), model.stack.model.get_parameter(name).requires_grad)
         for name, value in model.of_block(layer).items()
         if name not in base
     }
@@ -55,6 +55,16 @@ def compare(model: PieceModel, layer: int, rows: list[int], *, micro_major: bool
 def test_all_trained(family, dtype):
     model = PieceModel(family, dtype)
     compare(model, len(model.stack.blocks) - 1, [2, 1, 2])
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", "llama4_text", "longcat_flash", "glm4_moe_lite", "gemma4_text", "mamba"]
+)
+def test_other_kinds_of_blocks(family):
+    """Linear attention, experts outside of transformers' interface, loops that look at values, links between blocks."""
+    model = PieceModel(family)
+    for layer in (0, len(model.stack.blocks) - 1):
+        compare(model, layer, [1, 2])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
