@@ -77,9 +77,7 @@ class GroupedExperts:
         if not torch.is_grad_enabled():
             return self.forward(hidden, index, weights, factors)
         tensors = tensors_of(factors)
-        result: torch.Tensor = _Grouped.apply(
-            self, factors, hidden, index, weights, *tensors, *self._mixture.leaves()
-        )
+        result: torch.Tensor = _Grouped.apply(self, factors, hidden, index, weights, *tensors, *self._mixture.leaves())
         return result
 
     def skipped(self, hidden: torch.Tensor) -> torch.Tensor | None:
@@ -191,9 +189,7 @@ class GroupedExperts:
         trained = self._mixture.trained_parts(number)
         with torch.enable_grad():
             own = self._mixture.fetch(number, Use.BACKWARD, factors)
-            own.weights = {
-                name: value.detach().requires_grad_(name in trained) for name, value in own.weights.items()
-            }
+            own.weights = {name: value.detach().requires_grad_(name in trained) for name, value in own.weights.items()}
             states, weights = (
                 each[rows].requires_grad_(target is not None) for each, target in zip(inputs, found[0], strict=True)
             )

@@ -179,5 +179,5 @@ def test_several_adapters_at_once_are_refused():
     wrapper = model.stack.model.get_submodule("model.layers.0.mlp.experts")
     wrapper.update_layer("second", 2, 4, adapted_experts("mixtral"))
     wrapper._active_adapter = ["default", "second"]
-    with pytest.raises(UserError, match="the active adapters .'default', 'second'.: in pieces there must be one"):
+    with pytest.raises(UserError, match=r"the active adapters .'default', 'second'.: in pieces there must be one"):
         PieceDriver(model.stack, 0, model.base_of_block(0))
