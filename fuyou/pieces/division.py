@@ -29,11 +29,11 @@ def divide(
     Raises:
         UserError: the block cannot be cut in pieces.
     """
-    own = stack.blocks[layer].named_parameters(prefix=f"{stack.block_prefix}.{layer}")
-    order = [name for name, _ in own if name in names]
+    inside = stack.blocks[layer].named_parameters(prefix=f"{stack.block_prefix}.{layer}")
+    order = [name for name, _ in inside if name in names]
     mixtures = expert_parameters(stack, layer, order)
-    inside = tuple(cut_off_layer(stack, layer, name) for name in order)
-    found = learn(stack, layer, ("division", inside), lambda: _groups(stack, layer, order, mixtures))
+    within = tuple(cut_off_layer(stack, layer, name) for name in order)
+    found = learn(stack, layer, ("division", within), lambda: _groups(stack, layer, order, mixtures))
     pieces: list[list[PiecePart]] = []
     room = 0
     for group in found:
@@ -64,9 +64,8 @@ def _groups(
         for names in together
     ]
     uses = [used for used, _ in record(stack, layer, pieces, backward=False).uses]
-    uses += [
-        {index for index, names in enumerate(together) if names[0] in own} for own in _repeated(stack, layer, order)
-    ]
+    for own in _repeated(stack, layer, order):
+        uses.append(frozenset(index for index, names in enumerate(together) if names[0] in own))
     groups: list[set[int]] = []
     for used in uses:
         touched = [group for group in groups if group & used]
@@ -93,7 +92,7 @@ def _repeated(stack: StreamedModel, layer: int, names: Sequence[str]) -> list[se
     isolation = stack.family.isolation
     modules = [] if isolation is None else isolation.called_for_each(stack.blocks[layer])
     prefixes = [f"{stack.block_prefix}.{layer}.{name}." for name, _ in modules]
-    return [{name for name in names if name.startswith(prefix)} for prefix in prefixes]
+    return [own for own in ({name for name in names if name.startswith(prefix)} for prefix in prefixes) if own]
 
 
 def _ranges(names: Sequence[str], experts: int, limit: int, nbytes: Callable[[str], int]) -> list[list[PiecePart]]:

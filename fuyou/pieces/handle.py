@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from common.errors import FinetuneError, UserError
 from fuyou.layout.pieces import PiecePart
-from fuyou.model.operators import makes_views, written_arguments
+from fuyou.model.recompute.block_trace import makes_views
 from fuyou.pieces.run import Use, Weights
 
 _aten = torch.ops.aten
@@ -160,11 +160,15 @@ def _pass_on(func: Any, handle: Handle) -> Handle:
     return Handle.make(handle.geometry, None, handle.device)
 
 
+def _is_written(argument: torch._C.Argument) -> bool:
+    """Return whether an operator writes to an argument."""
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
 def _refuse(func: Any, args: Any, origins: Sequence[Origin]) -> None:
     """Raise an error where an operator cannot run on pieces."""
-    written = written_arguments(func)
     for argument, value in zip(func._schema.arguments, args, strict=False):
-        if argument.name in written and isinstance(value, Handle):
+        if isinstance(value, Handle) and _is_written(argument):
             raise UserError(f"The block changes its parameter {_name(value)} ({func}): it cannot be cut in pieces.")
     for origin in origins:
         if len(origin.parts) > 1:

@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from common.errors import FinetuneError, UserError
 from fuyou.layout.pieces import Piece, PiecePart
-from fuyou.model.streamed_model import StreamedModel
 from fuyou.model.blocks.weightless import empty_parameter, on_meta, restored
+from fuyou.model.streamed_model import StreamedModel
 from fuyou.pieces.handles import PieceHandles
 from fuyou.pieces.meta_block import meta_call
 from fuyou.pieces.run import Use, Weights, supplying

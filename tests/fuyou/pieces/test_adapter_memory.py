@@ -8,9 +8,9 @@ from common.models.adapters.memory import adapter_memory
 from fuyou.pieces.cut import largest_share
 from fuyou.pieces.run import PieceRun
 from tests.helpers.allocated import Allocated
+from tests.helpers.models.piece_models import PieceModel
 from tests.helpers.models.small_models import small_config
 from tests.helpers.piece_driver import PieceDriver
-from tests.helpers.piece_models import PieceModel
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 TOKENS = 13

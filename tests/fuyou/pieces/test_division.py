@@ -15,10 +15,10 @@ from fuyou.model.streamed_model import StreamedModel
 from fuyou.pieces.division import divide
 from fuyou.pieces.handles import PieceHandles
 from fuyou.pieces.order import find_order
-from tests.helpers.piece_driver import OrdinaryBlock, PieceDriver
-from tests.helpers.piece_models import PieceModel
+from tests.helpers.models.piece_models import PieceModel
 from tests.helpers.models.routed import RoutedConfig
 from tests.helpers.models.small_models import small_config
+from tests.helpers.piece_driver import OrdinaryBlock, PieceDriver
 
 
 def names(piece: tuple[PiecePart, ...], layer: int = 0) -> list[str]:

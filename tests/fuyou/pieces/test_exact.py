@@ -7,9 +7,9 @@ import torch
 from peft import LoraConfig
 
 from common.errors import UserError
-from tests.helpers.piece_driver import OrdinaryBlock, PieceDriver
-from tests.helpers.piece_models import PieceModel
+from tests.helpers.models.piece_models import PieceModel
 from tests.helpers.models.small_models import small_config
+from tests.helpers.piece_driver import OrdinaryBlock, PieceDriver
 
 FAMILIES = ("llama", "gpt2", "qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral")
 TARGETS = {

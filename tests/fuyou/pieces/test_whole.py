@@ -8,13 +8,13 @@ import torch
 
 from common.errors import FinetuneError
 from fuyou.model.blocks.calls import BlockCalls
-from fuyou.pieces.run import PieceRun
 from fuyou.model.recompute.block_trace import Tracer
 from fuyou.model.recompute.policy import operators_worth_saving, saved_outputs
 from fuyou.model.recompute.replay import BlockReplay, SavedForward
-from tests.helpers.piece_driver import OrdinaryBlock, PieceDriver
-from tests.helpers.piece_models import PieceModel
+from fuyou.pieces.run import PieceRun
+from tests.helpers.models.piece_models import PieceModel
 from tests.helpers.models.small_models import model_of
+from tests.helpers.piece_driver import OrdinaryBlock, PieceDriver
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss"])
