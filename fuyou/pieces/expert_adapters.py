@@ -11,8 +11,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import peft
 import torch
-from peft.tuners.lora.layer import ParamWrapper, _LoraFactorsProxy
+from peft.tuners.lora import layer as peft_layers
+from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
 from common.errors import UserError
@@ -41,7 +43,7 @@ class Factors:
 
     def added_to(self, weights: torch.Tensor) -> torch.Tensor:
         """Return the sum of weights ``[E, rows, columns]`` and the product, in their dtype, as peft computes it."""
-        fold = _LoraFactorsProxy(self.left.to(weights.dtype), self.right.to(weights.dtype), self.scaling)
+        fold = peft_layers._LoraFactorsProxy(self.left.to(weights.dtype), self.right.to(weights.dtype), self.scaling)
         return fold(weights)  # type: ignore[no-any-return]
 
     def gradients(self, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,13 +88,19 @@ class ExpertAdapters:
 
     @staticmethod
     def around(model: nn.Module, path: str) -> "ExpertAdapters":
-        """Return the adapters around the module at ``path``."""
+        """Return the adapters around the module at ``path``.
+
+        Raises:
+            UserError: this version of peft adds them in another way.
+        """
         found: dict[str, ParamWrapper] = {}
         while path.endswith(".base_layer"):
             path = path.removesuffix(".base_layer")
             wrapper: Any = model.get_submodule(path)
             if isinstance(wrapper, ParamWrapper):
                 found[wrapper.parameter_name] = wrapper
+        if found and not hasattr(peft_layers, "_LoraFactorsProxy"):
+            raise UserError(f"Adapters of experts need peft 0.21 where blocks are in pieces, not {peft.__version__}.")
         return ExpertAdapters(found)
 
     def factors(self) -> list[Factors]:
