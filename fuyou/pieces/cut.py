@@ -1,7 +1,12 @@
 """Cutting a model's blocks: which parameters go together, and in which order the pieces are needed."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+from common.models.adapters.memory import AdapterMemory, adapter_memory
 from fuyou.layout.cutting import cut_blocks
 from fuyou.layout.model_layout import ModelLayout
+from fuyou.layout.pieces import Piece
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.pieces.division import divide
 from fuyou.pieces.order import find_order
@@ -25,4 +30,14 @@ def in_pieces(stack: StreamedModel, shape: ModelLayout, piece_bytes: int) -> Mod
         cut = divide(stack, layer, piece_bytes, sizes, sizes.__getitem__)
         pieces.append(cut)
         orders.append(find_order(stack, layer, cut))
-    return cut_blocks(shape, pieces, orders, piece_bytes)
+    adapters = (adapter_memory(block, largest_share(cut)) for block, cut in zip(stack.blocks, pieces, strict=True))
+    return replace(cut_blocks(shape, pieces, orders, piece_bytes), block_adapter_memory=AdapterMemory.most(adapters))
+
+
+def largest_share(pieces: Sequence[Piece]) -> float | None:
+    """Return the largest fraction of a mixture's experts that is in one piece; None: the block is not cut."""
+    if len(pieces) == 1:
+        return None
+    ranged = [(part.name, *part.experts) for piece in pieces for part in piece if part.experts is not None]
+    experts = {name: last for name, _, last in sorted(ranged, key=lambda one: one[2])}
+    return max(((last - first) / experts[name] for name, first, last in ranged), default=1.0)

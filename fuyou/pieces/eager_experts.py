@@ -6,12 +6,13 @@ differentiated in the reverse order of the loop, which adds their gradients up a
 comes first.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
 from fuyou.layout.pieces import PiecePart
+from fuyou.pieces.expert_adapters import Factors, tensors_of
 from fuyou.pieces.expert_parts import ExpertParts
 from fuyou.pieces.handle import Handle, Origin, chosen_expert, hand_on
 from fuyou.pieces.run import Use, Weights, current_supply
@@ -35,9 +36,11 @@ class EagerExperts:
         if not current_supply().computes:
             result: torch.Tensor = _OnMeta.apply(self._mixture, hidden, weights, *self._mixture.leaves())
             return result
-        call = _Call(self._mixture, self._device)
-        if torch.is_grad_enabled() and self._mixture.trained:
-            hidden = _Enter.apply(call, hidden, torch.zeros((), device=hidden.device, requires_grad=True))
+        factors = self._mixture.factors()
+        call = _Call(self._mixture, factors, self._device)
+        if torch.is_grad_enabled() and (self._mixture.trained or factors):
+            anchor = torch.zeros((), device=hidden.device, requires_grad=True)
+            hidden = _Enter.apply(call, hidden, anchor, *tensors_of(factors))
         token = chosen_expert.set(call.expert)
         try:
             assert self.own is not None
@@ -51,11 +54,17 @@ class _Call:
 
     Args:
         mixture: the experts.
+        factors: of adapters.
         device: where handles pretend to be.
     """
 
-    def __init__(self, mixture: ExpertParts, device: torch.device):
+    def __init__(self, mixture: ExpertParts, factors: Sequence[Factors], device: torch.device):
         self._mixture, self._device = mixture, device
+        self._factors = {one.name: one for one in factors}
+        self._of_factors = {
+            one.name: [torch.zeros_like(each) if each.requires_grad else None for each in tensors_of([one])]
+            for one in factors
+        }
         self._handles: dict[tuple[str, int], Handle] = {}
         self._sums: dict[PiecePart, torch.Tensor] = {}
         self._open = len(mixture.ranges)  # ranges whose gradients have not been handed on
@@ -65,14 +74,20 @@ class _Call:
         if (name, expert) not in self._handles:
             number = self._mixture.range_of(expert)
             (part,) = (part for part in self._mixture.parts(number) if part.name == name)
-            whole = self._mixture.module._parameters[name.rpartition(".")[2]]
+            inside = name.rpartition(".")[2]
+            whole = self._mixture.module._parameters[inside]
             shape, first = whole.shape[1:], self._mixture.ranges[number][0]
             geometry = torch.empty(shape, dtype=whole.dtype, device="meta")
-            origin = Origin(self, name, (part,), (expert - first) * shape.numel())
+            factors = self._factors.get(inside)
+            if factors is None:
+                origin = Origin(self, name, (part,), (expert - first) * shape.numel())
+            else:
+                add = _adding(factors.of(expert, expert + 1), expert - first)
+                origin = Origin(self, name, (part,), make=add)
             handle = Handle.make(geometry, origin, self._device)
-            if torch.is_grad_enabled() and name in self._mixture.trained:
+            if torch.is_grad_enabled() and (name in self._mixture.trained or factors is not None):
                 handle.requires_grad_()
-                hand_on(handle, lambda gradient: self._add(number, part, expert - first, gradient))
+                hand_on(handle, lambda gradient: self._take(name, number, expert, gradient))
             self._handles[name, expert] = handle
         return self._handles[name, expert]
 
@@ -88,9 +103,21 @@ class _Call:
         """Hand on a gradient: :meth:`fuyou.pieces.handle.Parts.take_gradient`."""
         self._mixture.source.take_gradient(part, gradient)
 
-    def finish(self) -> None:
-        """Hand on what is left, when all experts have been differentiated."""
+    def finish(self) -> list[torch.Tensor | None]:
+        """Hand on what is left, when all experts have been differentiated; return the gradients of factors."""
         self._finish(0)
+        return [each for both in self._of_factors.values() for each in both]
+
+    def _take(self, name: str, number: int, expert: int, gradient: torch.Tensor) -> None:
+        inside, first = name.rpartition(".")[2], self._mixture.ranges[number][0]
+        if inside in self._factors:
+            own = self._factors[inside].of(expert, expert + 1)
+            found = own.gradients(gradient.contiguous().unsqueeze(0))
+            for target, each in zip(self._of_factors[inside], found, strict=True):
+                if target is not None:
+                    target[expert : expert + 1] = each
+        if name in self._mixture.trained:
+            self._add(number, self._mixture.trained_parts(number)[inside], expert - first, gradient)
 
     def _add(self, number: int, part: PiecePart, expert: int, gradient: torch.Tensor) -> None:
         self._finish(number + 1)
@@ -110,18 +137,24 @@ class _Call:
                 self._mixture.source.take_gradient(part, total)
 
 
+def _adding(factors: Factors, place: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what adds one expert's ``factors`` to its weights, which are at this place of its range."""
+    return lambda weights: factors.added_to(weights[place : place + 1])[0]
+
+
 class _Enter(torch.autograd.Function):
     """Passes hidden states on; in the backward pass, all experts have been differentiated when it runs."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, hidden: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, call: _Call, hidden: torch.Tensor, anchor: torch.Tensor, *factors: torch.Tensor
+    ) -> torch.Tensor:
         ctx.call = call
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        ctx.call.finish()
-        return None, gradient, None
+        return None, gradient, None, *ctx.call.finish()
 
 
 class _OnMeta(torch.autograd.Function):

@@ -4,6 +4,8 @@ It is found out by running the block on the meta device: whatever is made from t
 autograd saves is looked at.
 """
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,20 +15,30 @@ from torch.utils._pytree import tree_leaves
 
 from fuyou.model.blocks.weightless import on_meta
 from fuyou.model.streamed_model import StreamedModel
+from fuyou.pieces.expert_adapters import ExpertAdapters
 from fuyou.pieces.meta_block import cut_off_layer, learn, meta_call
+from fuyou.pieces.whole_adapters import AdaptedModule
+
+Adapters = ExpertAdapters | AdaptedModule
 
 
-def output_is_saved(stack: StreamedModel, layer: int, name: str) -> bool:
+def output_is_saved(stack: StreamedModel, layer: int, name: str, adapters: Sequence[Adapters] = ()) -> bool:
     """Return whether anything that depends on the output of the module ``name`` is saved for the backward pass.
+
+    Args:
+        stack: the model.
+        layer: index of the block.
+        name: the module's.
+        adapters: those of parameters in the block.
 
     Raises:
         UserError: the block does not run on the meta device.
     """
     question = ("saves", cut_off_layer(stack, layer, name))
-    return learn(stack, layer, question, lambda: _saves(stack, layer, stack.model.get_submodule(name)))
+    return learn(stack, layer, question, lambda: _saves(stack, layer, stack.model.get_submodule(name), adapters))
 
 
-def _saves(stack: StreamedModel, layer: int, module: nn.Module) -> bool:
+def _saves(stack: StreamedModel, layer: int, module: nn.Module, adapters: Sequence[Adapters]) -> bool:
     marks = _Marks()
 
     def forward(hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -36,7 +48,9 @@ def _saves(stack: StreamedModel, layer: int, module: nn.Module) -> bool:
 
     block = stack.blocks[layer]
     others = [one for one in block.modules() if one is not module and "_is_expert_parallel" in one.__dict__]
-    with on_meta(block), torch.enable_grad():
+    with on_meta(block), torch.enable_grad(), ExitStack() as opened:
+        for each in adapters:
+            opened.enter_context(each.bound())
         for other in others:  # which their own way to compute may not do here
             other.forward = lambda hidden, *_, **__: hidden * 1.0  # type: ignore[method-assign]
         module.forward = forward  # type: ignore[method-assign]

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from fuyou.layout.pieces import PiecePart
+from fuyou.pieces.expert_adapters import AdaptedWeights, ExpertAdapters, Factors
 from fuyou.pieces.handle import Parts
 from fuyou.pieces.run import Use
 
@@ -18,10 +19,18 @@ class ExpertParts:
         source: where real parameters come from.
         parts: for the first name of each parameter, its ranges in order.
         trained: first names of those that are trained.
+        adapters: what is to be added to them.
     """
 
-    def __init__(self, module: Any, source: Parts, parts: Mapping[str, Sequence[PiecePart]], trained: Collection[str]):
-        self.module, self.source, self.trained = module, source, frozenset(trained)
+    def __init__(
+        self,
+        module: Any,
+        source: Parts,
+        parts: Mapping[str, Sequence[PiecePart]],
+        trained: Collection[str],
+        adapters: ExpertAdapters,
+    ):
+        self.module, self.source, self.trained, self.adapters = module, source, frozenset(trained), adapters
         self._parts = {name: tuple(own) for name, own in parts.items()}
         first = next(iter(self._parts.values()))
         self.ranges: tuple[tuple[int, int], ...] = tuple(part.experts for part in first if part.experts is not None)
@@ -39,13 +48,20 @@ class ExpertParts:
         """Return the index of the range that an expert is in."""
         return next(index for index, (first, last) in enumerate(self.ranges) if first <= expert < last)
 
-    def fetch(self, index: int, use: Use) -> dict[str, torch.Tensor]:
-        """Return the parameters of a range by their names in the module, and wait until they are on the device."""
+    def factors(self) -> list[Factors]:
+        """Return the adapters' factors that the model has now."""
+        return self.adapters.factors()
+
+    def fetch(self, index: int, use: Use, factors: Sequence[Factors]) -> AdaptedWeights:
+        """Return the parameters of a range, and wait until they are on the device; ``factors`` are all experts'."""
         parts = self.parts(index)
         weights = self.source.fetch(parts, use)
         dtypes = {name: value.dtype for name, value in self.module._parameters.items() if value is not None}
         named = {part.name.rpartition(".")[2]: weights[part] for part in parts}
-        return {name: value.to(dtypes[name]) for name, value in named.items()}
+        return AdaptedWeights(
+            {name: value.to(dtypes[name]) for name, value in named.items()},
+            [one.of(*self.ranges[index]) for one in factors],
+        )
 
     def trained_parts(self, index: int) -> dict[str, PiecePart]:
         """Return the trained parts of a range by their names in the module."""

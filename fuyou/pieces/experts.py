@@ -5,17 +5,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
 from common.errors import UserError
 from fuyou.layout.pieces import PiecePart
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.pieces.eager_experts import EagerExperts
+from fuyou.pieces.expert_adapters import ExpertAdapters, replaced_forward
 from fuyou.pieces.expert_output import output_is_saved
 from fuyou.pieces.expert_parts import ExpertParts
 from fuyou.pieces.grouped_experts import GroupedExperts
 from fuyou.pieces.handle import Parts
+from fuyou.pieces.whole_adapters import AdaptedModule, adapted_modules
 
 _INTERFACE = ("num_experts", "has_gate", "has_bias", "is_transposed", "_is_expert_parallel")
 """Attributes that transformers' ``use_experts_implementation`` gives a module."""
@@ -23,17 +24,8 @@ Computation = GroupedExperts | EagerExperts
 
 
 def expert_modules(stack: StreamedModel, layer: int) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of a block, with their full names, whose experts can be cut in ranges.
-
-    Raises:
-        UserError: adapters change parameters as a whole.
-    """
+    """Yield the modules of a block, with their full names, whose experts can be cut in ranges."""
     for name, module in stack.blocks[layer].named_modules(prefix=f"{stack.block_prefix}.{layer}"):
-        if isinstance(module, ParamWrapper):
-            raise UserError(
-                f"Adapters on the parameter {module.parameter_name} of {name} change it as a whole, and a block in "
-                "pieces never has all of it: leave experts and routers out of the adapters' targets."
-            )
         if all(hasattr(module, attribute) for attribute in _INTERFACE):
             yield name, module
 
@@ -65,16 +57,15 @@ class ExpertRanges:
     Args:
         module: the module.
         computation: what takes the place of its own.
+        adapters: those around the module, which the computation adds.
     """
 
-    def __init__(self, module: nn.Module, computation: Computation):
-        self._module, self._computation = module, computation
+    def __init__(self, module: nn.Module, computation: Computation, adapters: ExpertAdapters):
+        self._module, self._computation, self._adapters = module, computation, adapters
 
     @contextmanager
     def bound(self) -> Iterator[None]:
         """Let the module compute range by range while the context is open."""
-        attributes = self._module.__dict__
-        before = attributes.get("forward")
         self._computation.own = self._module.forward
 
         def forward(
@@ -82,23 +73,19 @@ class ExpertRanges:
         ) -> torch.Tensor:
             return self._computation(hidden_states, top_k_index, top_k_weights)
 
-        attributes["forward"] = forward
-        try:
+        with self._adapters.bound(), replaced_forward(self._module, forward):
             yield
-        finally:
-            del attributes["forward"]
-            if before is not None:
-                attributes["forward"] = before
 
 
-def expert_ranges(
+def own_computations(
     stack: StreamedModel,
     layer: int,
     source: Parts,
     parts: Mapping[str, Sequence[PiecePart]],
     trained: Collection[str],
-) -> list[ExpertRanges]:
-    """Return the modules of a block whose experts are cut in ranges.
+) -> list[ExpertRanges | AdaptedModule]:
+    """Return the modules of a block that compute in a way of their own: experts in ranges, and what has adapters of
+    whole parameters.
 
     Args:
         stack: the model.
@@ -110,21 +97,24 @@ def expert_ranges(
     Raises:
         UserError: they cannot be computed range by range.
     """
-    found = []
+    adapters = {prefix: ExpertAdapters.around(stack.model, prefix) for prefix, _ in expert_modules(stack, layer)}
+    others = adapted_modules(stack.blocks[layer], {one for own in adapters.values() for one in own.wrappers.values()})
+    found: list[ExpertRanges] = []
     for prefix, module in expert_modules(stack, layer):
         names = [f"{prefix}.{name}" for name in module._parameters]
         own = {name: parts[name] for name in names if name in parts and parts[name][0].experts is not None}
         if not own:
             continue
         implementation = _implementation(prefix, module, own)
-        mixture = ExpertParts(module, source, own, frozenset(trained) & own.keys())
+        mixture = ExpertParts(module, source, own, frozenset(trained) & own.keys(), adapters[prefix])
         computation: Any
         if implementation == "eager":
             computation = EagerExperts(mixture, stack.device)
         else:
-            computation = GroupedExperts(mixture, skips=not output_is_saved(stack, layer, prefix))
-        found.append(ExpertRanges(module, computation))
-    return found
+            saved = output_is_saved(stack, layer, prefix, [*adapters.values(), *others])
+            computation = GroupedExperts(mixture, skips=not saved)
+        found.append(ExpertRanges(module, computation, adapters[prefix]))
+    return [*found, *others]
 
 
 def _implementation(prefix: str, module: Any, parts: Mapping[str, Sequence[PiecePart]]) -> str:

@@ -6,7 +6,7 @@ hands its gradients on at once. All numbers are those of ``grouped_mm_experts_fo
 for each expert, the rest is separate for each row, and what adds rows up does so once, over all of them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 from transformers.integrations.moe import _grouped_linear
 
+from fuyou.pieces.expert_adapters import AdaptedWeights, Factors, tensors_of
 from fuyou.pieces.expert_parts import ExpertParts
 from fuyou.pieces.run import Use, current_supply
 
@@ -72,16 +73,20 @@ class GroupedExperts:
             index: chosen experts, int64 ``[T, K]``.
             weights: their weights, ``[T, K]``.
         """
+        factors = self._mixture.factors()
         if not torch.is_grad_enabled():
-            return self.forward(hidden, index, weights)
-        result: torch.Tensor = _Grouped.apply(self, hidden, index, weights, *self._mixture.leaves())
+            return self.forward(hidden, index, weights, factors)
+        tensors = tensors_of(factors)
+        result: torch.Tensor = _Grouped.apply(self, factors, hidden, index, weights, *tensors, *self._mixture.leaves())
         return result
 
     def skipped(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Return what a pass with gradients gives for the output without computing it; None: it is computed."""
         return torch.zeros_like(hidden) if self._skips else None
 
-    def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, factors: Sequence[Factors]
+    ) -> torch.Tensor:
         """Compute all ranges, one after another."""
         if not current_supply().computes:
             self._mixture.note_forward()
@@ -93,7 +98,7 @@ class GroupedExperts:
             rows = routing.rows(first, last)
             if rows.start == rows.stop:
                 continue
-            own = self._mixture.fetch(number, Use.FORWARD)
+            own = self._mixture.fetch(number, Use.FORWARD, factors)
             part = self._range(number, own, hidden[routing.tokens[rows]], row_weights[rows], routing)
             del own
             if result is None:
@@ -105,7 +110,7 @@ class GroupedExperts:
         return result[back].view(*index.shape, -1).sum(dim=1).to(hidden.dtype)
 
     def _range(
-        self, number: int, own: dict[str, torch.Tensor], states: torch.Tensor, weights: torch.Tensor, routing: _Routing
+        self, number: int, own: AdaptedWeights, states: torch.Tensor, weights: torch.Tensor, routing: _Routing
     ) -> torch.Tensor:
         """Return the weighted outputs of a range of experts, ``[rows, H]``, as ``grouped_mm_experts_forward`` does."""
         module = self._mixture.module
@@ -128,18 +133,27 @@ class GroupedExperts:
         return outer * weights.unsqueeze(-1)
 
     def backward(
-        self, saved: tuple[torch.Tensor, ...], gradient: torch.Tensor, wanted: tuple[bool, bool]
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Compute each range again and differentiate it; return the gradients of hidden states and weights.
+        self,
+        saved: tuple[torch.Tensor, ...],
+        factors: Sequence[Factors],
+        gradient: torch.Tensor,
+        wanted: tuple[bool, bool],
+    ) -> list[torch.Tensor | None]:
+        """Compute each range again and differentiate it.
 
         Args:
             saved: hidden states, chosen experts, and their weights.
+            factors: of adapters.
             gradient: gradient of the output, ``[T, H]``.
             wanted: whether hidden states and weights have gradients.
+
+        Returns:
+            The gradients of hidden states, of weights, and of the factors' tensors.
         """
+        of_factors = [torch.zeros_like(one) if one.requires_grad else None for one in tensors_of(factors)]
         if not current_supply().computes:
             self._mixture.note_backward(recomputes=True)
-            return torch.empty_like(saved[0]), torch.empty_like(saved[2])
+            return [torch.empty_like(saved[0]), torch.empty_like(saved[2]), *of_factors]
         routing = _Routing.of(saved[1], self._mixture.module.num_experts)
         with torch.enable_grad():
             hidden, weights = (saved[at].detach().requires_grad_(want) for at, want in zip((0, 2), wanted, strict=True))
@@ -148,42 +162,46 @@ class GroupedExperts:
             torch.empty_like(each) if want else None for each, want in zip((states, row_weights), wanted, strict=True)
         ]
         for number in reversed(range(len(self._mixture.ranges))):
-            self._differentiate(number, (states.detach(), row_weights.detach()), gradient, rows, routing)
+            inputs = (states.detach(), row_weights.detach())
+            self._differentiate(number, inputs, factors, gradient, (rows, of_factors), routing)
         found = [
             torch.autograd.grad(made, leaf, each)[0] if each is not None else None
             for made, leaf, each in zip((states, row_weights), (hidden, weights), rows, strict=True)
         ]
-        return found[0], found[1]
+        return found + of_factors
 
     def _differentiate(
         self,
         number: int,
         inputs: tuple[torch.Tensor, torch.Tensor],
+        factors: Sequence[Factors],
         gradient: torch.Tensor,
-        found: list[torch.Tensor | None],
+        found: tuple[list[torch.Tensor | None], list[torch.Tensor | None]],
         routing: _Routing,
     ) -> None:
-        """Differentiate one range: hand its parameters' gradients on, and put those of its rows into ``found``."""
-        rows = routing.rows(*self._mixture.ranges[number])
+        """Differentiate one range: hand its parameters' gradients on, and put those of its rows, and of its experts'
+        factors, into ``found``."""
+        first, last = self._mixture.ranges[number]
+        rows = routing.rows(first, last)
         if rows.start == rows.stop:
             self._mixture.hand_on_zeros(number)
             return
         trained = self._mixture.trained_parts(number)
         with torch.enable_grad():
-            own = {
-                name: value.detach().requires_grad_(name in trained)
-                for name, value in self._mixture.fetch(number, Use.BACKWARD).items()
-            }
+            own = self._mixture.fetch(number, Use.BACKWARD, factors)
+            own.weights = {name: value.detach().requires_grad_(name in trained) for name, value in own.weights.items()}
             states, weights = (
-                each[rows].requires_grad_(target is not None) for each, target in zip(inputs, found, strict=True)
+                each[rows].requires_grad_(target is not None) for each, target in zip(inputs, found[0], strict=True)
             )
             result = self._range(number, own, states, weights, routing)
-        leaves = [leaf for leaf in (states, weights, *own.values()) if leaf.requires_grad]
+        candidates = (states, weights, *tensors_of(own.factors.values()), *own.weights.values())
+        leaves = [leaf for leaf in candidates if leaf.requires_grad]
         gradients = iter(torch.autograd.grad(result, leaves, gradient.to(result.dtype)[routing.tokens[rows]]))
-        for target in found:
-            if target is not None:
-                target[rows] = next(gradients)
-        for name in own:
+        for targets, place in zip(found, (rows, slice(first, last)), strict=True):
+            for target in targets:
+                if target is not None:
+                    target[place] = next(gradients)
+        for name in own.weights:
             if name in trained:
                 self._mixture.source.take_gradient(trained[name], next(gradients))
 
@@ -221,18 +239,20 @@ class _Grouped(torch.autograd.Function):
     def forward(
         ctx: Any,
         experts: GroupedExperts,
+        factors: Sequence[Factors],
         hidden: torch.Tensor,
         index: torch.Tensor,
         weights: torch.Tensor,
-        *leaves: torch.Tensor,
+        *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.experts, ctx.leaves = experts, len(leaves)
+        ctx.experts, ctx.factors = experts, factors  # which are views of what outlives the pass
+        ctx.leaves = len(tensors) - len(tensors_of(factors))
         ctx.save_for_backward(hidden, index, weights)
         skipped = experts.skipped(hidden)
-        return experts.forward(hidden, index, weights) if skipped is None else skipped
+        return experts.forward(hidden, index, weights, factors) if skipped is None else skipped
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        wanted = (ctx.needs_input_grad[1], ctx.needs_input_grad[3])
-        of_hidden, of_weights = ctx.experts.backward(ctx.saved_tensors, gradient, wanted)
-        return None, of_hidden, None, of_weights, *(None for _ in range(ctx.leaves))
+        wanted = (ctx.needs_input_grad[2], ctx.needs_input_grad[4])
+        of_hidden, of_weights, *of_factors = ctx.experts.backward(ctx.saved_tensors, ctx.factors, gradient, wanted)
+        return None, None, of_hidden, None, of_weights, *of_factors, *(None for _ in range(ctx.leaves))

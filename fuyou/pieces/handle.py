@@ -50,6 +50,8 @@ class Origin:
     """The parts that hold the parameter; several where it is a mixture's and cut by experts."""
     start: int = 0
     """Element of the part at which the handle's parameter begins."""
+    make: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Makes the handle's parameter, which is contiguous, from the part; None: it is a view of the part."""
 
     def real(self, weights: Weights, geometry: torch.Tensor) -> torch.Tensor:
         """Return the memory that a handle of this ``geometry`` (on the meta device) stands for."""
@@ -57,6 +59,8 @@ class Origin:
         value = weights[part]
         if value.dtype != geometry.dtype:
             value = value.to(geometry.dtype)
+        if self.make is not None:
+            return self.make(value).as_strided(geometry.shape, geometry.stride(), geometry.storage_offset())
         if not value.is_contiguous():  # arbitrary values that take next to no memory
             fits = sum(geometry.shape) <= value.untyped_storage().nbytes() // value.itemsize
             return value.as_strided(geometry.shape, [int(fits and stride > 0) for stride in geometry.stride()])

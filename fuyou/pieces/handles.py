@@ -8,7 +8,7 @@ import torch
 from common.models.structure import parameter_names
 from fuyou.layout.pieces import Piece, PiecePart
 from fuyou.model.streamed_model import StreamedModel
-from fuyou.pieces.experts import ExpertRanges, expert_ranges
+from fuyou.pieces.experts import own_computations
 from fuyou.pieces.handle import Handle, Origin, hand_on
 from fuyou.pieces.run import Use, Weights, current_supply
 
@@ -50,7 +50,7 @@ class PieceHandles:
         for name, own in parts.items():
             own.sort(key=lambda part: part.experts or (0, 0))
             self.parameters.update(dict.fromkeys(aliases[name], self._leaf(name, tuple(own))))
-        self._mixtures: list[ExpertRanges] = expert_ranges(stack, layer, self, parts, self._trained)
+        self._computations = own_computations(stack, layer, self, parts, self._trained)
 
     def _leaf(self, name: str, parts: tuple[PiecePart, ...]) -> Handle:
         meta = self._stack.model.get_parameter(name)
@@ -81,6 +81,6 @@ class PieceHandles:
         """
         with ExitStack() as opened:
             opened.enter_context(self._stack.bound(self.parameters))
-            for mixture in self._mixtures:
-                opened.enter_context(mixture.bound())
+            for computation in self._computations:
+                opened.enter_context(computation.bound())
             yield

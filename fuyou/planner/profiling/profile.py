@@ -59,7 +59,7 @@ class Profile(PartTimes):
     """Name of the device that computes."""
     tokens: int
     """Tokens in a micro-batch."""
-    block_parameters: int
+    block_parameters: float
 
     upload_bytes_per_second: float
     """Bytes per second from host to device, while nothing goes the other way."""

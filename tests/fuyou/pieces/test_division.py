@@ -13,6 +13,7 @@ from common.models.meta_model import build_meta_model
 from fuyou.layout.pieces import PieceOrder, PiecePart, Stage
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.pieces.division import divide
+from fuyou.pieces.expert_adapters import ExpertAdapters
 from fuyou.pieces.handles import PieceHandles
 from fuyou.pieces.order import find_order
 from tests.helpers.models.piece_models import PieceModel
@@ -236,11 +237,17 @@ def test_refuses_what_handles_cannot_do(change, message):
         cut(model, 0, 1)
 
 
-@pytest.mark.parametrize("targets", [["down_proj"], "all-linear"])
-def test_refuses_adapters_on_experts(targets):
-    model = PieceModel("qwen3_moe", adapters=LoraConfig(r=2, target_modules=targets))
-    with pytest.raises(UserError, match="Adapters on the parameter"):
-        cut(model, 0, 1)
+def test_refuses_adapters_of_experts_that_are_not_computed_in_ranges():
+    config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["feed_forward.experts.down_proj"])
+    with pytest.raises(UserError, match="has an adapter of down_proj, the weights of all experts"):
+        cut(PieceModel("llama4_text", adapters=config), 0, 1)
+
+
+def test_refuses_adapters_of_experts_that_an_older_peft_adds_in_another_way(monkeypatch):
+    model = PieceModel("qwen3_moe", adapters=LoraConfig(r=2, target_modules="all-linear"))
+    monkeypatch.delattr("peft.tuners.lora.layer._LoraFactorsProxy")
+    with pytest.raises(UserError, match=r"need peft 0\.21"):
+        ExpertAdapters.around(model.stack.model, "model.layers.0.mlp.experts.base_layer.base_layer")
 
 
 def test_refuses_modules_that_keep_values_of_a_pass():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
+from common.errors import UserError
 from tests.helpers.models.piece_models import PieceModel
 from tests.helpers.models.small_models import small_config
 from tests.helpers.piece_driver import OrdinaryBlock, PieceDriver
@@ -126,3 +127,57 @@ def test_dropout_draws_the_same_numbers(dropout):
     assert torch.equal(got, expected)
     for name, gradient in driver.whole_gradients().items():
         assert torch.equal(gradient, ordinary.leaves[name].grad), name
+
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def adapted_experts(family: str) -> LoraConfig:
+    """Adapters of everything: attention, routers, and all experts' parameters."""
+    named = family == "gpt_oss"  # whose experts peft adapts only if they are named
+    return LoraConfig(
+        r=4,
+        lora_alpha=12,
+        target_modules=["q_proj"] if named else "all-linear",
+        target_parameters=[*EXPERTS, "mlp.router.weight"] if named else None,
+        init_lora_weights=False,
+    )
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("experts", ["grouped_mm", "eager"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral"])
+def test_adapters_of_experts(family, experts, dtype):
+    """Two micro-batches; in bf16 the factors are fp32, and the range's weights bf16."""
+    model = PieceModel(family, dtype, adapted_experts(family), experts)
+    layer = len(model.stack.blocks) - 1
+    driver = compare(model, layer, [1, 2])
+    ranges = {part.experts for piece in driver.pieces for part in piece if part.experts is not None}
+    assert len(ranges) > 1 and not driver.arrived
+    adapted = {name.rpartition(".lora_")[0] for name in model.of_block(layer) if ".lora_A." in name}
+    assert sum(".experts" in name for name in adapted) == 2
+    assert any(name.endswith((".router", ".gate")) for name in adapted)
+
+
+@pytest.mark.parametrize("experts", ["grouped_mm", "eager"])
+def test_adapters_of_experts_in_one_micro_batch(experts):
+    """Few tokens, so that ranges get none and all their factors' gradients are zero."""
+    model = PieceModel("qwen3_moe", "bf16", adapted_experts("qwen3_moe"), experts)
+    compare(model, 0, [1], tokens=2)
+
+
+def test_experts_and_their_adapters_trained_together():
+    model = PieceModel("mixtral", "fp32", adapted_experts("mixtral"), "eager")
+    for name, parameter in model.stack.model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad or name.endswith("down_proj"))
+    driver = compare(model, 0, [1, 2])
+    assert {part.name.rpartition(".")[2] for part in driver.arrived} == {"down_proj"}
+
+
+def test_several_adapters_at_once_are_refused():
+    model = PieceModel("mixtral", "fp32", adapted_experts("mixtral"))
+    wrapper = model.stack.model.get_submodule("model.layers.0.mlp.experts")
+    wrapper.update_layer("second", 2, 4, adapted_experts("mixtral"))
+    wrapper._active_adapter = ["default", "second"]
+    with pytest.raises(UserError, match=r"the active adapters .'default', 'second'.: in pieces there must be one"):
+        PieceDriver(model.stack, 0, model.base_of_block(0))
