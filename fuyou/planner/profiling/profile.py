@@ -7,7 +7,7 @@ from typing import Any
 from fuyou.layout.visits import Phase
 from fuyou.planner.rates import Contention, TaskRates
 
-FORMAT = 3
+FORMAT = 4
 """Version of the JSON: profiles of another one are not read, but measured again."""
 
 
@@ -34,8 +34,8 @@ class Profile:
     """Tokens in a micro-batch."""
     measured_tokens: int
     """Tokens in the micro-batch that was run: fewer where a whole one took too long, with times scaled up."""
-    block_parameters: int
-
+    block_parameters: float
+    """Parameters of a block that one token uses: of routed experts those that it visits."""
     matmul_flops_per_second: float
     """FLOPs per second of matrix products with the shapes of the block's parameters."""
     embed_forward_seconds: float
