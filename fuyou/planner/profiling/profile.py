@@ -60,7 +60,7 @@ class Profile(PartTimes):
     tokens: int
     """Tokens in a micro-batch."""
     block_parameters: float
-
+    """Parameters of a block that one token uses: of routed experts those that it visits."""
     upload_bytes_per_second: float
     """Bytes per second from host to device, while nothing goes the other way."""
     download_bytes_per_second: float
