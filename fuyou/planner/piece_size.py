@@ -52,7 +52,7 @@ def fitting_layout(stack: StreamedModel, shape: ModelLayout, plan: Callable[[Mod
         except UserError as error:
             too_small = error
             continue
-        found.append(((fitting.batch.micro_rows, min(fitting.counts.device_blocks, 3)), cut))
+        found.append(((fitting.batch.micro_rows, fitting.counts.device_blocks), cut))
     if not found:
         raise too_small
     most = max(rank for rank, _ in found)

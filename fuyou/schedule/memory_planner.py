@@ -298,8 +298,8 @@ def _device_ladder(pieces: bool) -> Iterator[BufferCounts]:
     """Yield the device's buffers, from what overlaps everything to what just works; several for ``pieces``, whose
     uploads and computation take turns in being longer."""
     if pieces:
-        yield BufferCounts(device_blocks=4, device_block_gradients=2, device_activations=6)
-        yield BufferCounts(device_blocks=3, device_block_gradients=2, device_activations=6)
+        for blocks in (8, 6, 4, 3):
+            yield BufferCounts(device_blocks=blocks, device_block_gradients=2, device_activations=6)
     yield BufferCounts(device_blocks=2, device_block_gradients=2, device_activations=6)
     yield BufferCounts(device_blocks=2, device_block_gradients=1, device_activations=6)
     yield BufferCounts(device_blocks=2, device_block_gradients=1, device_activations=4)

@@ -23,7 +23,7 @@ def set_random_states(states: tuple[torch.Tensor, ...], device: torch.device) ->
 def fresh_random_states(device: torch.device) -> tuple[torch.Tensor, ...]:
     """Return states of generators with a seed that is drawn from the CPU's generator: numbers of their own."""
     seed = int(torch.randint(1 << 62, ()))
-    fresh = (torch.Generator().manual_seed(seed).get_state(),)
+    fresh: tuple[torch.Tensor, ...] = (torch.Generator().manual_seed(seed).get_state(),)
     if device.type == "cuda":
         fresh += (torch.Generator(device).manual_seed(seed).get_state(),)
     return fresh
