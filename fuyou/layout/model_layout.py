@@ -1,7 +1,7 @@
 """The layout of a model, from which schedules and memory plans are made: its records, and the order of visits."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -144,6 +144,8 @@ class ModelLayout:
     """Memory that grows with the square of a row's length."""
     router_experts: int = 0
     """Number of experts that routers choose among, if their loss is a part of the loss; otherwise 0."""
+    visited_shares: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Share of each routed expert's parameter that a token uses, by name (:mod:`common.models.flops`)."""
 
     @property
     def share(self) -> Share:
@@ -153,6 +155,10 @@ class ModelLayout:
     def shared(self, share: Share) -> "ModelLayout":
         """Return the layout as one rank of several sees it."""
         return replace(self, records=tuple(record.shared(share) for record in self.records))
+
+    def active_count(self, index: int) -> float:
+        """Return the parameters of a record that one token uses: of routed experts those that it visits."""
+        return sum(slot.numel * self.visited_shares.get(slot.name, 1.0) for slot in self.records[index].parameters)
 
     def of_kind(self, kind: Kind) -> tuple[Record, ...]:
         """Return all records of one kind."""

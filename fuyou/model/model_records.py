@@ -13,6 +13,7 @@ from common.errors import UserError
 from common.models.adapters.memory import AdapterMemory, adapter_memory
 from common.models.attention.memory import AttentionMemory
 from common.models.checkpoint.compressed import CompressedParameter
+from common.models.flops import visited_shares
 from common.models.structure import fp32_parameters, parameter_names
 from common.models.vision.memory import image_memory
 from common.models.vision.towers import tower_parameters
@@ -165,6 +166,7 @@ def model_records(
         carried_bytes=stack.carried_bytes if stack.links else no_bytes,
         image_memory=image_memory(stack.model),
         attention=AttentionMemory.of(stack.model.config, precision.dtype.itemsize),
+        visited_shares=visited_shares(stack.model),
     )
 
 

@@ -190,8 +190,7 @@ class PaperScheme:
 
     @property
     def forward_flops(self) -> float:
-        blocks = sum(self.job.shape.records[index].parameter_count for index in self.job.shape.blocks)
-        return 2.0 * blocks * self.job.tokens
+        return 2.0 * self.job.block_parameters * self.job.tokens
 
     def _swaps(self) -> Iterator[Swap]:
         tokens, hidden = self.job.tokens, self.hidden

@@ -78,9 +78,9 @@ class TrainingJob:
         return tuple(ClipBy) if self.clip_by is None else (self.clip_by,)
 
     @property
-    def block_parameters(self) -> int:
-        """Parameters in all blocks together."""
-        return sum(self.shape.records[index].parameter_count for index in self.shape.blocks)
+    def block_parameters(self) -> float:
+        """Parameters in all blocks together that one token uses: of routed experts those that it visits."""
+        return sum(self.shape.active_count(index) for index in self.shape.blocks)
 
     @property
     def parameters(self) -> int:

@@ -357,10 +357,10 @@ class Scheduler:
         return task
 
     def _flops(self, visit: Visit) -> float:
-        """Return a micro-batch's FLOPs: 2 per parameter and token for the forward pass, for the gradient of the input,
-        for the gradients of what is trained, and for what of the forward pass is computed again."""
-        parameters = sum(self.shape.records[index].parameter_count for index in visit.records)
-        trained = 0 if visit.trained is None else self.shape.records[visit.trained].parameter_count
+        """Return a micro-batch's FLOPs: 2 per parameter and token that uses it for the forward pass, for the gradient
+        of the input, for the gradients of what is trained, and for what of the forward pass is computed again."""
+        parameters = sum(self.shape.active_count(index) for index in visit.records)
+        trained = 0 if visit.trained is None else self.shape.active_count(visit.trained)
         forward = 1.0 if visit.phase in (Phase.BLOCK_FORWARD, Phase.HEAD_EVAL, Phase.HEAD) else 0.0
         if visit.phase is Phase.BLOCK_BACKWARD:
             forward = self._recomputation.fraction(known(visit.layer))

@@ -57,7 +57,7 @@ class BlockBench:
         self._head_columns = min(head_columns, seq_len)
         self._head_tokens = rows * self._head_columns
         self.matmul_flops_per_second = self._matmul_rate(rows * seq_len)
-        expected = 8.0 * self._record.parameter_count / self.matmul_flops_per_second
+        expected = 8.0 * shape.active_count(self._record.index) / self.matmul_flops_per_second
         self.rows, self.seq_len = _shortened(rows, seq_len, LONGEST_PASS_SECONDS / expected)
         self._scale = rows * seq_len / (self.rows * self.seq_len)
         self._weights = random_values(self._record.numel, self._dtype, device)

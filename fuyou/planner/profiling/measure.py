@@ -84,7 +84,7 @@ def measure(workload: ProfiledWorkload, device: Device) -> Profile:
     try:
         stack = StreamedModel(build_meta_model(workload.config, dtype=workload.precision.dtype), device.torch_device)
         shape = model_records(stack, workload.precision)
-        block_bytes = _largest_block(shape) * workload.precision.parameter_bytes
+        block_bytes = shape.records[_largest_block(shape)].numel * workload.precision.parameter_bytes
         records = scratch_records(workload.chunk_elements, workload.precision)
         link.wait_until_up()
         with open_scratch(workload.directories, records, throttle) as scratch:
@@ -103,7 +103,7 @@ def measure(workload: ProfiledWorkload, device: Device) -> Profile:
         device=device.name,
         tokens=workload.tokens,
         **vars(parts),
-        block_parameters=max(shape.records[index].parameter_count for index in shape.blocks),
+        block_parameters=shape.active_count(_largest_block(shape)),
         upload_bytes_per_second=copies.upload,
         download_bytes_per_second=copies.download,
         upload_beside_bytes_per_second=copies.upload_beside,
@@ -151,8 +151,8 @@ def _parts(
 
 def _emulated_parts(shape: ModelLayout, flops_per_second: float, tokens: int) -> PartTimes:
     """Return the times of an emulated device, which computes the FLOPs that tasks count."""
-    block = max(shape.records[index].parameter_count for index in shape.blocks) * tokens / flops_per_second
-    head = shape.records[shape.head].parameter_count * tokens / flops_per_second
+    block = shape.active_count(_largest_block(shape)) * tokens / flops_per_second
+    head = shape.active_count(shape.head) * tokens / flops_per_second
     return PartTimes(
         measured_tokens=tokens,
         matmul_flops_per_second=flops_per_second,
@@ -171,4 +171,5 @@ def _emulated_parts(shape: ModelLayout, flops_per_second: float, tokens: int) ->
 
 
 def _largest_block(shape: ModelLayout) -> int:
-    return max(shape.records[index].numel for index in shape.blocks)
+    """Return the index of the record of the block that :class:`BlockBench` measures."""
+    return max(shape.blocks, key=lambda index: shape.records[index].numel)
