@@ -71,7 +71,9 @@ def test_adapters_of_experts_are_used_as_these_are():
     config = AutoConfig.for_model("qwen3_moe", **_SIZES, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96)
     model = build_meta_model(config)
     plain = active_parameters(model, model)
-    adapters = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["experts.down_proj", "experts.gate_up_proj"])
+    adapters = LoraConfig(
+        r=4, target_modules=["q_proj"], target_parameters=["experts.down_proj", "experts.gate_up_proj"]
+    )
     model = Adapters(model, adapters, 0).model
     attention = 2 * 4 * (256 + 4 * 64)
     experts = 2 * 8 * 4 * (256 + 96 + 256 + 192)
