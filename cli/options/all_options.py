@@ -170,7 +170,8 @@ class AdapterSettings:
     lora_dropout: float = option(0.0, "X", BELOW_ONE, modes=Mode.MODEL, only=Only.LORA)
     """Part of the adapters' inputs to drop in training."""
     lora_targets: tuple[str, ...] = option((), "NAME...", modes=Mode.MODEL, only=Only.LORA)
-    """Modules to adapt: q_proj v_proj. Default: every linear layer but the head."""
+    """Modules to adapt: q_proj v_proj; of fused experts gate_up_proj down_proj. Default: every linear layer but the
+    head, and experts and routers in families where peft knows them."""
     peft_config: Path | None = option(None, "FILE", modes=Mode.MODEL)
     """An adapter_config.json of the peft library instead (or its directory): rsLoRA, DoRA, LoHa, LoKr, IA3."""
     frozen_dtype: str | None = option(

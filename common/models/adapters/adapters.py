@@ -15,13 +15,21 @@ from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 
-from common.errors import UserError, did_you_mean
+from common.errors import UserError
 from common.models.adapters.initial_values import InitialValues
 from common.models.adapters.options import CONFIG, check_supported
+from common.models.adapters.targets import (
+    named_targets,
+    near_targets,
+    possible_targets,
+    refuse_unknown_targets,
+    target_fused_experts,
+)
 from common.models.checkpoint.saving import (
     NonFiniteWeights,
     first_nonfinite,
@@ -62,6 +70,8 @@ class Adapters:
         self.model, self.config = model, config
         self._dtype = model.dtype
         before = {id(parameter): name for name, parameter in model.named_parameters()}
+        modules, self._possible = [name for name, _ in model.named_modules()], possible_targets(model)
+        target_fused_experts(model, config)
         buffers = dict(model.named_buffers(remove_duplicate=False))
         with _nan_placeholders(model) as originals:
             self._initial = InitialValues(lambda module: isinstance(module, BaseTunerLayer), set(originals))
@@ -72,6 +82,7 @@ class Adapters:
                 for name, parameter in model.named_parameters()
                 if id(parameter) in originals
             }
+        refuse_unknown_targets(modules, self._possible, config)
         now = {id(buffer): name for name, buffer in model.named_buffers()}
         self.buffer_names = {name: now[id(buffer)] for name, buffer in buffers.items()}
         self.names = tuple(name for name, _ in model.named_parameters() if name not in self.base_names)
@@ -210,20 +221,19 @@ class Adapters:
                 with self._initial:
                     return get_peft_model(self.model, self.config)
         except (ValueError, KeyError, TypeError, RuntimeError, NotImplementedError) as error:
-            raise UserError(f"peft cannot adapt this {type(self.model).__name__}: {error}{self._near()}") from error
+            raise UserError(
+                f"peft cannot adapt this {type(self.model).__name__}: {error}{self._near(error)}"
+            ) from error
 
-    def _near(self) -> str:
-        targets = getattr(self.config, "target_modules", None)
-        if not targets or isinstance(targets, str):
-            return ""
-        linear = {
-            name.rpartition(".")[2]
-            for name, module in self.model.named_modules()
-            if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-        }
-        unknown = sorted(set(targets) - linear)
-        hint = did_you_mean(unknown[0], linear) if unknown else ""
-        return f"{hint} Its linear layers are called {', '.join(sorted(linear))}: name them with --lora-targets."
+    def _near(self, error: Exception) -> str:
+        if ParamWrapper.__name__ in str(error):
+            return (
+                " This model's experts are fused into single parameters, which cannot have it: leave it out, or name "
+                "other layers with --lora-targets."
+            )
+        targets = named_targets(self.config)
+        unknown = sorted(targets - set(self._possible))
+        return f" {near_targets(unknown[0], self._possible)}" if unknown else ""
 
 
 class AdaptedSource:
