@@ -187,6 +187,7 @@ def describe_training(
         router_loss=router_loss,
         checkpoint=checkpoint,
         towers=towers,
+        draw=False,
     )
     meta = opened.stack.model
     return TrainingJob(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
@@ -53,6 +53,8 @@ class Adapters:
         model: from :func:`common.models.meta_model.build_meta_model`, in the dtype that its weights compute in.
         config: the method's configuration. Whatever ``peft`` fills in by itself is filled in.
         seed: chooses the initial values: those of ``torch.manual_seed(seed); peft.get_peft_model(model, config)``.
+        draw: whether to find out what the initial values are, which takes minutes where every expert of a large mixture
+            has adapters; if not, only names and shapes are known afterwards, for a plan.
 
     Attributes:
         model: the adapted model. Its weights are frozen and on the meta device, as are those of the adapters, which
@@ -65,7 +67,7 @@ class Adapters:
         UserError: the configuration does not fit the model, or cannot be trained here.
     """
 
-    def __init__(self, model: PreTrainedModel, config: PeftConfig, seed: int) -> None:
+    def __init__(self, model: PreTrainedModel, config: PeftConfig, seed: int, draw: bool = True) -> None:
         check_supported(config)
         self.model, self.config = model, config
         self._dtype = model.dtype
@@ -75,7 +77,9 @@ class Adapters:
         buffers = dict(model.named_buffers(remove_duplicate=False))
         with _nan_placeholders(model) as originals:
             self._initial = InitialValues(lambda module: isinstance(module, BaseTunerLayer), set(originals))
-            self._wrapped = self._inject(seed)
+            # DoRA and the other methods make some of their values from weights, and do not from parts on meta.
+            on_meta = not draw and isinstance(config, LoraConfig) and not config.use_dora
+            self._wrapped = self._inject(seed, on_meta)
             self._initial.empty(model)
             self.base_names = {
                 name: before[id(originals[id(parameter)])]
@@ -86,7 +90,7 @@ class Adapters:
         now = {id(buffer): name for name, buffer in model.named_buffers()}
         self.buffer_names = {name: now[id(buffer)] for name, buffer in buffers.items()}
         self.names = tuple(name for name, _ in model.named_parameters() if name not in self.base_names)
-        self._norms = {name for name in self.names if self._initial.is_unknown(model, name)}
+        self._norms = set() if on_meta else {name for name in self.names if self._initial.is_unknown(model, name)}
         """Names of DoRA's magnitudes, which are norms of weights, and made when these are read."""
         unknown = next((name for name in self.names if name in self._norms and not _is_magnitude(name)), None)
         if unknown is not None:
@@ -213,13 +217,13 @@ class Adapters:
             or self.model.get_parameter(now[name]).requires_grad
         }
 
-    def _inject(self, seed: int) -> PeftModel:
+    def _inject(self, seed: int, on_meta: bool) -> PeftModel:
         try:
             with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that fan_in_fan_out is set where a family needs it
                 torch.default_generator.manual_seed(seed)
                 with self._initial:
-                    return get_peft_model(self.model, self.config)
+                    return get_peft_model(self.model, self.config, low_cpu_mem_usage=on_meta)
         except (ValueError, KeyError, TypeError, RuntimeError, NotImplementedError) as error:
             raise UserError(
                 f"peft cannot adapt this {type(self.model).__name__}: {error}{self._near(error)}"
