@@ -105,6 +105,46 @@ def test_a_directory_wins_over_a_preset_and_says_where_it_is(tmp_path, monkeypat
     assert directory.samefile(tmp_path / "llama-7b")
 
 
+def test_an_unknown_type_of_a_known_class(tmp_path):
+    """Kimi K2's config.json, as it is published: DeepSeek-V3's class, with code of its own that is not run."""
+    preset, _ = load_config("kimi-k2")
+    published = {
+        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2",
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+        "attention_bias": False, "attention_dropout": 0.0, "aux_loss_alpha": 0.001, "bos_token_id": 163584,
+        "eos_token_id": 163585, "ep_size": 1, "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 7168,
+        "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 131072,
+        "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 384,
+        "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 64, "num_experts_per_tok": 8,
+        "num_hidden_layers": 61, "num_key_value_heads": 64, "num_nextn_predict_layers": 0, "pretraining_tp": 1,
+        "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "quantization_config": {
+            "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
+        },
+        "rms_norm_eps": 1e-06, "rope_theta": 50000.0, "routed_scaling_factor": 2.827,
+        "rope_scaling": {
+            "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+        "scoring_func": "sigmoid", "seq_aux": True, "tie_word_embeddings": False, "topk_group": 1,
+        "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "transformers_version": "4.48.3", "use_cache": True,
+        "v_head_dim": 128, "vocab_size": 163840,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    config, directory = load_config(tmp_path)
+    assert directory == tmp_path and config.name_or_path == str(tmp_path) and config.model_type == "deepseek_v3"
+    assert not hasattr(config, "quantization_config")
+    others = {"_name_or_path", "architectures", "bos_token_id", "eos_token_id", "dtype", "transformers_version"}
+    for name in preset.to_dict().keys() - others - {"rope_parameters"}:
+        assert getattr(config, name) == getattr(preset, name), name
+    assert config.rope_parameters.items() >= preset.rope_parameters.items()
+    shapes = [
+        {name: parameter.shape for name, parameter in build_meta_model(one).named_parameters()}
+        for one in (config, preset)
+    ]
+    assert shapes[0] == shapes[1]
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

@@ -36,26 +36,33 @@ def _quiet() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("family", "method", "dtype", "micro"),
+    ("family", "method", "dtype", "micro", "targets"),
     [
-        ("deepseek_v3", "fp8", "bf16", 2),
-        ("gpt_oss", "mxfp4", "bf16", 4),
-        ("llama", "int4-asymmetric", "fp32", 4),
-        ("qwen3_moe", "nvfp4", "bf16", 3),
+        ("deepseek_v3", "fp8", "bf16", 2, ["all-linear"]),  # experts as well, as peft has it
+        ("gpt_oss", "mxfp4", "bf16", 4, ["q_proj", "gate_up_proj", "down_proj"]),  # whose experts it wants to be named
+        ("llama", "int4-asymmetric", "fp32", 4, ["all-linear"]),
+        ("qwen3_moe", "nvfp4", "bf16", 3, ["all-linear"]),
     ],
 )
-def test_lora_equals_the_plain_twin_in_memory(family: str, method: str, dtype: str, micro: int, tmp_path: Path) -> None:
+def test_lora_equals_the_plain_twin_in_memory(
+    family: str, method: str, dtype: str, micro: int, targets: list[str], tmp_path: Path
+) -> None:
     """Losses, norms and adapters, bit for bit, and again after a resume; the bytes moved are those planned; and merging
     gives what peft makes of the twin."""
     directory, twin_directory = compressed(tmp_path, family, method)
     real = AutoModelForCausalLM.from_pretrained(twin_directory, dtype=DTYPES[dtype])
     torch.manual_seed(0)
-    twin = InMemory(get_peft_model(real, AdapterOptions(4).peft_config()))
-    options = {"adapters": AdapterOptions(4), "micro_batch": micro}
+    fused = [name for name in targets if name not in ("all-linear", "q_proj")]
+    config = AdapterOptions(4, targets=tuple(name for name in targets if name not in fused)).peft_config()
+    config.target_parameters = fused or None
+    twin = InMemory(get_peft_model(real, config))
+    options = {"adapters": AdapterOptions(4, targets=tuple(targets)), "micro_batch": micro}
     ssd, feed = directories(tmp_path, 2), batches(3, packed=False)
     with plain_engine(directory, ssd, dtype, **options) as trained:
         kept = {record.frozen for record in trained._run.shape.records if record.kind is Kind.BLOCK}
         assert FrozenDtype.CHECKPOINT in kept
+        experts = [name for name in trained._run.shape.records[-1].trained_names if "experts" in name]
+        assert bool(experts) is (family != "llama")
         train(trained, twin, feed[:2], micro)
         trained.flush()
         assert trained.io_bytes() == trained.planned_io_bytes()
