@@ -99,7 +99,9 @@ def choose_experts(usage: ExpertUsage, fraction: float, score: str = "gates") ->
         raise UserError(f"Experts are chosen by {' or '.join(SCORES)}, not by {score!r}.")
     relevance = {name: layer.relevance(score) for name, layer in usage.layers.items()}
     # Stable: of equally relevant experts the first.
-    order = {name: sorted(range(len(values)), key=lambda i, v=values: -v[i]) for name, values in relevance.items()}
+    order = {
+        name: sorted(range(len(values)), key=values.__getitem__, reverse=True) for name, values in relevance.items()
+    }
     chosen = {name: [best[0]] for name, best in order.items()}
     budget = int(fraction * sum(map(len, order.values())))
     # Always where the chosen ones have least: so the least part that any layer's have becomes as large as it can.

@@ -28,7 +28,7 @@ def target_fused_experts(model: nn.Module, config: PeftConfig) -> None:
     fused = {name for name, parameter in model.named_parameters() if parameter.ndim == 3}
     meant = {name for name in named_targets(config) if not _ends(modules, name) and _ends(fused, name)}
     if meant:
-        config.target_modules = named_targets(config) - meant
+        config.target_modules = sorted(named_targets(config) - meant)
         config.target_parameters = sorted({*(config.target_parameters or ()), *meant})
 
 
