@@ -21,8 +21,8 @@ from common.models.meta_model import build_meta_model
 from common.models.structure import find_blocks
 from common.models.vision.towers import tower_parameters
 
-#: Kinds of layers, as configurations name them, that do not compare every token with every other one.
 _WITHOUT_SCORES = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "rg_lru", "moe", "mlp")
+"""Kinds of layers, as configurations name them, that do not compare every token with every other one."""
 
 
 def model_flops_per_token(model: PreTrainedModel | PreTrainedConfig, seq_len: int) -> float:
