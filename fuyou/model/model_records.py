@@ -173,7 +173,6 @@ def model_records(
         carried_bytes=stack.carried_bytes if stack.links else no_bytes,
         image_memory=image_memory(stack.model),
         attention=AttentionMemory.of(stack.model.config, precision.dtype.itemsize),
-        visited_shares=visited_shares(stack.model),
     )
 
 

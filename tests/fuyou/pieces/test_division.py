@@ -60,7 +60,8 @@ def test_pieces_hold_every_parameter_once_within_the_limit(family, share):
             size += base[part.name].nbytes // base[part.name].shape[0] * rows
         one_expert = part.experts is not None and part.experts[1] - part.experts[0] == 1
         uncuttable = len({part.name.rpartition(".")[0] for part in piece}) == 1 and part.experts is None
-        assert size <= limit or one_expert or uncuttable
+        for_each_document = family == "gpt_oss" and all(".self_attn." in part.name for part in piece)
+        assert size <= limit or one_expert or uncuttable or for_each_document
     assert covered == {name: value.shape[0] for name, value in base.items()}
 
 
