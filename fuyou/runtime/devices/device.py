@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from common.errors import UserError
-from common.hardware.machine import cpu_count, memory_available_bytes
+from common.hardware.machine import cpu_count, memory_available_bytes, pick_gpu, torch_name
 from common.memory.buffers import HostBuffer
 from common.store import IoThrottle
 from common.units import parse_bytes
@@ -329,7 +329,7 @@ def memory_limits(
 
 
 def open_device(name: str | torch.device) -> Device:
-    """Open the device called ``"cpu"``, ``"cuda:0"`` or ``"emulated:..."``.
+    """Open the device called ``"auto"`` (the first GPU, else the CPU), ``"cpu"``, ``"cuda:0"`` or ``"emulated:..."``.
 
     Raises:
         UserError: there is no such device.
@@ -337,9 +337,9 @@ def open_device(name: str | torch.device) -> Device:
     if is_emulated(name):
         return EmulatedDevice(EmulatedSpec.parse(str(name)))
     try:
-        device = torch.device(name)
+        device = torch.device(torch_name(pick_gpu("auto")) if name == "auto" else name)
     except RuntimeError:
-        raise UserError(f"{name!r} is not a device. It is cpu, cuda:0 or {PREFIX}...") from None
+        raise UserError(f"{name!r} is not a device. It is auto, cpu, cuda:0 or {PREFIX}...") from None
     if device.type == "cpu":
         return CpuDevice()
     if device.type != "cuda" or not torch.cuda.is_available():

@@ -53,6 +53,49 @@ def test_death_of_the_optimizer_process_is_noticed_and_survived(
         assert train(engine, 2) == expected[2:]
 
 
+def test_a_bad_batch_is_refused_and_changes_nothing(
+    tmp_path: Path, undisturbed: dict[float | None, list[float]]
+) -> None:
+    with small_engine(tmp_path, lr=1e-3) as engine:
+        losses = train(engine, 1)
+        for wrong in (10**6, -3):
+            ids = BATCH["input_ids"].clone()
+            ids[1, 3] = wrong
+            with pytest.raises(UserError, match=f"input_ids holds {wrong}, and this model's tokens are 0 to"):
+                engine(input_ids=ids, labels=BATCH["labels"])
+        assert losses + train(engine, 3) == undisturbed[None]
+
+
+@pytest.mark.parametrize("options", [{}, {"deferred_fraction": 1.0}, {"host_cache": 0}])
+def test_an_abandoned_step_counts_for_nothing(
+    tmp_path: Path, options: dict[str, Any], undisturbed: dict[float | None, list[float]]
+) -> None:
+    """At any point: after the forward pass, in the backward pass, after it."""
+    other = {name: (value + 1) % 64 for name, value in BATCH.items()}
+    with small_engine(tmp_path, lr=1e-3, **options) as engine:
+        losses = train(engine, 1)
+        for how_far in ("forward", "backward"):
+            loss = engine(**other).loss
+            if how_far == "backward":
+                loss.backward()
+            with pytest.raises(FinetuneError, match=r"engine.abandon\(\)"):
+                engine(**other)
+            engine.abandon()
+            assert engine.step_count == len(losses)
+            losses += train(engine, 1)
+        assert losses + train(engine, 1) == undisturbed[None]
+
+
+def test_a_single_directory_stands_alone(tmp_path: Path) -> None:
+    for number, directory in enumerate((str(tmp_path), tmp_path, [tmp_path])):
+        config = fuyou.EngineConfig.of(ssd=directory, run_name=f"run{number}")
+        assert config.store.folders == [tmp_path / f"run{number}"]
+    with fuyou.Engine(tiny_configs()["llama"], ssd=str(tmp_path), host_memory="600MiB", batch_shape=(2, 32)) as engine:
+        train(engine, 1)
+    # In a directory from which scripts are started, no folder may be taken for one of our packages.
+    assert [path.name for path in tmp_path.iterdir()] == ["fuyou-run"]
+
+
 def test_death_of_the_engine_ends_the_optimizer_process(tmp_path: Path) -> None:
     script = textwrap.dedent(f"""
         import sys, os, signal
