@@ -1,7 +1,7 @@
 """The entry point: reads the command line, runs it, and turns whatever happens into one message and an exit status.
 
-0: done. 1: something failed. 2: what was asked for cannot be done as asked. 130: stopped by Ctrl-C.
-SIGTERM ends a run with 0, since the run is in order; SIGHUP with 129.
+0: done. 1: something failed. 2: what was asked for cannot be done as asked. 130: stopped by Ctrl-C, 143 by SIGTERM,
+129 by SIGHUP: schedulers see that the run is not done, and the last line says how to go on.
 """
 
 import contextlib
@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in arguments
     # Nothing is ever downloaded: checkpoints, tokenizers and data are local.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    interrupts = Interrupts()
+    interrupts = Interrupts(ends_process=argv is None)
+    named_flags, FinetuneError.names_flags = FinetuneError.names_flags, True
 
     def run(**options: Any) -> int:
         nonlocal debug
@@ -61,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         notes = [] if debug else ["Run again with --debug for the traceback."]
         notes += getattr(error, "__notes__", [])
         return _fail(" ".join([f"{type(error).__name__}: {_one_line(error)}.", *notes]), 1, debug)
+    finally:
+        FinetuneError.names_flags = named_flags
 
 
 def _run(interrupts: Interrupts, arguments: tuple[str, ...], **options: Any) -> int:

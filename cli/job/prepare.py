@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -96,7 +97,7 @@ def _check_trackers(names: Sequence[str]) -> None:
         if name != "jsonl" and importlib.util.find_spec(name) is None:
             raise UserError(
                 f"--log-to {name}: the package {name} is not installed. Install it with "
-                f"`{Path(sys.executable).name} -m pip install {name}`, or leave {name} out: "
+                f"`{shlex.quote(sys.executable)} -m pip install {name}`, or leave {name} out: "
                 "metrics.jsonl is always written."
             )
 

@@ -19,6 +19,7 @@ def main(arguments: list[str]) -> NoReturn:
     """Run this rank to its end."""
     rank = RankProcess()
     rank.watch()
+    FinetuneError.names_flags = True
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     debug = "--debug" in arguments
     try:

@@ -8,8 +8,6 @@ are made from these classes, and :class:`cli.options.settings.Settings` inherits
 from dataclasses import dataclass
 from pathlib import Path
 
-import click
-
 from cli.options.option import (
     ABOVE_ZERO,
     BELOW_ONE,
@@ -22,6 +20,7 @@ from cli.options.option import (
     Mode,
     Only,
     ParsedValue,
+    WholeNumber,
     option,
 )
 from cli.options.schedule import SCHEDULES, Warmup
@@ -43,7 +42,7 @@ class DataSettings:
 
     data: tuple[str, ...] = option((), "FILE...", patterns=True)
     """Files (.jsonl .json .csv .parquet .txt), directories or quoted patterns. Default: random tokens."""
-    seq_len: int | None = option(None, "N", click.IntRange(min=2), modes=Mode.BATCH)
+    seq_len: int | None = option(None, "N", WholeNumber(min=2), modes=Mode.BATCH)
     """Tokens per sequence. Default: 1024, or the model's context if that is shorter."""
     batch_size: int = option(8, "N", POSITIVE, modes=Mode.BATCH)
     """Sequences per step."""
@@ -67,7 +66,7 @@ class MemorySettings:
     """With --resume: drives that the run is on and that --ssd no longer names. Its records move to those of --ssd, as
     they do to drives that are new there."""
     gpu: str = option("auto", "auto|cpu|NAME|INDEX", presets="gpus", modes=Mode.STEP | Mode.PROFILE_NODES)
-    """What computes. (emulated:tflops=165,memory=24GiB,link=25GB/s computes nothing and times the rest.)"""
+    """Device to train on. (emulated:tflops=165,memory=24GiB,link=25GB/s computes nothing and times the rest.)"""
     device_memory: int | None = option(None, "SIZE", BUDGET, modes=Mode.STEP, only=Only.OUT_OF_CORE)
     """Device memory to use: 24GiB. Default: what is free."""
     host_memory: int | None = option(None, "SIZE", BUDGET, modes=Mode.STEP, only=Only.OUT_OF_CORE)
@@ -201,7 +200,7 @@ class OutputSettings:
     sample: str | None = option(None, "PROMPT", only=Only.ONE_MACHINE)
     """At the end, print how the tuned model goes on from there."""
     sample_tokens: int = option(32, "N", POSITIVE, only=Only.SAMPLE)
-    """Longest --sample, in tokens."""
+    """Maximum number of tokens of the --sample."""
     temperature: float = option(0.0, "X", NOT_NEGATIVE, only=Only.SAMPLE)
     """Temperature of the --sample: 0 takes the likeliest word each time, 0.8 varies."""
     report: Path | None = option(None, "FILE", modes=Mode.TRAIN | Mode.DEMO)
@@ -248,8 +247,8 @@ class PlanningSettings:
     """Measure this machine with the model (default: gpt3-1.3b) instead of training: a dozen seconds, a table. With
     --nodes, measure the cluster, and write a file for --cluster."""
     check: bool = option(False, modes=Mode.CHECK)
-    """Look at this machine and measure its drives (--ssd) instead of training: what a bug report needs, and what will
-    hurt."""
+    """Look at this machine and measure its drives (--ssd) instead of training: what a bug report needs, and
+    potential problems."""
     trace: Path | None = option(
         None, "FILE", modes=Mode.TRAIN | Mode.PLAN_HERE | Mode.PLAN_BY_NAME | Mode.PLAN_RANKS, only=Only.OUT_OF_CORE
     )

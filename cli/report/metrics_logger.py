@@ -50,7 +50,7 @@ class MetricsLogger:
             "validation_metrics/throughput(tps)": result.tokens_per_second,
         }
         self._write(step, named)
-        self._progress.say(f"held out after step {step:,}: {result}")
+        self._progress.say(f"eval at step {step:,}: {result}")
 
     def _write(self, step: int, named: Mapping[str, float]) -> None:
         self._metrics.append(step, named)

@@ -12,7 +12,7 @@ RESOURCES = {
     "device_to_host": "copies from the device",
     "ssd": "the SSDs",
     "adam": "the optimizer",
-    "intra_node": "the ranks of a node exchanging data",
+    "intra_node": "exchanges in the node",
     "inter_node": "the network",
 }
 """Names for people of what bounds a step."""

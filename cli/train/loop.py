@@ -141,7 +141,7 @@ def conclude(job: Job, trainer: Trainer, process: Process, measured: Measurement
     report = measured.report(totals)
     if job.settings.report is not None:
         report.write(job.settings.report.expanduser())
-    print(report.summary(totals.total_written))
+    print(report.summary(totals.total_written) if report.steps else f"nothing to do: all {job.steps:,} steps are done")
     print(_where(job, trainer.location, report.steps), flush=True)
     return RunResult(report, totals.total_written)
 
@@ -257,7 +257,7 @@ def _where(job: Job, location: tuple[str, str], steps: int) -> str:
     """Return lines that say where everything is; without any of the ``steps``, there is no trace."""
     settings, (kept, place) = job.settings, location
     lines = {"run": f"{job.output / RUN} (configuration, versions, metrics)"}
-    lines[kept] = f"{place} (may be deleted when this run is not to be continued)"
+    lines[kept] = f"{place} (safe to delete unless you will resume)"
     if settings.save:
         model = job.task_type.auto_class
         loads = "PeftModel" if settings.trains_adapters else model

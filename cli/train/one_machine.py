@@ -73,6 +73,7 @@ def _train(job: Job, engine: Engine, process: SingleProcess) -> RunResult:
     if job.settings.sample is not None:
         _print_sample(job, engine, job.settings.sample)
     result = conclude(job, trainer, process, measured)
+    process.interrupts.finish()
     assert result is not None
     return result
 

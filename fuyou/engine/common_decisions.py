@@ -63,7 +63,7 @@ def prove_once(config: EngineConfig, model: PreTrainedConfig, agreement: Agreeme
         except UserError as error:
             refusal = error
     if agreement is not None:
-        message = agreement.all_gather_object(None if refusal is None else str(refusal))[0]
+        message = agreement.all_gather_object(None if refusal is None else refusal.as_written)[0]
         refusal = refusal or (None if message is None else UserError(message))
     if refusal is not None:
         raise refusal

@@ -19,7 +19,7 @@ from fuyou.schedule.tasks import Resource
 #: Largest batch that is looked for.
 MOST_ROWS = 1 << 16
 #: Speedup below which a change is not worth naming.
-LEAST_GAIN = 1.03
+LEAST_GAIN = 1.051
 
 
 @dataclass(frozen=True)

@@ -193,7 +193,10 @@ class Loop:
     def _kill_someone(self, engine: int, run: Run) -> None:
         """After a random time, every other one counted from when records begin to move; now and then nobody."""
         victim = self._random.choice((*VICTIMS, *VICTIMS, "nobody"))
-        seconds, new = min(self._seconds, 5.0), [successor_folder(path / "fuyou-run") for path in (*run.ssd, *run.leaving)]
+        seconds, new = (
+            min(self._seconds, 5.0),
+            [successor_folder(path / "fuyou-run") for path in (*run.ssd, *run.leaving)],
+        )
         if run.leaves and self._random.random() < 0.5:
             deadline = time.monotonic() + seconds
             while time.monotonic() < deadline and not any(path.exists() for path in new):

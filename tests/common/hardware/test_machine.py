@@ -203,7 +203,7 @@ def test_without_a_driver_there_is_the_cpu() -> None:
     assert hardware.list_gpus() == []
     assert hardware.pick_gpu("auto") is None
     assert hardware.pick_gpu("cpu") is None
-    with pytest.raises(UserError, match=r"--gpu 4090: no NVIDIA GPU was found.*--gpu cpu"):
+    with pytest.raises(UserError, match=r"device 4090: no NVIDIA GPU was found.*device cpu"):
         hardware.pick_gpu("4090")
     assert "no NVIDIA GPU" in hardware.describe_machine()
 

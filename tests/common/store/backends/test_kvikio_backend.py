@@ -161,7 +161,7 @@ def test_kvikio_without_the_package_is_a_clear_error(make_directories, monkeypat
 
     monkeypatch.setattr(builtins, "__import__", no_kvikio)
     paths = make_directories(1)
-    with pytest.raises(UserError, match=r"pip install 'fuyou\[cuda\]'.*--io posix"):
+    with pytest.raises(UserError, match=r"pip install 'fuyou\[cuda\]'.*io posix"):
         make(paths, "kvikio")
     assert not list(paths[0].iterdir())
     store, _ = make(paths, "auto")
