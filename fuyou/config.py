@@ -35,8 +35,8 @@ class StoreConfig:
     """Options of what a run has on the SSDs."""
 
     ssd: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-    """Existing directories, one per drive (a single one may stand alone). The store takes 24 bytes per parameter in ``<ssd>/<run_name>`` (12 with
-    ``single_slot``), striped over them."""
+    """Existing directories, one per drive; a single one may stand alone. The store takes 24 bytes per parameter in
+    ``<ssd>/<run_name>`` (12 with ``single_slot``), striped over them."""
     run_name: str = "fuyou-run"
     """Name of the run's folder in each directory of ``ssd``. (Not that of a package: Python would find a folder
     ``fuyou`` in the working directory in its place.)"""

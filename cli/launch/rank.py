@@ -6,6 +6,7 @@ import sys
 import traceback
 from typing import NoReturn
 
+from cli.job.resumed import decided
 from cli.launch.launcher import INTERRUPTED
 from cli.options.command import parse_command_line
 from cli.options.settings import Settings
@@ -25,7 +26,7 @@ def main(arguments: list[str]) -> NoReturn:
     try:
         if rank.stopping:
             raise KeyboardInterrupt
-        settings = Settings.of_options(parse_command_line(arguments).params, tuple(arguments))
+        settings = decided(Settings.of_options(parse_command_line(arguments).params, tuple(arguments)))
         if settings.profile:
             from cli.inspect.profile_cluster import profile
 

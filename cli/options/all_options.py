@@ -8,6 +8,7 @@ are made from these classes, and :class:`cli.options.settings.Settings` inherits
 from dataclasses import dataclass
 from pathlib import Path
 
+from cli.options.data_words import Share, check_column
 from cli.options.option import (
     ABOVE_ZERO,
     BELOW_ONE,
@@ -41,7 +42,17 @@ class DataSettings:
     """What it is trained and evaluated with, and how much of it in a step."""
 
     data: tuple[str, ...] = option((), "FILE...", patterns=True)
-    """Files (.jsonl .json .csv .parquet .txt), directories or quoted patterns. Default: random tokens."""
+    """Files (.jsonl .json .csv .parquet .txt .arrow, also .gz), directories or quoted patterns. FILE=0.7 gives each
+    data set a weight: its part of all rows. Default: random tokens."""
+    columns: tuple[str, ...] = option((), "NAME=COLUMN...", ParsedValue("column", check_column))
+    """Names for columns that are called otherwise: prompt=question completion=answer."""
+    max_records: int | None = option(None, "N", POSITIVE)
+    """Take the first N records of each data set only."""
+    chat_template: str | None = option(None, "NAME|FILE")
+    """Chat template instead of the tokenizer's: alpaca, chatml, gemma, llama-3, mistral, zephyr, or a Jinja file. It is
+    saved with the result."""
+    show_data: int | None = option(None, "N", POSITIVE)
+    """Train nothing: print N rows as the model sees them, with what carries loss in colour."""
     seq_len: int | None = option(None, "N", WholeNumber(min=2), modes=Mode.BATCH)
     """Tokens per sequence. Default: 1024, or the model's context if that is shorter."""
     batch_size: int = option(8, "N", POSITIVE, modes=Mode.BATCH)
@@ -52,6 +63,8 @@ class DataSettings:
     they are counted; plain texts go on in the next row."""
     eval_data: tuple[str, ...] = option((), "FILE...", patterns=True)
     """Held-out data: loss and perplexity on all of them before the first and after the last step."""
+    eval_split: Share | None = option(None, "FRACTION", ParsedValue("fraction", Share.parse), excludes="eval_data")
+    """Hold this part of the records of --data out for evaluation, instead of --eval-data: 2% or 0.02."""
     eval_every: int | None = option(None, "N", POSITIVE)
     """Steps between further evaluations."""
 
@@ -134,6 +147,12 @@ class TrainingSettings:
     """Steps, or part of all steps (0.03 or 3%), in which the learning rate rises."""
     schedule: str = option("cosine", type=SCHEDULES)
     """How the learning rate falls afterwards."""
+    min_lr: float = option(0.0, "X", NOT_NEGATIVE)
+    """Learning rate below which it does not fall."""
+    patience: int | None = option(None, "N", POSITIVE)
+    """End the run when N evaluations in a row have found no lower loss."""
+    max_hours: float | None = option(None, "X", ABOVE_ZERO)
+    """End this call in order after so many hours, with status 0; --resume goes on. For schedulers' time limits."""
     weight_decay: float = option(0.01, "X", NOT_NEGATIVE)
     """Decoupled weight decay; biases and norms do not decay."""
     beta1: float = option(0.9, "X", BELOW_ONE)
@@ -191,20 +210,35 @@ class OutputSettings:
     """Write no checkpoint at the end."""
     allow_nonfinite: bool = option(False)
     """Write the checkpoint even if it holds a NaN or an infinity."""
+    save_every: int | None = option(None, "N", POSITIVE)
+    """Steps between checkpoints in <output>/checkpoints/step-N; with evaluations, the best one is in checkpoints/best
+    after each."""
+    keep: int = option(2, "K", POSITIVE)
+    """How many checkpoints of --save-every to keep, the newest."""
+    export: bool = option(False)
+    """With --resume: take no step, and write the checkpoint as the last committed step left it."""
     resume: bool = option(False, modes=Mode.TRAIN | Mode.PLAN_HERE, excludes="overwrite")
-    """Continue from the last committed step."""
+    """Continue from the last committed step. --resume auto begins where there is none."""
+    resume_auto: bool = option(False, excludes="overwrite")
+    """The same as --resume auto, for a file."""
     overwrite: bool = option(False, modes=Mode.TRAIN | Mode.DEMO, excludes="resume")
     """Replace the run that is in --output and --ssd."""
     commit_every: int | None = option(None, "N", POSITIVE, modes=Mode.STEP)
     """Steps between commits: a crash loses at most so many. Default: 1; 100 with --nodes in memory."""
     sample: str | None = option(None, "PROMPT", only=Only.ONE_MACHINE)
     """At the end, print how the tuned model goes on from there."""
+    sample_chat: bool = option(False, only=Only.SAMPLE)
+    """Take the --sample as a user's message, and answer through the chat template."""
     sample_tokens: int = option(32, "N", POSITIVE, only=Only.SAMPLE)
     """Maximum number of tokens of the --sample."""
     temperature: float = option(0.0, "X", NOT_NEGATIVE, only=Only.SAMPLE)
     """Temperature of the --sample: 0 takes the likeliest word each time, 0.8 varies."""
     report: Path | None = option(None, "FILE", modes=Mode.TRAIN | Mode.DEMO)
     """Write the summary there, as JSON."""
+    quiet: bool = option(False)
+    """Print no header and no steps: only evaluations, what goes wrong and how it went. The files have everything."""
+    log_every: int = option(1, "N", POSITIVE)
+    """Print a line every N steps, where the output is no terminal."""
     log_to: tuple[str, ...] = option((), "NAME...", ("tensorboard", "wandb", "trackio", "mlflow", "jsonl"))
     """Send every step's figures to tensorboard, wandb, trackio, mlflow; <output>/run/metrics.jsonl has them always."""
 

@@ -275,15 +275,13 @@ def _in_range(
     ctx: click.Context | None,
 ) -> Any:
     """Return a number, or fail with words where click says ``0 is not in the range x>=1``."""
-    low, high = numbers.min, numbers.max
+    low, high, wrong = numbers.min, numbers.max, None
     if low is not None and (number <= low if numbers.min_open else number < low):
-        numbers.fail(
-            f"it must be {'more than' if numbers.min_open else 'at least'} {low:g}, not {written}.", param, ctx
-        )
+        wrong = f"{'more than' if numbers.min_open else 'at least'} {low:g}"
     if high is not None and (number >= high if numbers.max_open else number > high):
-        numbers.fail(
-            f"it must be {'less than' if numbers.max_open else 'at most'} {high:g}, not {written}.", param, ctx
-        )
+        wrong = f"{'less than' if numbers.max_open else 'at most'} {high:g}"
+    if wrong is not None:
+        numbers.fail(f"it must be {wrong}, not {written}.", param, ctx)
     return number
 
 

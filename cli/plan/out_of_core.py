@@ -309,7 +309,8 @@ def _limits(result: RunPlan) -> list[str]:
         tokens = result.gpu_bound_tokens
         rows += _row(
             "batch",
-            f"{'at least ' if most >= MOST_ROWS else ''}{most:,} sequences fit{_where_not(result, most)}; computing is the bound from "
+            f"{'at least ' if most >= MOST_ROWS else ''}{most:,} sequences fit{_where_not(most)}; "
+            "computing is the bound from "
             f"{tokens:,.0f} tokens per step ({-(-tokens // job.seq_len):,.0f} sequences)",
         )
         changes = [f"{change.what}: {change.speedup:.2g}x" for change in best_changes(result) if change.speedup]
@@ -319,7 +320,7 @@ def _limits(result: RunPlan) -> list[str]:
     return rows
 
 
-def _where_not(result: RunPlan, most: int) -> str:
+def _where_not(most: int) -> str:
     """Return why not even one sequence fits: it is the drives' room, since the plan has found memory for a step."""
     return "" if most else ", as the drives are too small for the model"
 

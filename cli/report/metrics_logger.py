@@ -33,7 +33,7 @@ class MetricsLogger:
         self._trackers = Trackers(names, TrackedRun(job.output.name, directory.id, directory.path), options)
         self._losses = History(job.output / HISTORY_FILE, done)
         self._metrics = History(directory.metrics_file, done)
-        self._progress = Progress(job.steps, done)
+        self._progress = Progress(job.steps, done, job.settings.log_every, job.settings.quiet)
 
     def step(self, metrics: StepMetrics) -> None:
         """Log a step that is done."""

@@ -25,7 +25,9 @@ from common.hardware.machine import describe_machine
 from common.store.errors import described
 
 CONFIG, METRICS = "config.toml", "metrics.jsonl"
-PER_CALL_OPTIONS = ("resume", "overwrite", "leave_ssd", "report", "trace", "debug")
+PER_CALL_OPTIONS = (
+    "resume", "resume_auto", "overwrite", "leave_ssd", "report", "trace", "debug", "export", "show_data", "max_hours",
+)  # fmt: skip
 """Options that belong to a call, not to the run."""
 
 

@@ -1,8 +1,8 @@
 """Signals that end a run, which are handled once and leave time to bring the run to a good end.
 
-The status is a shell's for each: 130 for Ctrl-C, 143 for SIGTERM, by which job schedulers end a job, 129 for SIGHUP, when
-the terminal goes away (and not heard at all under nohup). After the last two nobody is there to press Ctrl-C again, so
-they come with a deadline.
+The status is a shell's for each: 130 for Ctrl-C, 143 for SIGTERM, by which job schedulers end a job, 129 for SIGHUP,
+when the terminal goes away (and not heard at all under nohup). After the last two nobody is there to press Ctrl-C
+again, so they come with a deadline.
 """
 
 import contextlib

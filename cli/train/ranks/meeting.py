@@ -34,6 +34,8 @@ _MAY_DIFFER = {
     "rdzv_endpoint",
     "report",
     "resume",
+    "resume_auto",
+    "started_at",
     "trace",
 }
 """Settings that nodes need not agree about, or that others check with better words."""

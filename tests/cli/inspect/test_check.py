@@ -45,7 +45,7 @@ def test_a_good_machine_is_left_alone() -> None:
     (trouble(gpu=replace(GPU, used_bytes=6 << 30)), False, "6 GiB of memory on NVIDIA", "--device-memory"),
     (trouble(drives=(on(DRIVE, file_system="tmpfs"),)), True, "/mnt/nvme0 is tmpfs", "--ssd"),
     (trouble(drives=(on(DRIVE, file_system="fuse.glusterfs"),)), True, "network file system", "--ssd"),
-    (trouble(drives=(replace(on(DRIVE, is_rotational=True, model="ST4000DM004"), read=2e8),)), True, "hard disk", "--ssd"),
+    (trouble(drives=(on(DRIVE, is_rotational=True, model="ST4000DM004"),)), True, "hard disk", "--ssd"),
     (trouble(drives=(replace(DRIVE, direct=False),)), False, "no direct I/O", "xfs"),
     (trouble(drives=(on(DRIVE, link="8.0 GT/s PCIe x4"),)), False, "runs at 8.0 GT/s PCIe x4 and could", "slot"),
     (trouble(drives=(on(DRIVE, numa_node=1),)), False, "at NUMA node 1 and the GPU at 0", "Move"),

@@ -68,7 +68,7 @@ os.kill(os.getpid(), number)
 def test_a_signal_after_all_is_saved_ends_nothing(number: signal.Signals) -> None:
     def run(how: str) -> int:
         words = [sys.executable, "-c", AFTERWARDS, str(int(number)), how]
-        done = subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+        done = subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parents[3])
         assert "saved" in done.stdout, done.stderr
         return done.returncode
 

@@ -194,7 +194,7 @@ def test_picks_the_gpu_that_is_meant(driver: FakeDriver, spec: str, index: int |
 def test_no_such_gpu_says_which_there_are(driver: FakeDriver, spec: str) -> None:
     with pytest.raises(UserError) as caught:
         hardware.pick_gpu(spec)
-    for part in ("0: NVIDIA GeForce RTX 4090 (24 GiB)", "1: NVIDIA A100", "2: NVIDIA GeForce RTX 3090", "--gpu cpu"):
+    for part in ("0: NVIDIA GeForce RTX 4090 (24 GiB)", "1: NVIDIA A100", "2: NVIDIA GeForce RTX 3090", "device cpu"):
         assert part in str(caught.value)
 
 

@@ -44,7 +44,7 @@ def planner(
 
 def needs(error: UserError) -> dict[str, int]:
     """What the message says would be enough, in bytes, by option."""
-    found = re.findall(r"--(device|host)-memory of at least (\d+)MiB", str(error))
+    found = re.findall(r"(device|host)_memory of at least (\d+)MiB", str(error))
     assert found, str(error)
     return {name: int(size) * MEBIBYTE for name, size in found}
 

@@ -144,7 +144,7 @@ def test_failures_name_the_place(stand_in, tmp_path, monkeypatch, outcome):
     monkeypatch.setattr(LazyFuture, "get", get)
     with pytest.raises(StoreError) as caught:
         file.read(ALIGNMENT, torch.zeros(2 * ALIGNMENT, dtype=torch.uint8))
-    for part in ("reading 8 KiB at offset 4096 of weights.0", str(tmp_path), "--io posix"):
+    for part in ("reading 8 KiB at offset 4096 of weights.0", str(tmp_path), "io posix"):
         assert part in str(caught.value)
     assert ("EOF" if outcome == "error" else "only 100 bytes") in str(caught.value)
     with pytest.raises(StoreError, match=r"kvikio cannot open missing .*No such file"):
