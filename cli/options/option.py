@@ -49,6 +49,8 @@ class Mode(Flag):
     STEP = TRAIN | PROFILE | PLAN_HERE | PLAN_BY_NAME | PLAN_RANKS
     """Modes that depend on a step of the engine."""
     MODEL = STEP | CHECK
+    RUN = TRAIN | PLAN_HERE | PLAN_BY_NAME | PLAN_RANKS
+    """Modes of a run of this program, trained or planned: a plan takes the options of its run."""
     BATCH = STEP | PROFILE_NODES | PLAN_CLUSTER
     PLACE = TRAIN | CHECK | PROFILE | PLAN_HERE
     """Modes that look at the drives of this machine."""
@@ -98,7 +100,7 @@ class Declaration:
     @property
     def may_be_path(self) -> bool:
         """Whether a path may stand in the place of a preset's name."""
-        return self.presets in ("models", "clusters")
+        return self.presets in ("models", "clusters", "prices")
 
     def complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Complete names of presets, and paths where one may stand instead."""

@@ -14,6 +14,8 @@ from cli.options.computing_dtype import ELSEWHERE, with_dtype
 from cli.options.naming import naming
 from cli.options.settings import Settings
 from cli.plan.compare_engines import InMemory, in_memory
+from cli.plan.plan_page import write_plan_page
+from cli.plan.whole_run import run_rows
 from cli.report.results import RESOURCES
 from common.errors import UserError
 from common.hardware.machine import memory_available_bytes
@@ -88,11 +90,16 @@ def run_plan(settings: Settings) -> int:
     if settings.json:
         content = result.to_json() | ({} if other is None else {"in_memory": other.to_json()})
         print(json.dumps(content, indent=2))
-    else:
+    if not settings.json or settings.html is not None:
         lines = describe(result)
+        for label, text in run_rows(result, settings).items() if result.memory is not None else ():
+            lines += _row(label, text)
         if other is not None:
             lines += ["", *_row("in memory", other.verdict(result))]
-        print("\n".join(lines))
+        if settings.html is not None:
+            write_plan_page(result, lines, settings.html.expanduser())
+        if not settings.json:
+            print("\n".join(lines))
     return 0 if result.fits else DOES_NOT_FIT
 
 

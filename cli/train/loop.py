@@ -285,7 +285,7 @@ def _print_resumed(job: Job, step_count: int, restarts: int) -> None:
 def _where(job: Job, location: tuple[str, str], steps: int) -> str:
     """Return lines that say where everything is; without any of the ``steps``, there is no trace."""
     settings, (kept, place) = job.settings, location
-    lines = {"run": f"{job.output / RUN} (configuration, versions, metrics)"}
+    lines = {"run": f"{job.output / RUN} (configuration, versions, metrics; index.html to look at)"}
     lines[kept] = f"{place} (safe to delete unless you will resume)"
     if settings.save:
         model = job.task_type.auto_class

@@ -25,7 +25,7 @@ from common.data.shapes import examples_of_records, examples_of_text_file
 from common.errors import UserError
 from common.memory.heap import return_free_memory
 from common.store.lock import DirectoryLock
-from common.units import format_bytes, format_count
+from common.units import counted, format_bytes, format_count
 
 WIDTH_MULTIPLE = 64
 """Number of tokens to a multiple of which batches are padded where rows are not packed."""
@@ -294,9 +294,9 @@ def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def _describe(header: Header, config: DataConfig) -> str:
     fill = header.tokens / (header.rows * header.seq_len)
     counts = (
-        f"{header.documents:,} documents from {header.files:,} {'file' if header.files == 1 else 'files'}: "
+        f"{counted(header.documents, 'document')} from {counted(header.files, 'file')}: "
         f"{format_count(header.tokens)} tokens, {format_count(header.trainable_tokens)} of them trained on, "
-        f"in {header.rows:,} rows of {header.seq_len:,} ({fill:.1%} full)"
+        f"in {counted(header.rows, 'row')} of {header.seq_len:,} ({fill:.1%} full)"
     )
     lines = [counts, *_changes(header, config)]
     if not config.packed:

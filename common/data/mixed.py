@@ -35,6 +35,7 @@ class MixedBatches(Batches):
     def __init__(self, parts: Sequence[PackedBatches], weights: Sequence[float], batch_size: int, seed: int) -> None:
         self._parts, self._size, self._seed = list(parts), batch_size, seed
         self._counts = counts_of(weights)
+        self._last = -1, np.empty(0, np.int64)
         self.rows = sum(part.rows for part in parts)
         self.tokens = sum(part.tokens for part in parts)
         self.trainable_tokens = sum(part.trainable_tokens for part in parts)
@@ -63,9 +64,12 @@ class MixedBatches(Batches):
         return batch_of_words(words, self.packed, self.labels_ahead)
 
     def _block(self, number: int) -> np.ndarray:
-        """Return the data set of each row of a block, int64 [BLOCK]."""
+        """Return the data set of each row of a block, int64 [BLOCK]; the last one is kept."""
+        if self._last[0] == number:
+            return self._last[1]
         sources = np.repeat(np.arange(len(self._counts)), self._counts)
         mixed: np.ndarray = sources[shuffled(np.arange(BLOCK), BLOCK, (self._seed, -1 - number))]
+        self._last = number, mixed
         return mixed
 
     def _sources(self, first: int, stop: int) -> np.ndarray:

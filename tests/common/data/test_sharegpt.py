@@ -40,12 +40,8 @@ def test_conversations_may_be_messages() -> None:
 def test_tools() -> None:
     call = {"name": "weather", "arguments": {"city": "Rome"}}
     tools = [{"type": "function", "function": {"name": "weather"}}]
-    turns = [
-        turn("human", "Rome?"),
-        turn("function_call", json.dumps(call)),
-        turn("observation", "warm"),
-        turn("gpt", "Warm."),
-    ]
+    turns = [turn("human", "Rome?"), turn("function_call", json.dumps(call)), turn("observation", "warm")]
+    turns.append(turn("gpt", "Warm."))
     chat = chat_of({"conversations": turns, "tools": json.dumps(tools)})
     assert chat.options == {"tools": tools}
     assert chat.messages[1]["tool_calls"] == [{"type": "function", "function": call}]
