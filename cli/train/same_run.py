@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from cli.job.job import ADAPTERS, LONG_RECORDS, Job
 from cli.job.resumed import check_same
 from common.errors import UserError
+from common.units import counted
 
 _OPTIONAL = (LONG_RECORDS, ADAPTERS, "--min-lr")
 """Settings that runs of earlier versions did not note."""
@@ -57,7 +58,7 @@ def _is_extended(job: Job, run: ContinuedRun, then: dict[str, Any]) -> bool:
         return False
     step = run.step_count + 1
     print(
-        f"extended from {before:,} steps to {job.steps:,}: the learning rate of step {step:,} is "
+        f"extended from {counted(before, 'step')} to {job.steps:,}: the learning rate of step {step:,} is "
         f"{job.learning_rate.at(step):g}",
         flush=True,
     )
