@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
-    # Nothing is ever downloaded: checkpoints, tokenizers and data are local.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if "--download" not in arguments:  # nothing is fetched unasked: checkpoints, tokenizers and data are local
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
     interrupts = Interrupts(ends_process=argv is None)
     named_flags, FinetuneError.names_flags = FinetuneError.names_flags, True
 

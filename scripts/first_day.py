@@ -8,14 +8,15 @@ downloaded.
     python scripts/first_day.py --only resume    # those whose names have the word
 """
 
+import io
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,18 @@ from scripts.first_day_materials import make_materials
 
 ROOT = Path(__file__).parents[1]
 LONGEST_SILENCE_S = 3.0
+_GOING_ON = "so far)\n"
+"""End of the lines that say what is going on."""
+_SERVER = multiprocessing.get_context("forkserver")
+"""What command lines are forked from: most of the seconds that they take on two cores are imports."""
+_PRELOADED = [
+    "cli.main",
+    "cli.train.one_machine",
+    "cli.plan.out_of_core",
+    "peft",
+    "datasets",
+    "transformers.models.llama",
+]
 SMALL = "--model models/small --batch-size 2 --seq-len 256 --gpu cpu --lr 1e-3"
 """Options of every run on the small checkpoint."""
 TEXTS, BROKEN = f"{SMALL} --data data/texts.jsonl", f"{SMALL} --data data/broken.jsonl"
@@ -165,7 +178,7 @@ INTERRUPTIONS = [
         "a time limit",
         [Step(f"{LONG} --max-hours 0.0001 --save-every 1", 0, ("--max-hours 0.0001", "To continue: finetune"))],
     ),
-    Task("Ctrl-C before training", [Step(LONG, 130, ("stopped",), send=(signal.SIGINT, "seq-len"))]),
+    Task("Ctrl-C before training", [Step(LONG, 130, ("stopped",), send=(signal.SIGINT, "steps    400"))]),
 ]  # fmt: skip
 USES = [
     Task(
@@ -207,36 +220,53 @@ class Ended:
 
     status: int
     output: str
-    seconds: float
     longest_silence: float
+    """Seconds without a word, but for those in which the last line says what is going on."""
 
 
-def run_step(step: Step, directory: Path, environment: dict[str, str]) -> Ended:
-    """Run one command line to its end, and watch what it says and when."""
-    if step.words.startswith("python "):
-        command = [sys.executable, "-c", step.words.removeprefix("python ")]
-    else:
-        command = [sys.executable, "-m", "cli.main", *step.words.split()]
-    began = last = time.monotonic()
-    process = subprocess.Popen(
-        command, cwd=directory, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    lines: list[str] = []
-    silence, sent = 0.0, False
-    if step.send is not None and step.send[1] in step.words:  # at once, that is: in the middle of the imports
-        threading.Timer(1.0, process.send_signal, [step.send[0]]).start()
-        sent = True
-    assert process.stdout is not None
-    for line in process.stdout:
-        now = time.monotonic()
-        silence, last = max(silence, now - last), now
-        lines.append(line)
-        if step.send is not None and not sent and step.send[1] in line:
-            process.send_signal(step.send[0])
+def run_step(step: Step, directory: Path, output: Path) -> Ended:
+    """Run one command line to its end, and watch what it says and when.
+
+    Args:
+        step: the command line.
+        directory: where it runs.
+        output: file for what it says.
+    """
+    output.touch()
+    process = _SERVER.Process(target=_run_here, args=(step.words, str(directory), str(output)))
+    process.start()
+    assert process.pid is not None
+    last_time, said, silence, sent = time.monotonic(), "", 0.0, step.send is None
+    while process.is_alive():
+        process.join(0.05)
+        now, text = time.monotonic(), output.read_text(errors="replace")
+        if text == said and not said.endswith(_GOING_ON):
+            silence = max(silence, now - last_time)
+        elif text != said:
+            said, last_time = text, now
+        if not sent and step.send is not None and step.send[1] in said:
+            os.kill(process.pid, step.send[0])
             sent = True
-    status = process.wait()
-    return Ended(status, "".join(lines), time.monotonic() - began, max(silence, time.monotonic() - last))
+    assert process.exitcode is not None
+    return Ended(process.exitcode, output.read_text(errors="replace"), silence)
+
+
+def _run_here(words: str, directory: str, output: str) -> None:
+    """Run a command line in this process, which is forked from one that has imported everything."""
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(file, descriptor)
+    for stream in (sys.stdout, sys.stderr):
+        assert isinstance(stream, io.TextIOWrapper)
+        stream.reconfigure(line_buffering=True)
+    os.chdir(directory)
+    if words.startswith("python "):
+        paths = {**os.environ, "PYTHONPATH": str(ROOT)}
+        sys.exit(subprocess.run([sys.executable, "-c", words.removeprefix("python ")], env=paths).returncode)
+    from cli.main import main as finetune
+
+    sys.argv = ["finetune", *words.split()]
+    sys.exit(finetune())
 
 
 def faults(step: Step, ended: Ended, directory: Path) -> list[str]:
@@ -248,29 +278,24 @@ def faults(step: Step, ended: Ended, directory: Path) -> list[str]:
     return found + [f"leaves {name}" for name in step.lacks if (directory / name).exists()]
 
 
-def run_task(task: Task, work: Path, say: Callable[[str], None]) -> bool:
+def run_task(task: Task, work: Path) -> bool:
     """Run a task in a directory of its own; return whether it ended as it should."""
     directory = work / "tasks" / "".join(letter if letter.isalnum() else "-" for letter in task.name)
     directory.mkdir(parents=True)
     for name in ("models", "data"):
         (directory / name).symlink_to(work / name)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "FINETUNE_CACHE": str(work / "cache"),
-        "PYTHONUNBUFFERED": "1",
-    }
     began, silence = time.monotonic(), 0.0
     for number, step in enumerate(task.steps, 1):
-        ended = run_step(step, directory, environment)
+        ended = run_step(step, directory, directory.with_name(f"{directory.name}-{number}.log"))
         silence = max(silence, ended.longest_silence)
         wrong = faults(step, ended, directory)
         if wrong:
             shown = step.words if len(step.words) < 200 else f"{step.words[:200]} ..."
-            say(f"FAILED   {task.name}, step {number}: {'; '.join(wrong)}\n$ finetune {shown}\n{ended.output}")
+            told = "; ".join(wrong)
+            print(f"FAILED   {task.name}, step {number}: {told}\n$ finetune {shown}\n{ended.output}", flush=True)
             return False
     slow = f", silent for {silence:.1f} s" if silence > LONGEST_SILENCE_S else ""
-    say(f"ok       {task.name} ({time.monotonic() - began:.1f} s{slow})")
+    print(f"ok       {task.name} ({time.monotonic() - began:.1f} s{slow})", flush=True)
     return True
 
 
@@ -279,11 +304,13 @@ def run_task(task: Task, work: Path, say: Callable[[str], None]) -> bool:
 @click.option("--jobs", default=2, show_default=True, help="Tasks at a time.")
 def main(only: str, jobs: int) -> None:
     """Do thirty things as somebody new would, and see that each ends as the docs say."""
+    _SERVER.set_forkserver_preload(_PRELOADED)
     chosen = [task for task in TASKS if only in task.name]
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="first-day-") as folder, ThreadPoolExecutor(jobs) as pool:
+        os.environ["FINETUNE_CACHE"] = str(Path(folder) / "cache")
         make_materials(Path(folder))
-        good = list(pool.map(lambda task: run_task(task, Path(folder), lambda text: print(text, flush=True)), chosen))
+        good = list(pool.map(lambda task: run_task(task, Path(folder)), chosen))
     print(f"{sum(good)} of {len(chosen)} tasks ended as they should, in {time.monotonic() - began:.0f} s")
     sys.exit(not all(good))
 

@@ -32,7 +32,9 @@ class ModelSettings:
     """What is trained."""
 
     model: str = option(metavar="DIR|PRESET", presets="models", modes=Mode.MODEL | Mode.BATCH)
-    """Checkpoint directory, or the name of a preset (random weights)."""
+    """Checkpoint directory; a hub's name (owner/name), found in the local cache; or a preset (random weights)."""
+    download: bool = option(False, modes=Mode.MODEL | Mode.BATCH)
+    """Fetch a --model that is a hub's name and not in the local cache yet."""
     demo: bool = option(False, modes=Mode.DEMO)
     """Make a small checkpoint and fine-tune it: no network, no GPU, two minutes."""
 
