@@ -22,9 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from scripts.first_day_materials import make_materials
+from first_day_materials import make_materials
 
 ROOT = Path(__file__).parents[1]
 LONGEST_SILENCE_S = 3.0

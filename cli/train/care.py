@@ -16,7 +16,9 @@ from common.activity import activity
 class CaredTrainer(Protocol):
     """A trainer, as far as this needs it."""
 
-    model: Exporter
+    @property
+    def model(self) -> Exporter:
+        """What is trained."""
 
     def agree(self, wish: bool) -> bool:
         """Return whether any rank wishes something; collective."""
@@ -48,7 +50,11 @@ class RunCare:
         self.time_is_up = False
         self.last_words = ""
         """Line that says why the run has ended before its last step."""
-        self.is_over = settings.export or self._has_not_improved()
+        self._is_over = settings.export or self._has_not_improved()
+
+    def is_over(self) -> bool:
+        """Return whether no further step is to be taken."""
+        return self._is_over
 
     def after_step(self, step: int, seconds: float) -> None:
         """Save if it is due, and see whether there is time for another step like the one that took ``seconds``."""
@@ -61,7 +67,7 @@ class RunCare:
         if settings.max_hours is not None and step < self._job.steps:
             late = time.time() - settings.started_at + seconds > settings.max_hours * 3600
             if self._trainer.agree(late):
-                self.time_is_up = self.is_over = True
+                self.time_is_up = self._is_over = True
                 self.last_words = (
                     f"ended after step {step:,} of {self._job.steps:,}, which is committed: another one would go "
                     f"beyond --max-hours {settings.max_hours:g}. {settings.how_to_continue}"
@@ -75,7 +81,7 @@ class RunCare:
                 path = self._checkpoints.save_best(self._trainer.model, loss)
             self._say(f"saved    {path}: the best so far")
         if self._has_not_improved():
-            self.is_over = True
+            self._is_over = True
 
     def _has_not_improved(self) -> bool:
         """Return whether evaluations have found nothing better for as long as ``--patience`` waits."""

@@ -167,7 +167,7 @@ def _take_steps(job: Job, trainer: Trainer, process: Process, care: RunCare) -> 
         model_flops=trainer.model.model_flops_per_token(job.seq_len),
         hardware_flops=trainer.model.hardware_flops_per_token(job.seq_len),
     )
-    if care.is_over:
+    if care.is_over():
         return measured
     with contextlib.ExitStack() as stack:
         logger = stack.enter_context(MetricsLogger(job, done, trainer.plan)) if process.is_rank0 else None
@@ -206,7 +206,7 @@ def _take_steps(job: Job, trainer: Trainer, process: Process, care: RunCare) -> 
                 care.after_evaluation(step, _evaluate(job, trainer, process, logger))
                 interval = _Interval(trainer)
             care.after_step(step, seconds)
-            if care.is_over:
+            if care.is_over():
                 break
             if job.settings.save_every is not None and step % job.settings.save_every == 0:
                 interval = _Interval(trainer)
