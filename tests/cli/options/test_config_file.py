@@ -63,7 +63,7 @@ def test_paths_that_no_longer_depend_on_the_folder() -> None:
 def test_write_config(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model", "m", "--lr", "2e-5", "--write-config"]) == 0
     content = tomllib.loads(capsys.readouterr().out)
-    assert content["model"] == {"model": "m", "demo": False} and content["training"]["lr"] == 2e-5
+    assert content["model"] == {"model": "m", "download": False, "demo": False} and content["training"]["lr"] == 2e-5
     assert "config" not in content["other"] and "write-config" not in content["other"]
 
 
