@@ -22,13 +22,13 @@ BLOCK = 256
 NF4_BLOCK = 64
 """Number of elements that share a scale in nf4, as in bitsandbytes."""
 
-#: The 16 values of nf4, relative to a block's largest magnitude: quantiles of a normal distribution, with an exact zero
-#: (Dettmers et al., arXiv:2305.14314, appendix E).
 NF4_VALUES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
+"""The 16 values of nf4, relative to a block's largest magnitude: quantiles of a normal distribution, with an exact zero
+(Dettmers et al., arXiv:2305.14314, appendix E)."""
 
 _LARGEST = {8: 127.0, 4: 7.0}
 _SCALE_BYTES = 4

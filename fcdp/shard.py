@@ -26,6 +26,7 @@ import dataclasses
 from typing import Any, TypeVar, cast
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 
@@ -91,7 +92,24 @@ def fully_shard(
     apart = layout.p.shards < layout.os.shards
     groups = split_units(units, adapter_groups) if apart else whole_units(units)
     policy = _explicit(mp_policy or MixedPrecisionPolicy(), model)
-    mesh = topology.shard_mesh(routes.shards)
+    _shard_groups(model, units, groups, routes, topology.shard_mesh(routes.shards), policy)
+    result = Sharding(model, topology, routes, groups)
+    result.install(device_cache_threshold, host_cache_bytes, device_memory)
+    if topology.device.type == "cpu" and routes.shards > 1:
+        _prefetch_forward(units, groups)
+    setattr(model, ATTRIBUTE, result)
+    return model
+
+
+def _shard_groups(
+    model: nn.Module,
+    units: list[Unit],
+    groups: list[ParameterGroup],
+    routes: Routes,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+) -> None:
+    """Let FSDP2 shard every group, and at last the model around them."""
     for group in groups:
         unit = units[group.unit]
         _measure(group, routes.shards, policy)
@@ -101,12 +119,6 @@ def fully_shard(
         fsdp2_fully_shard(cast(Any, target), mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
     if not isinstance(model, FSDPModule):  # every parameter is in some unit, and the root holds none itself
         fsdp2_fully_shard(model, mesh=mesh, mp_policy=policy)
-    result = Sharding(model, topology, routes, groups)
-    result.install(device_cache_threshold, host_cache_bytes, device_memory)
-    if topology.device.type == "cpu" and routes.shards > 1:
-        _prefetch_forward(units, groups)
-    setattr(model, ATTRIBUTE, result)
-    return model
 
 
 def sharding(model: nn.Module) -> Sharding:

@@ -21,7 +21,7 @@ from common.communication.object_collectives import all_gather_object
 from common.errors import UserError
 from common.memory.meter import PeakMeter
 from fcdp.checkpoint.export import export
-from fcdp.checkpoint.training_state import Progress, TrainingCheckpoints
+from fcdp.checkpoint.training_state import TrainingCheckpoints, TrainingProgress
 from fcdp.config import TrainerConfig
 from fcdp.model.forward import Forward
 from fcdp.model.model import ClusterModel
@@ -119,7 +119,7 @@ class Trainer:
     def commit(self) -> None:
         """Put the state after the last step on the drives, unless it is there."""
         if self.step_count != self.committed_step or not self._is_committed:
-            self._checkpoints.save(Progress(self.step_count, self._nonfinite.skipped, self.user_state))
+            self._checkpoints.save(TrainingProgress(self.step_count, self._nonfinite.skipped, self.user_state))
             self.committed_step = self.step_count
             self._is_committed = True
 

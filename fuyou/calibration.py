@@ -35,14 +35,15 @@ from fuyou.runtime.accounting import StepReport, TaskKind
 from fuyou.runtime.devices.device import Device
 from fuyou.schedule.tasks import ComputeTask
 
-#: Half of the blocks keep what saves computing, so that one run shows both ways.
 BLOCKS = 4
-#: With more the store would take longer to fill than everything else that is measured.
+"""Half of the blocks keep what saves computing, so that one run shows both ways."""
 MOST_PARAMETERS = 128e6
-#: A step is traced before blocks take their short cuts, one more fills the pipeline, and drives are slow on new files.
+"""With more the store would take longer to fill than everything else that is measured."""
 WARM_STEPS = 3
-#: Then at least so many steps, and most so many, unless they take longer than this.
+"""A step is traced before blocks take their short cuts, one more fills the pipeline, and drives are slow on new
+files."""
 STEPS, MOST_STEPS, STEPS_SECONDS = 3, 8, 2.0
+"""Then at least so many steps, and most so many, unless they take longer than this."""
 
 
 def measured_profile(context: PlannerContext) -> Profile:
@@ -131,7 +132,7 @@ def simulated_seconds(evaluation: Evaluation) -> dict[TaskKind, float]:
     seconds: dict[TaskKind, list[float]] = {}
     for task in evaluation.tasks.tasks:
         if isinstance(task, ComputeTask):
-            seconds.setdefault(TaskKind.of(task), []).append(task.ended - task.began)
+            seconds.setdefault(TaskKind.of(task), []).append(task.finished_at - task.started_at)
     return {kind: statistics.mean(one) for kind, one in seconds.items()}
 
 

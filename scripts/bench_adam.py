@@ -1,6 +1,6 @@
 """Claim: the optimizer process keeps up with memory and with the drives.
 
-In memory: AdamW on bf16 halves (14 bytes read and 12 written per parameter), chunk by chunk as the optimizer process
+In memory: AdamW on split weights (14 bytes read and 12 written per parameter), chunk by chunk as the optimizer process
 does it, against ``torch._fused_adamw_`` on whole fp32 tensors and against copies that move as many bytes. From SSD:
 states read, updated and written back through the real optimizer process, against the same reads and writes side by
 side without any Adam. All sides take turns within each round, on the same threads.
@@ -37,7 +37,7 @@ from common.memory.buffers import HostBuffer, round_up
 from common.store import Layout, Store
 from common.units import format_count, parse_bytes
 from fuyou.layout.record import PAGE_ELEMENTS, Kind, Precision, Record, allocate_extents
-from fuyou.optimizer.adam import AdamConfig, ChunkAdam, Update
+from fuyou.optimizer.adam import AdamConfig, AdamStates, ChunkAdam, Update
 from fuyou.optimizer.process.client import OptimizerLink
 from fuyou.optimizer.process.protocol import (
     BufferRegion,
@@ -52,10 +52,10 @@ from fuyou.optimizer.process.protocol import (
 from fuyou.schedule.memory_plan import SMALLEST_CHUNK
 
 PRECISION = Precision(torch.bfloat16, torch.float32)
-#: Bytes per parameter that a copy moves in each direction, so that it moves as many as an update: 14 in and 12 out.
 COPIED_BYTES = 13
+"""Bytes per parameter that a copy moves in each direction, so that it moves as many as an update: 14 in and 12 out."""
 PARAMETER_BUFFERS, GRADIENT_BUFFERS = 4, 2
-OURS = "AdamW on halves"
+OURS = "AdamW on split weights"
 PIPELINE, BOUND = "optimizer process", "same reads and writes, no Adam"
 
 
@@ -100,20 +100,18 @@ class InMemory:
     def contenders(self) -> dict[str, Callable[[], None]]:
         """By name: what updates, or moves, everything once."""
         return {
-            OURS: self._halves,
+            OURS: self._split_weights,
             "fused AdamW, fp32 gradient": self._fused,
             "fused AdamW, bf16 gradient": self._converted,
             "copy": self._copy,
             "copy past the caches": self._streaming_copy,
         }
 
-    def _halves(self) -> None:
+    def _split_weights(self) -> None:
         for start in range(0, self._parameters, self._chunk_elements):
             part = slice(start, start + self._chunk_elements)
-            self._adam.update(
-                self._hi[part], self._lo[part], self._mean[part], self._variance[part], self._narrow[part],
-                self._update, decay=True,
-            )  # fmt: skip
+            states = AdamStates(self._hi, self._lo, self._mean, self._variance).part(part)
+            self._adam.update(states, self._narrow[part], self._update, decay=True)
 
     def _fused(self) -> None:
         adam = self._update.adam

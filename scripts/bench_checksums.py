@@ -35,7 +35,6 @@ MIB = 1 << 20
 PIECE = 4 * MIB
 """Bytes that an I/O thread takes the checksum of at once."""
 
-#: Run by this process and, as ``sitecustomize``, by the optimizer process. The switch is a byte that both have mapped.
 PATCH = """
 import mmap
 import common.store.checksums as module
@@ -45,6 +44,8 @@ take = module.checksum
 module.checksum = lambda data, first_page: take(data, first_page) if switch[0] else 0
 module.ExtentChecksums._compare = lambda self, expected: None
 """
+"""Run by this process and, as ``sitecustomize``, by the optimizer process. The switch is a byte that both have
+mapped."""
 
 
 @click.command()

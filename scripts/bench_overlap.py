@@ -31,7 +31,7 @@ from fuyou.layout.record import Precision
 from fuyou.model.model_records import model_records
 from fuyou.model.recompute.policy import ActivationPlanner
 from fuyou.model.streamed_model import StreamedModel
-from fuyou.optimizer.adam import AdamConfig, ChunkAdam, Update
+from fuyou.optimizer.adam import AdamConfig, AdamStates, ChunkAdam, Update
 from fuyou.planner.rates import TaskRates
 from fuyou.planner.simulator import simulate
 from fuyou.schedule.memory_planner import MemoryPlanner
@@ -77,12 +77,12 @@ def adam_rate(threads: int) -> float:
     """Parameters per second of the optimizer's arithmetic, states in memory."""
     torch.set_num_threads(threads)
     count = 8 << 20
-    hi, gradient = (torch.zeros(count, dtype=torch.bfloat16) for _ in range(2))
-    lo, mean, variance = torch.zeros(count, dtype=torch.int16), torch.zeros(count), torch.zeros(count)
-    adam, seconds = ChunkAdam(), []
+    high, gradient = (torch.zeros(count, dtype=torch.bfloat16) for _ in range(2))
+    low, mean, variance = torch.zeros(count, dtype=torch.int16), torch.zeros(count), torch.zeros(count)
+    states, adam, seconds = AdamStates(high, low, mean, variance), ChunkAdam(), []
     for step in range(1, 6):
         began = time.perf_counter()
-        adam.update(hi, lo, mean, variance, gradient, Update(step, AdamConfig()), decay=True)
+        adam.update(states, gradient, Update(step, AdamConfig()), decay=True)
         seconds.append(time.perf_counter() - began)
     return count / min(seconds)
 
@@ -97,15 +97,15 @@ def measure(
         tflops * 1e12, LINK, LINK, read * len(ssd), write * len(ssd), adam_rate(max(1, cpu_count() - 2))
     )  # fmt: skip
     micro = min(batch, 8)
-    keeping = ActivationPlanner(stack, "cuda", torch.bfloat16, kept)
-    recomputation = keeping.recomputation(micro, SEQ_LEN)
-    kept_bytes = keeping.saved(micro, SEQ_LEN).nbytes
+    activations = ActivationPlanner(stack, "cuda", torch.bfloat16, kept)
+    recomputation = activations.recomputation(micro, SEQ_LEN)
+    kept_bytes = activations.saved(micro, SEQ_LEN).nbytes
 
     def simulated(fraction: float) -> float:
         deferred = interleaved(shape, fraction)
         planner = MemoryPlanner(
-            shape, CONFIG, MEMORY, host, False, deferred=len(deferred), host_cache=0, kept_layers=len(keeping.layers),
-            kept_bytes=lambda batch: kept_bytes,
+            shape, CONFIG, MEMORY, host, False, deferred=len(deferred), host_cache=0,
+            kept_layers=len(activations.layers), kept_bytes=lambda batch: kept_bytes,
         )  # fmt: skip
         plan = planner.plan(batch, SEQ_LEN, micro)
         return simulate(shape, plan, rates, deferred, recomputation=recomputation)[0].step_seconds()

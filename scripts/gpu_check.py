@@ -35,7 +35,6 @@ import common.openmp  # noqa: E402, F401  (before PyTorch)
 
 from gpu.journal import DATA_PREFIX, Check, Journal, Settings, Skip, describe  # noqa: E402
 
-#: Shares of the time. What a section leaves goes to those after it.
 SHARES = {
     "machine": 1.0,
     "limits": 3.0,
@@ -45,10 +44,11 @@ SHARES = {
     "timeline": 2.0,
     "in-memory": 2.0,
 }
-#: How long after its time a section is stopped by force.
+"""Shares of the time. What a section leaves goes to those after it."""
 GRACE_S = 20.0
-#: Kept back at the end for the last section's grace.
+"""How long after its time a section is stopped by force."""
 RESERVE_S = 25.0
+"""Kept back at the end for the last section's grace."""
 
 
 @click.command(help=__doc__)

@@ -49,8 +49,8 @@ PANELS = (
     }),
 )  # fmt: skip
 
-#: One colour per line of a panel (Okabe and Ito: told apart by everybody).
 COLOURS = ("#0072B2", "#E69F00", "#009E73")
+"""One colour per line of a panel (Okabe and Ito: told apart by everybody)."""
 
 
 def find_metrics(directory: Path) -> Path:

@@ -19,8 +19,8 @@ from drawing import open_pyplot, save  # noqa: E402
 
 from common.errors import FinetuneError, UserError  # noqa: E402
 
-#: One colour per group of lanes, in the order of their numbers (Okabe and Ito: told apart by everybody).
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#999999")
+"""One colour per group of lanes, in the order of their numbers (Okabe and Ito: told apart by everybody)."""
 
 
 @dataclass(frozen=True)

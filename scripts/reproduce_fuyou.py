@@ -43,8 +43,6 @@ class Throughput:
     """Section, and where the batch size is from."""
 
 
-#: The batches on an RTX 4090 agree with the evaluation data published with Ratel (ICDE 2025), as this paper was called
-#: later: 155.8 TFLOP/s at 64 and 86.9 at 16 on such a server. It has no data on an A100.
 THROUGHPUTS = (
     Throughput("gpt3-13b", "a100-80g", 80, 202, "5.3; largest batch that 5.6 names"),
     Throughput("gpt3-13b", "rtx-4090", 64, 156, "5.3; largest batch that 5.4 names"),
@@ -53,20 +51,22 @@ THROUGHPUTS = (
     Throughput("gpt3-276b", "a100-80g", 64, 168, "5.3"),
     Throughput("gpt3-412b", "a100-80g", 64, 163, "5.3"),
 )
-#: (GPU, host memory in GB, model): section 5.2. None: more than an RTX 4090 can there ("no less than 384 GB").
+"""The batches on an RTX 4090 agree with the evaluation data published with Ratel (ICDE 2025), as this paper was called
+later: 155.8 TFLOP/s at 64 and 86.9 at 16 on such a server. It has no data on an A100."""
 SIZES = (
     ("rtx-4090", 128, "gpt3-65b"),
     ("rtx-4090", 768, "gpt3-276b"),
     ("a100-80g", 768, "gpt3-805b"),
     ("a100-80g", 384, None),
 )
-#: (model, batch, throughput over that without overlap): section 5.4, on an RTX 4090.
+"""(GPU, host memory in GB, model): section 5.2. None: more than an RTX 4090 can there ("no less than 384 GB")."""
 OVERLAP = (
     ("gpt3-13b", 8, 1.09), ("gpt3-13b", 16, 1.25), ("gpt3-13b", 32, 1.38), ("gpt3-13b", 64, 1.22),
     ("gpt3-175b", 8, 1.16), ("gpt3-175b", 16, 1.18),
 )  # fmt: skip
-#: (batch, whether activations are swapped): section 5.6, 13B on an A100.
+"""(model, batch, throughput over that without overlap): section 5.4, on an RTX 4090."""
 SWAPS = ((32, False), (64, True), (80, True))
+"""(batch, whether activations are swapped): section 5.6, 13B on an A100."""
 
 
 def machine(gpu: str, host_gb: int = 768) -> Machine:

@@ -50,13 +50,13 @@ def same(ours: float, theirs: float) -> str:
 PARO_LEVELS = Levels((8, 8))
 PARO_WORKLOAD = Workload(7e9, 7e9, blocks=32, micro_batches=8)
 
-#: Table 1, column by column: all parameters trainable, a sixth or more, less, adapters.
 PARO_TABLE_1 = {
     "NNN": "yyyy", "NNI": "yyyy", "NNG": "yyy-", "NII": "yyy-", "NIG": "yyy-", "NGG": "yyy-", "INI": "---y",
     "ING": "-yy-", "III": "--y-", "IIG": "yy--", "IGG": "yyy-", "GNG": "-yyy", "GIG": "-yy-", "GGG": "yyy-",
 }  # fmt: skip
-#: A ratio inside each column; the last is rank-16 LoRA on LLaMA-7B (FCDP II-C).
+"""Table 1, column by column: all parameters trainable, a sixth or more, less, adapters."""
 PARO_RATIOS = (1.0, 0.5, 0.1, 0.002)
+"""A ratio inside each column; the last is rank-16 LoRA on LLaMA-7B (FCDP II-C)."""
 
 
 def recommended(ratio: float) -> set[str]:

@@ -10,8 +10,8 @@ from cli.job.machine import sequence_length
 from cli.job.quiet import quiet_transformers
 from cli.options.computing_dtype import with_dtype_of_all
 from cli.options.settings import Settings
+from cli.train.ranks.liveness import RankProcess
 from cli.train.ranks.meeting import device_of, meet
-from cli.train.ranks.rank_process import RankProcess
 from common.models.presets import load_config
 from common.units import format_bytes, format_seconds
 from fcdp.planner.profiling import profile_cluster

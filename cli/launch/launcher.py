@@ -25,8 +25,8 @@ from cli.launch.rendezvous import Rendezvous, find_meeting, wait_for_host
 from cli.options.settings import COMMITS, Settings
 from cli.train import interrupts
 from cli.train.interrupts import STATUS, Stopped
+from cli.train.ranks.liveness import LAUNCH, STOP
 from cli.train.ranks.outcomes import Outcome, RankOutcomes
-from cli.train.ranks.rank_process import LAUNCH, STOP
 from common.errors import FinetuneError, UserError
 from common.hardware.machine import cpu_count, list_gpus
 from common.units import format_seconds

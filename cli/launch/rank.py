@@ -11,8 +11,8 @@ from cli.launch.launcher import INTERRUPTED
 from cli.options.command import parse_command_line
 from cli.options.settings import Settings
 from cli.train.interrupts import Stopped
+from cli.train.ranks.liveness import RankProcess, one_line
 from cli.train.ranks.outcomes import Outcome
-from cli.train.ranks.rank_process import RankProcess, one_line
 from common.errors import FinetuneError
 
 

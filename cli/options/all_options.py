@@ -53,7 +53,7 @@ class DataSettings:
     chat_template: str | None = option(None, "NAME|FILE", modes=Mode.RUN)
     """Chat template instead of the tokenizer's: alpaca, chatml, gemma, llama-3, mistral, zephyr, or a Jinja file. It is
     saved with the result."""
-    show_data: int | None = option(None, "N", POSITIVE)
+    show_data: int | None = option(None, "N", POSITIVE, of_call=True)
     """Train nothing: print N rows as the model sees them, with what carries loss in colour."""
     seq_len: int | None = option(None, "N", WholeNumber(min=2), modes=Mode.BATCH)
     """Tokens per sequence. Default: 1024, or the model's context if that is shorter."""
@@ -79,7 +79,7 @@ class MemorySettings:
 
     ssd: tuple[str, ...] = option((), "DIR...", patterns=True, modes=Mode.PLACE)
     """Directories for parameters and optimizer states, one per drive. Default: inside --output."""
-    leave_ssd: tuple[str, ...] = option((), "DIR...", patterns=True)
+    leave_ssd: tuple[str, ...] = option((), "DIR...", patterns=True, of_call=True, may_differ=True)
     """With --resume: drives that the run is on and that --ssd no longer names. Its records move to those of --ssd, as
     they do to drives that are new there."""
     gpu: str = option("auto", "auto|cpu|NAME|INDEX", presets="gpus", modes=Mode.STEP | Mode.PROFILE_NODES)
@@ -115,12 +115,12 @@ class ClusterSettings:
     """Train on N machines together: sharded over all GPUs in memory, or out of core with --ssd. Start the same line on
     each."""
     gpus_per_node: int | None = option(
-        None, "M", POSITIVE, modes=Mode.NODES | Mode.PLAN_RANKS | Mode.PLAN_CLUSTER, only=Only.NODES
+        None, "M", POSITIVE, modes=Mode.NODES | Mode.PLAN_RANKS | Mode.PLAN_CLUSTER, only=Only.NODES, may_differ=True
     )
     """Ranks per machine. Default: its GPUs; 1 with --gpu cpu."""
-    rdzv_endpoint: str | None = option(None, "HOST:PORT", modes=Mode.NODES, only=Only.NODES)
+    rdzv_endpoint: str | None = option(None, "HOST:PORT", modes=Mode.NODES, only=Only.NODES, may_differ=True)
     """Where nodes meet: one of them, and a free port there. Default: as srun or MASTER_ADDR say."""
-    node_timeout: int = option(300, "SECONDS", POSITIVE, modes=Mode.NODES, only=Only.NODES)
+    node_timeout: int = option(300, "SECONDS", POSITIVE, modes=Mode.NODES, only=Only.NODES, may_differ=True)
     """How long to wait for a node that does not come or no longer answers."""
     max_restarts: int = option(3, "N", COUNT, modes=Mode.NODES, only=Only.NODES)
     """How often to start again from the last commit after a rank is lost."""
@@ -155,7 +155,7 @@ class TrainingSettings:
     """Learning rate below which it does not fall."""
     patience: int | None = option(None, "N", POSITIVE, modes=Mode.RUN)
     """End the run when N evaluations in a row have found no lower loss."""
-    max_hours: float | None = option(None, "X", ABOVE_ZERO, modes=Mode.RUN)
+    max_hours: float | None = option(None, "X", ABOVE_ZERO, modes=Mode.RUN, of_call=True)
     """End this call in order after so many hours, with status 0; --resume goes on. For schedulers' time limits."""
     weight_decay: float = option(0.01, "X", NOT_NEGATIVE, modes=Mode.RUN)
     """Decoupled weight decay; biases and norms do not decay."""
@@ -219,13 +219,13 @@ class OutputSettings:
     after each."""
     keep: int = option(2, "K", POSITIVE, modes=Mode.RUN)
     """How many checkpoints of --save-every to keep, the newest."""
-    export: bool = option(False)
+    export: bool = option(False, of_call=True)
     """With --resume: take no step, and write the checkpoint as the last committed step left it."""
-    resume: bool = option(False, modes=Mode.TRAIN | Mode.PLAN_HERE, excludes="overwrite")
+    resume: bool = option(False, modes=Mode.TRAIN | Mode.PLAN_HERE, excludes="overwrite", of_call=True, may_differ=True)
     """Continue from the last committed step. --resume auto begins where there is none."""
-    resume_auto: bool = option(False, excludes="overwrite")
+    resume_auto: bool = option(False, excludes="overwrite", of_call=True, may_differ=True)
     """The same as --resume auto, for a file."""
-    overwrite: bool = option(False, modes=Mode.TRAIN | Mode.DEMO, excludes="resume")
+    overwrite: bool = option(False, modes=Mode.TRAIN | Mode.DEMO, excludes="resume", of_call=True, may_differ=True)
     """Replace the run that is in --output and --ssd."""
     commit_every: int | None = option(None, "N", POSITIVE, modes=Mode.STEP)
     """Steps between commits: a crash loses at most so many. Default: 1; 100 with --nodes in memory."""
@@ -237,14 +237,14 @@ class OutputSettings:
     """Maximum number of tokens of the --sample."""
     temperature: float = option(0.0, "X", NOT_NEGATIVE, only=Only.SAMPLE, modes=Mode.RUN)
     """Temperature of the --sample: 0 takes the likeliest word each time, 0.8 varies."""
-    report: Path | None = option(None, "FILE", modes=Mode.TRAIN | Mode.DEMO)
+    report: Path | None = option(None, "FILE", modes=Mode.TRAIN | Mode.DEMO, of_call=True, may_differ=True)
     """Write the summary there, as JSON."""
     quiet: bool = option(False, modes=Mode.RUN)
     """Print no header and no steps: only evaluations, what goes wrong and how it went. The files have everything."""
     log_every: int = option(1, "N", POSITIVE, modes=Mode.RUN)
     """Print a line every N steps, where the output is no terminal."""
     log_to: tuple[str, ...] = option(
-        (), "NAME...", ("tensorboard", "wandb", "trackio", "mlflow", "jsonl"), modes=Mode.RUN
+        (), "NAME...", ("tensorboard", "wandb", "trackio", "mlflow", "jsonl"), modes=Mode.RUN, may_differ=True
     )
     """Send every step's figures to tensorboard, wandb, trackio, mlflow; <output>/run/metrics.jsonl has them always."""
 
@@ -294,7 +294,12 @@ class PlanningSettings:
     """Look at this machine and measure its drives (--ssd) instead of training: what a bug report needs, and
     potential problems."""
     trace: Path | None = option(
-        None, "FILE", modes=Mode.TRAIN | Mode.PLAN_HERE | Mode.PLAN_BY_NAME | Mode.PLAN_RANKS, only=Only.OUT_OF_CORE
+        None,
+        "FILE",
+        modes=Mode.TRAIN | Mode.PLAN_HERE | Mode.PLAN_BY_NAME | Mode.PLAN_RANKS,
+        only=Only.OUT_OF_CORE,
+        of_call=True,
+        may_differ=True,
     )
     """Write the last (or the planned) step's tasks there, for ui.perfetto.dev."""
 
@@ -303,11 +308,11 @@ class PlanningSettings:
 class OtherSettings:
     """What is done with options, and with errors."""
 
-    config: Path | None = option(None, "FILE", modes=Mode.ALL)
+    config: Path | None = option(None, "FILE", modes=Mode.ALL, may_differ=True)
     """Take options from this TOML file, too; the command line wins."""
     write_config: bool = option(False, modes=Mode.ALL)
     """Print all options as they are now, as a file for --config, and stop."""
-    debug: bool = option(False, modes=Mode.ALL)
+    debug: bool = option(False, modes=Mode.ALL, of_call=True, may_differ=True)
     """Show where an error came from."""
     completion: str | None = option(None, type=("bash", "zsh", "fish"), modes=Mode(0))
     """Print what makes a shell complete our options: put eval "$(finetune --completion bash)" in ~/.bashrc."""

@@ -90,20 +90,20 @@ def _value(where: str, value: Any, option: GroupedOption, negated: bool) -> Any:
     return str(value)
 
 
-def effective_config(ctx: click.Context, *, absolute: bool = False, leave_out: Iterable[str] = ()) -> str:
+def effective_config(ctx: click.Context, *, of_run: bool = False) -> str:
     """Return all options of a parsed command line as TOML, grouped; those without a value are commented out.
 
     Args:
         ctx: of a command whose options are of :class:`~cli.options.option.GroupedOption`.
-        absolute: whether paths are made independent of the working directory.
-        leave_out: names of options that are shown without a value.
+        of_run: whether it is kept with a run: paths are made independent of the working directory, and options that
+            belong to a call are shown without a value.
     """
     groups: dict[str, list[str]] = {}
     for option in _options_in_files(ctx):
         value = ctx.meta.get(WRITTEN, {}).get(option.name, option.plain_default)
-        if option.name in leave_out:
+        if of_run and option.declaration.of_call:
             value = option.plain_default
-        groups.setdefault(option.group, []).append(_entry(option, value, absolute))
+        groups.setdefault(option.group, []).append(_entry(option, value, of_run))
     return "\n".join(f"[{heading.lower()}]\n" + "\n".join(entries) for heading, entries in groups.items())
 
 

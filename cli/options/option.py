@@ -96,6 +96,10 @@ class Declaration:
     """Whether words may be quoted patterns of file names."""
     excludes: str | None = None
     """Name of an option of which a run cannot have both: one on the command line undoes the other in a file."""
+    of_call: bool = False
+    """Whether it belongs to a call, not to the run, whose own configuration leaves it out."""
+    may_differ: bool = False
+    """Whether nodes need not agree about it, or others check that with better words."""
 
     @property
     def may_be_path(self) -> bool:

@@ -25,10 +25,6 @@ from common.hardware.machine import describe_machine
 from common.store.errors import described
 
 CONFIG, METRICS = "config.toml", "metrics.jsonl"
-PER_CALL_OPTIONS = (
-    "resume", "resume_auto", "overwrite", "leave_ssd", "report", "trace", "debug", "export", "show_data", "max_hours",
-)  # fmt: skip
-"""Options that belong to a call, not to the run."""
 
 
 class RunDirectory:
@@ -65,7 +61,7 @@ class RunDirectory:
         _replace(self.path / DESCRIPTION, json.dumps(description, indent=2, default=str) + "\n")
         context = parse_command_line(job.settings.arguments)
         context.meta.setdefault(WRITTEN, {})["dtype"] = job.settings.dtype  # on another machine, too
-        _replace(self.path / CONFIG, effective_config(context, absolute=True, leave_out=PER_CALL_OPTIONS))
+        _replace(self.path / CONFIG, effective_config(context, of_run=True))
 
     def _load(self) -> dict[str, Any]:
         """Return the description that is there; nothing if it is lost."""

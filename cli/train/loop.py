@@ -38,6 +38,9 @@ class TrainedModel(Protocol):
     def save_pretrained(self, directory: Path, *, merge: bool = False, allow_nonfinite: bool = False) -> None:
         """Export what was trained."""
 
+    def close(self) -> None:
+        """Give memory and processes back."""
+
 
 class Trainer(Protocol):
     """What the loop drives. On several ranks, each has one and all call everything alike."""

@@ -15,9 +15,9 @@ from common.errors import UserError, did_you_mean
 from common.files.presets import preset_files
 from common.units import parse_bytes
 
-#: Part of a link's rate that copies reach, where there is no measurement: it is 24.5 of 31.5 GB/s on an A100, 25.6 of
-#: 31.5 on an RTX 4090, and 56.3 of 63 on an RTX 5090.
 COPY_FRACTION = 0.8
+"""Part of a link's rate that copies reach, where there is no measurement: it is 24.5 of 31.5 GB/s on an A100, 25.6 of
+31.5 on an RTX 4090, and 56.3 of 63 on an RTX 5090."""
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from common.units import format_bytes
 PAGE = 4096
 HUGE_PAGE = 2 << 20
 _MAP_FIXED = 0x10
-#: Advice since Linux 6.1: make huge pages now, of shared memory too, whatever the system's default is.
 _MADV_COLLAPSE = 25
+"""Advice since Linux 6.1: make huge pages now, of shared memory too, whatever the system's default is."""
 _ALLOCATE_PIECE_BYTES = 16 << 20
-#: Some drivers refuse one registration of 512 GiB or more; pieces of this size always work.
 _REGISTER_PIECE_BYTES = 64 << 30
+"""Some drivers refuse one registration of 512 GiB or more; pieces of this size always work."""
 
 
 def round_up(value: int, unit: int) -> int:
@@ -53,8 +53,8 @@ class HostBuffer:
             self._map, self._start = _map_aligned(self.fd, self.nbytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._advise(mmap.MADV_HUGEPAGE, 0, self.nbytes)
-        #: The bytes as a numpy array: ``uint8 [nbytes]``.
         self.array: np.ndarray = np.frombuffer(self._map, np.uint8, self.nbytes, self._start)
+        """The bytes as a numpy array: ``uint8 [nbytes]``."""
         # from_numpy holds the array and so the mapping; frombuffer on the mapping itself would not.
         self._tensor: torch.Tensor = torch.from_numpy(self.array)
 

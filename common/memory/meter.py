@@ -96,8 +96,8 @@ class PeakMeter:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
-        #: Proportional bytes of shared and of file-backed memory in the last full sample, and the counters then.
         self._shared = self._file = 0
+        """Proportional bytes of shared and of file-backed memory in the last full sample, and the counters then."""
         self._sampled: dict[int, _Counters] = {}
         self._last: dict[int, _Counters] = {}
         self._next_full = 0.0

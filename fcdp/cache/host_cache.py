@@ -118,21 +118,22 @@ class CacheEntry:
             self._drop_device()
         keep = self._device is not None or self._placement.admit(self.nbytes)
         self._on_host = not keep
-        if self._streams is None:
+
+        def copy() -> None:
             if keep:
                 self._device = _copy_cells(shard, self._device)
             else:
                 _copy_cells(shard, self._host_view(shard))
+
+        if self._streams is None:
+            copy()
         else:
             stream = self._streams.inward if keep else self._streams.outward
             stream.wait_stream(torch.cuda.current_stream())
             if self._loaded is not None:
                 stream.wait_event(self._loaded)
             with torch.cuda.stream(stream):
-                if keep:
-                    self._device = _copy_cells(shard, self._device)
-                else:
-                    _copy_cells(shard, self._host_view(shard))
+                copy()
                 self._filled = stream.record_event()
             self._streams.read.append((output, self._filled))
         if not keep:

@@ -49,9 +49,9 @@ class OptimizerHooks:
         self._groups = groups
         self._before_step = before_step
         self._after_step = after_step
-        #: Parameter and group by place, and by whether it was sharded. Not weak: PyTorch refuses to swap tensors that
-        #: have weak references.
         self._known: dict[tuple[int, str, bool], tuple[nn.Parameter, ParameterGroup]] = {}
+        """Parameter and group by place, and by whether it was sharded. Not weak: PyTorch refuses to swap tensors that
+        have weak references."""
         self._look_up_parameters()
         # Hooks for all optimizers are kept by PyTorch for ever: they must not keep the model alive.
         this = weakref.ref(self)

@@ -11,8 +11,8 @@ from common.models.checkpoint.export import CheckpointWriter, copy_tokenizer_fil
 from fcdp.model.model import ClusterModel
 from fcdp.model.weights import gather_blocks, whole
 
-#: Largest shard of an exported checkpoint. Rank 0 holds one.
 _SHARD_BYTES = 2_000_000_000
+"""Largest shard of an exported checkpoint. Rank 0 holds one."""
 
 
 def export(model: ClusterModel, directory: Path, *, merge: bool, allow_nonfinite: bool, is_rank0: bool) -> None:

@@ -13,7 +13,7 @@ from fcdp.model.model import ClusterModel
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """How far a training has come."""
 
     step: int
@@ -44,12 +44,12 @@ class TrainingCheckpoints:
         """Remove all commits. Collective."""
         broadcast_from_rank0(self._commits.discard)
 
-    def save(self, progress: Progress) -> None:
+    def save(self, progress: TrainingProgress) -> None:
         """Commit the state of all ranks. Collective; on return it is on the drives."""
         description = {**self._identity(), "user": progress.user_state, "skipped": progress.skipped}
         self._commits.save(progress.step, self.state(), description)
 
-    def load(self) -> Progress:
+    def load(self) -> TrainingProgress:
         """Read the newest commit, whatever number of ranks made it, into model and optimizer. Collective.
 
         Raises:
@@ -74,7 +74,7 @@ class TrainingCheckpoints:
             model.module.get_buffer(name).copy_(value)
         for _, parameter in model.trained():
             self._optimizer.state[parameter]["step"].fill_(step - saved["skipped"])
-        return Progress(step, saved["skipped"], saved["user"])
+        return TrainingProgress(step, saved["skipped"], saved["user"])
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return all that changes: trained parameters and moments. Data and dropout follow from the step's number."""

@@ -17,8 +17,8 @@ from fcdp.strategy.topology import Topology
 from fuyou.model.loss.cross_entropy import targets_of
 from fuyou.model.loss.router_loss import RouterPass
 
-#: What is made of a batch for the loss, and not given to the model.
 _FOR_THE_LOSS = {"targets", "labels", "counts"}
+"""What is made of a batch for the loss, and not given to the model."""
 
 
 class Forward:

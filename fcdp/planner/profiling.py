@@ -111,8 +111,8 @@ def measure_computing(
     shape = model_records(stack, Precision.named(dtype, "fp32"))
     dist.barrier()
     parts = BlockBench(stack, shape, device, rows, seq_len, seq_len).measure()
-    blocks = len(shape.blocks) * (parts.block_forward + parts.block_backward)
-    seconds = blocks + parts.embed_forward + parts.embed_backward + parts.head
+    blocks = len(shape.blocks) * (parts.block_forward_seconds + parts.block_backward_seconds)
+    seconds = blocks + parts.embed_forward_seconds + parts.embed_backward_seconds + parts.head_seconds
     flops = rows * seq_len * hardware_flops_per_token(model, seq_len)
     update = _update_seconds(topology)
     dist.barrier()

@@ -11,8 +11,8 @@ from math import prod
 
 from common.errors import UserError, did_you_mean
 
-#: What people write for scopes that mean the same on every cluster. PaRO's letters (3.1.1), ZeRO-topo's names (V).
 _SYMBOLS = {"n": "N", "none": "N", "i": "I", "node": "I", "g": "G", "cluster": "G", "pair": "pair"}
+"""What people write for scopes that mean the same on every cluster. PaRO's letters (3.1.1), ZeRO-topo's names (V)."""
 _ORDER = {"N": 0, "pair": 1, "I": 2, "G": 3}
 
 

@@ -82,8 +82,8 @@ class Topology:
         if device is None:
             device = torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
         self.device = torch.device(device)
-        #: All ranks in one dimension: what FSDP2 shards over.
         self.mesh: DeviceMesh = init_device_mesh(self.device.type, (world,), mesh_dim_names=("world",))
+        """All ranks in one dimension: what FSDP2 shards over."""
         self._groups: dict[tuple[Axis, Purpose], dist.ProcessGroup] | None = {}
         self._meshes: dict[int, DeviceMesh] = {world: self.mesh}
         _open.add(self)

@@ -58,16 +58,25 @@ class ClusterCommits(Commits):
                 )
 
     def _content(self) -> dict[str, Any]:
-        share = self._agreement.share
         previous = self._previous.to_dict() if self._previous is not None and self._previous.slots > 1 else None
-        cluster = {
-            "run": self._run,
-            "nodes": share.nodes,
-            "ranks_per_node": share.ranks_per_node,
-            "rank": share.rank,
-            "previous": previous,
-        }
-        return {**super()._content(), CLUSTER: cluster}
+        return {**super()._content(), CLUSTER: cluster_content(self._run, self._agreement.share, previous)}
+
+
+def cluster_content(run: str, share: Share, previous: dict[str, Any] | None) -> dict[str, Any]:
+    """Return what a rank's manifest says of the others, as JSON.
+
+    Args:
+        run: random name of the run.
+        share: this rank's.
+        previous: the committed state before; None if that is not whole any more.
+    """
+    return {
+        "run": run,
+        "nodes": share.nodes,
+        "ranks_per_node": share.ranks_per_node,
+        "rank": share.rank,
+        "previous": previous,
+    }
 
 
 @dataclass(frozen=True)

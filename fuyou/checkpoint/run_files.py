@@ -55,20 +55,20 @@ class RunFiles:
             stack.callback(self.store.close)
 
 
-def resume_run(drives: Drives, wanted: TrainingState, agreement: Agreement | None, **io: Any) -> RunFiles:
+def resume_run(drives: Drives, wanted: TrainingState, agreement: Agreement, **io: Any) -> RunFiles:
     """Open the run that is on ``drives`` (or move it there), its records compared with their checksums.
 
     Args:
         drives: where it is to be, and may be; with several ranks, it is there already.
         wanted: what the run must be, apart from its step.
-        agreement: with the other ranks, if there are any; then this is collective.
+        agreement: with the other ranks; collective.
         io: how the store is opened, see :meth:`common.store.Store.open`.
 
     Raises:
         UserError: another process has it, or it cannot be continued as ``wanted``.
         FinetuneError: it is damaged.
     """
-    if agreement is None:
+    if agreement.is_alone:
         lock, store, state = open_run(drives, lambda store: load_state(store, wanted), **io)
         return RunFiles.cleaned(lock, store, state, "")
     lock = DirectoryLock(folder for folder in drives.folders if folder.is_dir())
@@ -83,7 +83,7 @@ def create_run(
     folders: Sequence[Path],
     layout: Layout,
     wanted: TrainingState,
-    agreement: Agreement | None,
+    agreement: Agreement,
     overwrite: bool,
     **io: Any,
 ) -> RunFiles:
@@ -93,14 +93,14 @@ def create_run(
         folders: one per drive; made if they are not there.
         layout: layout of the store.
         wanted: the state that it will hold when it is filled.
-        agreement: with the other ranks, if there are any; then this is collective.
+        agreement: with the other ranks; collective.
         overwrite: replace a run that is there.
         io: how the store is created, see :meth:`common.store.Store.create`.
 
     Raises:
         UserError: another process has the directories, or there is a run, or no room.
     """
-    run = agreement.all_gather_object(uuid.uuid4().hex)[0] if agreement is not None else ""
+    run = "" if agreement.is_alone else agreement.all_gather_object(uuid.uuid4().hex)[0]
     made = [folder for folder in folders if not folder.exists()]
     lock = None
     try:

@@ -31,8 +31,7 @@ def check_batch(run: OpenRun, batch: dict[str, Any]) -> int:
         mask = batch.get("attention_mask")
         family.check_documents(masked=mask is not None and mask.dim() == 2)
     labels = int((targets_of(batch["labels"], family.shifts_labels) != -100).sum())
-    if run.agreement is not None:
-        labels = sum(run.agreement.all_gather_object(labels))
+    labels = sum(run.agreement.all_gather_object(labels))
     if not labels:
         raise UserError("No token of this batch has a label (all are -100): there is nothing to learn from it.")
     return labels
@@ -62,8 +61,6 @@ def largest_of_all(run: OpenRun, batch: dict[str, Any]) -> tuple[int, int, bool]
     All or none of the ranks make their buffers anew.
     """
     rows, seq_len = batch["input_ids"].shape
-    size = (rows, seq_len, holds_images(batch))
-    if run.agreement is not None:
-        rows, seq_len, images = (max(sizes) for sizes in zip(*run.agreement.all_gather_object(size), strict=True))
-        return rows, seq_len, images
-    return size
+    of_all = run.agreement.all_gather_object((rows, seq_len, holds_images(batch)))
+    rows, seq_len, images = (max(sizes) for sizes in zip(*of_all, strict=True))
+    return rows, seq_len, images

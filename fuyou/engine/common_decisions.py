@@ -14,12 +14,9 @@ from fuyou.engine.computing_dtype import dtype_of_all, stored_dtype
 from fuyou.preflight.preflight import prove
 from fuyou.runtime.devices.device import Device, memory_limits
 from fuyou.runtime.ranks.agreement import Agreement
-from fuyou.runtime.ranks.topology import share_of
 
 
-def with_common_dtype(
-    config: EngineConfig, device: Device, ssd: Sequence[Path], agreement: Agreement | None
-) -> EngineConfig:
+def with_common_dtype(config: EngineConfig, device: Device, ssd: Sequence[Path], agreement: Agreement) -> EngineConfig:
     """Return ``config`` with a dtype in the place of ``"auto"``: what a resumed run began with, else what suits the
     device."""
     if config.dtype != AUTO:
@@ -27,31 +24,28 @@ def with_common_dtype(
     store = config.store
     continued = [*store.folders, *store.folders_to_leave, *ssd] if store.resume else []
     kind = device.torch_device.type if device.computes else "meta"
-    gather = (lambda value: [value]) if agreement is None else agreement.all_gather_object
-    return config.with_options(dtype=dtype_of_all(stored_dtype(continued), kind, gather))
+    return config.with_options(dtype=dtype_of_all(stored_dtype(continued), kind, agreement.all_gather_object))
 
 
-def common_limits(config: EngineConfig, device: Device, agreement: Agreement | None) -> tuple[int, int]:
+def common_limits(config: EngineConfig, device: Device, agreement: Agreement) -> tuple[int, int]:
     """Return the smallest budgets of host and device memory of all ranks, in bytes.
 
     The ranks must plan alike, for their collectives to match.
     """
-    memory, ranks = config.memory, share_of(config.topology).ranks_per_node
-    limits = memory_limits(device, memory.host_memory, memory.device_memory, ranks)
-    if agreement is None:
-        return limits
+    memory = config.memory
+    limits = memory_limits(device, memory.host_memory, memory.device_memory, agreement.share.ranks_per_node)
     hosts, devices = zip(*agreement.all_gather_object(limits), strict=True)
     return min(hosts), min(devices)
 
 
-def prove_once(config: EngineConfig, model: PreTrainedConfig, agreement: Agreement | None) -> None:
+def prove_once(config: EngineConfig, model: PreTrainedConfig, agreement: Agreement) -> None:
     """See on rank 0 that a family can be trained out of core, and let all ranks know.
 
     Raises:
         UserError: it cannot.
     """
     refusal = None
-    if share_of(config.topology).rank == 0:
+    if agreement.share.rank == 0:
         try:
             with activity("proving on a small model that this family trains out of core as in memory"):
                 prove(
@@ -64,27 +58,24 @@ def prove_once(config: EngineConfig, model: PreTrainedConfig, agreement: Agreeme
                 )
         except UserError as error:
             refusal = error
-    if agreement is not None:
-        message = agreement.all_gather_object(None if refusal is None else refusal.as_written)[0]
-        refusal = refusal or (None if message is None else UserError(message))
+    message = agreement.all_gather_object(None if refusal is None else refusal.as_written)[0]
+    refusal = refusal or (None if message is None else UserError(message))
     if refusal is not None:
         raise refusal
 
 
-def check_memory(host_bytes: int, ranks_per_node: int, agreement: Agreement | None) -> None:
+def check_memory(host_bytes: int, agreement: Agreement) -> None:
     """Compare what all ranks of this machine are going to take with what there is, before any of them takes it.
 
     Args:
         host_bytes: that each rank is going to take of host memory.
-        ranks_per_node: number of ranks on this machine.
-        agreement: with the other ranks, if there are any.
+        agreement: with the other ranks.
 
     Raises:
         UserError: it is not there.
     """
-    available = memory_available_bytes()
-    if agreement is not None:  # when all have looked: they stop together, or none does
-        available = min(agreement.all_gather_object(available))
+    available = min(agreement.all_gather_object(memory_available_bytes()))  # they stop together, or none does
+    ranks_per_node = agreement.share.ranks_per_node
     needed = host_bytes * ranks_per_node
     if needed > available:
         among = f" ({ranks_per_node} ranks with {format_bytes(host_bytes)} each)" if ranks_per_node > 1 else ""

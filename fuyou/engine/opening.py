@@ -25,6 +25,7 @@ from fuyou.engine.common_decisions import check_memory, common_limits, prove_onc
 from fuyou.engine.runtime import Runtime
 from fuyou.layout.checksums import RecordSums
 from fuyou.layout.record import allocate_extents
+from fuyou.layout.share import Share
 from fuyou.model.open_model import OpenModel
 from fuyou.optimizer.absent_gradients import MissedUpdates
 from fuyou.optimizer.clipping import ClipStatistics
@@ -52,7 +53,7 @@ class OpenRun:
     def __init__(self, model: str | os.PathLike[str] | PreTrainedConfig, config: EngineConfig):
         self.nonfinite = NonFinitePolicy(config.optimizer.on_nonfinite)
         self.closed = False
-        self.agreement: Agreement | None = None
+        self.agreement = Agreement(Share())  # until the other ranks are met
         self.files: RunFiles | None = None
         self._link: OptimizerLink | None = None
         self._runtime: Runtime | None = None
@@ -117,7 +118,7 @@ class OpenRun:
         self.device = open_device(config.device)
         share = share_of(config.topology)
         self.topology = config.topology if share.world_size > 1 else None  # one rank alone is alone
-        self.agreement = Agreement(share) if self.topology is not None else None
+        self.agreement = Agreement(share)
         config = with_common_dtype(config, self.device, self._ssd, self.agreement)
         if share.world_size > 1:
             self.device.check_ranks(share.ranks_per_node, share.nodes)
@@ -163,7 +164,7 @@ class OpenRun:
         training = training_job_of_run(config, self.model, self.shape, config.memory.batch_shape, statistics)
         context = PlannerContext(training, self.device, self.limits, self._ssd)
         choice: ChosenSettings | None
-        if self.agreement is None or self.topology is None:
+        if self.topology is None:
             choice = choose_settings(context)
         else:
             choice = choose_settings_on_all_ranks(context, self.topology, self.agreement)
@@ -180,16 +181,12 @@ class OpenRun:
         memory = self.config.memory
         context = getattr(self.model_config.get_text_config(), "max_position_embeddings", None) or 2048
         runtime.plan(*(memory.batch_shape or (memory.micro_batch or 1, min(context, 2048))))
-        check_memory(runtime.memory_plan.host_bytes, share_of(self.topology).ranks_per_node, self.agreement)
+        check_memory(runtime.memory_plan.host_bytes, self.agreement)
 
     def _open_store(self) -> None:
         """Open or make what is on the SSDs, and start the workers."""
-        config, store, runtime, slots = (
-            self.config,
-            self.config.store,
-            self.runtime,
-            1 if self.config.store.single_slot else 2,
-        )
+        config, store, runtime = self.config, self.config.store, self.runtime
+        slots = 1 if store.single_slot else 2
         drives, layout = Drives(store.folders, store.folders_to_leave), Layout(len(store.drives))
         self._extents = allocate_extents(layout, self.shape.records, slots)
         wanted = TrainingState(
@@ -217,10 +214,9 @@ class OpenRun:
         runtime.attach(self.files, self._extents)
         runtime.open(self.commits)
         self.created_bytes = 0 if store.resume else self._fill(self.files)
-        if self.agreement is not None:
-            if store.resume:
-                self.commits.write_manifest()  # a step that this rank alone had committed does not count
-            self.agreement.all_gather_object(None)
+        if store.resume and not self.agreement.is_alone:
+            self.commits.write_manifest()  # a step that this rank alone had committed does not count
+        self.agreement.all_gather_object(None)
         if self.model.adapters is not None:
             self.model.adapters.forget_initial_values()
 
@@ -230,7 +226,7 @@ class OpenRun:
         sums = RecordSums(self.shape.records, self._extents, sealed)
         missed = MissedUpdates(self.shape.records, files.state.missed)
         arguments = files.store, files.state, store.single_slot, sums, missed
-        if self.agreement is None:
+        if self.agreement.is_alone:
             return Commits(*arguments)
         return ClusterCommits(
             self.agreement, files.run, lambda step: self.runtime.ranks.take_checksum(step), *arguments

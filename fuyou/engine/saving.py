@@ -27,9 +27,8 @@ def save(run: OpenRun, directory: Path, merge: bool, allow_nonfinite: bool) -> N
             _write(run, directory, merge, share.rank == 0, allow_nonfinite)
     except NonFiniteWeights as error:  # on the rank that writes, when all others have read all
         refused = error
-    name = None if refused is None else refused.name
-    if run.agreement is not None:
-        name = next(filter(None, run.agreement.all_gather_object(name)), None)
+    names = run.agreement.all_gather_object(None if refused is None else refused.name)
+    name = next(filter(None, names), None)
     if name is not None:
         raise NonFiniteWeights(name) from refused
 

@@ -135,7 +135,7 @@ class Steps:
     def _gradient_norm(self, current: Computation) -> float:
         """Return the norm of the gradient summed over all ranks."""
         run = self._run
-        if run.agreement is None or not run.device.computes:
+        if run.agreement.is_alone or not run.device.computes:
             return current.gradient_norm()
         reductions = [task for task in current.tasks.tasks if task.op in (Op.GRADIENT_REDUCE, Op.GRADIENT_EXCHANGE)]
         run.runtime.plane.executor.wait(reductions)
@@ -217,15 +217,15 @@ class Steps:
             batch,
             runtime.recomputations,
             start_time,
-            None if run.agreement is None else labels,
+            None if run.agreement.is_alone else labels,
         )
 
     def _whole_loss(self, computation: Computation) -> float:
         """Return the sum of what all ranks have found, added in fp32 in their order, and the router loss of all
         together."""
-        router, agreement = computation.router, self._run.agreement
+        router = computation.router
         own = (computation.loss, [] if router is None else router.local_sums())
-        of_all = [own] if agreement is None else agreement.all_gather_object(own)
+        of_all = self._run.agreement.all_gather_object(own)
         total, *others = (torch.tensor(loss, dtype=torch.float32) for loss, _ in of_all)
         for other in others:
             total += other

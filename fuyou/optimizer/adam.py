@@ -7,6 +7,7 @@ gradients in bf16, moments in fp32 or (with stochastic rounding) in bf16.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -90,6 +91,24 @@ class UpdateRange:
     """Number of steps in which these parameters had no gradient: bias correction does not count them."""
 
 
+class AdamStates(NamedTuple):
+    """Parameters and what AdamW keeps of them: flat tensors ``[n]``, which an update changes."""
+
+    parameter: torch.Tensor
+    """bf16 part of the split master weights, or the fp32 master weights if ``low`` is None."""
+    low: torch.Tensor | None
+    """Low 16 bits of the master weights, int16."""
+    mean: torch.Tensor
+    """First moment, fp32 or bf16."""
+    variance: torch.Tensor
+    """Second moment, likewise."""
+
+    def part(self, part: slice) -> "AdamStates":
+        """Return those of some of the elements."""
+        low = None if self.low is None else self.low[part]
+        return AdamStates(self.parameter[part], low, self.mean[part], self.variance[part])
+
+
 class ChunkAdam:
     """AdamW on flat ranges, in place, with scratch memory that is allocated once.
 
@@ -108,10 +127,7 @@ class ChunkAdam:
     @torch.inference_mode()  # saves the bookkeeping of views and versions: 3% of the time
     def update(
         self,
-        parameter: torch.Tensor,
-        low: torch.Tensor | None,
-        mean: torch.Tensor,
-        variance: torch.Tensor,
+        states: AdamStates,
         gradient: torch.Tensor,
         update: Update,
         *,
@@ -119,13 +135,11 @@ class ChunkAdam:
         stream: int = 0,
         runs: Sequence[UpdateRange] | None = None,
     ) -> None:
-        """Take one AdamW step over ``n`` parameters. All tensors are flat ``[n]``; all but the gradient change.
+        """Take one AdamW step over ``n`` parameters.
 
         Args:
-            parameter: bf16 part of the split master weights, or the fp32 master weights if ``low`` is None.
-            low: low 16 bits of the master weights, int16.
-            mean, variance: first and second moment, fp32 or bf16.
-            gradient: bf16 or fp32.
+            states: parameters and moments, which change.
+            gradient: bf16 or fp32, flat ``[n]``.
             update: step number, hyper-parameters, gradient scale.
             decay: whether weight decay applies to this range.
             stream: number of this range within the step, so that stochastic rounding differs between ranges.
@@ -134,28 +148,24 @@ class ChunkAdam:
         if update.skip:
             return
         sources = None
-        if mean.dtype == torch.bfloat16:
+        if states.mean.dtype == torch.bfloat16:
             # One for each moment: with a single one, numbers would depend on where a pass ends.
             sources = (_random_bits(update, stream, 0), _random_bits(update, stream, 1))
-        for run in (UpdateRange(0, parameter.numel(), 0),) if runs is None else runs:
+        for run in (UpdateRange(0, states.parameter.numel(), 0),) if runs is None else runs:
             self._step.fill_(update.step - update.skipped - run.missed)
             for start in range(run.start, run.stop, self._elements):
                 part = slice(start, min(start + self._elements, run.stop))
-                low_part = None if low is None else low[part]
-                tensors = parameter[part], low_part, mean[part], variance[part], gradient[part]
-                self._pass(*tensors, update, decay, sources)
+                self._pass(states.part(part), gradient[part], update, decay, sources)
 
     def _pass(
         self,
-        parameter: torch.Tensor,
-        low: torch.Tensor | None,
-        mean: torch.Tensor,
-        variance: torch.Tensor,
+        states: AdamStates,
         gradient: torch.Tensor,
         update: Update,
         decay: bool,
         sources: tuple[np.random.SFC64, np.random.SFC64] | None,
     ) -> None:
+        parameter, low, mean, variance = states
         count = parameter.numel()
         scratch = self._scratch[:count]
         master = parameter

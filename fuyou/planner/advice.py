@@ -16,10 +16,10 @@ from fuyou.planner.run_plan import RunPlan, missing_space, quick_search, ssd_byt
 from fuyou.planner.training_job import TrainingJob
 from fuyou.schedule.tasks import Resource
 
-#: Largest batch that is looked for.
 MOST_ROWS = 1 << 16
-#: Speedup below which a change is not worth naming.
+"""Largest batch that is looked for."""
 LEAST_GAIN = 1.051
+"""Speedup below which a change is not worth naming."""
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
 
 _SMALL_BYTES, _SMALL_ROUNDS = 64, 8
-#: Bytes that each rank sends: first a few to see how long they take, then as many as take ``_SECONDS``.
 _FIRST_BYTES, _MAX_BYTES = 1 << 20, 64 << 20
+"""Bytes that each rank sends: first a few to see how long they take, then as many as take ``_SECONDS``."""
 _SECONDS = 0.25
 
 

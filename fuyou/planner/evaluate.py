@@ -30,11 +30,11 @@ from fuyou.schedule.memory_planner import MemoryPlanner
 from fuyou.schedule.tasks import ComputeTask, Resource, StepList
 from fuyou.schedule.update_policy import UpdatePolicy
 
-#: Visits times micro-batches in a step that is only simulated to compare.
 _MAX_TASKS = 640
-#: Steps until one is like the next: two, with deferred updates one more, and another one where what is written from
-#: host memory, when a step has been committed, is what the step after the next waits for.
+"""Visits times micro-batches in a step that is only simulated to compare."""
 _STEPS, _STEPS_WRITING_LATE = 3, 4
+"""Steps until one is like the next: two, with deferred updates one more, and another one where what is written from
+host memory, when a step has been committed, is what the step after the next waits for."""
 SAVE_NOTHING = ActivationPolicy((), 0)
 
 

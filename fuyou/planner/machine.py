@@ -7,21 +7,21 @@ from common.units import format_bytes
 from fuyou.planner.profiling import Profile
 from fuyou.planner.rates import TaskRates
 
-#: Device memory for CUDA's context, its libraries and the allocator's slack: the engine leaves as much.
 LIBRARY_BYTES = 512 << 20
+"""Device memory for CUDA's context, its libraries and the allocator's slack: the engine leaves as much."""
 DEVICE_SHARE = 19 / 20
-#: Fraction of the data sheet's peak that a transformer block is assumed to reach without a measurement: 200 of 312
-#: TFLOP/s on an A100 (configs/gpus/a100-80g.toml). Consumer cards reach more (164 of 165 on an RTX 4090).
 BLOCK_FRACTION = 0.64
-#: Bytes that host memory moves per parameter and step: 26 between SSDs and memory, 4 to the device, 2 from it, and what
-#: Adam reads and writes (10 of states, 2 of parameters and 2 of gradients in; 12 out).
+"""Fraction of the data sheet's peak that a transformer block is assumed to reach without a measurement: 200 of 312
+TFLOP/s on an A100 (configs/gpus/a100-80g.toml). Consumer cards reach more (164 of 165 on an RTX 4090)."""
 MEMORY_BYTES_PER_PARAMETER = 58
-#: Assumed copy bandwidth of host memory, of a desktop and of machines with more memory than goes into one.
+"""Bytes that host memory moves per parameter and step: 26 between SSDs and memory, 4 to the device, 2 from it, and what
+Adam reads and writes (10 of states, 2 of parameters and 2 of gradients in; 12 out)."""
 DESKTOP_MEMORY = 256 << 30
+"""Assumed copy bandwidth of host memory, of a desktop and of machines with more memory than goes into one."""
 DESKTOP_BANDWIDTH, SERVER_BANDWIDTH = 60e9, 160e9
-#: Assumed seconds that an exchange between ranks takes beside its bytes: a round trip on Ethernet
-#: through the kernel, and waking up threads on both ends.
 EXCHANGE_SECONDS = 100e-6
+"""Assumed seconds that an exchange between ranks takes beside its bytes: a round trip on Ethernet through the kernel,
+and waking up threads on both ends."""
 
 
 @dataclass(frozen=True)

@@ -26,23 +26,23 @@ from fuyou.schedule.memory_plan import Batch, MemoryPlan
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Op, StepList, Task
 
-#: Buffers of whole blocks that fill device memory: parameters and fp16 gradients, two of each, so that one moves while
-#: the other computes. (With three or five, the largest model on an RTX 4090 would not be the one that the paper names.)
 DEVICE_BUFFERS = BufferCounts(device_blocks=2, device_block_gradients=2, host_blocks=5, host_block_gradients=2)
-#: fp32 host buffers of whole blocks: the optimizer is "based on ZeRO-Infinity's", which holds four tensors of a group
-#: (parameter, gradient, mean, variance), for a group that is read, one that is updated, and one that is written.
+"""Buffers of whole blocks that fill device memory: parameters and fp16 gradients, two of each, so that one moves while
+the other computes. (With three or five, the largest model on an RTX 4090 would not be the one that the paper names.)"""
 STATE_BUFFERS = 3 * 4
-#: Host memory of two Python processes with CUDA's libraries, and of the system.
+"""fp32 host buffers of whole blocks: the optimizer is "based on ZeRO-Infinity's", which holds four tensors of a group
+(parameter, gradient, mean, variance), for a group that is read, one that is updated, and one that is written."""
 HOST_OVERHEAD_BYTES = 8 << 30
-#: Bytes per token and hidden unit of what one block saves for its backward pass: Korthikanti et al. 2022
-#: (arXiv:2205.05198), equation 1, attention by a fused kernel.
+"""Host memory of two Python processes with CUDA's libraries, and of the system."""
 SAVED_BYTES = 34
-#: Table 2: (output in units of b s h elements, FLOPs in units of b s h^2), first the layer of high priority.
+"""Bytes per token and hidden unit of what one block saves for its backward pass: Korthikanti et al. 2022
+(arXiv:2205.05198), equation 1, attention by a fused kernel."""
 LINEAR_LAYERS = ((1, 8.0), (3, 6.0), (1, 2.0), (4, 8.0))
-#: What is decayed and what is not are updated one after the other.
+"""Table 2: (output in units of b s h elements, FLOPs in units of b s h^2), first the layer of high priority."""
 _CHUNKS_PER_GROUP = 2
-#: Layers by which a swapped activation comes back before it is used.
+"""What is decayed and what is not are updated one after the other."""
 _PREFETCH = 2
+"""Layers by which a swapped activation comes back before it is used."""
 
 
 class PaperPrecision(Precision):
@@ -130,8 +130,8 @@ class PaperScheme:
     def buffer_host_bytes(self) -> int:
         """Bytes of page-locked buffers, which PyTorch rounds up to a power of two, and of the processes."""
         block = max(self.job.shape.records[index].numel for index in self.job.shape.blocks)
-        halves = DEVICE_BUFFERS.host_blocks + DEVICE_BUFFERS.host_block_gradients
-        return STATE_BUFFERS * _power_of_two(4 * block) + halves * _power_of_two(2 * block) + HOST_OVERHEAD_BYTES
+        in_16_bits = DEVICE_BUFFERS.host_blocks + DEVICE_BUFFERS.host_block_gradients
+        return STATE_BUFFERS * _power_of_two(4 * block) + in_16_bits * _power_of_two(2 * block) + HOST_OVERHEAD_BYTES
 
     @property
     def activations_on_host(self) -> bool:

@@ -15,15 +15,15 @@ from fuyou.planner.training_job import TrainingJob
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.tasks import Resource, StepList
 
-#: Fractions of the blocks to defer that are tried, each with those that are tried next if it is the best. More than a
-#: half never helps: the forward pass is a quarter of the work.
 FRACTIONS = {0.0: (), 1 / 8: (1 / 16, 3 / 16), 1 / 4: (3 / 16, 3 / 8, 1 / 2)}
-#: A step within this factor of its largest bound has nothing to gain from any other schedule.
+"""Fractions of the blocks to defer that are tried, each with those that are tried next if it is the best. More than a
+half never helps: the forward pass is a quarter of the work."""
 NEAR = 1.005
-#: Micro-batches of two sizes are alike if their steps take equally long up to this factor.
+"""A step within this factor of its largest bound has nothing to gain from any other schedule."""
 ALIKE = 1.01
-#: Gains below this fraction of a step are not worth other costs (gradients that wait take host memory).
+"""Micro-batches of two sizes are alike if their steps take equally long up to this factor."""
 WORTH = 0.002
+"""Gains below this fraction of a step are not worth other costs (gradients that wait take host memory)."""
 
 
 @dataclass(frozen=True)

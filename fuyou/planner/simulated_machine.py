@@ -11,13 +11,13 @@ from fuyou.layout.record import Precision, Record
 from fuyou.planner.rates import Contention, TaskRates
 from fuyou.schedule.tasks import Resource, Task, known
 
-#: I/O moves in pieces of at most this size: the stripe of the store.
 _PIECE_BYTES = 4 << 20
-#: Large records are simulated more coarsely, so that plans of the largest presets take seconds: none is cut into more
-#: chunks than this, nor a chunk's states into more than two pieces.
+"""I/O moves in pieces of at most this size: the stripe of the store."""
 _MAX_CHUNKS, _CHUNK_PIECES = 8, 2
-#: What is called when a piece of work is done.
+"""Large records are simulated more coarsely, so that plans of the largest presets take seconds: none is cut into more
+chunks than this, nor a chunk's states into more than two pieces."""
 Done = Callable[[], None]
+"""What is called when a piece of work is done."""
 
 
 @dataclass
@@ -132,7 +132,7 @@ class _SharedCores:
         self._clock.call_later(waits[first], end)
 
 
-class Drives:
+class SimulatedDrives:
     """All SSDs as one server: two pools of threads queue at it, and it takes a piece from each in turn."""
 
     def __init__(self, clock: Clock, rates: TaskRates, piece_bytes: int):
@@ -168,7 +168,7 @@ class Drives:
         self._clock.work(Resource.SSD, seconds, end)
 
 
-class Link:
+class SimulatedLink:
     """One direction between host and device, or one network: one copy after the other, of whatever lane."""
 
     def __init__(self, clock: Clock, resource: Resource):
@@ -185,7 +185,7 @@ class Link:
         if self._busy or not self._waiting:
             return
         task, seconds, done = self._waiting.popleft()
-        task.began = self._clock.now
+        task.started_at = self._clock.now
         self._busy = True
 
         def end() -> None:
@@ -242,7 +242,7 @@ class OptimizerProcess:
         self._chunk_elements = chunk_elements * scale
         state_bytes = max(record.precision.state_bytes for record in records)
         piece_bytes = max(_PIECE_BYTES, self._chunk_elements * state_bytes // _CHUNK_PIECES)
-        self.drives = Drives(clock, rates, piece_bytes)
+        self.drives = SimulatedDrives(clock, rates, piece_bytes)
         self._clock, self._rates, self._records, self._finish = clock, rates, records, finish
         self._free = ring_chunks if scale == 1 else max(2, -(-ring_chunks // scale))
         self._to_read: deque[_Chunk] = deque()
@@ -300,7 +300,7 @@ class OptimizerProcess:
             return
         chunk, task = self._to_update.popleft(), self._updates[0]
         if chunk.first:
-            task.began = self._clock.now
+            task.started_at = self._clock.now
         self._updating = True
 
         def end() -> None:

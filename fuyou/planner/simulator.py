@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from fuyou.layout.model_layout import FULL_RECOMPUTATION, BatchShape, ModelLayout, Recomputation
 from fuyou.layout.record import Record
 from fuyou.planner.rates import TaskRates
-from fuyou.planner.simulated_machine import Clock, Link, OptimizerProcess, Simulation
+from fuyou.planner.simulated_machine import Clock, OptimizerProcess, SimulatedLink, Simulation
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import SSD_READS, ComputeTask, Op, Resource, StepList, Task, known
@@ -34,7 +34,7 @@ class Simulator:
     def __init__(self, records: Sequence[Record], rates: TaskRates, ring_chunks: int, chunk_elements: int):
         self._rates = rates
         self._clock = Clock(rates.contention)
-        self._links = {resource: Link(self._clock, resource) for resource in _LINKS}
+        self._links = {resource: SimulatedLink(self._clock, resource) for resource in _LINKS}
         self._optimizer = OptimizerProcess(self._clock, rates, records, ring_chunks, chunk_elements, self._finish)
         self._drives = self._optimizer.drives
         self._lanes: dict[Op, deque[Task]] = {op: deque() for op in Op}
@@ -46,7 +46,7 @@ class Simulator:
     def run(self, steps: Sequence[StepList]) -> Simulation:
         """Simulate ``steps`` one after the other, each handed over when the caller has ended the one before.
 
-        Sets ``began`` and ``ended`` of all tasks.
+        Sets ``started_at`` and ``finished_at`` of all tasks.
         """
         self._steps = deque(steps)
         self._hand_over()
@@ -80,14 +80,13 @@ class Simulator:
         queue = self._lanes[lane]
         while queue and lane not in self._running and not self._remaining[queue[0]]:
             task = queue.popleft()
-            task.began = self._clock.now
+            task.started_at = self._clock.now
             self._start(task, lane)
 
     def _start(self, task: Task, lane: Op) -> None:
         rates = self._rates
         match task.op:
             case Op.COMPUTE:
-                assert isinstance(task, ComputeTask)
                 assert isinstance(task, ComputeTask)
                 self._occupy(lane, task, Resource.GPU, rates.compute_seconds(task))
             case Op.STEP:
@@ -132,7 +131,7 @@ class Simulator:
 
     def _finish(self, task: Task) -> None:
         """Note that ``task`` is done, and start what waited for it."""
-        task.ended, task.done = self._clock.now, True
+        task.finished_at, task.done = self._clock.now, True
         remaining = self._remaining
         del remaining[task]
         for later in self._waiting.pop(task, ()):

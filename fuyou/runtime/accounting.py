@@ -91,30 +91,30 @@ class Accounting:
 
     def take(self) -> Times:
         """Return the times of what has finished since the last call."""
-        ended = [task.done and self._plane.buffers.device.ended(task) for task in self._watched]
+        ended = [task.done and self._plane.buffers.device.has_finished(task) for task in self._watched]
         done = [task for task, over in zip(self._watched, ended, strict=True) if over]
         self._watched = [task for task, over in zip(self._watched, ended, strict=True) if not over]
         alone = self._plane.buffers.shape.share.world_size == 1
         absent = {Resource.NONE, *((Resource.INTRA_NODE, Resource.INTER_NODE) if alone else ())}
         busy: dict[Resource, list[Interval]] = {resource: [] for resource in Resource if resource not in absent}
         for task in done:
-            task.began, task.ended = self._plane.buffers.device.interval(task)
+            task.started_at, task.finished_at = self._plane.buffers.device.interval(task)
             # The optimizer process reports when it read, computed and wrote: its tasks contain all three.
             if task.op.resource is not Resource.NONE and task.op not in (Op.STATE_READ, Op.UPDATE, Op.STATE_WRITE):
-                busy[task.op.resource].append((task.began, task.ended))
+                busy[task.op.resource].append((task.started_at, task.finished_at))
         states, adam = self._plane.optimizer.take_ssd_intervals(), self._plane.optimizer.take_adam_intervals()
-        busy[Resource.SSD] += [(one.began, one.ended) for one in states]
-        busy[Resource.ADAM] += [(one.began, one.ended) for one in adam]
+        busy[Resource.SSD] += [(one.started_at, one.finished_at) for one in states]
+        busy[Resource.ADAM] += [(one.started_at, one.finished_at) for one in adam]
         idle: dict[str, float] = {}
         tasks: dict[TaskKind, list[float]] = {}
         for task in done:
             if isinstance(task, ComputeTask):
-                free = max((earlier.ended for earlier in task.after), default=0.0)
-                free = min(task.began, max(free, self._computed_until)) or task.began
-                tasks.setdefault(TaskKind.of(task), []).append(task.ended - free)
+                free = max((earlier.finished_at for earlier in task.after), default=0.0)
+                free = min(task.started_at, max(free, self._computed_until)) or task.started_at
+                tasks.setdefault(TaskKind.of(task), []).append(task.finished_at - free)
                 if self._computed_until:
                     self._explain(self._computed_until, task, idle)
-                self._computed_until = max(self._computed_until, task.ended)
+                self._computed_until = max(self._computed_until, task.finished_at)
         if self._trace is not None:
             self._trace.add(done, states, adam)
         for task in done:
@@ -125,14 +125,16 @@ class Accounting:
     def _explain(since: float, task: Task, idle: dict[str, float]) -> None:
         """Say what filled the gap from ``since`` to the begin of ``task``: the last of what it waited for, what that
         had waited for, and so on."""
-        until = task.began
+        until = task.started_at
         while until > since:
-            last = max((earlier for earlier in task.after if earlier.done), key=lambda one: one.ended, default=None)
-            if last is None or last.ended <= since:
+            last = max(
+                (earlier for earlier in task.after if earlier.done), key=lambda one: one.finished_at, default=None
+            )
+            if last is None or last.finished_at <= since:
                 idle["caller"] = idle.get("caller", 0.0) + until - since
                 return
             label = last.op.label
-            if last.ended < until:  # free to go, and not gone: launching, waking up, the caller's own code
-                idle["caller"] = idle.get("caller", 0.0) + until - last.ended
-            idle[label] = idle.get(label, 0.0) + min(until, last.ended) - max(since, min(until, last.began))
-            until, task = max(since, min(until, last.began)), last
+            if last.finished_at < until:  # free to go, and not gone: launching, waking up, the caller's own code
+                idle["caller"] = idle.get("caller", 0.0) + until - last.finished_at
+            idle[label] = idle.get(label, 0.0) + min(until, last.finished_at) - max(since, min(until, last.started_at))
+            until, task = max(since, min(until, last.started_at)), last

@@ -14,9 +14,9 @@ from functools import partial
 
 from fuyou.schedule.tasks import Op, Task
 
-#: Does a task's work. Returns None if it is done (or queued on the device: ``task.event`` is set), a future if it goes
-#: on, or :data:`ELSEWHERE` if somebody else calls :meth:`Executor.finish`.
 Handler = Callable[[Task], "Future | object | None"]
+"""Does a task's work. Returns None if it is done (or queued on the device: ``task.event`` is set), a future if it goes
+on, or :data:`ELSEWHERE` if somebody else calls :meth:`Executor.finish`."""
 ELSEWHERE = object()
 
 
@@ -77,14 +77,14 @@ class Executor:
         for earlier in task.after:
             if earlier.event is not None:
                 self._wait_event(task, earlier.event)
-        task.began = time.monotonic()
+        task.started_at = time.monotonic()
 
-    def finish(self, task: Task, began: float | None = None) -> None:
+    def finish(self, task: Task, started_at: float | None = None) -> None:
         """Mark ``task`` done and wake who waits for it."""
         with self._changed:
-            if began is not None:
-                task.began = began
-            task.ended = time.monotonic()
+            if started_at is not None:
+                task.started_at = started_at
+            task.finished_at = time.monotonic()
             task.done = True
             if task.op in self._queues:
                 self._unfinished -= 1

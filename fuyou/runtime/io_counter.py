@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 from fuyou.schedule.tasks import StepList
 
-#: Bytes read, bytes written.
 Bytes = tuple[int, int]
+"""Bytes read, bytes written."""
 
 
 class IoCounter:

@@ -20,7 +20,6 @@ from fuyou.layout.record import Record
 from fuyou.layout.visits import Phase
 from fuyou.schedule.tasks import Activation, Op, Resource, StepList, Task
 
-#: Groups of lanes from top to bottom, and what they are called.
 GROUPS = {
     Resource.GPU: "computing",
     Resource.HOST_TO_DEVICE: "host to device",
@@ -29,10 +28,11 @@ GROUPS = {
     Resource.ADAM: "optimizer",
     Resource.NONE: "steps",
 }
-#: Lanes that are not kinds of task.
+"""Groups of lanes from top to bottom, and what they are called."""
 STATE_LANE, ADAM_LANE, DRIVE_LANE, STEP_LANE = "states read and written", "Adam computing", "all traffic", "step"
-#: A state read is announced in no time; what the optimizer process reads is in a lane of its own.
+"""Lanes that are not kinds of task."""
 _NOT_DRAWN = (Op.STATE_READ, Op.STEP)
+"""A state read is announced in no time; what the optimizer process reads is in a lane of its own."""
 _ORDER = [STEP_LANE, *(op.label for op in Op), STATE_LANE, DRIVE_LANE, ADAM_LANE]
 
 
@@ -40,8 +40,8 @@ class RecordInterval(NamedTuple):
     """Time in which the optimizer process worked on a record, in seconds on :func:`time.monotonic`'s clock."""
 
     record: int
-    began: float
-    ended: float
+    started_at: float
+    finished_at: float
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Span:
     resource: Resource
     lane: str
     name: str
-    began: float
-    ended: float
+    started_at: float
+    finished_at: float
     step: int | None = None
     nbytes: int = 0
     flops: float = 0.0
@@ -86,8 +86,8 @@ def task_spans(tasks: Iterable[Task], records: Sequence[Record]) -> list[Span]:
             task.op.resource,
             task.op.label,
             task_name(task, records),
-            task.began,
-            task.ended,
+            task.started_at,
+            task.finished_at,
             task.step,
             0 if task.op is Op.UPDATE else task.nbytes,
             task.flops,
@@ -107,15 +107,15 @@ class StepTrace:
 
     def add(self, tasks: Sequence[Task], states: Iterable[RecordInterval], adam: Iterable[RecordInterval]) -> None:
         """Take in finished tasks, and when the optimizer process read or wrote and computed; forget older steps."""
-        self._ends += [(task.step, task.ended) for task in tasks if task.op is Op.STEP]
+        self._ends += [(task.step, task.finished_at) for task in tasks if task.op is Op.STEP]
         self._ends = sorted(self._ends)[-2:]
         self._spans += task_spans(tasks, self._records)
         for resource, lane, intervals in ((Resource.SSD, STATE_LANE, states), (Resource.ADAM, ADAM_LANE, adam)):
             for one in intervals:
                 name = self._records[one.record].name
-                self._spans.append(Span(resource, lane, name, one.began, one.ended))
+                self._spans.append(Span(resource, lane, name, one.started_at, one.finished_at))
         since = self._ends[0][1] if len(self._ends) > 1 else float("-inf")
-        self._spans = [span for span in self._spans if span.ended > since]
+        self._spans = [span for span in self._spans if span.finished_at > since]
 
     def write(self, path: Path) -> None:
         """Write the newest ended step: from the end of the one before to the last of its tasks.
@@ -126,7 +126,7 @@ class StepTrace:
         if not self._ends:
             raise UserError(f"No step was taken, so there is nothing to write to {path}.")
         step, end = self._ends[-1]
-        begin = self._ends[0][1] if len(self._ends) > 1 else min((span.began for span in self._spans), default=end)
+        begin = self._ends[0][1] if len(self._ends) > 1 else min((span.started_at for span in self._spans), default=end)
         whole = Span(Resource.NONE, STEP_LANE, f"step {step}", begin, end, step)
         write_spans(path, [whole, *self._spans], begin)
 
@@ -164,7 +164,7 @@ def write_spans(path: Path, spans: Iterable[Span], begin: float) -> None:
     """Write ``spans`` as Chrome trace JSON, with times counted from ``begin``; earlier ones are cut or left out."""
     lanes: dict[tuple[Resource, str], list[Span]] = {}
     for span in spans:
-        if span.ended > begin:
+        if span.finished_at > begin:
             lanes.setdefault((span.resource, span.lane), []).append(span)
     order = sorted(lanes, key=lambda lane: (list(GROUPS).index(lane[0]), _ORDER.index(lane[1])))
     events: list[dict[str, Any]] = []
@@ -195,17 +195,17 @@ def _lane_events(spans: list[Span], begin: float, group: int, thread: int) -> li
     """Return the events of one lane, each span from the end of the one before at the earliest."""
     events = []
     free = begin
-    for span in sorted(spans, key=lambda span: (span.ended, span.began)):
-        start = max(span.began, free)
+    for span in sorted(spans, key=lambda span: (span.finished_at, span.started_at)):
+        start = max(span.started_at, free)
         arguments: dict[str, Any] = {} if span.step is None else {"step": span.step}
         if span.nbytes:
             arguments["bytes"] = span.nbytes
         if span.flops:
             arguments["flops"] = span.flops
-        if start > span.began:
-            arguments["waited_ms"] = round((start - span.began) * 1e3, 3)
+        if start > span.started_at:
+            arguments["waited_ms"] = round((start - span.started_at) * 1e3, 3)
         # Both ends are rounded, not the length: rounding must not make neighbours overlap.
-        at, until = round((start - begin) * 1e6), round((max(start, span.ended) - begin) * 1e6)
+        at, until = round((start - begin) * 1e6), round((max(start, span.finished_at) - begin) * 1e6)
         events.append(
             {
                 "name": span.name,
@@ -218,5 +218,5 @@ def _lane_events(spans: list[Span], begin: float, group: int, thread: int) -> li
                 "args": arguments,
             }
         )
-        free = max(start, span.ended)
+        free = max(start, span.finished_at)
     return events

@@ -15,7 +15,7 @@ from fuyou.layout.model_layout import BufferCounts, ModelLayout
 from fuyou.layout.record import PAGE_ELEMENTS, Kind, Record
 from fuyou.model.loss.cross_entropy import pass_bytes
 
-#: Optimizer states move and are updated in chunks of this many parameters. Small ones (10 MB of lo, mean and variance)
+#: Optimizer states move and are updated in chunks of this many parameters. Small ones (10 MB of low, mean and variance)
 #: keep reads, arithmetic and writes of one block going at the same time; large ones cost less Python per byte, which
 #: counts where blocks are large and drives many.
 SMALLEST_CHUNK, LARGEST_CHUNK = 1 << 20, 8 << 20

@@ -100,8 +100,8 @@ class Task:
     done: bool = False
     event: Any = None
     """CUDA event after which the result is really there, for tasks that are only queued when they are done."""
-    began: float = 0.0
-    ended: float = 0.0
+    started_at: float = 0.0
+    finished_at: float = 0.0
 
     def __repr__(self) -> str:
         where = f" {self.visit.phase.value} layer {self.visit.layer}" if self.visit else ""

@@ -78,21 +78,27 @@ class Twin:
         return losses[1] < 0.5 * losses[0]
 
     def _update(self, terms: dict[str, list[torch.Tensor]]) -> None:
-        for name, gradients in terms.items():
-            total = gradients[0].float()
-            for one in gradients[1:]:
-                total = total + one.float()
-            if self._parameters[name].dtype != torch.float32:
-                total = total.to(self._parameters[name].dtype).float()
+        self._apply({name: self._sum(name, gradients) for name, gradients in terms.items()})
+
+    def _sum(self, name: str, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """Sum in fp32, rounded to the parameter's dtype."""
+        total = gradients[0].float()
+        for one in gradients[1:]:
+            total = total + one.float()
+        return total.to(self._parameters[name].dtype)
+
+    def _apply(self, gradients: dict[str, torch.Tensor], scale: float = 1.0) -> None:
+        """Take one AdamW step with ``scale`` times these gradients."""
+        for name, gradient in gradients.items():
             self._steps[name] += 1
             master, (mean, variance) = _padded(self.masters[name]), self._moments[name]
-            decays = total.dim() > 1 and not name.endswith("bias")
+            decays = gradient.dim() > 1 and not name.endswith("bias")
             torch._fused_adamw_(
-                [master], [_padded(total)], [mean], [variance], [], [torch.tensor(float(self._steps[name]))],
-                amsgrad=False, lr=self._options["lr"], beta1=0.9, beta2=0.999, eps=self._options["eps"],
-                weight_decay=self._options["weight_decay"] if decays else 0.0, maximize=False,
+                [master], [_padded(gradient).mul_(scale)], [mean], [variance], [],
+                [torch.tensor(float(self._steps[name]))], amsgrad=False, lr=self._options["lr"], beta1=0.9, beta2=0.999,
+                eps=self._options["eps"], weight_decay=self._options["weight_decay"] if decays else 0.0, maximize=False,
             )  # fmt: skip
-            self.masters[name] = master[: total.numel()].view(total.shape).clone()
+            self.masters[name] = master[: gradient.numel()].view(gradient.shape).clone()
         self._load()
 
     @torch.no_grad()

@@ -5,7 +5,6 @@ difference is kept, beside that between two runs of the plain loop itself.
 """
 
 import dataclasses
-import importlib
 import multiprocessing
 import shutil
 import tempfile
@@ -20,13 +19,17 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig, logging
 
 import fuyou
+from common.models.miniature import VOCABULARY
+from families.configurations import small_config
+from fuyou.layout.record import DTYPES
 from fuyou.schedule.memory_planner import MemoryPlanner
 from gpu.journal import DATA_PREFIX, Check, describe
+from gpu.twin import DeviceTwin
 
-twin: Any = importlib.import_module("tests.helpers.twin")  # so that type checks do not follow into the tests
-OPTIONS: dict[str, float] = {"lr": 1e-3, "weight_decay": 0.1}
-#: Largest relative difference of a loss that still counts as rounding, where a case is not equal to the bit.
+OPTIONS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-8}
+FAMILIES = ("llama", "gpt2", "qwen3", "gemma3_text", "opt", "gpt_neox", "mixtral", "qwen3_moe")
 TOLERANCE = {"bf16": 1e-2, "fp32": 1e-4}
+"""Largest relative difference of a loss that still counts as rounding, where a case is not equal to the bit."""
 WORKERS = 3
 
 
@@ -85,7 +88,7 @@ def cases(quick: bool) -> list[Case]:
     families = [
         Case(f"{family} {dtype}", family, dtype=dtype, micro_batch=micro)
         for dtype, micro in (("fp32", 3), ("bf16", 1))
-        for family in twin.tiny_configs()
+        for family in FAMILIES
         if (family, dtype) != ("llama", "bf16")
     ]
     return first + families
@@ -166,10 +169,7 @@ class Outcome:
 
 
 def _plain(case: Case, device: str, model: Path, feed: list[dict[str, torch.Tensor]]) -> Outcome:
-    plain = twin.Twin(
-        str(model), bf16=case.dtype == "bf16", lr=OPTIONS["lr"], weight_decay=OPTIONS["weight_decay"],
-        max_grad_norm=case.clip, device=device,
-    )  # fmt: skip
+    plain = DeviceTwin(model, DTYPES[case.dtype], device, case.clip, OPTIONS)
     losses, norms = [], []
     for batch in feed:
         losses.append(plain.step(batch, case.micro_batch))
@@ -195,7 +195,7 @@ def _engine(case: Case, device: str, model: Path, root: Path, feed: list[dict[st
                 model, ssd=[ssd], device=device, dtype=case.dtype, host_memory="1GiB", host_cache=0,
                 device_memory="3GiB" if device.startswith("cuda") else None, micro_batch=case.micro_batch,
                 max_grad_norm=case.clip, clip_by=case.clip_by, batch_shape=(case.rows, case.tokens),
-                resume=number > 0, io="posix", lr=OPTIONS["lr"], weight_decay=OPTIONS["weight_decay"],
+                resume=number > 0, io="posix", **OPTIONS,
             ) as engine:  # fmt: skip
                 for batch in part:
                     out = engine(**batch)
@@ -227,7 +227,7 @@ def batches(case: Case) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(3)
     result = []
     for _ in range(case.steps):
-        tokens = torch.randint(0, 211, (case.rows, case.tokens), generator=generator)
+        tokens = torch.randint(0, VOCABULARY, (case.rows, case.tokens), generator=generator)
         labels = tokens.clone()
         labels[:, :3] = -100
         batch = {"input_ids": tokens, "labels": labels}
@@ -250,4 +250,6 @@ def _config(family: str) -> PreTrainedConfig:
             vocab_size=4096, n_embd=512, n_layer=4, n_head=8, n_positions=512, resid_pdrop=0.0, embd_pdrop=0.0,
             attn_pdrop=0.0,
         )  # fmt: skip
-    return twin.tiny_configs()[family]
+    config = small_config(family.removesuffix("-tied"), dropout=False)
+    config.tie_word_embeddings = config.tie_word_embeddings or family.endswith("-tied")
+    return config

@@ -16,8 +16,8 @@ from gpu.journal import Check, Skip, describe
 from gpu.limits import synchronize
 from gpu.presets import model_config, random_batch
 
-#: bf16 weights and gradients, fp32 masters, gradients and two moments.
 BYTES_PER_PARAMETER = 20
+"""bf16 weights and gradients, fp32 masters, gradients and two moments."""
 MICRO_BATCHES = (16, 8, 4, 2, 1)
 
 

@@ -1,7 +1,6 @@
 """Results on disk as soon as they are there: one JSON file, and the same as Markdown."""
 
 import json
-import os
 import shutil
 import time
 import traceback
@@ -10,10 +9,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from common.files.atomic import replace_file
 from gpu.report import render
 
-#: Everything that sections write to the drive has a name that begins with this, and is removed again.
 DATA_PREFIX = "gpu-check-data-"
+"""Everything that sections write to the drive has a name that begins with this, and is removed again."""
 
 
 class Skip(Exception):
@@ -69,23 +69,17 @@ class Journal:
 
     def write(self, results: dict[str, Any]) -> None:
         """Replace both files; a reader, or a kill, never sees half of one."""
-        _replace(self._json, json.dumps(results, indent=1, default=str))
+        replace_file(self._json, json.dumps(results, indent=1, default=str))
         try:
-            _replace(self._markdown, render(results))
+            replace_file(self._markdown, render(results))
         except Exception:  # a table that cannot be drawn must not cost the figures
-            _replace(self._markdown, f"The report could not be drawn:\n\n```\n{traceback.format_exc()}```\n")
+            replace_file(self._markdown, f"The report could not be drawn:\n\n```\n{traceback.format_exc()}```\n")
 
     def update(self, section: str, **values: Any) -> None:
         """Set fields of one section's entry."""
         results = self.read()
         results["sections"].setdefault(section, {"data": {}}).update(values)
         self.write(results)
-
-
-def _replace(path: Path, text: str) -> None:
-    part = path.with_suffix(path.suffix + ".part")
-    part.write_text(text)
-    os.replace(part, path)
 
 
 class Check:

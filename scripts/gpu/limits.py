@@ -14,14 +14,14 @@ from common.hardware.machine import cpu_count
 from common.memory.buffers import HostBuffer
 from common.store import Layout, Store, remove
 from common.units import format_bytes
-from fuyou.optimizer.adam import AdamConfig, ChunkAdam, Update
+from fuyou.optimizer.adam import AdamConfig, AdamStates, ChunkAdam, Update
 from gpu.journal import Check
 
-#: Sizes [m, k, n] of matrix products: squares, and a block's feed-forward products over 16 Ki tokens.
 PRODUCTS = (
     (4096, 4096, 4096), (8192, 8192, 8192), (16384, 16384, 16384), (16384, 2048, 8192), (16384, 2560, 10240),
     (16384, 4096, 16384),
 )  # fmt: skip
+"""Sizes [m, k, n] of matrix products: squares, and a block's feed-forward products over 16 Ki tokens."""
 
 
 def run(check: Check) -> None:
@@ -187,15 +187,18 @@ def _adam(check: Check) -> dict[str, Any]:
         dtype = torch.bfloat16 if split else torch.float32
         ring = [
             (
-                torch.randn(count).to(dtype), torch.zeros(count, dtype=torch.int16) if split else None,
-                torch.zeros(count), torch.zeros(count), torch.randn(count).to(dtype),
+                AdamStates(
+                    torch.randn(count).to(dtype), torch.zeros(count, dtype=torch.int16) if split else None,
+                    torch.zeros(count), torch.zeros(count),
+                ),
+                torch.randn(count).to(dtype),
             )
             for _ in range(chunks)
         ]  # fmt: skip
 
         def turn(ring: list[Any] = ring) -> None:
-            for parameter, low, mean, variance, gradient in ring:
-                adam.update(parameter, low, mean, variance, gradient, update, decay=True)
+            for states, gradient in ring:
+                adam.update(states, gradient, update, decay=True)
 
         seconds = 0.05 if check.settings.quick else 2.0
         result["bf16" if split else "fp32"] = rate(turn, seconds, torch.device("cpu")) * count * chunks

@@ -49,12 +49,12 @@ class DeepSpeedEnvironment:
         self.folder = folder
         self.version = VERSION
         self.python = folder / "venv" / "bin" / "python"
-        #: What its processes need in their environment.
         self.variables = {
             "DS_ACCELERATOR": "cpu",
             "TORCH_EXTENSIONS_DIR": str(folder / "extensions"),
             "PATH": f"{self.python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
         }
+        """What its processes need in their environment."""
         done = folder / "complete"
         wanted = f"deepspeed {VERSION}, torch {_plain(torch.__version__)}, transformers {transformers.__version__}"
         if done.exists() and done.read_text() == wanted:

@@ -85,10 +85,10 @@ class Contender:
             if self._meter:
                 self._meter.start()
             began = time.monotonic()
-            #: What it said when it was ready: ``parameters`` and facts of its own.
             self.facts = self._hear("ready")
-            #: Seconds from its start until it was ready.
+            """What it said when it was ready: ``parameters`` and facts of its own."""
             self.startup_s = time.monotonic() - began
+            """Seconds from its start until it was ready."""
         except BaseException:
             self.close()
             raise

@@ -149,7 +149,7 @@ def test_the_router_loss_is_that_of_one_batch_over_all_ranks(
 
 
 def check_bytes(ranks: list[cases.Outcome], alone: cases.Outcome) -> None:
-    """2 + 2 + 10 / N read and 2 + 10 / N written per parameter, node and step; each gradient and new high half sent
+    """2 + 2 + 10 / N read and 2 + 10 / N written per parameter, node and step; each gradient and new high part sent
     once: with two nodes, half of each by either."""
     parameters = alone.planned[1] / 12
     for read, written, _ in (rank.planned for rank in ranks):

@@ -2,7 +2,7 @@
 
 import torch
 
-from fuyou.optimizer.adam import AdamConfig, ChunkAdam, Update
+from fuyou.optimizer.adam import AdamConfig, AdamStates, ChunkAdam, Update
 from fuyou.optimizer.split_weights import join, split
 
 CONFIG = AdamConfig(lr=1e-2, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
@@ -12,27 +12,31 @@ def randn(count: int, seed: int, scale: float = 1.0) -> torch.Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-class Halves:
-    """A range as the optimizer process has it."""
+class SplitRange:
+    """A range of split master weights with their moments, as the optimizer process has it."""
 
     def __init__(self, master: torch.Tensor, moments: torch.dtype = torch.float32):
         count = master.numel()
-        self.hi, self.lo = torch.empty(count, dtype=torch.bfloat16), torch.empty(count, dtype=torch.int16)
-        split(master.clone(), self.hi, self.lo)
+        self.high, self.low = torch.empty(count, dtype=torch.bfloat16), torch.empty(count, dtype=torch.int16)
+        split(master.clone(), self.high, self.low)
         self.mean, self.variance = torch.zeros(count, dtype=moments), torch.zeros(count, dtype=moments)
 
     @property
     def master(self) -> torch.Tensor:
-        joined = torch.empty(self.hi.numel())
-        join(self.hi, self.lo, joined)
+        joined = torch.empty(self.high.numel())
+        join(self.high, self.low, joined)
         return joined
 
+    @property
+    def states(self) -> AdamStates:
+        return AdamStates(self.high, self.low, self.mean, self.variance)
+
     def step(self, gradient: torch.Tensor, update: Update, decay: bool = True, stream: int = 0) -> None:
-        ChunkAdam().update(self.hi, self.lo, self.mean, self.variance, gradient, update, decay=decay, stream=stream)
+        ChunkAdam().update(self.states, gradient, update, decay=decay, stream=stream)
 
 
-def moments_after(update: Update, stream: int, count: int = 2560) -> Halves:
-    ours = Halves(randn(count, 8), torch.bfloat16)
+def moments_after(update: Update, stream: int, count: int = 2560) -> SplitRange:
+    ours = SplitRange(randn(count, 8), torch.bfloat16)
     ours.mean.copy_(randn(count, 81, 0.1))
     ours.variance.copy_(randn(count, 82, 0.1).abs())
     ours.step(randn(count, 83).bfloat16(), update, stream=stream)

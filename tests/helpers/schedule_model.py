@@ -70,8 +70,8 @@ class Program:
     single_slot: bool = False
     slot: int = 0
     resident: frozenset[int] = frozenset()
-    keeping: frozenset[int] = frozenset()
-    """Layers that keep more than their input."""
+    saving_layers: frozenset[int] = frozenset()
+    """Layers that save more than their input for the backward pass."""
     lists: list[tuple[str, int, StepList]] = field(default_factory=list)
     """Kind (``train``, ``settle``, ``eval``, ``flush``), micro-batches, tasks."""
     clipped: set[int] = field(default_factory=set)
@@ -389,7 +389,7 @@ class Machine:
                 assert len(task.inputs) == len(inputs)
                 for index, value in zip(task.inputs, inputs, strict=True):
                     self._expect(task, ("device activation", index), value)
-                keeps = kind == "train" and task.visit.layer in self.program.keeping
+                keeps = kind == "train" and task.visit.layer in self.program.saving_layers
                 passes = (Phase.BLOCK_FORWARD, Phase.BLOCK_BACKWARD)
                 assert (task.kept is not None) == (keeps and task.visit.phase in passes)
                 if task.kept is not None and task.visit.phase is Phase.BLOCK_BACKWARD:
@@ -432,7 +432,7 @@ def build(
     slot: int = 0,
     precision: Precision = BF16,
     resident: int = 0,
-    keeping: Collection[int] = (),
+    saving_layers: Collection[int] = (),
     frozen: bool = False,
     speculate: bool = False,
     defer_all: Collection[int] = (),
@@ -444,7 +444,7 @@ def build(
 
     ``defer`` is the deferred fraction of the blocks; 1 defers all records, and then (unless said otherwise by ``hold``)
     until the step has ended. ``resident`` is how many records live in host memory, of which ``counts`` then get as many
-    parameter buffers as there are; ``keeping`` are the layers that keep more than their input. ``frozen``: see
+    parameter buffers as there are; ``saving_layers`` are those that save more than their input. ``frozen``: see
     :func:`step_shape`; then all adapters live in host memory, or none.
     """
     shape = step_shape(layers, tied, precision, frozen)
@@ -459,10 +459,10 @@ def build(
     scheduler = Scheduler(
         shape, counts, single_slot=single_slot, slot=slot, deferred=interleaved(shape, defer),
         hold=defer >= 1 if hold is None else hold, resident=kept, speculate=speculate,
-        recomputation=Recomputation(frozenset(keeping), saved=0.5),
+        recomputation=Recomputation(frozenset(saving_layers), saved=0.5),
     )  # fmt: skip
     visited = {visit.layer for visit in shape.visits(train=True) if visit.phase is Phase.BLOCK_BACKWARD}
-    program = Program(shape, single_slot, slot, kept, visited & frozenset(keeping))
+    program = Program(shape, single_slot, slot, kept, visited & frozenset(saving_layers))
     step = 0
 
     def flush() -> None:

@@ -1,6 +1,5 @@
 """``scripts/bench_io.py``: what it makes of fio's words, and all of it on a few megabytes."""
 
-import importlib.util
 import json
 import os
 import shutil
@@ -9,28 +8,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from click.testing import CliRunner
 
 from tests.helpers.processes import forked
+from tests.helpers.scripts import SCRIPTS, load_script
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_io.py"
+SCRIPT = SCRIPTS / "bench_io.py"
 needs_fio = pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
 
 
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_io", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bench_io"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-bench_io = _load()
+bench_io = load_script("bench_io")
 
 
 def test_rate_is_all_bytes_over_the_longer_time() -> None:

@@ -1,6 +1,5 @@
 """``scripts/capped.py`` with real control groups where this machine lets us make them."""
 
-import importlib.util
 import os
 import re
 import signal
@@ -8,27 +7,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from common.memory.cgroups import ControlGroup, own_groups
+from tests.helpers.scripts import SCRIPTS, load_script
 
-ROOT = Path(__file__).parents[2]
 ALLOCATE = "import sys; held = b'x' * (int(sys.argv[1]) << 20); print('held', flush=True)"
 
 
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("capped", ROOT / "scripts" / "capped.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["capped"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-capped = _load()
+capped = load_script("capped")
 
 
 def _why_not() -> str:
@@ -46,8 +34,8 @@ needs_groups = pytest.mark.skipif(bool(WHY_NOT), reason=f"no memory control grou
 
 def start(memory: str, *command: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, ROOT / "scripts" / "capped.py", "--memory", memory, "--", *command],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [sys.executable, SCRIPTS / "capped.py", "--memory", memory, "--", *command],
+        env={**os.environ, "PYTHONPATH": str(SCRIPTS.parent)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

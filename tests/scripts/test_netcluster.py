@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
-from tests.helpers.processes.namespaces import SCRIPT, needs_namespaces, netcluster
+from tests.helpers.processes.namespaces import needs_namespaces, netcluster
+from tests.helpers.scripts import SCRIPTS
 
+SCRIPT = SCRIPTS / "netcluster.py"
 SEND = """
 import os, socket, sys, time
 sys.path.insert(0, sys.argv[2])

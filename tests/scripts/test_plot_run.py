@@ -2,24 +2,18 @@
 
 import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from click.testing import CliRunner
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "plot_run.py"
+from tests.helpers.scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def plot_run() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("plot_run", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["plot_run"] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
+    return load_script("plot_run")
 
 
 def test_the_command(plot_run: ModuleType, tmp_path: Path) -> None:

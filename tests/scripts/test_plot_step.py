@@ -5,24 +5,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from common.errors import UserError
 from fuyou.runtime.trace import Span, write_spans
 from fuyou.schedule.tasks import Resource
-
-SCRIPT = Path(__file__).parents[2] / "scripts" / "plot_step.py"
-
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("plot_step", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["plot_step"] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
+from tests.helpers.scripts import SCRIPTS, load_script
 
 
 @pytest.fixture
@@ -37,7 +26,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 def test_lanes(trace: Path) -> None:
-    compute, reads = load().read_lanes(trace)
+    compute, reads = load_script("plot_step").read_lanes(trace)
     assert (compute.label, reads.label) == ("computing: compute", "SSDs: parameter read")
     assert compute.bars == [(0.0, 500.0, "block 0 forward"), (500.0, 250.0, "block 1 forward")]
     assert reads.bars == [(250.0, 250.0, "block 1 parameters")]
@@ -49,12 +38,12 @@ def test_what_is_no_trace(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         file.write_text(content)
     with pytest.raises(UserError, match=r"wrong.json (cannot be read|is not a trace)"):
-        load().read_lanes(file)
+        load_script("plot_step").read_lanes(file)
 
 
 def test_the_command(trace: Path, tmp_path: Path) -> None:
     picture = tmp_path / "step.png"
-    done = subprocess.run([sys.executable, SCRIPT, trace, picture], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, SCRIPTS / "plot_step.py", trace, picture], capture_output=True, text=True)
     if importlib.util.find_spec("matplotlib") is None:
         assert done.returncode == 2
         assert done.stderr.startswith("plot_step: error: Drawing needs matplotlib: pip install 'fuyou[plots]'")

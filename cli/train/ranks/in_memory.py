@@ -13,7 +13,7 @@ from cli.options.settings import COMMITS, Settings
 from cli.report.results import EvaluationResult, MemoryUse, RunTotals, StepResult
 from cli.train import loop
 from cli.train.evaluation import evaluate
-from cli.train.ranks.rank_process import RankProcess
+from cli.train.ranks.liveness import RankProcess
 from cli.train.same_run import check_same_run
 from common.communication.object_collectives import all_gather_object, broadcast_from_rank0
 from common.data import Batches
@@ -29,43 +29,18 @@ from fcdp.trainer import Trainer, TrainerConfig
 from fuyou.layout.record import DTYPES
 
 
-def train_in_memory(job: Job, topology: Topology, rank: RankProcess, launches: Collection[str]) -> Trainer:
-    """Train, export and report.
+class InMemoryTrainer(loop.Trainer):
+    """An in-memory trainer trains as one of several ranks, and commits to a directory that all share.
 
     Args:
         job: the run.
         topology: the ranks.
         rank: this process.
         launches: ids of the launches of all nodes.
-
-    Returns:
-        The trainer, which is to be closed when all ranks have come so far.
-
-    Raises:
-        Stopped, UserError, FinetuneError: as in :func:`cli.train.ranks.run.train_rank`.
-    """
-    trainer = _open_trainer(job, topology, launches)
-    in_memory = InMemoryTrainer(job, trainer, rank)
-    try:
-        loop.conclude(job, in_memory, rank, loop.train(job, in_memory, rank))
-    except FinetuneError as error:
-        if trainer.newest_commit() is not None:
-            error.add_note(job.settings.how_to_continue)
-        raise
-    return trainer
-
-
-class InMemoryTrainer(loop.Trainer):
-    """An in-memory trainer trains as one of several ranks, and commits to a directory that all share.
-
-    Args:
-        job: the run.
-        trainer: the trainer of this rank, with the states that training starts from.
-        rank: this process.
     """
 
-    def __init__(self, job: Job, trainer: Trainer, rank: RankProcess) -> None:
-        self.model = self._trainer = trainer
+    def __init__(self, job: Job, topology: Topology, rank: RankProcess, launches: Collection[str]) -> None:
+        self.model = self._trainer = trainer = _open_trainer(job, topology, launches)
         self.is_resumed = job.settings.resume or bool(rank.restarts)
         self._planned_sent_bytes = trainer.planned_sent_bytes(job.settings.batch_size)
         self.plan = {"strategy": trainer.strategy, "sent_bytes_per_step": self._planned_sent_bytes}
@@ -97,6 +72,10 @@ class InMemoryTrainer(loop.Trainer):
 
     def commit(self) -> None:
         self._trainer.commit()
+
+    def can_continue_after(self, error: Exception) -> bool:
+        """Return whether people are to be told how to go on."""
+        return isinstance(error, FinetuneError) and self._trainer.newest_commit() is not None
 
     def memory(self) -> MemoryUse:
         return MemoryUse(self._trainer.device_peak_bytes, self._trainer.host_peak_bytes)

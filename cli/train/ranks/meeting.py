@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 import common
+from cli.options.option import declaration_of, option_fields, spelled
 from cli.options.settings import Settings
-from cli.train.ranks.rank_process import LAUNCH, RankProcess
+from cli.train.ranks.liveness import LAUNCH, RankProcess
 from common.communication.object_collectives import all_gather_object
 from common.errors import UserError
 from common.hardware.machine import list_gpus
@@ -22,23 +23,6 @@ from common.models.adapters.options import CONFIG
 
 _STUCK = timedelta(minutes=30)
 """How long a collective may wait for a rank that is alive: one may read its weights from slower drives than others."""
-_MAY_DIFFER = {
-    "arguments",
-    "config",
-    "debug",
-    "gpus_per_node",
-    "leave_ssd",
-    "log_to",
-    "node_timeout",
-    "overwrite",
-    "rdzv_endpoint",
-    "report",
-    "resume",
-    "resume_auto",
-    "started_at",
-    "trace",
-}
-"""Settings that nodes need not agree about, or that others check with better words."""
 
 
 def device_of(settings: Settings, local_rank: int) -> torch.device:
@@ -82,8 +66,9 @@ def check_same_command(settings: Settings) -> set[str]:
     Raises:
         UserError: names the first difference, on every rank.
     """
+    declared = {field.name: declaration_of(field) for field in option_fields(Settings)}
     own = {
-        **{name: str(value) for name, value in vars(settings).items() if name not in _MAY_DIFFER},
+        **{name: str(getattr(settings, name)) for name, one in declared.items() if not one.may_differ},
         "model": Path(settings.model).name,  # a checkpoint may lie elsewhere on each node
         "ssd": "given" if settings.ssd else "left out",  # each node has drives of its own
         "data": str([Path(name).name for name in settings.data]),
@@ -98,7 +83,7 @@ def check_same_command(settings: Settings) -> set[str]:
     for number, (host, _, other) in enumerate(everyone):
         for name in sorted(first):
             if first[name] != other[name]:
-                what = f"--{name.replace('_', '-')}" if hasattr(settings, name) else name
+                what = spelled(name) if name in declared else name
                 raise UserError(
                     f"The nodes were not started alike: {what} is {first[name]} on {first_host} (rank 0), and "
                     f"{other[name]} on {host} (rank {number}). Start the same command with the same code on each."

@@ -11,8 +11,7 @@ from cli.job.job import Job
 from cli.report.results import EvaluationResult, IoCounts, MemoryUse, RunTotals, StepResult
 from cli.train.engine_trainer import EngineTrainer, engine_options, profile_once
 from cli.train.evaluation import evaluate
-from cli.train.loop import conclude, train
-from cli.train.ranks.rank_process import RankProcess
+from cli.train.ranks.liveness import RankProcess
 from cli.train.same_run import check_same_run
 from common.communication.object_collectives import all_gather_object, broadcast_from_rank0
 from common.data import Batches
@@ -25,48 +24,20 @@ from fuyou.checkpoint.run_files import rank_folder
 from fuyou.runtime.ranks.topology import share_of
 
 
-def train_out_of_core(job: Job, topology: Topology, rank: RankProcess, launches: Collection[str]) -> Engine:
-    """Train, export and report.
-
-    An error leaves the engine open: its threads may wait for ranks that will never answer, and the process ends anyway.
+class RankEngineTrainer(EngineTrainer):
+    """A rank's engine trainer takes its part of every batch, and reports for its node.
 
     Args:
         job: the run.
         topology: the ranks.
         rank: this process.
         launches: ids of the launches of all nodes.
-
-    Returns:
-        The engine, which is to be closed when all ranks have come so far.
-
-    Raises:
-        Stopped, UserError, FinetuneError: as in :func:`cli.train.ranks.run.train_rank`.
     """
-    broadcast_from_rank0(lambda: profile_once(job, share_of(topology)))
-    engine = _open_engine(job, topology, launches)
-    try:
+
+    def __init__(self, job: Job, topology: Topology, rank: RankProcess, launches: Collection[str]) -> None:
+        broadcast_from_rank0(lambda: profile_once(job, share_of(topology)))
+        engine = _open_engine(job, topology, launches)
         check_same_run(job, engine, launches)
-        trainer = RankEngineTrainer(job, engine, topology, rank)
-        conclude(job, trainer, rank, train(job, trainer, rank))
-    except UserError:
-        raise
-    except Exception as error:
-        error.add_note(job.settings.how_to_continue)
-        raise
-    return engine
-
-
-class RankEngineTrainer(EngineTrainer):
-    """A rank's engine trainer takes its part of every batch, and reports for its node.
-
-    Args:
-        job: the run.
-        engine: the engine of this rank, open.
-        topology: the ranks.
-        rank: this process.
-    """
-
-    def __init__(self, job: Job, engine: Engine, topology: Topology, rank: RankProcess) -> None:
         super().__init__(job, engine, rank.is_rank0)
         self.is_resumed = engine.step_count > 0
         kind, place = self.location
@@ -86,6 +57,10 @@ class RankEngineTrainer(EngineTrainer):
         rows, rank, world_size = len(batch["input_ids"]), self._topology.rank, self._topology.world_size
         first, last = rows * rank // world_size, rows * (rank + 1) // world_size
         return {name: value[first:last] for name, value in batch.items()}
+
+    def can_continue_after(self, error: Exception) -> bool:
+        """Return whether people are to be told how to go on."""
+        return not isinstance(error, UserError)
 
     def stop_requested(self) -> bool:
         stopping = torch.tensor([float(self._rank.stopping)])

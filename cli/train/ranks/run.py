@@ -11,10 +11,11 @@ from cli.job.prepare import prepare
 from cli.job.quiet import quiet_transformers
 from cli.options.computing_dtype import with_dtype_of_all
 from cli.options.settings import Settings
-from cli.train.ranks.in_memory import train_in_memory
+from cli.train.loop import conclude, train
+from cli.train.ranks.in_memory import InMemoryTrainer
+from cli.train.ranks.liveness import RankProcess
 from cli.train.ranks.meeting import check_same_command, check_shared, device_of, meet
-from cli.train.ranks.out_of_core import train_out_of_core
-from cli.train.ranks.rank_process import RankProcess
+from cli.train.ranks.out_of_core import RankEngineTrainer
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.topology import Topology
 
@@ -38,11 +39,17 @@ def train_rank(settings: Settings, rank: RankProcess) -> None:
     settings = with_dtype_of_all(settings, device.type, bool(rank.restarts))
     job = _prepare(settings, rank, store)
     check_shared(job.output, rank)
-    run = train_out_of_core if settings.ssd else train_in_memory
-    trained = run(job, topology, rank, launches)
+    trainer_class = RankEngineTrainer if settings.ssd else InMemoryTrainer
+    trainer = trainer_class(job, topology, rank, launches)
+    try:
+        conclude(job, trainer, rank, train(job, trainer, rank))
+    except Exception as error:  # leaves the trainer open: its threads may wait for ranks that will never answer
+        if trainer.can_continue_after(error):
+            error.add_note(job.settings.how_to_continue)
+        raise
     rank.disconnect()
     dist.barrier()
-    trained.close()
+    trainer.model.close()
     topology.close()
     dist.destroy_process_group()
     job.close()

@@ -75,8 +75,8 @@ class Adapters:
         now = {id(buffer): name for name, buffer in model.named_buffers()}
         self.buffer_names = {name: now[id(buffer)] for name, buffer in buffers.items()}
         self.names = tuple(name for name, _ in model.named_parameters() if name not in self.base_names)
-        #: Names of DoRA's magnitudes, which are norms of weights, and made when these are read.
         self._norms = {name for name in self.names if self._initial.is_unknown(model, name)}
+        """Names of DoRA's magnitudes, which are norms of weights, and made when these are read."""
         unknown = next((name for name in self.names if name in self._norms and not _is_magnitude(name)), None)
         if unknown is not None:
             raise UserError(

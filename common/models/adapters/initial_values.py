@@ -26,8 +26,8 @@ class _Constant:
         return self.number.expand(self.shape)
 
 
-#: Stands for the tensor that is filled among a function's arguments, so that it need not stay in memory.
 _FILLED = object()
+"""Stands for the tensor that is filled among a function's arguments, so that it need not stay in memory."""
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,10 @@ class InitialValues(TorchFunctionMode):
     def __init__(self, is_complete: Callable[[nn.Module], bool], not_these: set[int]) -> None:
         super().__init__()
         self._is_complete, self._not_these = is_complete, not_these
-        #: Draws by the address of what they filled.
         self._drawn: dict[int, tuple[torch.Tensor, _Fill, torch.dtype]] = {}
-        #: How to make the values of emptied parameters again, by the module that they are in and their name there.
+        """Draws by the address of what they filled."""
         self._made: dict[tuple[nn.Module, str], _Constant | _Draw | _Kept] = {}
+        """How to make the values of emptied parameters again, by the module that they are in and their name there."""
         self._handle: RemovableHandle | None = None
 
     def __enter__(self) -> "InitialValues":

@@ -14,16 +14,17 @@ from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-#: Bytes per token for each input and output element of a layer that are kept until the backward pass: a fp32 copy of
-#: the input; and with dropout what that makes of it and its mask, or with IA3 both sides of a product.
 SAVED, SAVED_MORE = 4, 7
-#: Bytes for each such element in passing, in one layer at a time: products, scaled and added.
+"""Bytes per token for each input and output element of a layer that are kept until the backward pass: a fp32 copy of
+the input; and with dropout what that makes of it and its mask, or with IA3 both sides of a product."""
 PASSING = 9
-#: Bytes for each element of a weight where the adapter is made as large as the weight: kept for the backward pass
-#: (LoHa, LoKr, parameters of experts), and in passing.
+"""Bytes for each such element in passing, in one layer at a time: products, scaled and added."""
 SAVED_WEIGHT, PASSING_WEIGHT = 4, 16
-#: DoRA takes its norm of the weight with the adapter added, which it makes by way of a unit matrix of the input's size.
+"""Bytes for each element of a weight where the adapter is made as large as the weight: kept for the backward pass
+(LoHa, LoKr, parameters of experts), and in passing."""
 UNIT_MATRIX = 4
+"""DoRA takes its norm of the weight with the adapter added, which it makes by way of a unit matrix of the input's
+size."""
 
 
 @dataclass(frozen=True)

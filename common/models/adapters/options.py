@@ -17,7 +17,6 @@ METHODS = (PeftType.LORA, PeftType.LOHA, PeftType.LOKR, PeftType.IA3)
 
 ALL_LINEAR = "all-linear"
 
-#: Fields of a LoRA configuration that this project cannot honour, and why.
 _NOT_HONOURED = {
     "modules_to_save": "makes trainable copies of whole modules",
     "trainable_token_indices": "trains rows of the embedding",
@@ -27,6 +26,7 @@ _NOT_HONOURED = {
     "lora_ga_config": "needs gradients of the whole model beforehand",
     "megatron_config": "is for Megatron's layers",
 }
+"""Fields of a LoRA configuration that this project cannot honour, and why."""
 
 
 @dataclass(frozen=True)

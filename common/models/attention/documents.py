@@ -17,13 +17,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from common.data.documents import current_documents
 
-#: The name under which transformers knows this. It has no mask function of that name, so it makes no mask.
 BY_DOCUMENT = "by_document"
-#: Least number of queries that go through a kernel at once with a sliding window: their mask stays small.
+"""The name under which transformers knows this. It has no mask function of that name, so it makes no mask."""
 _WINDOW_QUERIES = 256
-#: In 16 bits, lengths are rounded up to a multiple of this: PyTorch's CPU kernel compiles matrix products for each new
-#: length and keeps them for good, megabytes each (torch 2.13, processors with bf16 instructions).
+"""Least number of queries that go through a kernel at once with a sliding window: their mask stays small."""
 _BUCKET = 32
+"""In 16 bits, lengths are rounded up to a multiple of this: PyTorch's CPU kernel compiles matrix products for each new
+length and keeps them for good, megabytes each (torch 2.13, processors with bf16 instructions)."""
+
+_NOT_CUT = ("position_bias", "softcap", "s_aux")
+"""Options of families' attention that are not cut at documents."""
 
 _aten = torch.ops.aten
 
@@ -182,8 +185,8 @@ def _backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
 attention_by_document.register_autograd(_backward, setup_context=_save)
 
 
-#: How recordings and plans name the operator.
 OPERATOR = torch.ops.fuyou.attention_by_document.default
+"""How recordings and plans name the operator."""
 AUTOGRAD_NODE = "GeneratedBackwardFor_fuyou_attention_by_document"
 """Beginning of the name that PyTorch gives its backward pass, which uses nothing but what :func:`_save` saves."""
 
@@ -206,12 +209,7 @@ def _by_document(
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    is_causal: bool | None = None,
-    sliding_window: int | None = None,
-    position_bias: torch.Tensor | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **kwargs: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend as transformers asks, ``[B, H, S, D]`` to ``[B, S, H, D]``, within the current documents if there are any.
 
@@ -220,28 +218,16 @@ def _by_document(
     """
     documents = current_documents()
     if documents is None:
-        return sdpa_attention_forward(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout,
-            scaling,
-            is_causal,
-            position_bias,
-            softcap=softcap,
-            s_aux=s_aux,
-            **kwargs,
-        )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
+    asked = options.get("is_causal")
+    causal = getattr(module, "is_causal", True) if asked is None else asked
     wanted = (documents.rows, documents.length)
     if not causal or any((one.shape[0], one.shape[2]) != wanted for one in (query, key)):
         raise NotImplementedError("Attention over something else than the rows' tokens.")
-    if any(one is not None for one in (attention_mask, position_bias, softcap, s_aux)):
+    if attention_mask is not None or any(options.get(name) is not None for name in _NOT_CUT):
         raise NotImplementedError("Attention with a mask, a bias, a soft cap or sinks.")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    window = sliding_window or 0
+    window = options.get("sliding_window") or 0
     if query.device.type in ("cpu", "meta") and query.shape[-1] == value.shape[-1] and not dropout:
         return attention_by_document(query, key, value, documents.flat, window, scale)[0], None
     result = value.new_empty(*wanted, query.shape[1], value.shape[-1])

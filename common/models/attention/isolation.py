@@ -24,13 +24,13 @@ from common.data.documents import Documents, current_documents, separate_documen
 from common.models.attention.documents import BY_DOCUMENT
 from common.models.structure import find_blocks
 
-#: Lengths of the documents of five rows, longer than the windows of a small model. The number of rows and their length
-#: are no other size in it, such as its number of heads: so shapes tell which dimensions are rows and tokens.
 _LENGTHS = ((9, 17, 11), (16, 10, 11), (20, 17), (8, 8, 21), (11, 26))
-#: Part of the effect of one document on the next, without isolation, up to which a difference counts as rounding.
+"""Lengths of the documents of five rows, longer than the windows of a small model. The number of rows and their length
+are no other size in it, such as its number of heads: so shapes tell which dimensions are rows and tokens."""
 _ROUNDING = 1e-3
-#: Part of the logits by which documents must change each other's without isolation, for an experiment to be valid.
+"""Part of the effect of one document on the next, without isolation, up to which a difference counts as rounding."""
 _VISIBLE = 1e-3
+"""Part of the logits by which documents must change each other's without isolation, for an experiment to be valid."""
 
 
 @dataclass(frozen=True)
@@ -220,15 +220,15 @@ class _Experiment:
         assert documents is not None
         self.documents = documents
         self.positions = self.positions.to(device)
-        #: Whether a token is behind the first document of its row, bool ``[B, S]``.
         self.later = (torch.arange(documents.length) >= torch.tensor([[row[0]] for row in _LENGTHS])).to(device)
+        """Whether a token is behind the first document of its row, bool ``[B, S]``."""
         vocabulary, generator = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(7)
         self.ids, other = (
             torch.randint(min(5, vocabulary // 2), vocabulary, self.positions.shape, generator=generator).to(device)
             for _ in range(2)
         )
-        #: Tokens that differ from ``ids`` in the first documents only.
         self.changed = torch.where(self.later, self.ids, other)
+        """Tokens that differ from ``ids`` in the first documents only."""
         self._separator = DocumentSeparator(model, Isolation(False))
 
     @contextmanager

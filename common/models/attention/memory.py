@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
-#: Bytes that a block's forward and backward pass hold at once for each score ``[H, S, S]`` where attention is "eager".
-#: Measured on a CPU with gpt-oss, BLOOM, Gemma 2 and GPT-J: 14 to 19 in fp32, 17 to 25 in bf16.
 _EAGER_BYTES = 25
-#: Bytes for each element of a mask ``[S, S]`` that a kernel is given; measured with Gemma 3 in bf16: 6.2.
+"""Bytes that a block's forward and backward pass hold at once for each score ``[H, S, S]`` where attention is "eager".
+Measured on a CPU with gpt-oss, BLOOM, Gemma 2 and GPT-J: 14 to 19 in fp32, 17 to 25 in bf16."""
 _MASK_BYTES = 8
+"""Bytes for each element of a mask ``[S, S]`` that a kernel is given; measured with Gemma 3 in bf16: 6.2."""
 _WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention", "window_size")
 
 

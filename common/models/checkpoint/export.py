@@ -82,8 +82,8 @@ class CheckpointWriter:
         self._allows_nonfinite = allow_nonfinite
         self._nonfinite: str | None = None
         self._source = source
-        #: Names on disk, by the names that ``save_pretrained`` would give.
         self._names: dict[str, list[str]] = {}
+        """Names on disk, by the names that ``save_pretrained`` would give."""
         if source is not None:
             meta: dict[str, torch.Tensor] = {
                 self._stored_name[name]: parameter for name, parameter in model.named_parameters()

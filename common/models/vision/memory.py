@@ -24,8 +24,8 @@ class ImageMemory:
 
 NO_IMAGES = ImageMemory()
 
-#: Upper bounds of the elements that a layer of a tower makes, in hidden sizes and in feed-forward widths.
 _HIDDEN_SIZES, _WIDTHS = 24, 4
+"""Upper bounds of the elements that a layer of a tower makes, in hidden sizes and in feed-forward widths."""
 _DEPTHS = ("depth", "num_hidden_layers", "num_layers")
 
 

@@ -20,7 +20,7 @@ from common.store.manifest import MANIFEST_FILE
 from common.store.migration import final_folder, refuse_foreign_files, remove_folder, successor_folder
 from common.store.sealed import sync_directory
 from common.store.verify import verify
-from fuyou.checkpoint.cluster_commits import common_step
+from fuyou.checkpoint.cluster_commits import cluster_content, common_step
 from fuyou.checkpoint.commits import CLUSTER, check_records, check_state
 from fuyou.checkpoint.reshard.local_shards import (
     DriveScan,
@@ -40,7 +40,7 @@ from fuyou.layout.share import Share
 from fuyou.runtime.ranks.agreement import Agreement, host, rank_name
 
 
-def reshard_run(drives: Drives, layout: ModelLayout, wanted: TrainingState, agreement: Agreement | None) -> None:
+def reshard_run(drives: Drives, layout: ModelLayout, wanted: TrainingState, agreement: Agreement) -> None:
     """Make each rank's store that of this rank among the ranks there are now, on ``drives.folders``. Collective.
 
     Nothing happens where the run was made by as many ranks, each on its drives, or where there is no run. Opening it
@@ -50,7 +50,7 @@ def reshard_run(drives: Drives, layout: ModelLayout, wanted: TrainingState, agre
         drives: this rank's.
         layout: that of the whole model, shared with nobody.
         wanted: what the run must be, apart from its step.
-        agreement: with the other ranks, if there are any.
+        agreement: with the other ranks.
 
     Raises:
         UserError: something of the old ranks is missing, or there is too little space. Nothing was changed.
@@ -60,9 +60,9 @@ def reshard_run(drives: Drives, layout: ModelLayout, wanted: TrainingState, agre
 
 
 class _Resharding:
-    def __init__(self, drives: Drives, layout: ModelLayout, wanted: TrainingState, agreement: Agreement | None):
+    def __init__(self, drives: Drives, layout: ModelLayout, wanted: TrainingState, agreement: Agreement):
         self._drives, self._layout, self._wanted, self._agreement = drives, layout, wanted, agreement
-        self._share = agreement.share if agreement is not None else Share()
+        self._share = agreement.share
         self._rank = self._share.rank
 
     def run(self) -> None:
@@ -78,7 +78,7 @@ class _Resharding:
     def _choose(self) -> tuple[ShardSet | None, list[ShardSet], list[str]]:
         """Return the set to go on with (None: there is nothing to reshard), all other sets, and the ranks' hosts."""
         own = scan_drives(self._drives)
-        scans = [DriveScan.from_dict(content) for content in self._gather(own.to_dict())]
+        scans = [DriveScan.from_dict(content) for content in self._agreement.all_gather_object(own.to_dict())]
         sets, hosts = find_shard_sets(scans), [scan.host for scan in scans]
         # A store that has replaced several ranks' may have more of them to remove, even if their manifests are gone.
         resharded = any(len(one.replaces) > 1 for one in own.directories)
@@ -87,19 +87,16 @@ class _Resharding:
         chosen = choose_shard_set(sets, self._share, scans)
         return chosen, [one for one in sets if chosen is None or one.run != chosen.run], hosts
 
-    def _gather(self, value: Any) -> list[Any]:
-        return self._agreement.all_gather_object(value) if self._agreement is not None else [value]
-
     def _all_or_none(self, work: Callable[[], Any]) -> Any:
         """Call ``work`` on every rank; an error on any of them is raised on all."""
         result, problem, user, failure = None, "", True, None
         try:
             result = work()
         except FinetuneError as error:
-            problem, user = f"{host()}: {error}" if self._agreement is not None else str(error), error.exit_status == 2
+            problem, user = f"{host()}: {error}" if not self._agreement.is_alone else str(error), error.exit_status == 2
         except BaseException as error:
             problem, failure = f"{host()}: {type(error).__name__}: {error}", error
-        outcomes: list[tuple[str, bool]] = self._gather((problem, user))
+        outcomes: list[tuple[str, bool]] = self._agreement.all_gather_object((problem, user))
         if failure is not None:
             raise failure
         problems = list(dict.fromkeys(problem for problem, _ in outcomes if problem))
@@ -115,7 +112,7 @@ class _Resharding:
         step = common_step(
             [(rank_name(old.share, rank, hosts[found.reader]), found.shard.steps) for rank, found in members]
         )
-        run = self._gather(uuid.uuid4().hex)[0]
+        run = self._agreement.all_gather_object(uuid.uuid4().hex)[0]
         mine = {rank: found.shard for rank, found in members if found.reader == self._rank}
         with DirectoryLock(path for shard in mine.values() for path in shard.directories):
             own_states: dict[int, TrainingState] = self._all_or_none(
@@ -123,7 +120,7 @@ class _Resharding:
             )
             states: dict[int, TrainingState] = {}
             own = [(rank, replace(state, checksums=[]).to_dict()) for rank, state in own_states.items()]
-            for some in self._gather(own):
+            for some in self._agreement.all_gather_object(own):
                 states.update((rank, TrainingState.from_dict(state)) for rank, state in some)
             sources = [
                 SourceShard(
@@ -131,7 +128,7 @@ class _Resharding:
                 )
                 for rank, found in members
             ]
-            counts: list[int] = self._gather(len(self._drives.folders))
+            counts: list[int] = self._agreement.all_gather_object(len(self._drives.folders))
             targets = [
                 self._layout_of(share, count, states[0])
                 for share, count in zip(self._share.everyone(), counts, strict=True)
@@ -143,7 +140,7 @@ class _Resharding:
                 self._fill(new, sources, mine, targets, states, run)
         made = LocalShard(new.directories, new.id, run, self._share, (step,), in_place=True, of_this_run=True)
         first = Share(self._share.nodes, self._share.ranks_per_node)
-        shards = map(LocalShard.from_dict, self._gather(made.to_dict()))
+        shards = map(LocalShard.from_dict, self._agreement.all_gather_object(made.to_dict()))
         return ShardSet(run, first, {rank: FoundShard(rank, shard) for rank, shard in enumerate(shards)})
 
     def _set_back(self, shard: LocalShard, step: int) -> TrainingState:
@@ -222,14 +219,8 @@ class _Resharding:
             missed=_merge_counts(state.missed for state in states.values()),
         )
         content = state.to_dict()
-        if self._agreement is not None:
-            content[CLUSTER] = {
-                "run": run,
-                "nodes": self._share.nodes,
-                "ranks_per_node": self._share.ranks_per_node,
-                "rank": self._rank,
-                "previous": None,
-            }
+        if not self._agreement.is_alone:
+            content[CLUSTER] = cluster_content(run, self._share, None)
         commit_manifest(new.directories[0], content)
 
     # -- the set that counts --------------------------------------------------------------------------------------
@@ -245,12 +236,12 @@ class _Resharding:
         """
         scan = scan_drives(self._drives)
         stores = {found.shard.store for found in chosen.members.values()}
-        names = self._gather([one.replaces for one in scan.directories if one.store in stores])
+        names = self._agreement.all_gather_object([one.replaces for one in scan.directories if one.store in stores])
         replaced = {name for some in names for replaces in some for name in replaces}
         superfluous = self._superfluous(scan, stores, replaced, others)
         found = [one.shard.directories for one in chosen.members.values() if one.reader == self._rank]
         unnamed = [directories for directories in found if any(path != final_folder(path) for path in directories)]
-        if not any(self._gather(bool(superfluous or unnamed))):
+        if not any(self._agreement.all_gather_object(bool(superfluous or unnamed))):
             return False
         for turn in range(self._share.world_size):  # several ranks may see the same
             if turn == self._rank:
@@ -259,7 +250,7 @@ class _Resharding:
                     sync_directory(path)
                 for path in superfluous:
                     remove_folder(path, shared=True)
-            self._gather(None)
+            self._agreement.all_gather_object(None)
         for directories in unnamed:
             for path in directories:
                 if path != final_folder(path):
@@ -271,7 +262,7 @@ class _Resharding:
             with Store.open(list(map(final_folder, directories)), io="posix") as store:
                 layout = store.layout
             reserve(store.directories, layout)
-        self._gather(None)
+        self._agreement.all_gather_object(None)
         return True
 
     def _superfluous(

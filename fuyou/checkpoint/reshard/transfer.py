@@ -109,7 +109,7 @@ class SourceShard:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class RangeTransfer:
     """Elements ``[start, stop)`` of a record that go from a source (by its number) to a rank."""
 
     source: int
@@ -135,7 +135,7 @@ class RecordTransfer:
         sources: all stores of the old ranks, in their order.
         stores: those of them that this rank reads, open, by their number.
         targets: layouts of all new stores, in the order of ranks.
-        agreement: with the other ranks, if there are any.
+        agreement: with the other ranks.
     """
 
     def __init__(
@@ -143,10 +143,10 @@ class RecordTransfer:
         sources: Sequence[SourceShard],
         stores: dict[int, Store],
         targets: Sequence[ShardLayout],
-        agreement: Agreement | None,
+        agreement: Agreement,
     ):
         self._sources, self._stores, self._targets, self._agreement = sources, stores, targets, agreement
-        self._rank = agreement.share.rank if agreement is not None else 0
+        self._rank = agreement.share.rank
 
     def fill(self, store: Store) -> list[ChecksummedExtent]:
         """Fill this rank's new ``store``, and return the checksums of what it holds then. Collective.
@@ -201,17 +201,16 @@ class RecordTransfer:
                     sends.append((transfer.target, data))
             elif received is not None:
                 receives.append((source.reader, received))
-        if self._agreement is not None:
-            self._agreement.exchange(sends, receives)
+        self._agreement.exchange(sends, receives)
         return mine
 
-    def _read(self, transfer: Transfer, piece: _Piece, data: torch.Tensor) -> None:
+    def _read(self, transfer: RangeTransfer, piece: _Piece, data: torch.Tensor) -> None:
         layout = self._sources[transfer.source].layout
         extent = layout.extent(piece.record, piece.kind.part)
         for at, first, nbytes in layout.byte_runs(piece.record, piece.kind, transfer.start, transfer.stop):
             self._stores[transfer.source].read_now(extent, data[first : first + nbytes].numpy(), at, nbytes)
 
-    def _plan(self, piece: _Piece) -> Iterator[Transfer]:
+    def _plan(self, piece: _Piece) -> Iterator[RangeTransfer]:
         """Return how a piece comes to all ranks.
 
         Of what several sources have, a rank takes its own, or one of the others' in turn. Padding comes from nowhere:
@@ -227,7 +226,7 @@ class RecordTransfer:
                 own = [number for number in able if self._sources[number].reader == rank]
                 chosen = own[0] if own else able[rank % len(able)]
                 until = min(end, ranges[chosen][1])
-                yield Transfer(chosen, rank, begin, until)
+                yield RangeTransfer(chosen, rank, begin, until)
                 begin = until
 
 

@@ -22,15 +22,14 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from common.models.attention import documents as document_attention
 from fuyou.model.blocks.probe import is_grouped_product
 
-#: Every saved output starts on a multiple of this many bytes, as memory from an allocator does.
 ALIGN_BYTES = 256
+"""Every saved output starts on a multiple of this many bytes, as memory from an allocator does."""
 
 _aten = torch.ops.aten
-#: Plans are made for rows of one document; where documents share a row, attention is another operator.
 _IN_PACKED_ROWS = {str(_aten._scaled_dot_product_flash_attention_for_cpu.default): str(document_attention.OPERATOR)}
-#: Methods that read a tensor's memory without an operator. (``item`` and ``bool`` have one.)
+"""Plans are made for rows of one document; where documents share a row, attention is another operator."""
 _HANDED_OVER = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr})
-#: Operators that read the shape of their argument and nothing of its values.
+"""Methods that read a tensor's memory without an operator. (``item`` and ``bool`` have one.)"""
 _SHAPE_ONLY = frozenset(
     {
         _aten.empty_like,
@@ -44,6 +43,7 @@ _SHAPE_ONLY = frozenset(
         _aten.new_full,
     }
 )
+"""Operators that read the shape of their argument and nothing of its values."""
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from fuyou.model.blocks.weightless import on_meta
 from fuyou.model.recompute.block_trace import AttentionOf, BlockTrace, Operator, Tracer
 from fuyou.model.streamed_model import StreamedModel
 
-#: FLOPs that a device does while it moves one byte of its memory, for operators that are bound by that: about 160 on an
-#: RTX 4090 (165 TFLOP/s in bf16, 1008 GB/s) and on an A100 (312 TFLOP/s, 1.9 TB/s).
 FLOPS_PER_BYTE = 160.0
+"""FLOPs that a device does while it moves one byte of its memory, for operators that are bound by that: about 160 on an
+RTX 4090 (165 TFLOP/s in bf16, 1008 GB/s) and on an A100 (312 TFLOP/s, 1.9 TB/s)."""
 
 MAX_CANDIDATES = 256
 """Largest number of operators to choose from; among more nothing is saved. The time that choosing takes grows with the
@@ -33,8 +33,8 @@ which is worth much."""
 
 _TRACES: WeakKeyDictionary[StreamedModel, dict[tuple[int, str, torch.dtype, int], BlockTrace]] = WeakKeyDictionary()
 
-#: Returns the cost of running an operator, in any unit.
 Cost = Callable[[Operator], float]
+"""Returns the cost of running an operator, in any unit."""
 
 
 @dataclass(frozen=True)
@@ -249,9 +249,9 @@ class ActivationPlanner:
         count = policy.layers if isinstance(policy, ActivationPolicy) else layers if policy else 0
         if not 0 <= count <= layers:
             raise UserError(f"Outputs cannot be kept in {count} blocks: this model has {layers}.")
-        #: The blocks that save outputs, evenly spaced, so that the traffic is even, too. (Simulated, 13B with a quarter
-        #: to half of the blocks saving much: up to 4% shorter steps than with the last blocks.)
         self.layers = evenly_spaced(range(layers), count)
+        """The blocks that save outputs, evenly spaced, so that the traffic is even, too. (Simulated, 13B with a quarter
+        to half of the blocks saving much: up to 4% shorter steps than with the last blocks.)"""
         self._traces: dict[int, BlockTrace | None] = {}
 
     def saved(self, rows: int, seq_len: int) -> SavedOutputs:

@@ -19,7 +19,7 @@ from fuyou.layout.checksums import sealed_name
 from fuyou.layout.record import PAGE_ELEMENTS, Record, RecordExtents, allocate_extents
 from fuyou.layout.record_parts import Chunk
 from fuyou.optimizer.absent_gradients import OwnedParameters
-from fuyou.optimizer.adam import ChunkAdam
+from fuyou.optimizer.adam import AdamStates, ChunkAdam
 from fuyou.optimizer.process.pipe import EnginePipe
 from fuyou.optimizer.process.protocol import CreateRecord, ReadStates, Ready, Setup, Updated, UpdateRecord, WriteRecord
 from fuyou.optimizer.process.state_memory import ChunkMemory, ChunkRing, StateViews
@@ -163,10 +163,7 @@ class RecordUpdater:
             chunk, states = memory.chunk, StateViews(memory, record.precision)
             part = slice(chunk.start, chunk.stop)
             self._adam.update(
-                values[part],
-                states.low,
-                states.mean,
-                states.variance,
+                AdamStates(values[part], states.low, states.mean, states.variance),
                 gradients[part],
                 message.update,
                 decay=chunk.decay,

@@ -24,34 +24,15 @@ from fuyou.model.recompute.policy import operators_worth_saving, saved_outputs, 
 from fuyou.model.recompute.replay import BlockReplay, SavedForward
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.gradient_sum import GradientSum, sum_of_squares
-from fuyou.planner.profiling.profile import OperatorTime
+from fuyou.planner.profiling.profile import OperatorTime, PartTimes
 from fuyou.runtime.devices.device import Device
 
-#: If a pass through the block, forward and backward, is expected to take longer, fewer tokens are measured.
 LONGEST_PASS_SECONDS = 0.4
-#: Repetitions of one piece of work end after this many seconds.
+"""If a pass through the block, forward and backward, is expected to take longer, fewer tokens are measured."""
 REPEAT_SECONDS = 0.4
+"""Repetitions of one piece of work end after this many seconds."""
 _MAX_REPETITIONS = 7
 _TILE_ELEMENTS = 1 << 20
-
-
-@dataclass(frozen=True)
-class PartTimes:
-    """Seconds of one micro-batch; see :class:`fuyou.planner.profiling.profile.Profile`."""
-
-    measured_tokens: int
-    matmul_flops_per_second: float
-    embed_forward: float
-    block_forward: float
-    block_backward: float
-    kept_forward: float
-    kept_backward: float
-    kept_bytes: int
-    block_finish: float
-    head: float
-    head_forward: float
-    embed_backward: float
-    operators: tuple[OperatorTime, ...]
 
 
 class BlockBench:
@@ -91,19 +72,19 @@ class BlockBench:
         hidden, arguments, _ = self.embedding(self.seq_len)
         kept_forward, kept_backward, kept_bytes = self._kept(arguments, hidden)
         return PartTimes(
-            self.rows * self.seq_len,
-            self.matmul_flops_per_second,
-            _extrapolated([(one.tokens, one.embed_forward) for one in samples], whole),
-            _extrapolated([(one.tokens, one.block_forward) for one in samples], whole),
-            _extrapolated([(one.tokens, one.block_backward) for one in samples], whole),
-            kept_forward * self._scale,
-            kept_backward * self._scale,
-            round(kept_bytes * self._scale),
-            self.seconds(lambda: sum_of_squares(self._gradient)),
-            calls * _extrapolated([(one.head_tokens, one.head) for one in samples], head),
-            calls * _extrapolated([(one.head_tokens, one.head_forward) for one in samples], head),
-            _extrapolated([(one.tokens, one.embed_backward) for one in samples], whole),
-            self._operators(arguments, hidden),
+            measured_tokens=self.rows * self.seq_len,
+            matmul_flops_per_second=self.matmul_flops_per_second,
+            embed_forward_seconds=_extrapolated([(one.tokens, one.embed_forward) for one in samples], whole),
+            block_forward_seconds=_extrapolated([(one.tokens, one.block_forward) for one in samples], whole),
+            block_backward_seconds=_extrapolated([(one.tokens, one.block_backward) for one in samples], whole),
+            kept_forward_seconds=kept_forward * self._scale,
+            kept_backward_seconds=kept_backward * self._scale,
+            kept_bytes=round(kept_bytes * self._scale),
+            block_finish_seconds=self.seconds(lambda: sum_of_squares(self._gradient)),
+            head_seconds=calls * _extrapolated([(one.head_tokens, one.head) for one in samples], head),
+            head_forward_seconds=calls * _extrapolated([(one.head_tokens, one.head_forward) for one in samples], head),
+            embed_backward_seconds=_extrapolated([(one.tokens, one.embed_backward) for one in samples], whole),
+            operators=self._operators(arguments, hidden),
         )
 
     def _sample(self, seq_len: int) -> "_Sample":

@@ -11,10 +11,10 @@ from common.errors import FinetuneError
 from fuyou.planner.rates import Contention
 from fuyou.schedule.tasks import Resource
 
-#: Each combination is measured for this long, or until each kind of work has been done twice.
 WINDOW_SECONDS = 0.5
-#: Time for caches and threads to warm up.
+"""Each combination is measured for this long, or until each kind of work has been done twice."""
 WARM_SECONDS = 0.1
+"""Time for caches and threads to warm up."""
 _MAX_SECONDS = 60.0
 
 

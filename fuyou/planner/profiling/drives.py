@@ -21,10 +21,10 @@ from fuyou.layout.record import Record, allocate_extents
 
 FOLDER = "fuyou-profile-"
 """Beginning of the scratch folder's name; the process id follows."""
-#: Each direction is measured for this long.
 DIRECTION_SECONDS = 0.5
-#: The files are written once before anything is measured, but for no longer than this.
+"""Each direction is measured for this long."""
 _FILL_SECONDS = 1.5
+"""The files are written once before anything is measured, but for no longer than this."""
 _TRANSFER_BYTES = 4 << 20
 _TRANSFERS = 24
 _IN_FLIGHT = 6
@@ -42,7 +42,7 @@ class DriveRates:
     commit_seconds: float
 
 
-class Scratch:
+class ScratchFiles:
     """A store for measuring: something to move, and records for the optimizer process.
 
     Args:
@@ -113,7 +113,7 @@ class Scratch:
 @contextmanager
 def open_scratch(
     directories: Sequence[Path], records: Sequence[Record], throttle: IoThrottle | None
-) -> Iterator[Scratch]:
+) -> Iterator[ScratchFiles]:
     """Open a store of scratch files, in a new folder in each of ``directories``; it is always removed afterwards.
 
     Raises:
@@ -130,7 +130,7 @@ def open_scratch(
         for folder in folders:
             folder.mkdir()
         store = Store.create(folders, layout, io="posix", throttle=throttle)
-        yield Scratch(store, records, transfers)
+        yield ScratchFiles(store, records, transfers)
     finally:
         if store is not None:
             store.close()

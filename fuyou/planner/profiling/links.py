@@ -11,8 +11,8 @@ from common.memory.buffers import HostBuffer
 from fuyou.runtime.devices.device import Device
 from fuyou.schedule.tasks import Op, Task
 
-#: Largest copy that is measured: a block's parameters are rarely smaller where it matters.
 LARGEST_COPY_BYTES = 64 << 20
+"""Largest copy that is measured: a block's parameters are rarely smaller where it matters."""
 _COPIES = 5
 
 
@@ -64,10 +64,10 @@ class _Copies:
     def copy(self) -> float:
         """Copy once, and return the bytes per second."""
         task = Task(self._op, [])
-        task.began = time.monotonic()
+        task.started_at = time.monotonic()
         self._device.copy(task, self._target, self._source)
         self._device.synchronize()
-        task.ended = time.monotonic()
+        task.finished_at = time.monotonic()
         began, ended = self._device.interval(task)
         return self._nbytes / max(ended - began, 1e-9)
 

@@ -20,12 +20,12 @@ from fuyou.layout.record import Precision
 from fuyou.model.model_records import model_records
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.process.client import OptimizerLink
-from fuyou.planner.profiling.blocks import BlockBench, PartTimes
+from fuyou.planner.profiling.blocks import BlockBench
 from fuyou.planner.profiling.contention import Load, RepeatedCall, measure_contention
 from fuyou.planner.profiling.drives import open_scratch
 from fuyou.planner.profiling.links import measure_link
 from fuyou.planner.profiling.optimizer import OptimizerBench, scratch_records
-from fuyou.planner.profiling.profile import Profile
+from fuyou.planner.profiling.profile import PartTimes, Profile
 from fuyou.planner.rates import Contention
 from fuyou.runtime.devices.device import Device, optimizer_threads
 from fuyou.schedule.memory_plan import MemoryPlan
@@ -102,20 +102,8 @@ def measure(workload: ProfiledWorkload, device: Device) -> Profile:
     return Profile(
         device=device.name,
         tokens=workload.tokens,
-        measured_tokens=parts.measured_tokens,
+        **vars(parts),
         block_parameters=max(shape.records[index].parameter_count for index in shape.blocks),
-        matmul_flops_per_second=parts.matmul_flops_per_second,
-        embed_forward_seconds=parts.embed_forward,
-        block_forward_seconds=parts.block_forward,
-        block_backward_seconds=parts.block_backward,
-        kept_forward_seconds=parts.kept_forward,
-        kept_backward_seconds=parts.kept_backward,
-        kept_bytes=parts.kept_bytes,
-        block_finish_seconds=parts.block_finish,
-        head_seconds=parts.head,
-        head_forward_seconds=parts.head_forward,
-        embed_backward_seconds=parts.embed_backward,
-        operators=parts.operators,
         upload_bytes_per_second=copies.upload,
         download_bytes_per_second=copies.download,
         upload_beside_bytes_per_second=copies.upload_beside,
@@ -168,16 +156,16 @@ def _emulated_parts(shape: ModelLayout, flops_per_second: float, tokens: int) ->
     return PartTimes(
         measured_tokens=tokens,
         matmul_flops_per_second=flops_per_second,
-        embed_forward=0.0,
-        block_forward=2 * block,
-        block_backward=6 * block,
-        kept_forward=0.0,
-        kept_backward=0.0,
+        embed_forward_seconds=0.0,
+        block_forward_seconds=2 * block,
+        block_backward_seconds=6 * block,
+        kept_forward_seconds=0.0,
+        kept_backward_seconds=0.0,
         kept_bytes=0,
-        block_finish=0.0,
-        head=6 * head,
-        head_forward=2 * head,
-        embed_backward=0.0,
+        block_finish_seconds=0.0,
+        head_seconds=6 * head,
+        head_forward_seconds=2 * head,
+        embed_backward_seconds=0.0,
         operators=(),
     )
 

@@ -23,12 +23,12 @@ from fuyou.optimizer.process.protocol import (
     WriteRecord,
     Written,
 )
-from fuyou.planner.profiling.drives import Scratch
+from fuyou.planner.profiling.drives import ScratchFiles
 
-#: Parameters that are updated in turn: more than a processor's own caches hold with their states.
 UPDATED_ELEMENTS = 4 << 20
-#: Parameters in each record that is written while others are updated.
+"""Parameters that are updated in turn: more than a processor's own caches hold with their states."""
 WRITTEN_ELEMENTS = 2 << 20
+"""Parameters in each record that is written while others are updated."""
 _WRITTEN_RECORDS = 3
 _ANSWER_SECONDS = 60.0
 
@@ -114,7 +114,7 @@ class OptimizerBench:
     def __init__(
         self,
         link: OptimizerLink,
-        scratch: Scratch,
+        scratch: ScratchFiles,
         precision: Precision,
         chunk_elements: int,
         threads: int,

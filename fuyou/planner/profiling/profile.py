@@ -25,21 +25,14 @@ class OperatorTime:
 
 
 @dataclass(frozen=True)
-class Profile:
-    """Rates and times of one machine with one model and one micro-batch."""
+class PartTimes:
+    """Seconds of one micro-batch, part by part, as the engine's tasks do it."""
 
-    device: str
-    """Name of the device that computes."""
-    tokens: int
-    """Tokens in a micro-batch."""
     measured_tokens: int
     """Tokens in the micro-batch that was run: fewer where a whole one took too long, with times scaled up."""
-    block_parameters: int
-
     matmul_flops_per_second: float
     """FLOPs per second of matrix products with the shapes of the block's parameters."""
     embed_forward_seconds: float
-    """Seconds for a whole micro-batch, as the engine's tasks do it; so are the times that follow."""
     block_forward_seconds: float
     block_backward_seconds: float
     """Seconds with the forward pass computed again, as far as it is needed."""
@@ -56,6 +49,17 @@ class Profile:
     embed_backward_seconds: float
     operators: tuple[OperatorTime, ...]
     """Operators of the block's forward pass, in order; none for an emulated device, where FLOPs take the time."""
+
+
+@dataclass(frozen=True)
+class Profile(PartTimes):
+    """Rates and times of one machine with one model and one micro-batch."""
+
+    device: str
+    """Name of the device that computes."""
+    tokens: int
+    """Tokens in a micro-batch."""
+    block_parameters: int
 
     upload_bytes_per_second: float
     """Bytes per second from host to device, while nothing goes the other way."""

@@ -65,7 +65,7 @@ class DataPlane:
         return self.optimizer.read_bytes + read, self.optimizer.written_bytes + written
 
     def create(self, record: Record, target: int) -> None:
-        """Write a record's first state, of which ``hi`` and ``lo`` are in host buffers 0; blocks until written."""
+        """Write a record's first state, whose split master weights are in host buffers 0; blocks until written."""
         if not record.trainable:
             values = self.buffers.host_parameters(record.kind, 0, record.parameter_nbytes)
             self.stored.write_parameters(record, 0, values).result()

@@ -84,7 +84,7 @@ class OptimizerHandlers:
         self._link.set_up(setup, self._answered, executor.fail, self._locks)
 
     def create(self, record: Record, target: int) -> None:
-        """Write a trained record's first state, whose halves are in host buffers 0; blocks until it is written."""
+        """Write a trained record's first state, its split weights being in host buffers 0; blocks until written."""
         event = self._created[record.index] = threading.Event()
         self._link.send(CreateRecord(record.index, 0, 0, target))
         while not event.wait(0.2):

@@ -25,10 +25,10 @@ _EXCHANGES = (Op.PARAMETER_GATHER, Op.GRADIENT_REDUCE, Op.GRADIENT_EXCHANGE)
 _COPIES = (Op.PARAMETER_UPLOAD, Op.GRADIENT_DOWNLOAD, Op.ACTIVATION_UPLOAD, Op.ACTIVATION_DOWNLOAD)
 
 
-#: Device memory that cuBLAS takes for its workspaces, one per thread that computes.
 _LIBRARY_BYTES = 256 << 20
-#: Seconds for which times on the device count from one event.
+"""Device memory that cuBLAS takes for its workspaces, one per thread that computes."""
 _ORIGIN_SECONDS = 60.0
+"""Seconds for which times on the device count from one event."""
 
 
 class Device(Protocol):
@@ -99,7 +99,7 @@ class Device(Protocol):
         """Note that a compute task's kernels have been launched."""
         ...
 
-    def ended(self, task: Task) -> bool:
+    def has_finished(self, task: Task) -> bool:
         """Return whether a task that is done (perhaps only queued) has really ended."""
         ...
 
@@ -173,11 +173,11 @@ class CpuDevice(_RealDevice):
     def end_compute(self, task: Task) -> None:
         pass
 
-    def ended(self, task: Task) -> bool:
+    def has_finished(self, task: Task) -> bool:
         return True
 
     def interval(self, task: Task) -> tuple[float, float]:
-        return task.began, task.ended
+        return task.started_at, task.finished_at
 
     def synchronize(self) -> None:
         pass
@@ -215,7 +215,7 @@ class CudaDevice(_RealDevice):
         self._origin.record()
         self._origin.synchronize()
         self._origin_seconds = time.monotonic()
-        self._began: dict[Task, torch.cuda.Event] = {}
+        self._start_events: dict[Task, torch.cuda.Event] = {}
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
@@ -252,16 +252,16 @@ class CudaDevice(_RealDevice):
     def end_compute(self, task: Task) -> None:
         self._finish(task, torch.cuda.current_stream(self.torch_device))
 
-    def ended(self, task: Task) -> bool:
+    def has_finished(self, task: Task) -> bool:
         return task.event is None or task.event.query()
 
     def interval(self, task: Task) -> tuple[float, float]:
-        began = self._began.pop(task, None)
-        if began is None or task.event is None:
-            return task.began, task.ended
-        at = self._origin_seconds + self._origin.elapsed_time(began) / 1000
-        self._advance_origin(began, at)
-        return at, at + began.elapsed_time(task.event) / 1000
+        start = self._start_events.pop(task, None)
+        if start is None or task.event is None:
+            return task.started_at, task.finished_at
+        at = self._origin_seconds + self._origin.elapsed_time(start) / 1000
+        self._advance_origin(start, at)
+        return at, at + start.elapsed_time(task.event) / 1000
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
@@ -288,7 +288,7 @@ class CudaDevice(_RealDevice):
     def _mark(self, task: Task, stream: torch.cuda.Stream) -> None:
         event = torch.cuda.Event(enable_timing=True)
         event.record(stream)
-        self._began[task] = event
+        self._start_events[task] = event
 
     @staticmethod
     def _finish(task: Task, stream: torch.cuda.Stream) -> None:

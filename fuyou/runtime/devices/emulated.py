@@ -97,8 +97,8 @@ def _rate(text: str) -> float:
 class EmulatedEvent:
     """Begin and end of a queued piece of work, on :func:`time.monotonic`'s clock."""
 
-    began: float
-    ended: float
+    started_at: float
+    finished_at: float
 
 
 _STREAMS = (Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST, Resource.INTRA_NODE, Resource.INTER_NODE)
@@ -167,15 +167,19 @@ class EmulatedDevice:
     def wait_event(self, task: Task, event: object) -> None:
         assert isinstance(event, EmulatedEvent)
         if task.op is Op.COMPUTE or task.op.resource in _STREAMS:
-            self._waits[task] = max(event.ended, self._waits.get(task, 0.0))
+            self._waits[task] = max(event.finished_at, self._waits.get(task, 0.0))
         else:
-            sleep_until(event.ended)  # the CPU, or an SSD, is about to touch the bytes
+            sleep_until(event.finished_at)  # the CPU, or an SSD, is about to touch the bytes
 
-    def ended(self, task: Task) -> bool:
-        return task.event is None or task.event.ended <= time.monotonic()
+    def has_finished(self, task: Task) -> bool:
+        return task.event is None or task.event.finished_at <= time.monotonic()
 
     def interval(self, task: Task) -> tuple[float, float]:
-        return (task.event.began, task.event.ended) if task.event is not None else (task.began, task.ended)
+        return (
+            (task.event.started_at, task.event.finished_at)
+            if task.event is not None
+            else (task.started_at, task.finished_at)
+        )
 
     def synchronize(self) -> None:
         """Wait for the compute stream."""

@@ -2,7 +2,6 @@
 
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,24 +12,32 @@ from common.communication.point_to_point import start_exchange
 from fuyou.layout.share import Share
 
 
-@dataclass
 class Agreement:
     """Process groups of gloo for small messages between all ranks. Making one is collective, and so is every call.
 
-    The thread of commits has a group of its own: its messages must not mix with those of the caller's thread.
+    The thread of commits has a group of its own: its messages must not mix with those of the caller's thread. A rank
+    that is alone agrees with itself, and needs no groups.
+
+    Args:
+        share: this rank's place among all of them.
     """
 
-    share: Share
-    _group: dist.ProcessGroup | None = field(init=False)
-    _commits: dist.ProcessGroup | None = field(init=False)
+    def __init__(self, share: Share):
+        self.share = share
+        self._group: dist.ProcessGroup | None = None
+        self._commits: dist.ProcessGroup | None = None
+        if not self.is_alone:
+            self._group = dist.new_group(backend="gloo", group_desc="fuyou_agreement")
+            self._commits = dist.new_group(backend="gloo", group_desc="fuyou_commits")
 
-    def __post_init__(self) -> None:
-        self._group = dist.new_group(backend="gloo", group_desc="fuyou_agreement")
-        self._commits = dist.new_group(backend="gloo", group_desc="fuyou_commits")
+    @property
+    def is_alone(self) -> bool:
+        """Whether there are no other ranks."""
+        return self.share.world_size == 1
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's ``value``, which is JSON, in the order of ranks."""
-        return all_gather_object(value, self._group)
+        return [value] if self.is_alone else all_gather_object(value, self._group)
 
     def all_gather_at_commit(self, value: Any) -> list[Any]:
         """Return every rank's ``value`` as :meth:`all_gather_object` does, in the thread of commits."""
@@ -38,8 +45,8 @@ class Agreement:
 
     def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Send tensors to ranks and receive others, in the order in which the other end lists them."""
-        assert self._group is not None
-        start_exchange(sends, receives, self._group)()
+        if self._group is not None:
+            start_exchange(sends, receives, self._group)()
 
     def close(self) -> None:
         """Let go of the groups, so that ``destroy_process_group`` can end them."""

@@ -54,7 +54,7 @@ def test_what_is_written_reads_the_same(monkeypatch: pytest.MonkeyPatch) -> None
 def test_paths_that_no_longer_depend_on_the_folder() -> None:
     Path("texts").mkdir()
     words = ["--model", "llama-10m", "--data", "texts", "--output", "out", "--trace", "t.json", "--lr", "3"]
-    content = tomllib.loads(effective_config(parse_command_line(words), absolute=True, leave_out=("trace",)))
+    content = tomllib.loads(effective_config(parse_command_line(words), of_run=True))
     here = str(Path.cwd())
     assert (content["model"]["model"], content["data"]["data"]) == ("llama-10m", [f"{here}/texts"])
     assert content["output"]["output"] == f"{here}/out" and "trace" not in content["planning"]

@@ -113,12 +113,12 @@ def test_bytes_are_those_of_the_files(family: str, method: str, tmp_path: Path) 
         assert record.frozen is FrozenDtype.CHECKPOINT and wanted <= record.device_nbytes
         assert record.device_nbytes < wanted + 128 * parts + 4096
         assert pickle.loads(pickle.dumps(record)) == record
-        halves = sum(
+        decoded = sum(
             2 * value.numel()
             for name, value in plain.items()
             if f"model.layers.{layer}." in name and is_written_so(method, name, value)
         )
-        assert record.decoded_nbytes >= halves
+        assert record.decoded_nbytes >= decoded
     planned = describe_training(directory, 4, 32, adapters=AdapterOptions(4).peft_config())
     assert [record.device_nbytes for record in planned.shape.records] == [
         record.device_nbytes for record in model.shape.records

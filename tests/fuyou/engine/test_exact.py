@@ -36,7 +36,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-# fp32 has no halves and no rounding: what it adds to bf16 does not depend on the family. More of it is below.
+# fp32 weights are not split nor rounded: what they add to bf16 does not depend on the family. More of it is below.
 @pytest.mark.parametrize(("family", "dtype"), [*((family, "bf16") for family in tiny_configs()), ("mixtral", "fp32")])
 def test_families(family: str, dtype: str, checkpoints: Path, tmp_path: Path) -> None:
     check(checkpoints / family, directories(tmp_path, 1), dtype=dtype, micro_batch=1)

@@ -16,7 +16,7 @@ from fuyou.layout.record_parts import Chunk
 from fuyou.layout.share import Share
 from fuyou.optimizer import adam
 from fuyou.optimizer.absent_gradients import MissedUpdates, OwnedParameters, mark_absent
-from fuyou.optimizer.adam import AdamConfig, ChunkAdam, Update, UpdateRange
+from fuyou.optimizer.adam import AdamConfig, AdamStates, ChunkAdam, Update, UpdateRange
 from tests.helpers.engines import OPTIONS, compare, directories, engine
 from tests.helpers.models.routed import RoutedConfig
 from tests.helpers.twin import Twin
@@ -106,7 +106,8 @@ def test_equals_torch_adamw_where_some_gradients_are_none(count: int, monkeypatc
             parameter.grad = gradient[index * count :][:count].clone() if index in there else None
         torch_adam.step()
         runs = [UpdateRange(index * count, (index + 1) * count, missed[index]) for index in there]
-        ChunkAdam().update(master, None, mean, variance, gradient, Update(step, config), decay=True, runs=runs)
+        states = AdamStates(master, None, mean, variance)
+        ChunkAdam().update(states, gradient, Update(step, config), decay=True, runs=runs)
         missed = [known + (index not in there) for index, known in enumerate(missed)]
         assert torch.equal(master, torch.cat([parameter.detach() for parameter in parameters])), step
 

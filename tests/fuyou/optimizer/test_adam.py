@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fuyou.optimizer import adam as adam_module
-from fuyou.optimizer.adam import ChunkAdam, Update, stochastic_round
-from tests.helpers.adam import CONFIG, Halves, moments_after, randn
+from fuyou.optimizer.adam import AdamStates, ChunkAdam, Update, stochastic_round
+from tests.helpers.adam import CONFIG, SplitRange, moments_after, randn
 
 #: Multiples of 128 elements, as in records: around the size of a pass, which is made small here.
 SIZES = [128, 384, 1024, 1152, 2048, 5248]
@@ -43,9 +43,9 @@ def twin_step(
 @pytest.mark.parametrize("decay", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 0.37])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_halves_equal_a_plain_master(count: int, decay: bool, scale: float, dtype: torch.dtype) -> None:
+def test_split_weights_equal_a_plain_master(count: int, decay: bool, scale: float, dtype: torch.dtype) -> None:
     master = randn(count, 1)
-    ours = Halves(master)
+    ours = SplitRange(master)
     mean, variance = torch.zeros(count), torch.zeros(count)
     for step in range(1, 5):
         update = Update(step, replace(CONFIG, lr=CONFIG.lr / step), gradient_scale=scale)
@@ -68,7 +68,7 @@ def test_fp32_is_updated_in_place(count: int, scale: float) -> None:
     for step in range(1, 4):
         update, gradient = Update(step, CONFIG, gradient_scale=scale), randn(count, 20 + step)
         kept = gradient.clone()
-        adam.update(ours[0], None, ours[1], ours[2], gradient, update, decay=True)
+        adam.update(AdamStates(ours[0], None, ours[1], ours[2]), gradient, update, decay=True)
         twin_step(master, mean, variance, gradient * scale, update, True)
         assert torch.equal(gradient, kept)
     for mine, theirs in zip(ours, (master, mean, variance), strict=True):
@@ -84,7 +84,7 @@ def test_equals_torch_adamw_over_padded_tensors(shape: tuple[int, ...]) -> None:
     parameter = torch.nn.Parameter(randn(padded, 3))
     with torch.no_grad():
         parameter[numel:] = 0
-    ours = Halves(parameter.detach())
+    ours = SplitRange(parameter.detach())
     optimizer = torch.optim.AdamW(
         [parameter], lr=CONFIG.lr, betas=CONFIG.betas, eps=CONFIG.eps, weight_decay=CONFIG.weight_decay, fused=True
     )
@@ -102,7 +102,7 @@ def test_close_to_adamw_written_out() -> None:
     """Algorithm 2 of the paper, in float64."""
     count = 1280
     master = randn(count, 4)
-    ours, theta = Halves(master), master.double()
+    ours, theta = SplitRange(master), master.double()
     m = v = torch.zeros(count, dtype=torch.float64)
     (beta1, beta2), lr = CONFIG.betas, CONFIG.lr
     for step in range(1, 6):
@@ -116,14 +116,12 @@ def test_close_to_adamw_written_out() -> None:
 
 
 def test_views_into_larger_buffers_leave_the_rest_alone() -> None:
-    whole = Halves(randn(4096, 5))
-    before = {name: getattr(whole, name).clone() for name in ("hi", "lo", "mean", "variance")}
+    whole = SplitRange(randn(4096, 5))
+    before = {name: getattr(whole, name).clone() for name in ("high", "low", "mean", "variance")}
     part = slice(1024, 1024 + 1280)
-    alone = Halves(whole.master[part])
+    alone = SplitRange(whole.master[part])
     gradient, update = randn(4096, 50).bfloat16(), Update(1, CONFIG)
-    ChunkAdam().update(
-        whole.hi[part], whole.lo[part], whole.mean[part], whole.variance[part], gradient[part], update, decay=True
-    )
+    ChunkAdam().update(whole.states.part(part), gradient[part], update, decay=True)
     alone.step(gradient[part], update)
     assert torch.equal(whole.master[part], alone.master)
     outside = torch.ones(4096, dtype=torch.bool)
@@ -136,31 +134,31 @@ def test_views_into_larger_buffers_leave_the_rest_alone() -> None:
 def test_one_chunk_adam_serves_many_ranges_and_sizes(moments: torch.dtype) -> None:
     adam = ChunkAdam()
     for count in [5248, 128, 2048, 1152]:
-        shared, fresh = Halves(randn(count, count), moments), Halves(randn(count, count), moments)
+        shared, fresh = SplitRange(randn(count, count), moments), SplitRange(randn(count, count), moments)
         gradient = randn(count, 60).bfloat16()
         for step in (1, 2):
             update = Update(step, CONFIG, gradient_scale=0.9)
-            adam.update(shared.hi, shared.lo, shared.mean, shared.variance, gradient, update, decay=True)
+            adam.update(shared.states, gradient, update, decay=True)
             fresh.step(gradient, update)
         assert torch.equal(shared.master, fresh.master) and torch.equal(shared.mean, fresh.mean)
 
 
 def test_a_nan_gradient_leaves_a_nan() -> None:
-    ours, gradient = Halves(randn(256, 6)), randn(256, 61)
+    ours, gradient = SplitRange(randn(256, 6)), randn(256, 61)
     gradient[17] = float("nan")
     ours.step(gradient.bfloat16(), Update(1, CONFIG))
-    assert ours.master.isnan().nonzero().flatten().tolist() == [17] and bool(ours.hi[17].isnan())
+    assert ours.master.isnan().nonzero().flatten().tolist() == [17] and bool(ours.high[17].isnan())
 
 
 def test_any_bf16_gradient_at_all() -> None:
     """NaNs of every payload, infinities and what overflows stay what they are in fp32, step after step."""
     gradient = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     master = randn(gradient.numel(), 7)
-    ours, mean, variance = Halves(master), torch.zeros_like(master), torch.zeros_like(master)
+    ours, mean, variance = SplitRange(master), torch.zeros_like(master), torch.zeros_like(master)
     for step in (1, 2, 3):
         ours.step(gradient, Update(step, CONFIG))
         twin_step(master, mean, variance, gradient.float(), Update(step, CONFIG), True)
-        assert torch.equal(ours.hi.isnan(), master.isnan())
+        assert torch.equal(ours.high.isnan(), master.isnan())
         torch.testing.assert_close(ours.master, master, rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(ours.mean, mean, rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(ours.variance, variance, rtol=0, atol=0, equal_nan=True)
@@ -174,10 +172,10 @@ def test_results_do_not_depend_on_threads_or_pass_size(moments: torch.dtype, mon
         for elements, number in ((128, 1), (1024, 3), (1 << 15, 1), (1 << 16, 2)):
             torch.set_num_threads(number)
             monkeypatch.setattr(adam_module, "PASS_ELEMENTS", elements)
-            ours = Halves(randn(count, 9), moments)
+            ours = SplitRange(randn(count, 9), moments)
             for step in (1, 2):
                 ours.step(randn(count, 90 + step).bfloat16(), Update(step, CONFIG, gradient_scale=0.7), stream=3)
-            results.append((ours.hi, ours.lo, ours.mean, ours.variance))
+            results.append((ours.high, ours.low, ours.mean, ours.variance))
     finally:
         torch.set_num_threads(threads)
     for other in results[1:]:
@@ -248,7 +246,7 @@ def test_steps_draw_different_numbers() -> None:
     wide = torch.full((2048,), 1.0 + 2**-8)
     ups = []
     for step in (1, 2, 3):
-        ours = Halves(torch.zeros(2048), torch.bfloat16)
+        ours = SplitRange(torch.zeros(2048), torch.bfloat16)
         # With a first beta of 0 the new mean is the gradient, here halfway between two bf16 numbers.
         ours.step(wide, Update(step, replace(CONFIG, betas=(0.0, 0.999)), seed=1), stream=4)
         ups.append(ours.mean.float() > 1.0)
@@ -257,7 +255,7 @@ def test_steps_draw_different_numbers() -> None:
 
 
 def test_passes_of_one_range_draw_different_numbers() -> None:
-    ours = Halves(torch.zeros(4096), torch.bfloat16)
+    ours = SplitRange(torch.zeros(4096), torch.bfloat16)
     ours.step(torch.full((4096,), 1.0 + 2**-8), Update(1, replace(CONFIG, betas=(0.0, 0.999))), stream=1)
     first, second = (ours.mean.float() > 1.0)[:1024], (ours.mean.float() > 1.0)[1024:2048]
     assert 0.4 < float((first == second).double().mean()) < 0.6
@@ -267,7 +265,7 @@ def test_bf16_mean_and_variance_follow_fp32_ones_on_average() -> None:
     """Small steps that nearest rounding would lose: a mean that decays by less than half a bf16 step each time."""
     count = 8192
     config = replace(CONFIG, betas=(0.999, 0.9999), lr=0.0)
-    narrow = Halves(torch.zeros(count), torch.bfloat16)
+    narrow = SplitRange(torch.zeros(count), torch.bfloat16)
     narrow.mean.fill_(1.0)
     narrow.variance.fill_(1.0)
     gradient = torch.zeros(count)
@@ -280,7 +278,7 @@ def test_bf16_mean_and_variance_follow_fp32_ones_on_average() -> None:
 def test_parameters_follow_from_the_rounded_moments_of_the_step_before() -> None:
     """The step is computed in fp32 from the bf16 moments; only what is kept is rounded."""
     count = 1280
-    ours = Halves(randn(count, 9), torch.bfloat16)
+    ours = SplitRange(randn(count, 9), torch.bfloat16)
     ours.mean.copy_(randn(count, 91, 0.1))
     ours.variance.copy_(randn(count, 92, 0.1).abs())
     master, mean, variance = ours.master, ours.mean.float(), ours.variance.float()

@@ -1,4 +1,4 @@
-"""fp32 masters survive as two 16-bit halves, bit for bit."""
+"""fp32 master weights survive their split into two 16-bit parts, bit for bit."""
 
 import numpy as np
 import pytest
@@ -11,14 +11,14 @@ from fuyou.optimizer.split_weights import join, split, split_in_place
 INFINITY = 0x7F80_0000
 
 
-def halves(bits: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``hi``, ``lo`` and what they join to, for masters with these ``uint32`` bits."""
+def parts(bits: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``high``, ``low`` and what they join to, for masters with these ``uint32`` bits."""
     master = torch.from_numpy(bits.astype(np.uint32).view(np.float32).copy())
-    hi, lo = torch.empty(len(bits), dtype=torch.bfloat16), torch.empty(len(bits), dtype=torch.int16)
-    split(master, hi, lo)
+    high, low = torch.empty(len(bits), dtype=torch.bfloat16), torch.empty(len(bits), dtype=torch.int16)
+    split(master, high, low)
     joined = torch.full((len(bits),), -1.0)
-    join(hi, lo, joined)
-    return hi, lo, joined
+    join(high, low, joined)
+    return high, low, joined
 
 
 def nearest(bits: np.ndarray) -> np.ndarray:
@@ -43,23 +43,23 @@ def nearest(bits: np.ndarray) -> np.ndarray:
 
 def check(bits: np.ndarray) -> None:
     bits = bits.astype(np.uint32)
-    hi, _, joined = halves(bits)
+    high, _, joined = parts(bits)
     is_nan = (bits & 0x7FFF_FFFF) > INFINITY
     assert np.array_equal(joined.numpy().view(np.uint32)[~is_nan], bits[~is_nan])
-    assert bool(hi[torch.from_numpy(is_nan)].isnan().all()) and bool(joined[torch.from_numpy(is_nan)].isnan().all())
-    high = hi.view(torch.int16).numpy().view(np.uint16)
-    assert np.array_equal(high[~is_nan], nearest(bits[~is_nan]))
-    check_in_place(bits[~is_nan], hi[torch.from_numpy(~is_nan)])
+    assert bool(high[torch.from_numpy(is_nan)].isnan().all()) and bool(joined[torch.from_numpy(is_nan)].isnan().all())
+    rounded = high.view(torch.int16).numpy().view(np.uint16)
+    assert np.array_equal(rounded[~is_nan], nearest(bits[~is_nan]))
+    check_in_place(bits[~is_nan], high[torch.from_numpy(~is_nan)])
 
 
 def check_in_place(bits: np.ndarray, expected: torch.Tensor) -> None:
     master = torch.from_numpy(bits.view(np.float32).copy())
-    hi, lo = torch.empty(len(bits), dtype=torch.bfloat16), torch.empty(len(bits), dtype=torch.int16)
-    split_in_place(master, hi, lo)
+    high, low = torch.empty(len(bits), dtype=torch.bfloat16), torch.empty(len(bits), dtype=torch.int16)
+    split_in_place(master, high, low)
     joined = torch.empty(len(bits))
-    join(hi, lo, joined)
+    join(high, low, joined)
     assert np.array_equal(joined.numpy().view(np.uint32), bits)
-    assert torch.equal(hi.view(torch.int16), expected.view(torch.int16))
+    assert torch.equal(high.view(torch.int16), expected.view(torch.int16))
 
 
 AWKWARD = [
@@ -91,11 +91,11 @@ def test_any_bits(bits: list[int]) -> None:
 @pytest.mark.parametrize(
     "high", [0x0000, 0x0001, 0x007F, 0x0080, 0x3F7F, 0x3F80, 0x7F7E, 0x7F7F, 0x8000, 0xBF80, 0xC2FF, 0xFF7E, 0xFF7F]
 )
-def test_all_low_halves(high: int) -> None:
+def test_all_low_parts(high: int) -> None:
     check((high << 16) + np.arange(1 << 16))
 
 
-def test_every_high_half_with_random_low_halves() -> None:
+def test_every_high_part_with_random_low_parts() -> None:
     """Subnormals included: nothing may flush them to zero."""
     high = np.arange(1 << 16, dtype=np.uint32) << 16
     generator = np.random.default_rng(1)
@@ -109,11 +109,11 @@ def test_nans_of_arithmetic_survive_in_place() -> None:
     nans = patterns[patterns.isnan()].float()
     infinite = torch.tensor([float("inf"), float("-inf")])
     master = torch.cat([nans * 1.5, nans - 2.0, nans.sqrt(), 1.0 / nans, infinite * 0, infinite - infinite])
-    hi, lo = torch.empty(len(master), dtype=torch.bfloat16), torch.empty(len(master), dtype=torch.int16)
-    split_in_place(master.clone(), hi, lo)
+    high, low = torch.empty(len(master), dtype=torch.bfloat16), torch.empty(len(master), dtype=torch.int16)
+    split_in_place(master.clone(), high, low)
     joined = torch.empty(len(master))
-    join(hi, lo, joined)
-    assert bool(hi.isnan().all()) and bool(joined.isnan().all())
+    join(high, low, joined)
+    assert bool(high.isnan().all()) and bool(joined.isnan().all())
 
 
 def test_all_nans_of_small_payload() -> None:
@@ -124,17 +124,17 @@ def test_all_nans_of_small_payload() -> None:
 def test_beyond_the_largest_bf16_hi_is_infinite_and_the_master_exact() -> None:
     largest = torch.finfo(torch.float32).max
     master = torch.tensor([largest, -largest])
-    hi, lo, joined = torch.empty(2, dtype=torch.bfloat16), torch.empty(2, dtype=torch.int16), torch.empty(2)
-    split(master, hi, lo)
-    assert hi.tolist() == [float("inf"), float("-inf")] and hi.tolist() == master.bfloat16().tolist()
-    join(hi, lo, joined)
+    high, low, joined = torch.empty(2, dtype=torch.bfloat16), torch.empty(2, dtype=torch.int16), torch.empty(2)
+    split(master, high, low)
+    assert high.tolist() == [float("inf"), float("-inf")] and high.tolist() == master.bfloat16().tolist()
+    join(high, low, joined)
     assert joined.tolist() == [largest, -largest]
 
 
-def test_halves_of_different_masters_differ() -> None:
+def test_parts_of_different_masters_differ() -> None:
     bits = ((0x3F7F << 16) + np.arange(1 << 18)).astype(np.uint32)
-    hi, lo, _ = halves(bits)
-    pairs = hi.view(torch.int16).to(torch.int64) << 16 | (lo.to(torch.int64) & 0xFFFF)
+    high, low, _ = parts(bits)
+    pairs = high.view(torch.int16).to(torch.int64) << 16 | (low.to(torch.int64) & 0xFFFF)
     assert len(pairs.unique()) == len(bits)
 
 
@@ -143,30 +143,30 @@ def test_halves_of_different_masters_differ() -> None:
 def test_sizes_and_scratch(count: int, given_scratch: bool) -> None:
     master = torch.randn(count, generator=torch.Generator().manual_seed(count))
     before = master.clone()
-    hi, lo = torch.empty(count, dtype=torch.bfloat16), torch.empty(count, dtype=torch.int16)
-    split(master, hi, lo)
+    high, low = torch.empty(count, dtype=torch.bfloat16), torch.empty(count, dtype=torch.int16)
+    split(master, high, low)
     assert torch.equal(master, before)
     joined = torch.empty(count)
-    join(hi, lo, joined, torch.full((count,), 7, dtype=torch.int32) if given_scratch else None)
+    join(high, low, joined, torch.full((count,), 7, dtype=torch.int32) if given_scratch else None)
     assert torch.equal(joined.view(torch.int32), before.view(torch.int32))
-    assert torch.allclose(hi.float(), before, rtol=2**-8, atol=0)
+    assert torch.allclose(high.float(), before, rtol=2**-8, atol=0)
 
 
 def test_a_nan_does_not_touch_its_neighbours() -> None:
     master = torch.randn(1000)
     before = master.clone()
     master[500] = float("nan")
-    hi, lo, joined = torch.empty(1000, dtype=torch.bfloat16), torch.empty(1000, dtype=torch.int16), torch.empty(1000)
-    split(master, hi, lo)
-    join(hi, lo, joined)
+    high, low, joined = torch.empty(1000, dtype=torch.bfloat16), torch.empty(1000, dtype=torch.int16), torch.empty(1000)
+    split(master, high, low)
+    join(high, low, joined)
     others = torch.arange(1000) != 500
-    assert torch.equal(joined[others], before[others]) and bool(joined[500].isnan()) and bool(hi[500].isnan())
+    assert torch.equal(joined[others], before[others]) and bool(joined[500].isnan()) and bool(high[500].isnan())
 
 
 def test_a_sum_that_overflows_is_not_taken_for_a_nan() -> None:
     master = torch.tensor([3e38, 3e38, float("inf"), float("-inf"), 1.0])
     before = master.clone()
-    hi, lo, joined = torch.empty(5, dtype=torch.bfloat16), torch.empty(5, dtype=torch.int16), torch.empty(5)
-    split(master, hi, lo)
-    join(hi, lo, joined)
+    high, low, joined = torch.empty(5, dtype=torch.bfloat16), torch.empty(5, dtype=torch.int16), torch.empty(5)
+    split(master, high, low)
+    join(high, low, joined)
     assert torch.equal(master, before) and torch.equal(joined, before)

@@ -65,9 +65,9 @@ def test_tasks_wait_for_what_they_wait_for() -> None:
     _, lists = run(rates, deferred=0.25)
     for tasks in lists:
         for task in tasks.tasks:
-            assert task.ended >= task.began
+            assert task.finished_at >= task.started_at
             for earlier in task.after:
-                assert earlier.ended <= task.began + 1e-9, f"{task} before {earlier}"
+                assert earlier.finished_at <= task.started_at + 1e-9, f"{task} before {earlier}"
 
 
 def test_deferring_helps_where_computing_and_the_drives_take_as_long() -> None:

@@ -14,7 +14,7 @@ from fuyou.schedule.tasks import ComputeTask, Op, StepList, Task
 
 def done(op: Op, after: list[Task], began: float, ended: float) -> Task:
     task = ComputeTask(op, after, visit=Visit(Phase.HEAD, 0, 2), micro=0) if op is Op.COMPUTE else Task(op, after)
-    task.done, task.began, task.ended = True, began, ended
+    task.done, task.started_at, task.finished_at = True, began, ended
     return task
 
 
@@ -48,5 +48,5 @@ def test_a_gap_is_shared_out_along_what_was_waited_for() -> None:
     }  # fmt: skip
     assert not any(task.after for task in (first, read, upload, early, second))
     assert late.after == [second]
-    late.done, late.began, late.ended = True, 12.0, 13.0
+    late.done, late.started_at, late.finished_at = True, 12.0, 13.0
     assert accounting.take().idle == {}

@@ -75,7 +75,7 @@ def test_tasks_run_after_what_they_wait_for_and_in_order(made: Made) -> None:
 
             def work() -> None:
                 note("end", task)
-                executor.finish(task, began=1.0)  # noqa: B023 - drained before the next round
+                executor.finish(task, started_at=1.0)  # noqa: B023 - drained before the next round
 
             pool.submit(work)
             return ELSEWHERE
@@ -99,8 +99,8 @@ def test_tasks_run_after_what_they_wait_for_and_in_order(made: Made) -> None:
                 executor.finish(task)
         executor.drain()
         executor.wait(tasks)
-        assert all(task.done and task.ended >= task.began for task in tasks)
-        assert all(task.began == 1.0 for task in tasks if task.op is Op.UPDATE)
+        assert all(task.done and task.finished_at >= task.started_at for task in tasks)
+        assert all(task.started_at == 1.0 for task in tasks if task.op is Op.UPDATE)
         place = {(what, id(task)): index for index, (what, task) in enumerate(log)}
         assert len(place) == 2 * len(tasks)
         for task in tasks:

@@ -124,7 +124,7 @@ def test_what_queues_is_drawn_in_turn(tmp_path: Path) -> None:
 
 def test_only_the_newest_step_is_kept(tmp_path: Path) -> None:
     def task(op: Op, step: int, began: float, ended: float) -> Task:
-        return Task(op, [], step=step, record=2, began=began, ended=ended, nbytes=8)
+        return Task(op, [], step=step, record=2, started_at=began, finished_at=ended, nbytes=8)
 
     trace = StepTrace(step_shape(2, False, BF16).records)
     with pytest.raises(UserError, match="No step was taken"):

@@ -166,8 +166,10 @@ def test_every_plan_can_be_scheduled(situation: dict, defer: float) -> None:
         return
     micro = plan.batch.micro_batches
     script = [("train", micro, True), ("eval", micro, True), ("train", micro, True), ("train", 1, True)]
-    keeping = range(situation["layers"] - kept_layers(situation), situation["layers"])
-    program = build(situation["layers"], situation["tied"], plan.counts, script, defer=defer, keeping=keeping)
+    saving_layers = range(situation["layers"] - kept_layers(situation), situation["layers"])
+    program = build(
+        situation["layers"], situation["tied"], plan.counts, script, defer=defer, saving_layers=saving_layers
+    )
     check_order(program)
     Machine(program).run_in_order()
 

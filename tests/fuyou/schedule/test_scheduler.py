@@ -47,8 +47,8 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
     else:
         host, ssd = draw(st.integers(2, total)), total
     few = st.integers(1, 3)
-    keeping = draw(st.sets(st.integers(0, layers - 1)))
-    kept = len(keeping) * most
+    saving_layers = draw(st.sets(st.integers(0, layers - 1)))
+    kept = len(saving_layers) * most
     device_kept = draw(st.integers(min(1, kept), kept))
     # One place more than what does not fit on the device, or two on the way to the SSDs.
     host_kept, ssd_kept = draw(st.sampled_from([(kept - device_kept + 1, 0), (2, kept)])) if kept else (0, 0)
@@ -69,8 +69,8 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "layers": layers, "tied": tied, "counts": counts, "script": script,
         "defer": draw(st.sampled_from([0, 0.25, 0.5, 1])), "hold": draw(st.booleans()),
-        "single_slot": not speculate and draw(st.booleans()), "slot": draw(st.integers(0, 1)), "keeping": keeping,
-        "speculate": speculate, "defer_all": draw(st.sets(st.integers(1, 5))),
+        "single_slot": not speculate and draw(st.booleans()), "slot": draw(st.integers(0, 1)),
+        "saving_layers": saving_layers, "speculate": speculate, "defer_all": draw(st.sets(st.integers(1, 5))),
         "resident": draw(st.sampled_from([0, 0, 1, 3, 8])), "frozen": draw(st.booleans()),
     }  # fmt: skip
 

@@ -235,7 +235,7 @@ def open_engine(run: Run) -> fuyou.Engine:
 
 
 def digests(engine: fuyou.Engine) -> dict[str, str]:
-    """Of every record that counts, each byte of it: weights, low halves, moments."""
+    """Of every record that counts, each byte of it: weights, their low parts, moments."""
     assert engine._run.files is not None
     result, store = {}, engine._run.files.store
     for sealed in engine._run.commits.sums.sealed(engine._run.commits.state.slot):

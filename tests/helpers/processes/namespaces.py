@@ -1,29 +1,11 @@
 """Network namespaces of a test."""
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 
 from common.errors import UserError
+from tests.helpers.scripts import load_script
 
-ROOT = Path(__file__).parents[3]
-SCRIPT = ROOT / "scripts" / "netcluster.py"
-
-
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("netcluster", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["netcluster"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-netcluster = _load()
+netcluster = load_script("netcluster")
 
 
 def _why_not() -> str:

@@ -10,8 +10,8 @@ from common.errors import FinetuneError
 from common.models.checkpoint.compressed.tensors import Component, CompressedTensor
 from common.models.checkpoint.shards import Shards, StoredTensor
 
-#: Kind of codes of tensors that hold one number in a byte, by their dtype.
 FLOAT_CODES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+"""Kind of codes of tensors that hold one number in a byte, by their dtype."""
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from common.models.checkpoint.conversion import Conversion
 
-#: Sizes of the tiny tensors; no two dimensions are alike.
 _SIZES = ((2, 3, 5), (3, 4, 7))
+"""Sizes of the tiny tensors; no two dimensions are alike."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,6 @@ def _float_table(dtype: torch.dtype) -> torch.Tensor:
     return torch.arange(256, dtype=torch.uint8).view(dtype).float().unsqueeze(1)
 
 
-#: By the codes' name, the fp32 numbers in a byte, ``[256, numbers]``.
 TABLES = {
     "e4m3": _float_table(torch.float8_e4m3fn),
     "e5m2": _float_table(torch.float8_e5m2),
@@ -47,6 +46,7 @@ TABLES = {
     "offset int4": _nibble_table([float(code - 8) for code in range(16)]),
     "e2m1": _nibble_table([*E2M1, *(-number for number in E2M1)]),
 }
+"""By the codes' name, the fp32 numbers in a byte, ``[256, numbers]``."""
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,8 @@ def test_answers_are_marked_and_a_prompt_is_a_beginning(name: str, tokenizer: Pr
     tokenizer.chat_template = TEMPLATES[name].read_text()
     out = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
     text = tokenizer.apply_chat_template(CHAT, tokenize=False)
-    trained = tokenizer.decode(
-        [one for one, mark in zip(out["input_ids"], out["assistant_masks"], strict=True) if mark]
-    )
+    marked = zip(out["input_ids"], out["assistant_masks"], strict=True)
+    trained = tokenizer.decode([token for token, mark in marked if mark])
     for answer in ("A number.", "Another."):
         assert answer in trained
     for other in ("Be brief.", "What is one?", "And two?"):

@@ -61,7 +61,7 @@ def test_a_block_that_others_hand_values_is_measured_without_them() -> None:
         bench._weights = random_values(bench._record.numel, torch.float32, CpuDevice())
         bench._gradient = torch.empty_like(bench._weights)
         times = bench.measure()
-        assert times.block_backward > 0 and times.head > 0
+        assert times.block_backward_seconds > 0 and times.head_seconds > 0
 
 
 @pytest.mark.usefixtures("_quick")
@@ -121,7 +121,7 @@ def test_a_slow_block_is_shortened(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (bench.rows, bench.seq_len) == (1, 16)
     times = bench.measure()
     assert times.measured_tokens == 16
-    assert min(times.block_forward, times.head, times.embed_backward) > 0
+    assert min(times.block_forward_seconds, times.head_seconds, times.embed_backward_seconds) > 0
 
 
 def test_random_values_fill_everything() -> None:

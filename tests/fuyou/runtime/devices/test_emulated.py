@@ -56,9 +56,9 @@ def test_streams_run_side_by_side_and_wait_for_events() -> None:
     assert device.interval(upload)[1] - device.interval(upload)[0] == pytest.approx(0.001049, rel=0.01)
     assert device.interval(first)[0] - began < 0.3  # beside the copy
     assert device.interval(second) == pytest.approx((began + 0.4, began + 0.5), abs=1e-6)
-    assert not device.ended(second)
+    assert not device.has_finished(second)
     device.synchronize()
-    assert device.ended(second)
+    assert device.has_finished(second)
     assert began + 0.5 <= time.monotonic()
     reader = Task(Op.PARAMETER_READ, [])
     device.wait_event(reader, EmulatedEvent(began, began + 0.55))  # the SSD writes to host memory: a thread waits
