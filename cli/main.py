@@ -1,7 +1,7 @@
 """The entry point: reads the command line, runs it, and turns whatever happens into one message and an exit status.
 
-0: done. 1: something failed. 2: what was asked for cannot be done as asked. 130: stopped by Ctrl-C.
-SIGTERM ends a run with 0, since the run is in order; SIGHUP with 129.
+0: done. 1: something failed. 2: what was asked for cannot be done as asked. 130: stopped by Ctrl-C, 143 by SIGTERM,
+129 by SIGHUP: schedulers see that the run is not done, and the last line says how to go on.
 """
 
 import contextlib
@@ -19,7 +19,9 @@ from cli.options.config_file import effective_config
 from cli.options.modes import mode_of, refuse_unread
 from cli.options.option import WRITTEN, GroupedOption, Mode
 from cli.options.settings import Settings
+from cli.report.heartbeat import Heartbeat
 from cli.train.interrupts import Interrupts, Stopped
+from common.activity import activity
 from common.errors import FinetuneError, UserError
 
 
@@ -34,9 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
-    # Nothing is ever downloaded: checkpoints, tokenizers and data are local.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    interrupts = Interrupts()
+    if "--download" not in arguments:  # nothing is fetched unasked: checkpoints, tokenizers and data are local
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    interrupts = Interrupts(ends_process=argv is None)
+    named_flags, FinetuneError.names_flags = FinetuneError.names_flags, True
 
     def run(**options: Any) -> int:
         nonlocal debug
@@ -44,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(interrupts, tuple(arguments), **options)
 
     try:
-        with interrupts:
+        with Heartbeat(), interrupts:
             status = build_command(run).main(arguments, prog_name="finetune", standalone_mode=False)
         return status if isinstance(status, int) else 0
     except click.ClickException as error:
@@ -61,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         notes = [] if debug else ["Run again with --debug for the traceback."]
         notes += getattr(error, "__notes__", [])
         return _fail(" ".join([f"{type(error).__name__}: {_one_line(error)}.", *notes]), 1, debug)
+    finally:
+        FinetuneError.names_flags = named_flags
 
 
 def _run(interrupts: Interrupts, arguments: tuple[str, ...], **options: Any) -> int:
@@ -74,13 +79,15 @@ def _run(interrupts: Interrupts, arguments: tuple[str, ...], **options: Any) -> 
     _check_model(mode, options)
     settings = Settings.of_options(options, arguments)
     if mode is Mode.VERIFY:
-        from cli.inspect.verify import run_verify
+        with activity("comparing what is on the drives with its checksums"):
+            from cli.inspect.verify import run_verify
 
-        return run_verify(list(settings.verify))
+            return run_verify(list(settings.verify))
     if mode is Mode.CHECK:
-        from cli.inspect.check import run_check
+        with activity("looking at this machine, and measuring its drives"):
+            from cli.inspect.check import run_check
 
-        run_check(settings)
+            run_check(settings)
     elif mode is Mode.DEMO:
         from cli.train.demo import run_demo
 
@@ -89,23 +96,38 @@ def _run(interrupts: Interrupts, arguments: tuple[str, ...], **options: Any) -> 
         from cli.plan.cluster import plan_cluster
 
         batch_is_given = any(option.name == "batch_size" for option in given)
-        return plan_cluster(settings, settings.batch_size if batch_is_given else None)
+        with activity("planning"):
+            return plan_cluster(settings, settings.batch_size if batch_is_given else None)
     elif mode in Mode.PLAN:
-        from cli.plan.out_of_core import run_plan
+        with activity("planning: steps of this run are simulated"):
+            from cli.plan.out_of_core import run_plan
 
-        return run_plan(settings)
+            return run_plan(settings)
     elif settings.nodes is not None:
+        from cli.job.resumed import decided
         from cli.launch.launcher import launch
 
+        if settings.show_data is not None:
+            raise UserError("--show-data needs no nodes: leave --nodes out.")
+        settings = decided(settings)
         launch(settings, trains=mode is Mode.TRAIN)
     elif mode is Mode.PROFILE:
-        from cli.inspect.profile import run_profile
+        with activity("measuring this machine with the model"):
+            from cli.inspect.profile import run_profile
 
-        run_profile(settings)
+            run_profile(settings)
     else:
-        from cli.train.one_machine import finetune
+        with activity("loading PyTorch and transformers"):
+            from cli.job.resumed import decided
+            from cli.train.one_machine import finetune
 
-        finetune(settings, interrupts)
+            settings = decided(settings)
+        if settings.show_data is not None:
+            from cli.inspect.show_data import show_data
+
+            show_data(settings)
+        else:
+            finetune(settings, interrupts)
     return 0
 
 

@@ -1,19 +1,57 @@
 """The two kinds of errors that users see, and hints for mistyped names."""
 
 import difflib
+import re
 from collections.abc import Iterable
+
+_KEYWORDS = {
+    "gpu": "device",
+    **{name: f"{name.replace('-', '_')}=True" for name in ("resume", "overwrite", "single-slot", "merge")},
+    "allow-nonfinite": "allow_nonfinite=True",
+    "drop-long": "truncate=False",
+    "truncate": "truncate=True",
+    **{f"lora-{name}": name for name in ("rank", "alpha", "dropout", "targets")},
+    "verify": "finetune --verify",
+}
+"""Keywords of the Python API that are not simply an option's name with underscores."""
+_FLAG = re.compile(r"(?<![\w-])(?<!finetune )--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
 
 
 class FinetuneError(Exception):
-    """A failure while running. Its message says what failed, with values, and what to do."""
+    """A failure while running. Its message says what failed, with values, and what to do.
+
+    Messages are written with the options of the command (``--host-memory``). Whoever uses the libraries from Python
+    reads their keywords (``host_memory``) instead.
+    """
 
     exit_status = 1
+    names_flags = False
+    """Whether this process is the command's, which sets this on the class itself."""
+
+    @property
+    def as_written(self) -> str:
+        """The message with the command's options, to be handed on to another process or error."""
+        return super().__str__()
+
+    def __str__(self) -> str:
+        text = self.as_written
+        return text if FinetuneError.names_flags else with_keywords(text)
 
 
 class UserError(FinetuneError):
     """A wrong path, option or budget: what the user has to change before anything can run."""
 
     exit_status = 2
+
+
+def with_keywords(text: str) -> str:
+    """Return a message with the keywords of the Python API in the place of the command's options.
+
+    What stands between backticks is a command to type, and stays.
+    """
+    parts = text.split("`")
+    parts[::2] = [_FLAG.sub(lambda flag: _KEYWORDS.get(flag[1], flag[1].replace("-", "_")), one) for one in parts[::2]]
+    return "`".join(parts)
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:

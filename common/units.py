@@ -43,6 +43,11 @@ def format_count(count: float) -> str:
     return f"{count:.3g} T"
 
 
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """Return a number of things: ``1 document``, ``1,200 documents``."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
 def format_seconds(seconds: float) -> str:
     """Format a time as ``850 ms``, ``12.3 s``, ``4 min 05 s``, ``3 h 20 min`` or ``2 d 4 h``."""
     if seconds < 1:

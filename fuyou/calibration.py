@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
+from common.activity import activity
 from common.errors import UserError
 from fuyou.engine.engine import Engine
 from fuyou.layout.record import DTYPES
@@ -56,7 +57,10 @@ def measured_profile(context: PlannerContext) -> Profile:
 
 def profile_or_measure(context: PlannerContext) -> Profile:
     """Return the profile that is kept, or one that is measured, and kept from now on."""
-    return context.profile or save(measured_profile(context), context.workload, context.device)
+    if context.profile is not None:
+        return context.profile
+    with activity("measuring this machine with this model, which is kept for the next time"):
+        return save(measured_profile(context), context.workload, context.device)
 
 
 def as_the_engine_runs_it(

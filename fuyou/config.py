@@ -34,16 +34,17 @@ DEFAULT_DTYPE = "bf16"
 class StoreConfig:
     """Options of what a run has on the SSDs."""
 
-    ssd: Sequence[str | os.PathLike[str]]
-    """Existing directories, one per drive. The store takes 24 bytes per parameter in ``<ssd>/<run_name>`` (12 with
-    ``single_slot``), striped over them."""
-    run_name: str = "fuyou"
-    """Name of the run's folder in each directory of ``ssd``."""
+    ssd: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+    """Existing directories, one per drive; a single one may stand alone. The store takes 24 bytes per parameter in
+    ``<ssd>/<run_name>`` (12 with ``single_slot``), striped over them."""
+    run_name: str = "fuyou-run"
+    """Name of the run's folder in each directory of ``ssd``. (Not that of a package: Python would find a folder
+    ``fuyou`` in the working directory in its place.)"""
     resume: bool = False
     """Whether to continue the run that the directories hold."""
     overwrite: bool = False
     """Whether to replace the run that the directories hold."""
-    leave_ssd: Sequence[str | os.PathLike[str]] = ()
+    leave_ssd: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = ()
     """Directories of drives that a resumed run may be on and is to leave. A run that is on other drives than ``ssd``
     moves there first, crash-safely: it is copied, and the copy is read again."""
     commit_every: int = 1
@@ -57,17 +58,30 @@ class StoreConfig:
 
     def __post_init__(self) -> None:
         for name in ("ssd", "leave_ssd"):  # which are gone through more than once
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            given = getattr(self, name)
+            object.__setattr__(self, name, (given,) if isinstance(given, str | os.PathLike) else tuple(given))
+
+    @property
+    def drives(self) -> list[Path]:
+        """The directories of :attr:`ssd`."""
+        assert isinstance(self.ssd, tuple)
+        return [Path(path) for path in self.ssd]
+
+    @property
+    def drives_to_leave(self) -> list[Path]:
+        """The directories of :attr:`leave_ssd`."""
+        assert isinstance(self.leave_ssd, tuple)
+        return [Path(path) for path in self.leave_ssd]
 
     @property
     def folders(self) -> list[Path]:
         """The run's folder on each drive."""
-        return [Path(path) / self.run_name for path in self.ssd]
+        return [path / self.run_name for path in self.drives]
 
     @property
     def folders_to_leave(self) -> list[Path]:
         """The run's folder on each drive that it is to leave."""
-        return [Path(path) / self.run_name for path in self.leave_ssd]
+        return [path / self.run_name for path in self.drives_to_leave]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,8 +187,9 @@ class EngineConfig:
     """Memory budgets."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     """Which weights are trained."""
-    device: str | torch.device = "cpu"
-    """Where blocks compute: ``"cpu"``, a CUDA device, or an accelerator that is only timed, to measure overlap:
+    device: str | torch.device = AUTO
+    """Where blocks compute: ``"auto"``, which is the first GPU, or the CPU where PyTorch can use none; ``"cpu"``, a
+    CUDA device (``"cuda:1"``), or an accelerator that is only timed, to measure overlap:
     ``"emulated:tflops=165,memory=24GiB,link=25GB/s"``, see :mod:`fuyou.runtime.devices.emulated`."""
     dtype: str = AUTO
     """``"bf16"`` computes in bf16 with exact fp32 masters; ``"fp32"`` computes in fp32; ``"auto"`` takes what a run

@@ -266,7 +266,7 @@ def told_how_it_ends(script: str) -> Iterator[None]:
     try:
         yield
     except FinetuneError as error:
-        say(f"{script}: {error}")
+        say(f"{script}: {error.as_written}")
         sys.exit(1)
     except KeyboardInterrupt:
         say(f"{script}: interrupted; all files are removed.")

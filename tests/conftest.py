@@ -50,6 +50,14 @@ def _server() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What chooses its device by itself takes the CPU, which the numbers are compared with, in all tests but those of
+    GPUs."""
+    if request.node.get_closest_marker("cuda") is None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture(autouse=True)
 def _forked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is started here comes without seconds of imports, but where a test asks for a real start."""
     if request.node.get_closest_marker("real_start") is None:

@@ -76,7 +76,7 @@ def test_every_source_folder_is_a_package_that_gets_installed() -> None:
 def test_presets_are_package_data_and_well_formed() -> None:
     presets = sorted((ROOT / "configs").rglob("*.toml"))
     assert presets
-    assert project()["tool"]["setuptools"]["package-data"]["configs"] == ["**/*.toml"]
+    assert project()["tool"]["setuptools"]["package-data"]["configs"] == ["**/*.toml", "**/*.jinja"]
     for preset in presets:
         assert tomllib.loads(preset.read_text()), preset
 

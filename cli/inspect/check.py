@@ -1,4 +1,4 @@
-"""``finetune --check``: this machine as a run would find it, what a bug report needs, and what will hurt."""
+"""``finetune --check``: this machine as a run would find it, what a bug report needs, and potential problems."""
 
 import os
 import platform
@@ -209,7 +209,7 @@ def _section(paint: Paint, heading: str, rows: list[tuple[str, str]]) -> None:
 
 
 def _print_findings(paint: Paint, findings: list[Finding]) -> None:
-    print(paint("what will hurt", BOLD))
+    print(paint("potential problems", BOLD))
     for finding in findings:
         print(f"  {paint('!' if finding.grave else '-', RED if finding.grave else YELLOW)} {finding.what}")
         if finding.mend:

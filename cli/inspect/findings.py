@@ -68,7 +68,7 @@ class DriveFound:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that will hurt."""
+    """A potential problem."""
 
     what: str
     mend: str = ""
@@ -181,7 +181,7 @@ def _of_drives(gpus: list[GpuFound], drives: list[DriveFound]) -> Iterator[Findi
                 "Give a directory on a local NVMe drive with --ssd; --output may stay.",
                 grave=True,
             )
-        if drive.is_rotational and found.read < 1e9:  # virtual drives may say so as well
+        if drive.is_hard_disk:
             yield Finding(f"{where} is on a hard disk.", "Give a directory on an NVMe drive with --ssd.", grave=True)
         if not found.direct and not drive.is_in_memory:
             yield Finding(

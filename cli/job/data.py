@@ -1,21 +1,33 @@
 """Opening the data of a run: the tokenizer, the batches to train on and those to evaluate with."""
 
+import contextlib
+import hashlib
+import os
+import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from cli.options.data_words import data_sets
 from cli.options.naming import naming
-from cli.options.settings import Settings
+from cli.options.settings import Settings, expand_pattern
 from common.data import Batches, DataConfig, PackedBatches, RandomBatches, open_data
 from common.data.images.batches import ImageBatches, any_images, open_image_data
 from common.data.images.encoding import load_processor
-from common.errors import UserError
+from common.data.mixed import MixedBatches
+from common.data.selection import RecordSelection
+from common.errors import UserError, did_you_mean
+from common.files.presets import preset_files
+from common.files.result_cache import cache_directory
 from common.models.task_type import TaskType
 from fuyou.model.family import Family
 
 RANDOM_TOKENS = "random tokens"
 """Digest of data that are made up."""
+_KEPT_S = 30 * 86400
+"""Seconds after its last use that a data set's tokens stay in the cache."""
 
 
 def tokenizer_of(settings: Settings, checkpoint: Path | None, option: str = "--data") -> PreTrainedTokenizerBase:
@@ -39,11 +51,61 @@ def tokenizer_of(settings: Settings, checkpoint: Path | None, option: str = "--d
     try:
         if not any(any(checkpoint.glob(name)) for name in ("tokenizer*", "vocab.*", "*.model", "*.tiktoken")):
             raise OSError("no tokenizer.json, vocabulary or *.model file")
-        return AutoTokenizer.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # each tokenizer class fails in its own way
         raise UserError(
             f"{checkpoint} has no tokenizer that transformers can load, and {option} needs one: {error}"
         ) from error
+    if settings.chat_template is not None:
+        tokenizer.chat_template = chat_template_named(settings.chat_template)
+    return tokenizer
+
+
+def chat_template_named(name: str) -> str:
+    """Return a chat template: one of ours by its name, or the content of a file.
+
+    Raises:
+        UserError: neither.
+    """
+    presets = preset_files("chat_templates", ".jinja")
+    if name in presets:
+        return presets[name].read_text()
+    file = Path(name).expanduser()
+    try:
+        return file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"--chat-template {name} is none of {', '.join(sorted(presets))}, nor a file that can be read "
+            f"({getattr(error, 'strerror', None) or error}).{did_you_mean(name, presets)}"
+        ) from error
+
+
+def token_cache(words: tuple[str, ...], output: Path, shared: bool) -> Path:
+    """Return the directory for tokens made of data files: one for all runs of this user, whatever their output.
+
+    What no run has used for a month is removed from it.
+
+    Args:
+        words: of ``--data``.
+        output: output directory, for where there can be no other.
+        shared: whether several nodes share that directory, so that one prepares the data for all.
+    """
+    root = cache_directory() / "tokens"
+    name = hashlib.sha256("\n".join(str(Path(word).expanduser().absolute()) for word in words).encode()).hexdigest()[
+        :16
+    ]
+    try:
+        if shared:
+            raise OSError("of all nodes")
+        (root / name).mkdir(parents=True, exist_ok=True)
+        os.utime(root / name)
+    except OSError:
+        return output / "data"
+    for other in root.iterdir():
+        with contextlib.suppress(OSError):
+            if time.time() - other.stat().st_mtime > _KEPT_S:
+                shutil.rmtree(other)
+    return root / name
 
 
 @dataclass(frozen=True)
@@ -65,34 +127,65 @@ class DataSource:
             ahead = not self.family.shifts_labels
             return RandomBatches(vocab_size, self.seq_len, settings.batch_size, settings.seed, ahead), RANDOM_TOKENS
         with naming("--data"):
-            batches = self._open(settings.data)
-        return batches, batches.digest
+            sets = [(_expanded(files), weight) for files, weight in data_sets(settings.data)]
+            parts = [self._open(files) for files, _ in sets]
+            if len(parts) == 1:
+                return parts[0], parts[0].digest
+            packed = [part for part in parts if isinstance(part, PackedBatches)]
+            if len(packed) < len(parts):
+                raise UserError("Data sets with weights hold text only: leave the weights out, or the images.")
+            weights = [weight for _, weight in sets if weight is not None]
+            mixed = MixedBatches(packed, weights, settings.batch_size, settings.seed)
+        return mixed, mixed.digest
 
     def held_out(self) -> Batches | None:
-        """Return the batches of ``--eval-data``, in the order of their files; None where there are none."""
-        if self.tokenizer is None or not self.settings.eval_data:
+        """Return the batches to evaluate with, in the order of their files; None where there are none."""
+        settings = self.settings
+        if self.tokenizer is None:
             return None
-        with naming("--eval-data"):
-            return self._open(self.settings.eval_data, shuffle=False)
+        if settings.eval_data:
+            with naming("--eval-data"):
+                return self._open(settings.eval_data, held_out=True)
+        if settings.eval_split is None:
+            return None
+        with naming("--eval-split"):
+            return self._open(_expanded(tuple(file for files, _ in data_sets(settings.data) for file in files)), True)
 
-    def _open(self, files: tuple[str, ...], shuffle: bool = True) -> PackedBatches | ImageBatches:
-        settings, folder = self.settings, self.output / "data"
+    def _open(self, files: tuple[str, ...], held_out: bool = False) -> PackedBatches | ImageBatches:
+        settings = self.settings
         config = DataConfig(
             files,
             self.seq_len,
             settings.batch_size,
             settings.seed,
-            shuffle=shuffle,
+            shuffle=not held_out,
             truncate=settings.truncate,
             packed=self.family.isolation is not None,
             labels_ahead=not self.family.shifts_labels,
+            selection=self._selection(held_out),
         )
-        if any_images(config.files, folder):
+        if any_images(config.files, self.output / "data"):
             assert self.checkpoint is not None and self.tokenizer is not None
             if self.task_type is not TaskType.IMAGE_TEXT_TO_TEXT:
                 raise UserError(
                     f"The data hold images, and {self.checkpoint} is {self.task_type.value}: it reads text only."
                 )
-            return open_image_data(config, load_processor(self.checkpoint), folder)
+            processor = load_processor(self.checkpoint)
+            if settings.chat_template is not None:
+                processor.chat_template = chat_template_named(settings.chat_template)
+            return open_image_data(config, processor, self.output / "data")
         assert self.tokenizer is not None
-        return open_data(config, self.tokenizer, folder)
+        return open_data(config, self.tokenizer, token_cache(files, self.output, settings.nodes is not None))
+
+    def _selection(self, held_out: bool) -> RecordSelection:
+        """Return which records are taken: evaluation data of their own are not split, nor limited."""
+        settings = self.settings
+        columns = dict(pair.split("=", 1) for pair in settings.columns)
+        if held_out and settings.eval_split is None:
+            return RecordSelection(columns)
+        part = 0.0 if settings.eval_split is None else settings.eval_split.value
+        return RecordSelection(columns, settings.max_records, part, held_out)
+
+
+def _expanded(files: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(path for file in files for path in expand_pattern("--data", file))

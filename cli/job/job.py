@@ -15,6 +15,8 @@ from fuyou.runtime.devices.emulated import is_emulated
 
 LONG_RECORDS = "long records"
 """Key in :attr:`Job.fixed_settings` that says whether records longer than a row are cut or left out."""
+ADAPTERS = "adapters"
+"""Key in :attr:`Job.fixed_settings` that says which adapters are trained."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,8 @@ class Job:
             "--seed": settings.seed,
             "--schedule": settings.schedule,
             "--warmup": rate.warmup,
+            "--min-lr": settings.min_lr,
+            ADAPTERS: settings.adapters_in_words,
             # A constant rate does not depend on the end, so such a run can be made longer.
             **({} if settings.schedule == "constant" else {"--steps": rate.total}),
         }

@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -11,19 +12,22 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from cli.job.data import DataSource, tokenizer_of
+from cli.job.data import DataSource, chat_template_named, tokenizer_of
 from cli.job.job import Job
 from cli.job.machine import sequence_length, training_of
+from cli.job.resumed import check_there_is_one
 from cli.options.adapters import ADAPTER_CONFIG, peft_config_of, towers_of, trainable_parameters
 from cli.options.computing_dtype import with_dtype
+from cli.options.data_words import data_sets
 from cli.options.naming import naming
 from cli.options.schedule import LearningRate
-from cli.options.settings import Settings
+from cli.options.settings import Settings, expand_pattern
 from common.data import Batches
 from common.data.files import find_files
 from common.errors import UserError
-from common.hardware.machine import Gpu, pick_gpu
+from common.hardware.machine import Gpu, pick_gpu, torch_name
 from common.models.checkpoint.compressed import method_of
+from common.models.checkpoint.sources import CheckpointSource
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from common.models.task_type import task_type_of
@@ -31,6 +35,8 @@ from common.store.directories import usable_directories
 from common.units import format_bytes
 from fuyou.layout.share import Share
 from fuyou.model.family import family_of
+from fuyou.planner import PlannerContext
+from fuyou.runtime.devices.device import memory_limits, open_device
 from fuyou.runtime.devices.emulated import is_emulated
 
 DEFAULT_STEPS = 10
@@ -72,16 +78,23 @@ def check(settings: Settings) -> CheckedSettings:
     if settings.sample is not None:
         if emulated:
             raise UserError(f"--gpu {settings.gpu} computes nothing, and so no --sample: leave that out.")
-        tokenizer_of(settings, checkpoint, "--sample")  # rather than when training has ended
+        tokenizer = tokenizer_of(settings, checkpoint, "--sample")  # rather than when training has ended
+        if settings.sample_chat and tokenizer.chat_template is None:
+            raise UserError("--sample-chat needs a chat template, and this tokenizer has none: add --chat-template.")
     if emulated and settings.eval_data:
         raise UserError(f"--gpu {settings.gpu} computes nothing, and so no loss on --eval-data: leave that out.")
     _check_trackers(settings.log_to)
     gpu = None if emulated else pick_gpu(settings.gpu)
     seq_len = sequence_length(settings.seq_len, config)
     for option, files in (("--data", settings.data), ("--eval-data", settings.eval_data)):
-        if files:
+        for words, _ in data_sets(files) if option == "--data" else [(files, None)] if files else []:
             with naming(option):
-                find_files(files)
+                find_files(tuple(path for word in words for path in expand_pattern(option, word)))
+    if settings.chat_template is not None:
+        chat_template_named(settings.chat_template)
+    if settings.steps is not None:
+        settings.warmup.steps(settings.steps)
+    check_there_is_one(settings)
     ssd, output, run_name = _directories(settings, checkpoint)
     return CheckedSettings(config, checkpoint, gpu, seq_len, ssd, output, run_name)
 
@@ -96,7 +109,7 @@ def _check_trackers(names: Sequence[str]) -> None:
         if name != "jsonl" and importlib.util.find_spec(name) is None:
             raise UserError(
                 f"--log-to {name}: the package {name} is not installed. Install it with "
-                f"`{Path(sys.executable).name} -m pip install {name}`, or leave {name} out: "
+                f"`{shlex.quote(sys.executable)} -m pip install {name}`, or leave {name} out: "
                 "metrics.jsonl is always written."
             )
 
@@ -111,8 +124,11 @@ def prepare(settings: Settings) -> Job:
     settings = with_dtype(settings, None if found.gpu is None else "cuda")
     config, checkpoint, seq_len, output = found.config, found.checkpoint, found.seq_len, found.output
     text = config.get_text_config()
+    _check_memory(settings, found)
     tokenizer = tokenizer_of(settings, checkpoint) if settings.data or settings.eval_data else None
     model = build_meta_model(config)
+    if checkpoint is not None and not settings.resume:  # whose weights are on the drives
+        CheckpointSource(checkpoint, model).check()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     adapter_parameters = frozen_parameters = 0
     if settings.trains_adapters:
@@ -124,7 +140,7 @@ def prepare(settings: Settings) -> Job:
     batches, data_key = data.batches(text.vocab_size)
     seq_len = getattr(batches, "seq_len", seq_len)
     total = _total_steps(settings, batches)
-    rate = LearningRate(settings.schedule, settings.lr, settings.warmup.steps(total), total)
+    rate = LearningRate(settings.schedule, settings.lr, settings.warmup.steps(total), total, settings.min_lr)
     job = Job(
         settings=settings,
         architecture=type(model).__name__,
@@ -148,6 +164,20 @@ def prepare(settings: Settings) -> Job:
     if settings.save:
         _check_space(job)
     return job
+
+
+def _check_memory(settings: Settings, found: CheckedSettings) -> None:
+    """Refuse budgets into which not even one block fits, before the data are read.
+
+    Raises:
+        UserError: says what would do.
+    """
+    given = settings.host_memory is not None or settings.device_memory is not None
+    if not given or settings.nodes is not None or is_emulated(settings.gpu):
+        return
+    device = open_device(torch_name(found.gpu))
+    limits = memory_limits(device, settings.host_memory, settings.device_memory)
+    _ = PlannerContext(training_of(settings), device, limits, found.ssd).memory
 
 
 def _keeps_fewer_bits(settings: Settings, checkpoint: Path | None) -> bool:

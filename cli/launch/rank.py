@@ -6,6 +6,7 @@ import sys
 import traceback
 from typing import NoReturn
 
+from cli.job.resumed import decided
 from cli.launch.launcher import INTERRUPTED
 from cli.options.command import parse_command_line
 from cli.options.settings import Settings
@@ -19,12 +20,13 @@ def main(arguments: list[str]) -> NoReturn:
     """Run this rank to its end."""
     rank = RankProcess()
     rank.watch()
+    FinetuneError.names_flags = True
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     debug = "--debug" in arguments
     try:
         if rank.stopping:
             raise KeyboardInterrupt
-        settings = Settings.of_options(parse_command_line(arguments).params, tuple(arguments))
+        settings = decided(Settings.of_options(parse_command_line(arguments).params, tuple(arguments)))
         if settings.profile:
             from cli.inspect.profile_cluster import profile
 

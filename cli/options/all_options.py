@@ -8,8 +8,7 @@ are made from these classes, and :class:`cli.options.settings.Settings` inherits
 from dataclasses import dataclass
 from pathlib import Path
 
-import click
-
+from cli.options.data_words import Share, check_column
 from cli.options.option import (
     ABOVE_ZERO,
     BELOW_ONE,
@@ -22,6 +21,7 @@ from cli.options.option import (
     Mode,
     Only,
     ParsedValue,
+    WholeNumber,
     option,
 )
 from cli.options.schedule import SCHEDULES, Warmup
@@ -32,7 +32,9 @@ class ModelSettings:
     """What is trained."""
 
     model: str = option(metavar="DIR|PRESET", presets="models", modes=Mode.MODEL | Mode.BATCH)
-    """Checkpoint directory, or the name of a preset (random weights)."""
+    """Checkpoint directory; a hub's name (owner/name), found in the local cache; or a preset (random weights)."""
+    download: bool = option(False, modes=Mode.MODEL | Mode.BATCH)
+    """Fetch a --model that is a hub's name and not in the local cache yet."""
     demo: bool = option(False, modes=Mode.DEMO)
     """Make a small checkpoint and fine-tune it: no network, no GPU, two minutes."""
 
@@ -41,19 +43,33 @@ class ModelSettings:
 class DataSettings:
     """What it is trained and evaluated with, and how much of it in a step."""
 
-    data: tuple[str, ...] = option((), "FILE...", patterns=True)
-    """Files (.jsonl .json .csv .parquet .txt), directories or quoted patterns. Default: random tokens."""
-    seq_len: int | None = option(None, "N", click.IntRange(min=2), modes=Mode.BATCH)
+    data: tuple[str, ...] = option((), "FILE...", patterns=True, modes=Mode.RUN)
+    """Files (.jsonl .json .csv .parquet .txt .arrow, also .gz), directories or quoted patterns. FILE=0.7 gives each
+    data set a weight: its part of all rows. Default: random tokens."""
+    columns: tuple[str, ...] = option((), "NAME=COLUMN...", ParsedValue("column", check_column), modes=Mode.RUN)
+    """Names for columns that are called otherwise: prompt=question completion=answer."""
+    max_records: int | None = option(None, "N", POSITIVE, modes=Mode.RUN)
+    """Take the first N records of each data set only."""
+    chat_template: str | None = option(None, "NAME|FILE", modes=Mode.RUN)
+    """Chat template instead of the tokenizer's: alpaca, chatml, gemma, llama-3, mistral, zephyr, or a Jinja file. It is
+    saved with the result."""
+    show_data: int | None = option(None, "N", POSITIVE, of_call=True)
+    """Train nothing: print N rows as the model sees them, with what carries loss in colour."""
+    seq_len: int | None = option(None, "N", WholeNumber(min=2), modes=Mode.BATCH)
     """Tokens per sequence. Default: 1024, or the model's context if that is shorter."""
     batch_size: int = option(8, "N", POSITIVE, modes=Mode.BATCH)
     """Sequences per step."""
-    truncate: bool = option(True, flags="--truncate/--drop-long")
+    truncate: bool = option(True, flags="--truncate/--drop-long", modes=Mode.RUN)
     """Leave out conversations, and prompts with completions, that are longer than --seq-len. By default (--truncate)
     they are cut behind the last answer that fits, so that what is trained on keeps all that comes before it. Either way
     they are counted; plain texts go on in the next row."""
-    eval_data: tuple[str, ...] = option((), "FILE...", patterns=True)
+    eval_data: tuple[str, ...] = option((), "FILE...", patterns=True, modes=Mode.RUN)
     """Held-out data: loss and perplexity on all of them before the first and after the last step."""
-    eval_every: int | None = option(None, "N", POSITIVE)
+    eval_split: Share | None = option(
+        None, "FRACTION", ParsedValue("fraction", Share.parse), excludes="eval_data", modes=Mode.RUN
+    )
+    """Hold this part of the records of --data out for evaluation, instead of --eval-data: 2% or 0.02."""
+    eval_every: int | None = option(None, "N", POSITIVE, modes=Mode.RUN)
     """Steps between further evaluations."""
 
 
@@ -67,7 +83,7 @@ class MemorySettings:
     """With --resume: drives that the run is on and that --ssd no longer names. Its records move to those of --ssd, as
     they do to drives that are new there."""
     gpu: str = option("auto", "auto|cpu|NAME|INDEX", presets="gpus", modes=Mode.STEP | Mode.PROFILE_NODES)
-    """What computes. (emulated:tflops=165,memory=24GiB,link=25GB/s computes nothing and times the rest.)"""
+    """Device to train on. (emulated:tflops=165,memory=24GiB,link=25GB/s computes nothing and times the rest.)"""
     device_memory: int | None = option(None, "SIZE", BUDGET, modes=Mode.STEP, only=Only.OUT_OF_CORE)
     """Device memory to use: 24GiB. Default: what is free."""
     host_memory: int | None = option(None, "SIZE", BUDGET, modes=Mode.STEP, only=Only.OUT_OF_CORE)
@@ -85,11 +101,11 @@ class MemorySettings:
     train_vision: str | None = option(None, type=("projector", "all"), modes=Mode.MODEL)
     """What to train of a vision-language model beside its language model: the projector, or all that turns images into
     tokens. Default: neither."""
-    io: str = option("auto", type=("auto", "kvikio", "posix"), only=Only.OUT_OF_CORE)
+    io: str = option("auto", type=("auto", "kvikio", "posix"), only=Only.OUT_OF_CORE, modes=Mode.RUN)
     """How SSDs are read and written."""
     single_slot: bool = option(False, modes=Mode.MODEL, only=Only.OUT_OF_CORE)
     """Take half the space on SSD; a crash loses the run."""
-    unproven: bool = option(False, only=Only.OUT_OF_CORE)
+    unproven: bool = option(False, only=Only.OUT_OF_CORE, modes=Mode.RUN)
     """Skip the proof, on a small model, that streaming this family is exact."""
 
 
@@ -127,23 +143,29 @@ class ClusterSettings:
 class TrainingSettings:
     """The steps and the optimizer."""
 
-    steps: int | None = option(None, "N", POSITIVE, excludes="epochs")
+    steps: int | None = option(None, "N", POSITIVE, excludes="epochs", modes=Mode.RUN)
     """Steps to train. Default: one epoch with --data, 10 steps without."""
-    epochs: float | None = option(None, "N", ABOVE_ZERO, excludes="steps")
+    epochs: float | None = option(None, "N", ABOVE_ZERO, excludes="steps", modes=Mode.RUN)
     """Passes over the data."""
-    lr: float = option(1e-5, "X", NOT_NEGATIVE)
+    lr: float = option(1e-5, "X", NOT_NEGATIVE, modes=Mode.RUN)
     """Highest learning rate."""
-    warmup: Warmup = option(Warmup(0), "N|FRACTION", ParsedValue("warmup", Warmup.parse))
+    warmup: Warmup = option(Warmup(0), "N|FRACTION", ParsedValue("warmup", Warmup.parse), modes=Mode.RUN)
     """Steps, or part of all steps (0.03 or 3%), in which the learning rate rises."""
-    schedule: str = option("cosine", type=SCHEDULES)
+    schedule: str = option("cosine", type=SCHEDULES, modes=Mode.RUN)
     """How the learning rate falls afterwards."""
-    weight_decay: float = option(0.01, "X", NOT_NEGATIVE)
+    min_lr: float = option(0.0, "X", NOT_NEGATIVE, modes=Mode.RUN)
+    """Learning rate below which it does not fall."""
+    patience: int | None = option(None, "N", POSITIVE, modes=Mode.RUN)
+    """End the run when N evaluations in a row have found no lower loss."""
+    max_hours: float | None = option(None, "X", ABOVE_ZERO, modes=Mode.RUN, of_call=True)
+    """End this call in order after so many hours, with status 0; --resume goes on. For schedulers' time limits."""
+    weight_decay: float = option(0.01, "X", NOT_NEGATIVE, modes=Mode.RUN)
     """Decoupled weight decay; biases and norms do not decay."""
-    beta1: float = option(0.9, "X", BELOW_ONE)
+    beta1: float = option(0.9, "X", BELOW_ONE, modes=Mode.RUN)
     """Decay of Adam's mean."""
-    beta2: float = option(0.999, "X", BELOW_ONE)
+    beta2: float = option(0.999, "X", BELOW_ONE, modes=Mode.RUN)
     """Decay of Adam's variance."""
-    eps: float = option(1e-8, "X", ABOVE_ZERO)
+    eps: float = option(1e-8, "X", ABOVE_ZERO, modes=Mode.RUN)
     """Added to Adam's divisor."""
     max_grad_norm: float = option(0.0, "X", NOT_NEGATIVE, modes=Mode.STEP)
     """Scale gradients down to this global norm. 0: never."""
@@ -181,7 +203,7 @@ class AdapterSettings:
     )
     """Keep the frozen weights on SSD in fewer bits: rounded once (int8, nf4), or in the bytes of a compressed
     checkpoint. They compute in --dtype. Default: checkpoint, if it is compressed; else plain, as --dtype."""
-    merge: bool = option(False)
+    merge: bool = option(False, modes=Mode.RUN)
     """Write the model with the adapters merged into it, beside the adapters."""
 
 
@@ -191,26 +213,41 @@ class OutputSettings:
 
     output: Path | None = option(None, "DIR", modes=Mode.PLACE | Mode.DEMO | Mode.PROFILE_NODES)
     """Directory of the checkpoint and of what else the run writes. Default: finetune-output/<model>."""
-    save: bool = option(True)
+    save: bool = option(True, modes=Mode.RUN)
     """Write no checkpoint at the end."""
-    allow_nonfinite: bool = option(False)
+    allow_nonfinite: bool = option(False, modes=Mode.RUN)
     """Write the checkpoint even if it holds a NaN or an infinity."""
+    save_every: int | None = option(None, "N", POSITIVE, modes=Mode.RUN)
+    """Steps between checkpoints in <output>/checkpoints/step-N; with evaluations, the best one is in checkpoints/best
+    after each."""
+    keep: int = option(2, "K", POSITIVE, modes=Mode.RUN)
+    """How many checkpoints of --save-every to keep, the newest."""
+    export: bool = option(False, of_call=True)
+    """With --resume: take no step, and write the checkpoint as the last committed step left it."""
     resume: bool = option(False, modes=Mode.TRAIN | Mode.PLAN_HERE, excludes="overwrite", of_call=True, may_differ=True)
-    """Continue from the last committed step."""
+    """Continue from the last committed step. --resume auto begins where there is none."""
+    resume_auto: bool = option(False, excludes="overwrite", of_call=True, may_differ=True)
+    """The same as --resume auto, for a file."""
     overwrite: bool = option(False, modes=Mode.TRAIN | Mode.DEMO, excludes="resume", of_call=True, may_differ=True)
     """Replace the run that is in --output and --ssd."""
     commit_every: int | None = option(None, "N", POSITIVE, modes=Mode.STEP)
     """Steps between commits: a crash loses at most so many. Default: 1; 100 with --nodes in memory."""
-    sample: str | None = option(None, "PROMPT", only=Only.ONE_MACHINE)
+    sample: str | None = option(None, "PROMPT", only=Only.ONE_MACHINE, modes=Mode.RUN)
     """At the end, print how the tuned model goes on from there."""
-    sample_tokens: int = option(32, "N", POSITIVE, only=Only.SAMPLE)
-    """Longest --sample, in tokens."""
-    temperature: float = option(0.0, "X", NOT_NEGATIVE, only=Only.SAMPLE)
+    sample_chat: bool = option(False, only=Only.SAMPLE, modes=Mode.RUN)
+    """Take the --sample as a user's message, and answer through the chat template."""
+    sample_tokens: int = option(32, "N", POSITIVE, only=Only.SAMPLE, modes=Mode.RUN)
+    """Maximum number of tokens of the --sample."""
+    temperature: float = option(0.0, "X", NOT_NEGATIVE, only=Only.SAMPLE, modes=Mode.RUN)
     """Temperature of the --sample: 0 takes the likeliest word each time, 0.8 varies."""
     report: Path | None = option(None, "FILE", modes=Mode.TRAIN | Mode.DEMO, of_call=True, may_differ=True)
     """Write the summary there, as JSON."""
+    quiet: bool = option(False, modes=Mode.RUN)
+    """Print no header and no steps: only evaluations, what goes wrong and how it went. The files have everything."""
+    log_every: int = option(1, "N", POSITIVE, modes=Mode.RUN)
+    """Print a line every N steps, where the output is no terminal."""
     log_to: tuple[str, ...] = option(
-        (), "NAME...", ("tensorboard", "wandb", "trackio", "mlflow", "jsonl"), may_differ=True
+        (), "NAME...", ("tensorboard", "wandb", "trackio", "mlflow", "jsonl"), modes=Mode.RUN, may_differ=True
     )
     """Send every step's figures to tensorboard, wandb, trackio, mlflow; <output>/run/metrics.jsonl has them always."""
 
@@ -247,14 +284,18 @@ class PlanningSettings:
     """Let the plan for a cluster, or --strategy auto, choose strategies that send fewer bits."""
     json: bool = option(False, modes=Mode.PLAN)
     """Print the plan as JSON."""
+    prices: str | None = option(None, "NAME|FILE", presets="prices", modes=Mode.PLAN_BY_NAME | Mode.PLAN_RANKS)
+    """Prices of parts, for tokens per dollar: a preset, or a file of the same form. Default: fuyou-table-5."""
+    html: Path | None = option(None, "FILE", modes=Mode.PLAN_HERE | Mode.PLAN_BY_NAME | Mode.PLAN_RANKS)
+    """Draw the plan on a page: the step, the memory and what would help."""
     verify: tuple[str, ...] = option((), "DIR...", patterns=True, modes=Mode.VERIFY)
     """Train nothing: check that what runs have in DIR (as --ssd, or --output) is what was written."""
     profile: bool = option(False, modes=Mode.PROFILE | Mode.PROFILE_NODES)
     """Measure this machine with the model (default: gpt3-1.3b) instead of training: a dozen seconds, a table. With
     --nodes, measure the cluster, and write a file for --cluster."""
     check: bool = option(False, modes=Mode.CHECK)
-    """Look at this machine and measure its drives (--ssd) instead of training: what a bug report needs, and what will
-    hurt."""
+    """Look at this machine and measure its drives (--ssd) instead of training: what a bug report needs, and
+    potential problems."""
     trace: Path | None = option(
         None,
         "FILE",

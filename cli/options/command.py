@@ -74,7 +74,7 @@ class GroupedCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         names = {name for option in self.options if option.words for name in option.opts}
-        rest = super().parse_args(ctx, repeat_option(args, names))
+        rest = super().parse_args(ctx, repeat_option(_resume_auto(args), names))
         by_name = {option.name: option for option in self.options}
         for option in self.options:
             other = option.declaration.excludes
@@ -116,6 +116,17 @@ class GroupedCommand(click.Command):
             help=found.help,
             callback=found.callback,
         )
+
+
+def _resume_auto(args: Sequence[str]) -> list[str]:
+    """Turn ``--resume auto`` into the flag that means it: click's flags take no word."""
+    result: list[str] = []
+    for word in args:
+        if word == "--resume=auto" or (word == "auto" and result[-1:] == ["--resume"]):
+            result[-1:] = ["--resume-auto"] if word == "auto" else [*result[-1:], "--resume-auto"]
+        else:
+            result.append(word)
+    return result
 
 
 def repeat_option(args: Sequence[str], names: set[str]) -> list[str]:

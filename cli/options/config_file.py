@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from cli.options.data_words import split_weight
 from cli.options.option import WRITTEN, GroupedOption
 from common.errors import UserError, did_you_mean
 
@@ -124,7 +125,10 @@ def _entry(option: GroupedOption, value: Any, absolute: bool) -> str:
 def _toml(option: GroupedOption, value: Any, absolute: bool) -> str:
     """Return a value as TOML: numbers as they are, all else as a string."""
     text = str(value)
-    if absolute and (isinstance(option.type, click.Path) or _names_a_path(option, text)):
+    name, weight = split_weight(text) if option.name == "data" else (text, None)
+    if absolute and weight is not None:
+        text = f"{Path(name).expanduser().absolute()}={weight:g}"
+    elif absolute and (isinstance(option.type, click.Path) or _names_a_path(option, text)):
         text = str(Path(text).expanduser().absolute())
     elif option.type is not click.STRING and _NUMBER.fullmatch(text):
         return text

@@ -49,6 +49,8 @@ class Mode(Flag):
     STEP = TRAIN | PROFILE | PLAN_HERE | PLAN_BY_NAME | PLAN_RANKS
     """Modes that depend on a step of the engine."""
     MODEL = STEP | CHECK
+    RUN = TRAIN | PLAN_HERE | PLAN_BY_NAME | PLAN_RANKS
+    """Modes of a run of this program, trained or planned: a plan takes the options of its run."""
     BATCH = STEP | PROFILE_NODES | PLAN_CLUSTER
     PLACE = TRAIN | CHECK | PROFILE | PLAN_HERE
     """Modes that look at the drives of this machine."""
@@ -102,7 +104,7 @@ class Declaration:
     @property
     def may_be_path(self) -> bool:
         """Whether a path may stand in the place of a preset's name."""
-        return self.presets in ("models", "clusters")
+        return self.presets in ("models", "clusters", "prices")
 
     def complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Complete names of presets, and paths where one may stand instead."""
@@ -254,14 +256,39 @@ class GroupedOption(click.Option):
             raise click.BadParameter(f"{error.message} (It is in {ctx.params['config']}.)", ctx, self) from error
 
 
+class WholeNumber(click.IntRange):
+    """A whole number in a range, which is said in words to those who leave it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return _in_range(self, click.INT.convert(value, param, ctx), value, param, ctx)
+
+
 class FiniteFloat(click.FloatRange):
     """A number in a range; neither NaN, which is in no range and passes every comparison, nor infinity."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        number = super().convert(value, param, ctx)
+        number = click.FLOAT.convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number.", param, ctx)
-        return number
+        return _in_range(self, number, value, param, ctx)
+
+
+def _in_range(
+    numbers: click.IntRange | click.FloatRange,
+    number: Any,
+    written: Any,
+    param: click.Parameter | None,
+    ctx: click.Context | None,
+) -> Any:
+    """Return a number, or fail with words where click says ``0 is not in the range x>=1``."""
+    low, high, wrong = numbers.min, numbers.max, None
+    if low is not None and (number <= low if numbers.min_open else number < low):
+        wrong = f"{'more than' if numbers.min_open else 'at least'} {low:g}"
+    if high is not None and (number >= high if numbers.max_open else number > high):
+        wrong = f"{'less than' if numbers.max_open else 'at most'} {high:g}"
+    if wrong is not None:
+        numbers.fail(f"it must be {wrong}, not {written}.", param, ctx)
+    return number
 
 
 class ParsedValue(click.ParamType):
@@ -290,8 +317,8 @@ def _parse_budget(text: str) -> int:
 SIZE = ParsedValue("size", parse_bytes)
 BUDGET = ParsedValue("size", _parse_budget)
 """A size in which something must fit."""
-POSITIVE = click.IntRange(min=1)
-COUNT = click.IntRange(min=0)
+POSITIVE = WholeNumber(min=1)
+COUNT = WholeNumber(min=0)
 NOT_NEGATIVE = FiniteFloat(min=0)
 ABOVE_ZERO = FiniteFloat(min=0, min_open=True)
 BELOW_ONE = FiniteFloat(min=0, max=1, max_open=True)

@@ -52,15 +52,18 @@ class Warmup:
 
 @dataclass(frozen=True)
 class LearningRate:
-    """A learning rate rises evenly to ``peak`` within ``warmup`` steps, then falls towards zero or stays."""
+    """A learning rate rises evenly to ``peak`` within ``warmup`` steps, then falls towards ``least`` or stays."""
 
     schedule: str
-    """Shape after the warm-up: ``cosine`` (half a wave) or ``linear``, at zero just after the end; or ``constant``."""
+    """Shape after the warm-up: ``cosine`` (half a wave) or ``linear``, at ``least`` just after the end; or
+    ``constant``."""
     peak: float
     warmup: int
     """Number of steps that it rises; the last of them has the peak."""
     total: int
     """Number of steps of the whole run."""
+    least: float = 0.0
+    """Learning rate at which it stops falling."""
 
     def at(self, step: int) -> float:
         """Return the learning rate of ``step``, counted from 1."""
@@ -69,6 +72,5 @@ class LearningRate:
         if self.schedule == "constant":
             return self.peak
         progress = min(1.0, (step - 1 - self.warmup) / max(1, self.total - self.warmup))
-        if self.schedule == "linear":
-            return self.peak * (1 - progress)
-        return self.peak * 0.5 * (1 + math.cos(math.pi * progress))
+        left = 1 - progress if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+        return self.least + (self.peak - self.least) * left

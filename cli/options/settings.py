@@ -1,10 +1,12 @@
 """One run of ``finetune``: what was asked for, checked for what can be checked without looking at the machine."""
 
 import contextlib
+import dataclasses
 import glob
 import hashlib
 import json
 import shlex
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,7 @@ from cli.options.all_options import (
     PlanningSettings,
     TrainingSettings,
 )
+from cli.options.data_words import split_weight
 from cli.options.option import Only, declaration_of, option_fields, spelled
 from common.errors import UserError
 
@@ -53,6 +56,8 @@ class Settings(
 
     arguments: tuple[str, ...] = ()
     """The command line itself, to say how to continue."""
+    started_at: float = dataclasses.field(default_factory=time.time, compare=False)
+    """When this call began, in seconds since 1970."""
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.epochs is not None:
@@ -61,11 +66,28 @@ class Settings(
             raise UserError(
                 f"--epochs {self.epochs:g} counts passes over data, and there is none: give --data, or --steps instead."
             )
-        if self.eval_every is not None and not self.eval_data:
-            raise UserError(
-                f"--eval-every {self.eval_every} counts steps between evaluations, and there is no data for them: add "
-                "--eval-data."
-            )
+        evaluates = bool(self.eval_data) or self.eval_split is not None
+        for name in ("eval_every", "patience"):
+            value = getattr(self, name)
+            if value is not None and not evaluates:
+                what = "steps between evaluations" if name == "eval_every" else "evaluations"
+                raise UserError(
+                    f"{spelled(name)} {value} counts {what}, and there is no data for them: add --eval-data, or "
+                    "--eval-split."
+                )
+        if self.patience is not None and self.eval_every is None:
+            raise UserError(f"--patience {self.patience} counts evaluations: add --eval-every N.")
+        if self.eval_split is not None and self.eval_data:
+            raise UserError("--eval-split and --eval-data both say what to evaluate with: give one of them.")
+        for name in ("eval_split", "columns", "max_records", "show_data"):
+            if getattr(self, name) not in (None, ()) and not self.data:
+                raise UserError(f"{spelled(name)} is about the records of --data: add that.")
+        if self.export and not self.resume:
+            raise UserError("--export writes what a run has come to: add --resume.")
+        if self.keep != 2 and self.save_every is None:
+            raise UserError(f"--keep {self.keep} counts checkpoints of --save-every: add that.")
+        if self.min_lr > self.lr:
+            raise UserError(f"--min-lr {self.min_lr:g} is more than --lr {self.lr:g}.")
         if not self.truncate and not (self.data or self.eval_data):
             raise UserError("--drop-long is about records that are longer than --seq-len: add --data.")
         if self.resume and self.overwrite:
@@ -119,7 +141,16 @@ class Settings(
         for field in option_fields(cls):
             if declaration_of(field).patterns:
                 words = options[field.name]
-                given[field.name] = tuple(path for word in words for path in expand_pattern(spelled(field.name), word))
+                # What has a weight is one data set, however many files there are in it: it is expanded when opened.
+                given[field.name] = tuple(
+                    path
+                    for word in words
+                    for path in (
+                        [word]
+                        if field.name == "data" and split_weight(word)[1] is not None
+                        else expand_pattern(spelled(field.name), word)
+                    )
+                )
         given["model"] = options["model"] or (DEFAULT_PROFILE_MODEL if options["profile"] else "")
         return cls(**given, arguments=arguments)
 
@@ -141,6 +172,13 @@ class Settings(
     def trains_adapters(self) -> bool:
         """Whether the weights are frozen and adapters are trained."""
         return self.lora_rank is not None or self.peft_config is not None
+
+    @property
+    def adapters_in_words(self) -> str:
+        """The adapters that are trained, as they are asked for."""
+        if self.peft_config is not None:
+            return "--peft-config"
+        return "no adapters" if self.lora_rank is None else f"--lora-rank {self.lora_rank}"
 
     @property
     def commit_interval(self) -> int:
@@ -175,7 +213,7 @@ class Settings(
         """The command that continues this run, as a sentence."""
         if self.single_slot:
             return "With --single-slot, a run that ends in the middle of a step cannot be continued."
-        words = [word for word in self.arguments if word not in ("--resume", "--overwrite")]
+        words = [word for word in self.arguments if word not in ("--resume", "--resume-auto", "--overwrite")]
         return f"To continue: {shlex.join(['finetune', *words, '--resume'])}"
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import textwrap
 from dataclasses import replace
@@ -13,6 +14,8 @@ from cli.options.computing_dtype import ELSEWHERE, with_dtype
 from cli.options.naming import naming
 from cli.options.settings import Settings
 from cli.plan.compare_engines import InMemory, in_memory
+from cli.plan.plan_page import write_plan_page
+from cli.plan.whole_run import run_rows
 from cli.report.results import RESOURCES
 from common.errors import UserError
 from common.hardware.machine import memory_available_bytes
@@ -87,11 +90,16 @@ def run_plan(settings: Settings) -> int:
     if settings.json:
         content = result.to_json() | ({} if other is None else {"in_memory": other.to_json()})
         print(json.dumps(content, indent=2))
-    else:
+    if not settings.json or settings.html is not None:
         lines = describe(result)
+        for label, text in run_rows(result, settings).items() if result.memory is not None else ():
+            lines += _row(label, text)
         if other is not None:
             lines += ["", *_row("in memory", other.verdict(result))]
-        print("\n".join(lines))
+        if settings.html is not None:
+            write_plan_page(result, lines, settings.html.expanduser())
+        if not settings.json:
+            print("\n".join(lines))
     return 0 if result.fits else DOES_NOT_FIT
 
 
@@ -176,13 +184,13 @@ def _network(text: str | None, nodes: int) -> float:
         if nodes > 1:
             raise UserError("A plan for several nodes with SSDs needs to know what connects them: --network 25Gbit/s.")
         return math.inf
-    number, bits, _ = text.removesuffix("/s").partition("bit")
+    written = re.fullmatch(r"\s*([\d.]+\s*[kKMGT]i?)(bit|b|B)(?:/s|ps)?\s*", text)
     try:
-        rate = parse_bytes(number + "B" if bits else number) / (8 if bits else 1)
+        rate = parse_bytes(f"{written[1]}B") / (1 if written[2] == "B" else 8) if written else 0.0
     except UserError:
         rate = 0.0
     if rate <= 0:
-        raise UserError(f"--network {text} is not a rate: write 25Gbit/s, or 3GB/s.")
+        raise UserError(f"--network {text} is not a rate with its unit: write 25Gbit/s, or 3GB/s.")
     return rate
 
 
@@ -263,7 +271,7 @@ def _places(result: RunPlan) -> list[str]:
     host = [
         f"{min(counts.host_blocks, layers)} of {layers} blocks, {_many(counts.host_block_gradients, 'gradient')}",
         f"{format_bytes(ring)} of optimizer states on their way",
-        result.memory.resident and f"states of {_many(len(result.memory.resident), 'record')} for good",
+        result.memory.resident and f"optimizer states of {_many(len(result.memory.resident), 'record')} pinned",
         counts.host_activations and _many(counts.host_activations, "block input"),
         counts.host_kept and f"{counts.host_kept:,} sets of kept outputs",
     ]
@@ -308,14 +316,20 @@ def _limits(result: RunPlan) -> list[str]:
         tokens = result.gpu_bound_tokens
         rows += _row(
             "batch",
-            f"{'at least ' if most >= MOST_ROWS else ''}{most:,} sequences fit; computing is the bound from "
+            f"{'at least ' if most >= MOST_ROWS else ''}{most:,} sequences fit{_where_not(most)}; "
+            "computing is the bound from "
             f"{tokens:,.0f} tokens per step ({-(-tokens // job.seq_len):,.0f} sequences)",
         )
         changes = [f"{change.what}: {change.speedup:.2g}x" for change in best_changes(result) if change.speedup]
-        rows += _row("faster", "; ".join(changes) or "nothing that is simple to change would help by more than 3%")
+        rows += _row("faster", "; ".join(changes) or "nothing that is simple to change would help by more than 5%")
     if result.machine.assumptions:
         rows += _row("assumed", "; ".join(result.machine.assumptions))
     return rows
+
+
+def _where_not(most: int) -> str:
+    """Return why not even one sequence fits: it is the drives' room, since the plan has found memory for a step."""
+    return "" if most else ", as the drives are too small for the model"
 
 
 def _clipping(result: RunPlan) -> str:

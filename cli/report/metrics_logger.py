@@ -7,9 +7,10 @@ from cli.job.job import Job
 from cli.options.command import plain_options
 from cli.report.history import HISTORY_FILE, History
 from cli.report.metrics import named_metrics
+from cli.report.page.run_page import RunPage, facts_of
 from cli.report.progress import Progress
 from cli.report.results import EvaluationResult, StepMetrics
-from cli.report.run_directory import RunDirectory
+from cli.report.run_directory import CONFIG, RunDirectory
 from cli.report.trackers import TrackedRun, Trackers
 
 
@@ -33,7 +34,10 @@ class MetricsLogger:
         self._trackers = Trackers(names, TrackedRun(job.output.name, directory.id, directory.path), options)
         self._losses = History(job.output / HISTORY_FILE, done)
         self._metrics = History(directory.metrics_file, done)
-        self._progress = Progress(job.steps, done)
+        config = (directory.path / CONFIG).read_text()
+        self._page = RunPage(facts_of(job, plan, config), directory.metrics_file)
+        self._page.update(at_once=True)
+        self._progress = Progress(job.steps, done, job.settings.log_every, job.settings.quiet)
 
     def step(self, metrics: StepMetrics) -> None:
         """Log a step that is done."""
@@ -41,6 +45,7 @@ class MetricsLogger:
         self._losses.append(metrics.step, {"loss": result.loss, "grad_norm": result.grad_norm, "lr": metrics.lr})
         self._write(metrics.step, named_metrics(metrics))
         self._progress.show(metrics)
+        self._page.update(at_once=metrics.step == 1)
 
     def evaluation(self, step: int, result: EvaluationResult) -> None:
         """Log what the held-out data gave after ``step``."""
@@ -50,7 +55,8 @@ class MetricsLogger:
             "validation_metrics/throughput(tps)": result.tokens_per_second,
         }
         self._write(step, named)
-        self._progress.say(f"held out after step {step:,}: {result}")
+        self._page.update(at_once=True)
+        self._progress.say(f"eval at step {step:,}: {result}")
 
     def _write(self, step: int, named: Mapping[str, float]) -> None:
         self._metrics.append(step, named)
@@ -61,6 +67,7 @@ class MetricsLogger:
 
     def __exit__(self, *exception: object) -> None:
         self._progress.__exit__(*exception)
+        self._page.update(at_once=True)
         self._trackers.finish()
         self._metrics.__exit__(*exception)
         self._losses.__exit__(*exception)

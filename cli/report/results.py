@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from common.units import format_bytes, format_count
+from common.units import format_count
 
 RESOURCES = {
     "gpu": "computing",
@@ -12,10 +12,20 @@ RESOURCES = {
     "device_to_host": "copies from the device",
     "ssd": "the SSDs",
     "adam": "the optimizer",
-    "intra_node": "the ranks of a node exchanging data",
+    "intra_node": "exchanges in the node",
     "inter_node": "the network",
 }
 """Names for people of what bounds a step."""
+SHORT = {
+    "gpu": "computing",
+    "host_to_device": "uploads",
+    "device_to_host": "downloads",
+    "ssd": "SSDs",
+    "adam": "Adam",
+    "intra_node": "ranks",
+    "inter_node": "network",
+}
+"""The same in a word, for lines of a log."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +103,8 @@ class StepMetrics:
     """Devices that share the work."""
     emulated: bool = False
     """Whether nothing was computed, so that there is no loss."""
+    epoch: float | None = None
+    """Passes over the data so far; None: there are none."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -105,15 +117,13 @@ class StepMetrics:
         return self.tokens_per_second * self.model_flops_per_token
 
     def __str__(self) -> str:
-        """Return the step as one line for people."""
+        """Return what people look at in a line of less than 100 columns; ``metrics.jsonl`` has the rest."""
         return ", ".join(
             [
                 "emulated" if self.emulated else self._learned(),
+                f"lr {self.lr:.3g}",
+                *([] if self.epoch is None else [f"epoch {self.epoch:.2f}"]),
                 f"{format_count(self.tokens_per_second)} tokens/s",
-                f"{self.flops_per_second / 1e12:.3g} TFLOP/s",
-                *self._traffic(),
-                f"device {format_bytes(self.memory.device_bytes)}",
-                f"host {format_bytes(self.memory.host_bytes)}",
                 *self._bound(),
             ]
         )
@@ -123,21 +133,12 @@ class StepMetrics:
         router = "" if result.aux_loss is None else f" (router {result.aux_loss:.4f})"
         return f"{'skipped: ' if result.skipped else ''}loss {result.loss:.4f}{router}, norm {result.grad_norm:.3g}"
 
-    def _traffic(self) -> list[str]:
-        parts = []
-        if self.io is not None:
-            read, written = self.io.read / self.seconds, self.io.written / self.seconds
-            parts.append(f"SSD {read / 1e9:.2f} GB/s read {written / 1e9:.2f} written")
-        if self.result.sent_bytes is not None:
-            parts.append(f"{format_bytes(self.result.sent_bytes)} across nodes")
-        return parts
-
     def _bound(self) -> list[str]:
         if self.io is None:
             return []
         busy = self.result.busy_seconds
         bound = max(busy, key=lambda name: busy[name], default="nothing")
-        return [f"bound by {RESOURCES.get(bound, bound)}"]
+        return [f"bound by {SHORT.get(bound, bound)}"]
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class Report:
             total_written: bytes written to SSD, the making of the store included.
         """
         if not self.steps:
-            return "no step was left to take"
+            return "nothing to do: all steps are done"
         seconds = sum(self.step_seconds)
         lines = {
             "loss": f"{self.losses[0]:.4f} in the first step, {self.losses[-1]:.4f} in the last of {self.steps:,}"

@@ -1,8 +1,8 @@
 """Signals that end a run, which are handled once and leave time to bring the run to a good end.
 
-Ctrl-C: status 130. SIGTERM, by which job schedulers end a job: status 0, for the run is in order and says how to go on.
-SIGHUP, when the terminal goes away: status 129 (and not heard at all under nohup). After the last two nobody is there
-to press Ctrl-C again, so they come with a deadline.
+The status is a shell's for each: 130 for Ctrl-C, 143 for SIGTERM, by which job schedulers end a job, 129 for SIGHUP,
+when the terminal goes away (and not heard at all under nohup). After the last two nobody is there to press Ctrl-C
+again, so they come with a deadline.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ STOP_SECONDS = 25.0
 """After SIGTERM or SIGHUP, a run that has not ended by then ends at once: schedulers commonly kill after 30 s, and the
 last committed step is as safe either way."""
 
-STATUS = {signal.SIGINT: 130, signal.SIGTERM: 0, signal.SIGHUP: 129}
+STATUS = {number: 128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
 
 
 class Stopped(Exception):
@@ -34,9 +34,13 @@ class Interrupts:
 
     So nobody who presses Ctrl-C twice cuts short what puts the run in order. An exception that a signal raises can get
     lost (in a destructor, in a library's callback); :meth:`check` raises it again.
+
+    Args:
+        ends_process: whether the process ends with the context: then no signal is heard after it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ends_process: bool = False) -> None:
+        self._ends_process, self._is_done = ends_process, False
         self.how_to_continue = ""
         """Sentence to print if the deadline passes."""
         self._received: int | None = None
@@ -47,6 +51,10 @@ class Interrupts:
         """Raise KeyboardInterrupt if a signal came."""
         if self._received is not None:
             raise KeyboardInterrupt
+
+    def finish(self) -> None:
+        """Hear no more signals: all is done, and what is left to do is quick."""
+        self._is_done = True
 
     def status(self, stopped: Stopped | None = None) -> int:
         """Return the exit status of the command after a signal."""
@@ -63,12 +71,12 @@ class Interrupts:
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if self._ends_process else handler)
         if self._deadline is not None:
             self._deadline.cancel()
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
-        if self._received is not None:
+        if self._received is not None or self._is_done:
             return
         self._received = signum
         if signum != signal.SIGINT:

@@ -10,12 +10,15 @@ from typing import Any, Protocol
 
 import torch
 
+from cli.job.data import chat_template_named
 from cli.job.job import Job
 from cli.options.settings import RUN
 from cli.report.metrics_logger import MetricsLogger
 from cli.report.results import EvaluationResult, IoCounts, MemoryUse, RunTotals, StepMetrics, StepResult
 from cli.report.summary import Measurements, Report
+from cli.train.care import RunCare
 from cli.train.interrupts import Stopped
+from common.activity import activity
 from common.data import Batches
 from common.errors import UserError
 from common.models.adapters.adapters import MERGED
@@ -82,6 +85,10 @@ class Trainer(Protocol):
         """Return whether any rank was asked to stop after this step; the same on all ranks."""
         return False
 
+    def agree(self, wish: bool) -> bool:
+        """Return whether any rank wishes something; collective."""
+        return wish
+
     def finish(self) -> None:
         """Commit the last step of all, and write what is to be seen of it."""
         self.commit()
@@ -124,11 +131,15 @@ def train(job: Job, trainer: Trainer, process: Process) -> Measurements:
     """
     if process.is_rank0 and trainer.is_resumed:
         _print_resumed(job, trainer.model.step_count, process.restarts)
-    measured = _take_steps(job, trainer, process)
+    care = RunCare(job, trainer, process)
+    measured = _take_steps(job, trainer, process, care)
     process.enter("after the last step")
     trainer.finish()
     process.enter("after the last step")
-    _export(job, trainer, process.is_rank0)
+    if not care.time_is_up:
+        _export(job, trainer, process.is_rank0)
+    if process.is_rank0 and care.last_words:
+        print(care.last_words, flush=True)
     return measured
 
 
@@ -144,22 +155,27 @@ def conclude(job: Job, trainer: Trainer, process: Process, measured: Measurement
     report = measured.report(totals)
     if job.settings.report is not None:
         report.write(job.settings.report.expanduser())
-    print(report.summary(totals.total_written))
+    if report.steps:
+        print(report.summary(totals.total_written))
+    elif not job.settings.export:
+        print(f"nothing to do: all {job.steps:,} steps are done")
     print(_where(job, trainer.location, report.steps), flush=True)
     return RunResult(report, totals.total_written)
 
 
-def _take_steps(job: Job, trainer: Trainer, process: Process) -> Measurements:
+def _take_steps(job: Job, trainer: Trainer, process: Process, care: RunCare) -> Measurements:
     done = trainer.model.step_count
     measured = Measurements(
         tokens_per_step=job.settings.batch_size * job.seq_len,
         model_flops=trainer.model.model_flops_per_token(job.seq_len),
         hardware_flops=trainer.model.hardware_flops_per_token(job.seq_len),
     )
+    if care.is_over():
+        return measured
     with contextlib.ExitStack() as stack:
         logger = stack.enter_context(MetricsLogger(job, done, trainer.plan)) if process.is_rank0 else None
         if not done and _evaluation_is_due(job, 0):
-            _evaluate(job, trainer, process, logger)
+            care.after_evaluation(0, _evaluate(job, trainer, process, logger))
         interval = _Interval(trainer)
         for step in range(done + 1, job.steps + 1):
             process.enter(f"in step {step}")
@@ -183,13 +199,19 @@ def _take_steps(job: Job, trainer: Trainer, process: Process) -> Measurements:
                     io=io,
                     ranks=process.world_size,
                     emulated=job.emulated,
+                    epoch=step * job.settings.batch_size / job.batches.rows if job.settings.data else None,
                 )
                 logger.step(metrics)
             if trainer.stop_requested() and step < job.steps:
                 trainer.commit()
                 raise Stopped(f"stopped after step {step}, which is committed. {job.settings.how_to_continue}")
             if _evaluation_is_due(job, step):
-                _evaluate(job, trainer, process, logger)
+                care.after_evaluation(step, _evaluate(job, trainer, process, logger))
+                interval = _Interval(trainer)
+            care.after_step(step, seconds)
+            if care.is_over():
+                break
+            if job.settings.save_every is not None and step % job.settings.save_every == 0:
                 interval = _Interval(trainer)
     return measured
 
@@ -217,13 +239,15 @@ def _evaluation_is_due(job: Job, step: int) -> bool:
     return step in (0, job.steps) or (every is not None and step % every == 0)
 
 
-def _evaluate(job: Job, trainer: Trainer, process: Process, logger: MetricsLogger | None) -> None:
+def _evaluate(job: Job, trainer: Trainer, process: Process, logger: MetricsLogger | None) -> float:
     """Take the loss on the held-out data, which there must be, on all ranks."""
     assert job.held_out is not None
     process.enter(f"evaluating after step {trainer.model.step_count}")
-    result = trainer.evaluate(job.held_out)
+    with activity(f"evaluating after step {trainer.model.step_count}"):
+        result = trainer.evaluate(job.held_out)
     if logger is not None:
         logger.evaluation(trainer.model.step_count, result)
+    return result.loss
 
 
 def _check_ids(job: Job, batch: dict[str, Any]) -> None:
@@ -245,9 +269,14 @@ def _export(job: Job, trainer: Trainer, is_rank0: bool) -> None:
     settings = job.settings
     if not settings.save:
         return
+    what = f"writing the {'adapters' if settings.trains_adapters else 'checkpoint'} to {job.output}"
     if is_rank0:
-        print(f"writing the {'adapters' if settings.trains_adapters else 'checkpoint'} to {job.output}", flush=True)
-    trainer.model.save_pretrained(job.output, merge=settings.merge, allow_nonfinite=settings.allow_nonfinite)
+        done = f" as step {trainer.model.step_count:,} of {job.steps:,} left it" if settings.export else ""
+        print(f"{what}{done}", flush=True)
+    with activity(what):
+        trainer.model.save_pretrained(job.output, merge=settings.merge, allow_nonfinite=settings.allow_nonfinite)
+    if is_rank0 and settings.chat_template is not None:
+        (job.output / "chat_template.jinja").write_text(chat_template_named(settings.chat_template))
 
 
 def _print_resumed(job: Job, step_count: int, restarts: int) -> None:
@@ -259,8 +288,8 @@ def _print_resumed(job: Job, step_count: int, restarts: int) -> None:
 def _where(job: Job, location: tuple[str, str], steps: int) -> str:
     """Return lines that say where everything is; without any of the ``steps``, there is no trace."""
     settings, (kept, place) = job.settings, location
-    lines = {"run": f"{job.output / RUN} (configuration, versions, metrics)"}
-    lines[kept] = f"{place} (may be deleted when this run is not to be continued)"
+    lines = {"run": f"{job.output / RUN} (configuration, versions, metrics; index.html to look at)"}
+    lines[kept] = f"{place} (safe to delete unless you will resume)"
     if settings.save:
         model = job.task_type.auto_class
         loads = "PeftModel" if settings.trains_adapters else model

@@ -13,6 +13,7 @@ from cli.train.interrupts import Interrupts, Stopped
 from cli.train.loop import RunResult, conclude, train
 from cli.train.same_run import check_same_run
 from cli.train.sample import continuation, print_sample
+from common.activity import activity
 from common.errors import UserError
 from common.store import DirectoryLock
 from fuyou import Engine, NonFiniteLoss
@@ -41,12 +42,14 @@ def finetune(settings: Settings, interrupts: Interrupts) -> RunResult:
     """
     if not settings.debug:
         quiet_transformers()
-    job = prepare(settings)
-    print(job.header(), flush=True)
+    with activity("preparing the run"):
+        job = prepare(settings)
+    if not settings.quiet:
+        print(job.header(), flush=True)
     profile_once(job)
     interrupts.how_to_continue = settings.how_to_continue
     _announce_move(job)
-    with DirectoryLock([job.output]), _open_engine(job) as engine:
+    with DirectoryLock([job.output]), _opened(job) as engine:
         try:
             result = _train(job, engine, SingleProcess(interrupts))
         except KeyboardInterrupt:
@@ -73,6 +76,7 @@ def _train(job: Job, engine: Engine, process: SingleProcess) -> RunResult:
     if job.settings.sample is not None:
         _print_sample(job, engine, job.settings.sample)
     result = conclude(job, trainer, process, measured)
+    process.interrupts.finish()
     assert result is not None
     return result
 
@@ -83,6 +87,13 @@ def _announce_move(job: Job) -> None:
     on = [(path / job.run_name).is_dir() for path in job.ssd]
     if settings.resume and (settings.leave_ssd or (any(on) and not all(on))):
         print(f"drives   the run moves to {', '.join(map(str, job.ssd))}, if it is not there: it is copied", flush=True)
+
+
+def _opened(job: Job) -> Engine:
+    where = ", ".join(str(path) for path in job.ssd)
+    doing = f"reading what the run has in {where}" if job.settings.resume else f"writing the weights to {where}"
+    with activity(doing):
+        return _open_engine(job)
 
 
 def _open_engine(job: Job) -> Engine:
@@ -110,5 +121,6 @@ def _print_sample(job: Job, engine: Engine, prompt: str) -> None:
         temperature=settings.temperature,
         longest=job.seq_len,
         seed=settings.seed,
+        as_chat=settings.sample_chat,
     )
     print_sample(pieces, prompt)

@@ -3,8 +3,13 @@
 from collections.abc import Collection
 from typing import Any, Protocol
 
-from cli.job.job import LONG_RECORDS, Job
+from cli.job.job import ADAPTERS, LONG_RECORDS, Job
+from cli.job.resumed import check_same
 from common.errors import UserError
+from common.units import counted
+
+_OPTIONAL = (LONG_RECORDS, ADAPTERS, "--min-lr")
+"""Settings that runs of earlier versions did not note."""
 
 
 class ContinuedRun(Protocol):
@@ -32,25 +37,29 @@ def check_same_run(job: Job, run: ContinuedRun, launches: Collection[str] = ()) 
     if fixed_then is None:
         run.user_state["run"] = fixed
         return
-    for option in {**fixed_then, **fixed}:
-        before, now = fixed_then.get(option), fixed.get(option)
-        if before == now:
-            continue
-        if option == LONG_RECORDS:
-            if not (before and now):  # a run of an earlier version, or without data: their key tells
-                continue
-            raise UserError(
-                f"--resume: this run began with {before}, and now it is {now}. Give {before}, or begin a new run in "
-                "another --output."
-            )
-        if option == "--data":
-            raise UserError(
-                "--resume: --data is not what this run began with: other or changed texts, or another tokenizer "
-                f"({before} then, {now} now). Give what it began with, or begin a new run in another --output."
-            )
-        raise UserError(
-            f"--resume: this run began with {option} {before}, and now it is {now}. Give {option} {before}, "
-            "or begin a new run in another --output."
-        )
+    then = dict(fixed_then)
+    if _is_extended(job, run, then):
+        for option in ("--steps", "--warmup"):
+            then[option] = fixed.get(option)
+    # Options that one side does not have are those of a constant rate, or of a run of an earlier version.
+    check_same(then | {name: then.get(name) for name in fixed if name not in _OPTIONAL}, fixed)
     if run.step_count > job.steps:
         raise UserError(f"--resume: this run has {run.step_count} steps behind it, more than --steps {job.steps}.")
+    run.user_state["run"] = fixed
+
+
+def _is_extended(job: Job, run: ContinuedRun, then: dict[str, Any]) -> bool:
+    """Return whether a run that has come to its end is to go on, with more steps than it had: allowed, and said.
+
+    The learning rate of the steps to come is that of a run of so many steps.
+    """
+    before = then.get("--steps")
+    if before is None or not before <= run.step_count < job.steps:
+        return False
+    step = run.step_count + 1
+    print(
+        f"extended from {counted(before, 'step')} to {job.steps:,}: the learning rate of step {step:,} is "
+        f"{job.learning_rate.at(step):g}",
+        flush=True,
+    )
+    return True

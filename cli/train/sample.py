@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -15,6 +16,7 @@ def continuation(
     temperature: float,
     longest: int,
     seed: int,
+    as_chat: bool = False,
 ) -> Iterator[str]:
     """Yield pieces of text as they are made, to the end of the document or of the model's context.
 
@@ -26,9 +28,10 @@ def continuation(
         temperature: 0 takes the likeliest token, more draws.
         longest: sequence that the model can take.
         seed: seed of what is drawn.
+        as_chat: whether the prompt is a user's message, which the chat template puts between its marks.
     """
     generator = torch.Generator().manual_seed(seed)
-    ids = tokenizer(prompt, return_tensors="pt")["input_ids"][:, -longest:]
+    ids = _prompt_ids(tokenizer, prompt, as_chat)[:, -longest:]
     if not ids.numel():  # an empty prompt, and a tokenizer that begins documents with nothing
         ids = torch.tensor([[tokenizer.bos_token_id or tokenizer.eos_token_id or 0]])
     prompt_tokens, shown = ids.shape[1], ""
@@ -45,6 +48,18 @@ def continuation(
         text = str(tokenizer.decode(ids[0, prompt_tokens:], skip_special_tokens=True)).removesuffix("\ufffd")
         yield text.removeprefix(shown)
         shown = text
+
+
+def _prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, as_chat: bool) -> torch.Tensor:
+    """Return the prompt's tokens ``[1, S]``."""
+    if not as_chat:
+        ids: torch.Tensor = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        return ids
+    asked: Any = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    ids = asked["input_ids"]
+    return ids
 
 
 def print_sample(pieces: Iterator[str], prompt: str) -> None:

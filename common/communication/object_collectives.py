@@ -39,7 +39,7 @@ def run_on_all_ranks(work: Callable[[], Any]) -> list[Any]:
     try:
         own["returned"] = work()
     except FinetuneError as error:
-        own = {"failed": str(error), "status": error.exit_status}
+        own = {"failed": error.as_written, "status": error.exit_status}
     outcomes = all_gather_object(own)
     for outcome in outcomes:
         if "failed" in outcome:

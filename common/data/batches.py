@@ -4,25 +4,28 @@ import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from common.activity import Activity, activity
 from common.data.counts import nothing_to_train
 from common.data.encoding.encoder import EncodedSegment, Encoder
 from common.data.encoding.fitting import RowFitter
-from common.data.files import find_files, read_records, reading
+from common.data.files import find_files, is_text_file, read_records, reading
 from common.data.packed.order import draw_rows
 from common.data.packed.packing import TRAINED, Packer, Padder, cut_documents, first_lengths, unpack
 from common.data.packed.token_file import Header, TokenFile, cache_key, remove_unfinished, write_token_file
+from common.data.selection import RecordSelection
 from common.data.shapes import examples_of_records, examples_of_text_file
 from common.errors import UserError
 from common.memory.heap import return_free_memory
 from common.store.lock import DirectoryLock
-from common.units import format_count
+from common.units import counted, format_bytes, format_count
 
 WIDTH_MULTIPLE = 64
 """Number of tokens to a multiple of which batches are padded where rows are not packed."""
@@ -49,6 +52,8 @@ class DataConfig:
     truncate: bool = True
     """Whether records with a prompt that are longer than a row are cut; else they are left out. See
     :mod:`common.data.encoding.fitting`."""
+    selection: RecordSelection = field(default_factory=RecordSelection)
+    """Which records are taken."""
 
     def __post_init__(self) -> None:
         if not self.files:
@@ -110,25 +115,39 @@ class PackedBatches(Batches):
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """Read the rows of a step; see :meth:`Batches.batch`."""
         size = self._config.batch_size
-        draws, seed = range(step * size, (step + 1) * size), self._config.seed if self._config.shuffle else None
         # Rows that are not packed stay with their like: neighbours, which are about as long.
-        rows = self._file.read(draw_rows(draws, self.rows, seed, group_size=1 if self._config.packed else size))
-        if not self._config.packed:
-            rows = rows[:, : rounded_width(int(first_lengths(rows).max()))]
-        ids, labels, positions = unpack(rows)
-        if not self._config.packed:  # padding comes last, where nothing sees it
-            positions = np.broadcast_to(np.arange(rows.shape[1], dtype=np.int64), rows.shape).copy()
-        if self.labels_ahead:  # the first token of a document has none, so none is of another document
-            labels = _moved_ahead(labels)
-        return {
-            "input_ids": torch.from_numpy(ids),
-            "labels": torch.from_numpy(labels),
-            "position_ids": torch.from_numpy(positions),
-        }
+        words = self.words(range(step * size, (step + 1) * size), group_size=1 if self.packed else size)
+        return batch_of_words(words, self.packed, self.labels_ahead)
+
+    def words(self, draws: range, group_size: int = 1) -> np.ndarray:
+        """Read the rows at some places of the endless sequence of epochs, uint32 [len(draws), seq_len].
+
+        Args:
+            draws: the places.
+            group_size: number of neighbouring rows that stay together.
+        """
+        seed = self._config.seed if self._config.shuffle else None
+        return self._file.read(draw_rows(draws, self.rows, seed, group_size))
 
     def close(self) -> None:
         """Close the token file."""
         self._file.close()
+
+
+def batch_of_words(rows: np.ndarray, packed: bool, labels_ahead: bool) -> dict[str, torch.Tensor]:
+    """Return a batch of rows of a token file, uint32 [batch_size, seq_len]; see :meth:`Batches.batch`."""
+    if not packed:
+        rows = rows[:, : rounded_width(int(first_lengths(rows).max()))]
+    ids, labels, positions = unpack(rows)
+    if not packed:  # padding comes last, where nothing sees it
+        positions = np.broadcast_to(np.arange(rows.shape[1], dtype=np.int64), rows.shape).copy()
+    if labels_ahead:  # the first token of a document has none, so none is of another document
+        labels = _moved_ahead(labels)
+    return {
+        "input_ids": torch.from_numpy(ids),
+        "labels": torch.from_numpy(labels),
+        "position_ids": torch.from_numpy(positions),
+    }
 
 
 class RandomBatches(Batches):
@@ -173,21 +192,33 @@ def open_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir:
     """
     files = find_files(config.files)
     cache_dir.mkdir(parents=True, exist_ok=True)
-    key = cache_key(files, config.seq_len, tokenizer, config.truncate, config.packed)
+    key = cache_key(files, config.seq_len, tokenizer, config.truncate, config.packed, config.selection.identity)
     path = cache_dir / f"data-{key}.tokens"
     unusable = contextlib.suppress(OSError, ValueError)  # not there, or damaged
     with unusable:
         return PackedBatches(TokenFile(path), config)
-    with DirectoryLock([cache_dir], patience=math.inf):  # of several ranks on a machine, the first one makes it for all
+    with (
+        activity("waiting for another run that prepares the same data") as doing,
+        DirectoryLock([cache_dir], patience=math.inf),  # of several ranks on a machine, the first one makes it for all
+    ):
         with unusable:
             return PackedBatches(TokenFile(path), config)
+        doing.what = f"reading {_named(files)}"
         remove_unfinished(cache_dir)
-        _build(path, files, config, tokenizer)
+        _build(path, files, config, tokenizer, doing)
     _return_free_memory()
     return PackedBatches(TokenFile(path), config)
 
 
-def _build(path: Path, files: list[Path], config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+def _named(files: list[Path]) -> str:
+    """Return data files as people read them, with their size."""
+    size = format_bytes(sum(file.stat().st_size for file in files))
+    return f"{files[0].name} ({size})" if len(files) == 1 else f"{len(files):,} data files ({size})"
+
+
+def _build(
+    path: Path, files: list[Path], config: DataConfig, tokenizer: PreTrainedTokenizerBase, doing: Activity
+) -> None:
     seq_len = config.seq_len
     fitting = RowFitter(seq_len, config.truncate)
     header = Header(
@@ -201,7 +232,9 @@ def _build(path: Path, files: list[Path], config: DataConfig, tokenizer: PreTrai
             out.add(row)
 
         packer = (Packer if config.packed else Padder)(seq_len, padding_id(tokenizer), write)
-        for piece in cut_documents(_count_documents(_encode_files(files, encoder, scratch), header), seq_len):
+        what, encoded = doing.what, _encode_files(files, encoder, scratch, config.selection)
+        for piece in cut_documents(_count_documents(encoded, header), seq_len):
+            doing.what = f"{what}: {format_count(header.tokens)} tokens so far"
             trained = int(np.count_nonzero(piece & TRAINED))
             if not trained:
                 header.skipped_tokens += len(piece)
@@ -223,12 +256,17 @@ def _return_free_memory() -> None:
     return_free_memory()
 
 
-def _encode_files(files: list[Path], encoder: Encoder, scratch: Path) -> Iterator[EncodedSegment]:
-    for file in files:
-        records = read_records(file, scratch)
-        is_text = file.suffix.lower() == ".txt"
-        examples = examples_of_text_file(records) if is_text else examples_of_records(records, str(file))
-        yield from encoder.encode(examples)
+def _encode_files(
+    files: list[Path], encoder: Encoder, scratch: Path, selection: RecordSelection
+) -> Iterator[EncodedSegment]:
+    """Encode the files in their order: each text file is one document, all others have records."""
+    if any(map(is_text_file, files)):
+        selection.check_whole_files()
+    taken = selection.of((str(file), record) for file in files for record in read_records(file, scratch))
+    for name, some in groupby(taken, lambda pair: pair[0]):
+        records = (record for _, record in some)
+        is_text = is_text_file(Path(name))
+        yield from encoder.encode(examples_of_text_file(records) if is_text else examples_of_records(records, name))
 
 
 def _count_documents(documents: Iterator[EncodedSegment], header: Header) -> Iterator[EncodedSegment]:
@@ -256,9 +294,9 @@ def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def _describe(header: Header, config: DataConfig) -> str:
     fill = header.tokens / (header.rows * header.seq_len)
     counts = (
-        f"{header.documents:,} documents from {header.files:,} {'file' if header.files == 1 else 'files'}: "
+        f"{counted(header.documents, 'document')} from {counted(header.files, 'file')}: "
         f"{format_count(header.tokens)} tokens, {format_count(header.trainable_tokens)} of them trained on, "
-        f"in {header.rows:,} rows of {header.seq_len:,} ({fill:.1%} full)"
+        f"in {counted(header.rows, 'row')} of {header.seq_len:,} ({fill:.1%} full)"
     )
     lines = [counts, *_changes(header, config)]
     if not config.packed:

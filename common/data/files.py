@@ -2,12 +2,15 @@
 
 Files are read as streams (``load_dataset(..., streaming=True)``): a few MiB at a time, nothing converted on
 disk, no network. What needs a whole file in memory: a ``.json`` file that is one list, and a file that is one line.
+A compressed file is unpacked beside what is made of it, and removed when it is read.
 """
 
 import glob
 import json
+import lzma
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,14 +18,24 @@ from typing import Any, NamedTuple
 
 from common.errors import UserError, did_you_mean
 
-READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+READERS = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+    ".txt": "text",
+    ".arrow": "arrow",  # as save_to_disk of datasets leaves them in a directory
+}
 """Extension of a data file and the ``datasets`` module that reads it."""
 
 RECORDS_PER_READ = 256
 
 _SCRATCH = ".datasets-"
 
-KNOWN_EXTENSIONS = ", ".join(READERS)
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+"""Extensions behind these of compressed files."""
+
+KNOWN_EXTENSIONS = f"{', '.join(READERS)} (and {', '.join(COMPRESSIONS)} behind them)"
 
 
 class DataRecord(NamedTuple):
@@ -46,17 +59,46 @@ def find_files(names: tuple[str, ...]) -> list[Path]:
     for name in names:
         path = Path(name).expanduser().absolute()
         if path.is_dir():
-            found += _files_below(path)
+            found += _saved_dataset(path) or _files_below(path)
         elif not path.exists():
             siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
             raise UserError(f"There is no data file {name!r}.{did_you_mean(path.name, siblings)}")
-        elif path.suffix.lower() not in READERS:
+        elif extension_of(path) not in READERS:
             raise UserError(
                 f"{name!r} is not a kind of data file that can be read: known extensions are {KNOWN_EXTENSIONS}."
             )
         else:
             found.append(path)
     return found
+
+
+def extension_of(path: Path) -> str:
+    """Return the extension that says what a data file holds: ``.jsonl`` of ``chats.jsonl.gz``."""
+    compressed = path.suffix.lower() in COMPRESSIONS
+    return (path.with_suffix("") if compressed else path).suffix.lower()
+
+
+def is_text_file(path: Path) -> bool:
+    """Return whether a data file is one document, without records."""
+    return READERS.get(extension_of(path)) == "text"
+
+
+def _saved_dataset(directory: Path) -> list[Path]:
+    """Return the files of a data set that ``datasets`` has saved there with ``save_to_disk``; empty: there is none.
+
+    Raises:
+        UserError: it has several splits, and none is called ``train``.
+    """
+    splits = directory / "dataset_dict.json"
+    if splits.is_file():
+        names = [str(name) for name in json.loads(splits.read_text()).get("splits", [])]
+        if "train" not in names:
+            raise UserError(f"{directory} holds the splits {', '.join(names)}: name one, {directory}/{names[0]}.")
+        directory = directory / "train"
+    state = directory / "state.json"
+    if not state.is_file():
+        return []
+    return [directory / str(file["filename"]) for file in json.loads(state.read_text()).get("_data_files", [])]
 
 
 def file_states(files: list[Path]) -> list[tuple[str, int, int]]:
@@ -70,7 +112,7 @@ def _files_below(directory: Path) -> list[Path]:
         for path in sorted(directory.rglob("*"))
         if path.is_file() and not any(part.startswith(".") for part in path.relative_to(directory).parts)
     ]
-    data = [path for path in entries if path.suffix.lower() in READERS]
+    data = [path for path in entries if extension_of(path) in READERS]
     if not data:
         seen = sorted({path.suffix or path.name for path in entries})
         raise UserError(
@@ -121,14 +163,40 @@ def read_records(path: Path, scratch: Path) -> Iterator[DataRecord]:
     Raises:
         UserError: the file cannot be read; names the file and, for broken JSON lines, the line.
     """
-    reader = READERS[path.suffix.lower()]
+    if path.suffix.lower() in COMPRESSIONS:
+        yield from _read_compressed(path, scratch)
+        return
+    reader = READERS[extension_of(path)]
     if reader == "json" and _has_record_per_line(path):
         yield from _parse_lines(path, _read("text", path, scratch))
     else:
         for number, values in enumerate(_read(reader, path, scratch), 1):
-            if reader in ("json", "parquet"):
+            if reader in ("json", "parquet", "arrow"):
                 values = {column: _without_nones(value) for column, value in values.items()}
             yield DataRecord(values, f"{'line' if reader == 'text' else 'record'} {number}")
+
+
+def _read_compressed(path: Path, scratch: Path) -> Iterator[DataRecord]:
+    """Unpack a file, and read the records of what was in it. Errors name the file as it is.
+
+    Raises:
+        UserError: it cannot be unpacked, or read.
+    """
+    import fsspec
+
+    plain = scratch / path.with_suffix("").name
+    try:
+        with fsspec.open(path, "rb", compression="infer") as packed, plain.open("wb") as out:
+            shutil.copyfileobj(packed, out, 1 << 20)
+    except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
+        plain.unlink(missing_ok=True)
+        raise UserError(f"{path} cannot be unpacked: {error}.") from error
+    try:
+        yield from read_records(plain, scratch)
+    except UserError as error:
+        raise UserError(error.as_written.replace(str(plain), str(path))) from error
+    finally:
+        plain.unlink(missing_ok=True)
 
 
 def _without_nones(value: Any) -> Any:
@@ -154,7 +222,7 @@ def _read(reader: str, path: Path, scratch: Path) -> Iterator[dict[str, Any]]:
 
 def _what_is_wrong(reader: str, path: Path, count: int, error: Exception) -> str:
     """Say where a file is broken, as well as can be found out, after ``count`` good records."""
-    if reader != "parquet" and (number := _line_not_text(path)) is not None:
+    if reader not in ("parquet", "arrow") and (number := _line_not_text(path)) is not None:
         return f"{path}, line {number}, is not UTF-8 text: {error}."
     if reader == "json":
         try:
@@ -191,6 +259,8 @@ def _open_stream(reader: str, path: Path, scratch: Path) -> Any:
         return load(keep_linebreaks=True, encoding="utf-8-sig")
     if reader == "parquet":
         return load(batch_size=RECORDS_PER_READ)
+    if reader == "arrow":
+        return load()
     if reader == "csv":
         # Only columns known by name are read as strings; left to guess, pandas would turn 007 into 7, NA into nothing.
         first: dict[str, Any] = next(iter(load(keep_default_na=False, chunksize=1)), {})

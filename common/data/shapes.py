@@ -1,7 +1,8 @@
 """Turn records into examples to tokenize: four record shapes are told apart by their column names.
 
-Where columns of several shapes have values, the more structured shape wins (``messages``, then ``prompt`` and
-``completion``, then Alpaca, then ``text``): public data sets often carry a flattened ``text`` beside the real thing.
+Where columns of several shapes have values, the more structured shape wins (``messages``, ``conversations``, then
+``prompt`` and ``completion``, then Alpaca, then ``text``): public data sets often carry a flattened ``text`` beside the
+real thing.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.data.files import DataRecord
+from common.data.sharegpt import is_sharegpt, messages_of_sharegpt
 from common.errors import UserError, did_you_mean
 
 SEGMENT_CHARACTERS = 1 << 17
@@ -36,7 +38,7 @@ _ROLE_SYNONYMS = {
 }
 """Other names that people give to roles. No template knows them, and none would be trained on."""
 
-KNOWN_SHAPES = "text | messages | prompt, completion | instruction, output (and optionally input)"
+KNOWN_SHAPES = "text | messages or conversations | prompt, completion | instruction, output (and optionally input)"
 
 
 @dataclass(frozen=True)
@@ -109,14 +111,9 @@ def examples_of_records(records: Iterable[DataRecord], file: str) -> Iterator[Ex
         given = [column for column, value in values.items() if value is not None]
         shape = _shape_of(given) or _shape_of(list(values))
         if shape is None:
-            hint = ""
-            if "conversations" in values:
-                hint = (
-                    ' Write conversations as "messages": [{"role": "user", "content": ...}, ...], with role for from '
-                )
-                hint += "(user for human, assistant for gpt) and content for value."
             raise UserError(
-                f"{where} has the columns {', '.join(values)}; none of the known record shapes: {KNOWN_SHAPES}.{hint}"
+                f"{where} has the columns {', '.join(values)}; none of the known record shapes: {KNOWN_SHAPES}. "
+                "Columns of other names are told with --columns: prompt=question completion=answer."
             )
         yield from shape(values, where)
 
@@ -124,6 +121,8 @@ def examples_of_records(records: Iterable[DataRecord], file: str) -> Iterator[Ex
 def _shape_of(columns: list[str]) -> Callable[[dict[str, Any], str], Iterator[Example]] | None:
     if "messages" in columns:
         return _messages
+    if "conversations" in columns:
+        return _conversations
     if {"prompt", "completion"} <= set(columns):
         return _prompt_completion
     if {"instruction", "output"} <= set(columns):
@@ -146,7 +145,14 @@ def _text(record: dict[str, Any], where: str) -> Iterator[Example]:
     yield PlainText("", text[start:], begins=start == 0, ends=True)
 
 
+def _conversations(record: dict[str, Any], where: str) -> Iterator[Example]:
+    yield from _messages({**record, "messages": record["conversations"]}, where)
+
+
 def _messages(record: dict[str, Any], where: str) -> Iterator[Example]:
+    turns = record["messages"]
+    if is_sharegpt(turns):
+        record = {**record, "messages": messages_of_sharegpt(turns, record.get("system"), where)}
     messages, untrained = _conversation(record["messages"], "messages", where, trains=("assistant",))
     if messages:
         yield Chat(messages, None, where, _template_options(record, where), frozenset(untrained))
@@ -217,12 +223,7 @@ def _conversation(
     if isinstance(value, str) and role:
         return ([{"role": role, "content": value}] if value else []), []
     if not isinstance(value, list) or not all(isinstance(item, dict) and item.get("role") for item in value):
-        hint = ""
-        if isinstance(value, list) and any(isinstance(item, dict) and "from" in item for item in value):
-            hint = " (Write role for from: user for human, assistant for gpt; and content for value.)"
-        raise UserError(
-            f'{where}: {column!r} is not a list of {{"role": ..., "content": ...}}: {str(value)[:80]}{hint}'
-        )
+        raise UserError(f'{where}: {column!r} is not a list of {{"role": ..., "content": ...}}: {str(value)[:80]}')
     messages, untrained = [], []
     for place, item in enumerate(value):
         # As in transformers: most templates ignore a key that is null, or write None.

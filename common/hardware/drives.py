@@ -10,6 +10,8 @@ from common.hardware.presets import DrivePreset, drive_preset_of
 IN_MEMORY = ("tmpfs", "ramfs")
 OVER_A_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "ceph", "9p", "glusterfs", "beegfs", "gpfs")
 """Names of file systems, without a leading ``fuse.``."""
+_VIRTUAL = ("virtual", "qemu", "vbox", "vmware", "msft", "persistentdisk", "elastic block", "xen")
+"""Words in the models of drives that hypervisors and clouds offer."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,13 @@ class Drive:
     def preset(self) -> DrivePreset | None:
         """The preset of this kind of drive, if there is one."""
         return drive_preset_of(self.model) if self.model else None
+
+    @property
+    def is_hard_disk(self) -> bool:
+        """Whether this is known to be a hard disk. Virtual drives often say that they rotate, whatever is behind them:
+        they have no model, or that of the hypervisor."""
+        virtual = any(word in (self.model or "virtual").lower() for word in _VIRTUAL)
+        return self.is_rotational and not virtual
 
     @property
     def is_in_memory(self) -> bool:

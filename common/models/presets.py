@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from common.files.presets import preset_files
 from common.models.checkpoint.compressed import accept_config
 from common.models.task_type import model_class, refusal
 
+_WANTED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+"""Files of a hub's model that are fetched: weights in other formats are not read."""
+
 
 def preset_names() -> list[str]:
     """Return the names of all model presets, sorted."""
@@ -24,7 +28,8 @@ def load_config(model: str | os.PathLike[str] | PreTrainedConfig) -> tuple[PreTr
     """Return the configuration of a model, and its checkpoint directory if it has one.
 
     Args:
-        model: a directory with config.json, a preset's name, or a configuration (returned as it is).
+        model: a directory with config.json, a preset's name, a hub's name (``owner/name``) whose snapshot is in the
+            local cache, or a configuration (returned as it is).
 
     Raises:
         UserError: no such directory or preset; the directory is no checkpoint; or its configuration is not one that
@@ -48,7 +53,40 @@ def load_config(model: str | os.PathLike[str] | PreTrainedConfig) -> tuple[PreTr
         return AutoConfig.for_model(**fields), None
     if directory.is_dir():
         raise UserError(_not_a_checkpoint(directory))
+    if _is_hub_name(name):
+        snapshot = hub_snapshot(name)
+        return load_config(snapshot)[0], snapshot
     raise UserError(_not_found(name, directory, list(presets)))
+
+
+def hub_snapshot(name: str) -> Path:
+    """Return the snapshot of a hub's model in the local cache of huggingface_hub, downloaded if that is allowed.
+
+    It is where ``HF_HUB_OFFLINE`` is off, which the command sets unless ``--download`` is given.
+
+    Raises:
+        UserError: it is not there, and cannot be fetched or may not.
+    """
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, local_files_only=True))
+    except (OSError, ValueError):  # not in the cache, or only a part of it
+        pass
+    if constants.HF_HUB_OFFLINE:
+        raise UserError(
+            f"{name!r} is neither a directory nor in the local cache of huggingface_hub ({constants.HF_HUB_CACHE}). "
+            f"Fetch it with `hf download {name}`, or add --download."
+        )
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=_WANTED_FILES))
+    except Exception as error:  # the network's, the hub's and the disk's errors
+        raise UserError(f"{name!r} cannot be downloaded: {type(error).__name__}: {error}") from error
+
+
+def _is_hub_name(name: str) -> bool:
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not name.startswith((".", "~"))
 
 
 def _read_directory(directory: Path) -> PreTrainedConfig:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from common.data import restarts
 from common.data.rows import holds_images
 from common.errors import FinetuneError, UserError
@@ -24,6 +26,7 @@ def check_batch(run: OpenRun, batch: dict[str, Any]) -> int:
         if batch.get(name) is None or batch[name].dim() != dims or batch[name].is_floating_point():
             shape = "[sequences, tokens]" if dims == 2 else "[sequences], one class each"
             raise UserError(f"A batch needs {name}, int64 of shape {shape}.")
+    _check_ids(run, batch)
     if restarts(batch.get("position_ids")):
         mask = batch.get("attention_mask")
         family.check_documents(masked=mask is not None and mask.dim() == 2)
@@ -32,6 +35,24 @@ def check_batch(run: OpenRun, batch: dict[str, Any]) -> int:
     if not labels:
         raise UserError("No token of this batch has a label (all are -100): there is nothing to learn from it.")
     return labels
+
+
+def _check_ids(run: OpenRun, batch: dict[str, Any]) -> None:
+    """Refuse tokens that the model's embedding does not have, before a step begins that they would break.
+
+    Raises:
+        UserError: there is one.
+    """
+    embedding, ids = run.model.stack.model.get_input_embeddings(), batch["input_ids"]
+    if type(embedding) is not torch.nn.Embedding or holds_images(batch) or not ids.numel():
+        return
+    least, most = int(ids.min()), int(ids.max())
+    if least < 0 or most >= embedding.num_embeddings:
+        wrong = least if least < 0 else most
+        raise UserError(
+            f"input_ids holds {wrong}, and this model's tokens are 0 to {embedding.num_embeddings - 1}: use the "
+            "tokenizer that belongs to it. The engine is as it was before this batch."
+        )
 
 
 def largest_of_all(run: OpenRun, batch: dict[str, Any]) -> tuple[int, int, bool]:

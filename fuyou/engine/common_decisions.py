@@ -5,6 +5,7 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
+from common.activity import activity
 from common.errors import UserError
 from common.hardware.machine import memory_available_bytes
 from common.units import format_bytes
@@ -46,17 +47,18 @@ def prove_once(config: EngineConfig, model: PreTrainedConfig, agreement: Agreeme
     refusal = None
     if agreement.share.rank == 0:
         try:
-            prove(
-                model,
-                adapters=config.adapters,
-                trainable=config.trainable,
-                packed=config.packed,
-                router_loss=config.router_loss,
-                dtype=config.precision.dtype,
-            )
+            with activity("proving on a small model that this family trains out of core as in memory"):
+                prove(
+                    model,
+                    adapters=config.adapters,
+                    trainable=config.trainable,
+                    packed=config.packed,
+                    router_loss=config.router_loss,
+                    dtype=config.precision.dtype,
+                )
         except UserError as error:
             refusal = error
-    message = agreement.all_gather_object(None if refusal is None else str(refusal))[0]
+    message = agreement.all_gather_object(None if refusal is None else refusal.as_written)[0]
     refusal = refusal or (None if message is None else UserError(message))
     if refusal is not None:
         raise refusal

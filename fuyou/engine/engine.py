@@ -70,6 +70,7 @@ class Engine:
             raise TypeError(f"Engine takes a config or options by name, not both: {', '.join(options)}")
         config = config or EngineConfig.of(**options)
         self.lr = config.optimizer.lr
+        self._model, self._asked = model, config
         self._run = OpenRun(model, config)
         self._steps = Steps(self._run)
         self.config = self._run.model_config
@@ -125,6 +126,21 @@ class Engine:
     def flush(self) -> None:
         """Apply what is pending and commit the last step; returns when it is on SSD."""
         self._steps.flush()
+
+    def abandon(self) -> None:
+        """Give up the step that has begun and whatever is not committed, and go on from the last committed step.
+
+        For a loop that catches an exception of its own between the forward pass and :meth:`step`, or one of the forward
+        pass, and wants to leave that batch out. Everything is closed and opened again, as ``resume=True`` does in a new
+        process: seconds, and with ``commit_every`` above 1 the steps since the last commit. Collective on several
+        ranks.
+
+        Raises:
+            FinetuneError: with ``single_slot``, the step had changed what is on the drives already.
+        """
+        self.close()
+        self._run = OpenRun(self._model, self._asked.with_options(resume=True, overwrite=False, leave_ssd=()))
+        self._steps = Steps(self._run)
 
     @property
     def step_count(self) -> int:

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -116,7 +115,7 @@ class OpenRun:
     def _open_device(self, model: str | os.PathLike[str] | PreTrainedConfig, config: EngineConfig) -> None:
         """Meet the other ranks, settle what all must have alike, and start what takes long to start."""
         store = config.store
-        self._ssd, leaving = [Path(path) for path in store.ssd], [Path(path) for path in store.leave_ssd]
+        self._ssd, leaving = store.drives, store.drives_to_leave
         usable_directories([*self._ssd, *leaving])
         if leaving and not store.resume:
             raise UserError("leave_ssd is for a run that goes on: leave it out.")
@@ -215,7 +214,7 @@ class OpenRun:
         """Open or make what is on the SSDs, and start the workers."""
         config, store, runtime = self.config, self.config.store, self.runtime
         slots = 1 if store.single_slot else 2
-        drives, layout = Drives(store.folders, store.folders_to_leave), Layout(len(store.ssd))
+        drives, layout = Drives(store.folders, store.folders_to_leave), Layout(len(store.drives))
         self._extents = allocate_extents(layout, self.shape.records, slots)
         wanted = TrainingState(
             step=0,

@@ -55,7 +55,8 @@ class Steps:
         if self._current is not None:
             raise FinetuneError(
                 "engine() was called again before the last step was ended with loss.backward() and engine.step(). For "
-                "a forward pass alone, use engine.eval_loss(); for larger batches, pass the whole batch at once."
+                "a forward pass alone, use engine.eval_loss(); for larger batches, pass the whole batch at once; to "
+                "leave out a batch that failed, call engine.abandon(), which goes back to the last committed step."
             )
         run, runtime = self._run, self._run.runtime
         labels = self._prepare(batch)

@@ -18,7 +18,7 @@ from fuyou.schedule.tasks import Resource
 
 MOST_ROWS = 1 << 16
 """Largest batch that is looked for."""
-LEAST_GAIN = 1.03
+LEAST_GAIN = 1.051
 """Speedup below which a change is not worth naming."""
 
 

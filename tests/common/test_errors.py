@@ -1,4 +1,6 @@
-"""Exit statuses, and the hint at a mistyped name."""
+"""Exit statuses, the hint at a mistyped name, and options by the names that the reader gives them."""
+
+import pytest
 
 from common.errors import FinetuneError, UserError, did_you_mean
 
@@ -15,3 +17,22 @@ def test_suggests_the_nearest_name_or_nothing() -> None:
     assert did_you_mean("lama-7b", iter(names)) == " Did you mean 'llama-7b'?"
     assert did_you_mean("zzz", names) == ""
     assert did_you_mean("llama-7b", []) == ""
+
+
+@pytest.mark.parametrize(
+    ("written", "keywords"),
+    [
+        ("Lower --host-memory, or --lora-rank 4.", "Lower host_memory, or rank 4."),
+        ("add --resume to go on, or --overwrite", "add resume=True to go on, or overwrite=True"),
+        ("--gpu cpu: see finetune --profile (--drop-long)", "device cpu: see finetune --profile (truncate=False)"),
+        ("`docker run --memory 4g`, or --io posix", "`docker run --memory 4g`, or io posix"),
+        ("three -- four --5 a--b", "three -- four --5 a--b"),
+    ],
+)
+def test_options_are_named_as_whoever_reads_gives_them(
+    written: str, keywords: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = UserError(written)
+    assert (str(error), error.as_written) == (keywords, written)
+    monkeypatch.setattr(FinetuneError, "names_flags", True)
+    assert str(error) == written

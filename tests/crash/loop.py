@@ -143,7 +143,7 @@ class Loop:
         for number in DRIVES:
             drive = root / f"ssd{number}"
             found = {str(path.relative_to(drive)) for path in drive.rglob("*")} if drive.exists() else set()
-            wanted = {"fuyou", *(f"fuyou/{name}" for name in ours)} if number in drives else set()
+            wanted = {"fuyou-run", *(f"fuyou-run/{name}" for name in ours)} if number in drives else set()
             self._require(found <= wanted, f"left on drive {number}: {sorted(found - wanted)}")
 
     def _expected_of(self, numerics: dict[str, Any]) -> Outcome:
@@ -193,7 +193,10 @@ class Loop:
     def _kill_someone(self, engine: int, run: Run) -> None:
         """After a random time, every other one counted from when records begin to move; now and then nobody."""
         victim = self._random.choice((*VICTIMS, *VICTIMS, "nobody"))
-        seconds, new = min(self._seconds, 5.0), [successor_folder(path / "fuyou") for path in (*run.ssd, *run.leaving)]
+        seconds, new = (
+            min(self._seconds, 5.0),
+            [successor_folder(path / "fuyou-run") for path in (*run.ssd, *run.leaving)],
+        )
         if run.leaves and self._random.random() < 0.5:
             deadline = time.monotonic() + seconds
             while time.monotonic() < deadline and not any(path.exists() for path in new):

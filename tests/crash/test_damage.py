@@ -32,7 +32,7 @@ def test_a_flipped_bit_is_named_and_never_trained_on(tmp_path: Path, monkeypatch
         names = [one.what for one in sealed]
     assert {"block 0, parameters", "block 2, optimizer states", "head, parameters"} <= set(names)
     victim = next(one for one in sealed if one.what == "block 1, optimizer states")
-    file = tmp_path / "fuyou" / victim.extent.file
+    file = tmp_path / "fuyou-run" / victim.extent.file
     assert sum(one.extent.nbytes for one in sealed) == file.stat().st_size  # nothing lies between what is checked
     flip(file, victim.extent.offset + 12345)
     with pytest.raises(StoreError, match=rf"block 1, optimizer states is damaged: bytes .* of {re.escape(str(file))} "):
@@ -45,7 +45,7 @@ def test_a_flipped_bit_is_named_and_never_trained_on(tmp_path: Path, monkeypatch
     train(engine, 1)
     engine.flush()
     after = engine.committed_step
-    flip(tmp_path / "fuyou" / f"weights.{engine._run.commits.state.slot}", victim.extent.offset + 12345)
+    flip(tmp_path / "fuyou-run" / f"weights.{engine._run.commits.state.slot}", victim.extent.offset + 12345)
     with pytest.raises(FinetuneError, match="block 1, optimizer states is damaged"):
         train(engine, 2)
     engine.close()

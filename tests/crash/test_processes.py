@@ -19,16 +19,16 @@ def test_a_second_run_is_refused_and_a_dead_one_leaves_no_lock(tmp_path: Path) -
     with small_engine(tmp_path, lr=1e-3) as engine:
         train(engine, 1)
         with pytest.raises(UserError, match=f"in use by another run .process {os.getpid()}."):
-            DirectoryLock([tmp_path / "fuyou"], patience=0)
-    DirectoryLock([tmp_path / "fuyou"], patience=0).close()
-    assert sorted(path.name for path in (tmp_path / "fuyou").iterdir()) == [
+            DirectoryLock([tmp_path / "fuyou-run"], patience=0)
+    DirectoryLock([tmp_path / "fuyou-run"], patience=0).close()
+    assert sorted(path.name for path in (tmp_path / "fuyou-run").iterdir()) == [
         "manifest.json", "store.json", "weights.0", "weights.1",
     ]  # fmt: skip
 
 
 def test_what_a_killed_run_left_beside_its_store_is_removed_by_the_next(tmp_path: Path) -> None:
     """Also by one that needs no such room itself."""
-    scratch, layout = tmp_path / "fuyou" / "scratch", Layout(1)
+    scratch, layout = tmp_path / "fuyou-run" / "scratch", Layout(1)
     layout.allocate("gradients", 1 << 20)
     for life in range(2):
         if life:
@@ -56,7 +56,7 @@ def test_the_optimizer_process_owns_the_lock_too(tmp_path: Path) -> None:
     with small_engine(tmp_path, lr=1e-3) as engine:
         pid = engine._run.pids()[1]
         held = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()]
-    assert held.count(str(tmp_path / "fuyou")) == 1
+    assert held.count(str(tmp_path / "fuyou-run")) == 1
 
 
 def test_where_directories_cannot_be_locked_a_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,7 @@ def test_records_are_the_same_on_any_drives(ssd: list[Path]) -> None:
 def test_a_drive_that_is_not_there_is_told_and_nothing_is_guessed(ssd: list[Path]) -> None:
     expected = make_run(ssd[:3])
     for drives in (on(ssd[:2]), on(ssd[:2], [ssd[3]]), on([*ssd[:2], ssd[3]])):
-        with pytest.raises(UserError, match=r"over 3 directories, and number 3 is not among .* with --leave-ssd. If"):
+        with pytest.raises(UserError, match=r"over 3 directories, and number 3 is not among .* with leave_ssd. If"):
             open_run(drives, load)
     assert contents_of(on(ssd[:3])) == expected
 

@@ -125,7 +125,7 @@ def test_only_what_no_rank_has_a_gradient_for_is_skipped(dtype: str, pool: Pool,
     assert [loss for outcome in outcomes for loss in outcome.losses] == alone.losses[2:]
     for name, master in alone.masters.items():
         assert torch.equal(outcomes[-1].masters[name], master), name
-    missed = load_manifest(tmp_path / "alone" / "rank0" / "ssd0" / "fuyou")["missed"]
+    missed = load_manifest(tmp_path / "alone" / "rank0" / "ssd0" / "fuyou-run")["missed"]
     assert {0, 6} < set(missed.values()) | {0}, "some were left alone in some steps, and some in all of them"
 
 

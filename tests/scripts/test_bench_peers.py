@@ -120,7 +120,7 @@ def test_a_model_too_large_for_memory_is_skipped_or_trained_with_less(
     assert benchmark._too_large(benchmark.results["in-memory"]) == ""
     assert benchmark.results["in-memory"].entry.settings == {"step_in_backward": True}
     assert benchmark._too_large(benchmark.results["fsdp2"]).startswith("skipped: needs about")
-    with pytest.raises(bench_peers.UserError, match="give --host-memory"):
+    with pytest.raises(bench_peers.UserError, match="give host_memory"):
         benchmark._settings(benchmark.results["fuyou-cached"].entry)
 
 

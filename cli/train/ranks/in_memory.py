@@ -15,7 +15,7 @@ from cli.train import loop
 from cli.train.evaluation import evaluate
 from cli.train.ranks.liveness import RankProcess
 from cli.train.same_run import check_same_run
-from common.communication.object_collectives import broadcast_from_rank0
+from common.communication.object_collectives import all_gather_object, broadcast_from_rank0
 from common.data import Batches
 from common.errors import FinetuneError
 from common.models.meta_model import build_meta_model
@@ -63,6 +63,9 @@ class InMemoryTrainer(loop.Trainer):
 
     def evaluate(self, batches: Batches) -> EvaluationResult:
         return evaluate(batches, self._job.settings.batch_size, self._trainer.eval_loss)
+
+    def agree(self, wish: bool) -> bool:
+        return any(all_gather_object(wish))
 
     def stop_requested(self) -> bool:
         return self._stop_requested

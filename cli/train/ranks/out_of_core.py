@@ -67,6 +67,9 @@ class RankEngineTrainer(EngineTrainer):
         dist.all_reduce(stopping)
         return bool(stopping > 0)
 
+    def agree(self, wish: bool) -> bool:
+        return any(all_gather_object(wish))
+
     def io_counts(self) -> IoCounts:
         """Return the bytes that this node has moved: its ranks move alike."""
         own, ranks = super().io_counts(), self._topology.ranks_per_node

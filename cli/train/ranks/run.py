@@ -59,7 +59,7 @@ def _prepare(settings: Settings, rank: RankProcess, store: dist.Store) -> Job:
     """Prepare the job on rank 0 first, which tokenizes the data."""
     if rank.is_rank0:
         job = prepare(settings)
-        if not rank.restarts:
+        if not rank.restarts and not settings.quiet:
             print(job.header(), flush=True)
         store.set("prepared", "")
         return job

@@ -62,8 +62,9 @@ class ChatTemplate:
         """
         if self._tokenizer.chat_template is None:
             raise UserError(
-                f"{chat.where} is a conversation, but the tokenizer has no chat template. "
-                "Use the tokenizer of a chat model, or records with text or with prompt and completion strings."
+                f"{chat.where} is a conversation, but the tokenizer has no chat template. Give one with "
+                "--chat-template (chatml, llama-3, ... or a file), or records with text or with prompt and completion "
+                "strings."
             )
         messages = chat.messages
         if any(isinstance(message.get("content"), list) for message in messages):

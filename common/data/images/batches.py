@@ -76,6 +76,8 @@ def any_images(files: tuple[str, ...], scratch: Path) -> bool:
 def _names_images(file: Path) -> bool:
     """Return whether the word "image" occurs in a file's columns or text, without parsing its records."""
     match file.suffix.lower():
+        case ".arrow" | ".gz" | ".bz2" | ".xz" | ".zst":
+            return True  # to be looked at record by record
         case ".parquet":
             import pyarrow.parquet
 
@@ -187,7 +189,9 @@ def open_image_data(config: DataConfig, processor: ProcessorMixin, cache_dir: Pa
 def _cache_key(files: list[Path], config: DataConfig, processor: ProcessorMixin) -> str:
     identity = [tokenizer_identity(processor.tokenizer), processor_identity(processor)]
     return hashlib.sha256(
-        json.dumps([_FORMAT_VERSION, config.seq_len, config.truncate, file_states(files), identity]).encode()
+        json.dumps(
+            [_FORMAT_VERSION, config.seq_len, config.truncate, file_states(files), identity, *config.selection.identity]
+        ).encode()
     ).hexdigest()[:16]
 
 
@@ -196,7 +200,10 @@ def _build(path: Path, files: list[Path], config: DataConfig, encoder: ImageEnco
     lines, seq_len = path.with_suffix(".lines"), config.seq_len
     try:
         with described("writing", lines), lines.open("wb") as out, reading(path.parent) as scratch:
-            rows = _rows(files, encoder, seq_len if config.truncate else None, scratch)
+            records = config.selection.of(
+                (str(file), record) for file in files for record in read_records(file, scratch)
+            )
+            rows = _rows(records, encoder, seq_len if config.truncate else None)
             header, sizes = _write_rows(rows, seq_len, out)
         if not header.rows:
             is_empty = not (header.left_out.records or header.untrained.records)
@@ -234,15 +241,14 @@ def _write_rows(rows: Iterator[ImageRow], seq_len: int, out: BinaryIO) -> tuple[
     return header, sizes
 
 
-def _rows(files: list[Path], encoder: ImageEncoder, limit: int | None, scratch: Path) -> Iterator[ImageRow]:
-    for file in files:
-        for values, place in read_records(file, scratch):
-            where = f"{file}, {place}"
-            record = DataRecord(with_images(values, where, file.parent), place)
-            for example in examples_of_records([record], str(file)):
-                if not isinstance(example, Chat):
-                    raise UserError(f"{where} is no conversation: beside images, there are only conversations.")
-                yield from encoder.rows(example, limit)
+def _rows(records: Iterator[tuple[str, DataRecord]], encoder: ImageEncoder, limit: int | None) -> Iterator[ImageRow]:
+    for file, (values, place) in records:
+        where = f"{file}, {place}"
+        record = DataRecord(with_images(values, where, Path(file).parent), place)
+        for example in examples_of_records([record], file):
+            if not isinstance(example, Chat):
+                raise UserError(f"{where} is no conversation: beside images, there are only conversations.")
+            yield from encoder.rows(example, limit)
 
 
 def _line(content: dict[str, Any]) -> bytes:

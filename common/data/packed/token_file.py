@@ -7,11 +7,11 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -50,11 +50,16 @@ class Header(DataCounts):
 
 
 def cache_key(
-    files: list[Path], seq_len: int, tokenizer: PreTrainedTokenizerBase, truncate: bool, packed: bool = True
+    files: list[Path],
+    seq_len: int,
+    tokenizer: PreTrainedTokenizerBase,
+    truncate: bool,
+    packed: bool = True,
+    selection: Sequence[Any] = (),
 ) -> str:
     """Return a hash of everything that the token file depends on."""
     identity = tokenizer_identity(tokenizer)
-    text = json.dumps([FORMAT_VERSION, seq_len, truncate, packed, file_states(files), identity])
+    text = json.dumps([FORMAT_VERSION, seq_len, truncate, packed, file_states(files), identity, *selection])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

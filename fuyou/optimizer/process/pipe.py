@@ -56,7 +56,7 @@ class EnginePipe:
     def report(self, error: BaseException) -> None:
         """Tell the engine why the process ends, if it still listens."""
         expected = isinstance(error, FinetuneError)
-        message = str(error) if expected else "".join(traceback.format_exception(error))
+        message = error.as_written if isinstance(error, FinetuneError) else "".join(traceback.format_exception(error))
         with contextlib.suppress(OSError):
             self.send(Failed(message, expected))
 

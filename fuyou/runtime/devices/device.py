@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from common.errors import UserError
-from common.hardware.machine import cpu_count, memory_available_bytes
+from common.hardware.machine import cpu_count, memory_available_bytes, memory_limit_bytes, pick_gpu, torch_name
 from common.memory.buffers import HostBuffer
 from common.store import IoThrottle
-from common.units import parse_bytes
+from common.units import format_bytes, parse_bytes
 from fuyou.runtime.devices.computation import Computation
 from fuyou.runtime.devices.emulated import PREFIX, EmulatedDevice, EmulatedSpec, is_emulated
 from fuyou.runtime.executor import Executor
@@ -321,15 +321,24 @@ def memory_limits(
     """Return the budgets of host and device memory in bytes: as given, or what there is.
 
     On the host that is four fifths of it. The host's is shared by ``ranks_per_node`` ranks.
+
+    Raises:
+        UserError: more host memory than the machine has.
     """
-    host_limit = (memory_available_bytes() * 4 // 5 if host is None else parse_bytes(host)) // ranks_per_node
+    wanted, there = None if host is None else parse_bytes(host), memory_limit_bytes()
+    if wanted is not None and wanted > there:
+        raise UserError(
+            f"--host-memory {format_bytes(wanted)} is more than this machine lets a process have, "
+            f"{format_bytes(there)}. Give less, or leave it out to use what is free."
+        )
+    host_limit = (memory_available_bytes() * 4 // 5 if wanted is None else wanted) // ranks_per_node
     device_limit = device.memory_limit() if device_memory is None else parse_bytes(device_memory)
     # What shares the host's memory is a part of its budget: the planner counts it there as well.
     return host_limit, host_limit if device_limit is None else device_limit
 
 
 def open_device(name: str | torch.device) -> Device:
-    """Open the device called ``"cpu"``, ``"cuda:0"`` or ``"emulated:..."``.
+    """Open the device called ``"auto"`` (the first GPU, else the CPU), ``"cpu"``, ``"cuda:0"`` or ``"emulated:..."``.
 
     Raises:
         UserError: there is no such device.
@@ -337,9 +346,9 @@ def open_device(name: str | torch.device) -> Device:
     if is_emulated(name):
         return EmulatedDevice(EmulatedSpec.parse(str(name)))
     try:
-        device = torch.device(name)
+        device = torch.device(torch_name(pick_gpu("auto")) if name == "auto" else name)
     except RuntimeError:
-        raise UserError(f"{name!r} is not a device. It is cpu, cuda:0 or {PREFIX}...") from None
+        raise UserError(f"{name!r} is not a device. It is auto, cpu, cuda:0 or {PREFIX}...") from None
     if device.type == "cpu":
         return CpuDevice()
     if device.type != "cuda" or not torch.cuda.is_available():

@@ -45,7 +45,7 @@ def test_a_good_machine_is_left_alone() -> None:
     (trouble(gpu=replace(GPU, used_bytes=6 << 30)), False, "6 GiB of memory on NVIDIA", "--device-memory"),
     (trouble(drives=(on(DRIVE, file_system="tmpfs"),)), True, "/mnt/nvme0 is tmpfs", "--ssd"),
     (trouble(drives=(on(DRIVE, file_system="fuse.glusterfs"),)), True, "network file system", "--ssd"),
-    (trouble(drives=(replace(on(DRIVE, is_rotational=True, model=None), read=2e8),)), True, "hard disk", "--ssd"),
+    (trouble(drives=(on(DRIVE, is_rotational=True, model="ST4000DM004"),)), True, "hard disk", "--ssd"),
     (trouble(drives=(replace(DRIVE, direct=False),)), False, "no direct I/O", "xfs"),
     (trouble(drives=(on(DRIVE, link="8.0 GT/s PCIe x4"),)), False, "runs at 8.0 GT/s PCIe x4 and could", "slot"),
     (trouble(drives=(on(DRIVE, numa_node=1),)), False, "at NUMA node 1 and the GPU at 0", "Move"),
@@ -54,7 +54,7 @@ def test_a_good_machine_is_left_alone() -> None:
     (trouble(drives=(DRIVE, on(DRIVE, directory=Path("/mnt/b")))), False, "/mnt/nvme0 and /mnt/b are on one", "per"),
     (trouble(store=2 * 10**12), True, "gpt3-13b takes 1.82 TiB on the drives, and 931 GiB", "--single-slot"),
 ])  # fmt: skip
-def test_what_hurts(found: list[Finding], grave: bool, what: str, mend: str) -> None:
+def test_problems(found: list[Finding], grave: bool, what: str, mend: str) -> None:
     assert len(found) == 1, found
     assert (found[0].grave, what in found[0].what, mend in found[0].mend) == (grave, True, True), found[0]
 
@@ -129,3 +129,10 @@ def test_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Paint()("x", 31) == "\x1b[31mx\x1b[0m"
     monkeypatch.setenv("NO_COLOR", "1")
     assert Paint()("x", 31) == "x"
+
+
+@pytest.mark.parametrize("model", [None, "QEMU HARDDISK", "Virtual disk", "PersistentDisk"])
+def test_a_virtual_drive_is_no_hard_disk_however_fast_it_is_today(model: str | None) -> None:
+    for read in (1e8, 5e9):
+        assert not [one for one in trouble(drives=(replace(on(DRIVE, is_rotational=True, model=model), read=read),))
+                    if "hard disk" in one.what]  # fmt: skip

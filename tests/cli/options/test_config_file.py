@@ -63,7 +63,7 @@ def test_paths_that_no_longer_depend_on_the_folder() -> None:
 def test_write_config(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model", "m", "--lr", "2e-5", "--write-config"]) == 0
     content = tomllib.loads(capsys.readouterr().out)
-    assert content["model"] == {"model": "m", "demo": False} and content["training"]["lr"] == 2e-5
+    assert content["model"] == {"model": "m", "download": False, "demo": False} and content["training"]["lr"] == 2e-5
     assert "config" not in content["other"] and "write-config" not in content["other"]
 
 
@@ -87,7 +87,7 @@ def test_a_full_file_does_not_count_as_typed(capsys: pytest.CaptureFixture[str])
     ("resume = 1\n", "resume is either true or false, not 1"),
     ("steps = true\n", "steps = true is not a value for --steps"),
     ("steps = [1, 2]\n", "steps takes one value, not a list"),
-    ("steps = 0\n", "'--steps': 0 is not in the range x>=1. (It is in run.toml.)"),
+    ("steps = 0\n", "'--steps': it must be at least 1, not 0. (It is in run.toml.)"),
     ("host-memory = 'lots'\n", "'lots' is not a size"),
     ("steps = \n", "run.toml: this is not TOML: Invalid value (at line 1, column 9)"),
     ("steps = 1\nepochs = 1\nmodel = 'm'\n", "--steps 1 and --epochs 1 exclude each other"),

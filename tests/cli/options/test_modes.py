@@ -28,9 +28,9 @@ def test_every_option_is_for_something() -> None:
     ("words", "message"),
     [
         ((*BY_NAME, "--ssd", "."), "hardware by name and cannot be combined with --ssd."),
-        ((*BY_NAME, "--lr", "1e-3", "--no-save", "--seed", "0"), "cannot be combined with --lr and --no-save."),
+        ((*BY_NAME, "--overwrite", "--lr", "1", "--report", "x"), "cannot be combined with --overwrite and --report."),
         ((*BY_NAME, "--gpus-per-node", "2"), "cannot be combined with --gpus-per-node."),
-        (("--plan", "--model", "llama-7b", "--steps", "5"), "cannot be combined with --steps."),
+        (("--plan", "--model", "llama-7b", "--steps", "5", "--report", "x"), "cannot be combined with --report."),
         (("--profile", "--report", "x"), "--profile trains nothing and cannot be combined with --report."),
         (("--profile", "--overwrite", "--sample", "x"), "cannot be combined with --overwrite and --sample."),
         (("--profile", "--nodes", "2", "--ssd", "."), "measures the network and cannot be combined with --ssd."),

@@ -56,5 +56,5 @@ def test_warmup_refuses(text: str) -> None:
 
 
 def test_warmup_longer_than_the_run() -> None:
-    with pytest.raises(UserError, match="--warmup 11 is longer than the whole run of 10 steps"):
+    with pytest.raises(UserError, match="warmup 11 is longer than the whole run of 10 steps"):
         Warmup.parse("11").steps(10)

@@ -55,7 +55,7 @@ def test_the_papers_scheme_and_its_largest_model(finetune: Finetune) -> None:
         (("--plan", "--drive", "p5510", "--model", "gpt3-13b"), "name the GPU as well"),
         (("--plan", "--ssds", 2, "--model", "gpt3-13b"), "name it with --drive"),
         (("--plan", "--gpu", "4090", "--model", "gpt3-13b"), "--drive NAME --ssds N"),
-        (("--plan", "--model", "gpt3-13b", "--data", "x.jsonl"), "cannot be combined with --data"),
+        (("--plan", *SERVER, "--model", "gpt3-13b", "--data", "x.jsonl"), "no data file 'x.jsonl'"),
         (("--plan", *SERVER, "--model", "llama-10m", "--overwrite"), "cannot be combined with --overwrite"),
         (("--json", "--model", "gpt3-13b"), "Only --plan reads --json"),
         (("--plan", *SERVER, "--model", "gpt3-13b", "--network", "25Gbit/s"), "--network connects several nodes"),

@@ -68,4 +68,4 @@ def test_a_damaged_line_goes_and_the_others_stay(tmp_path: Path) -> None:
 def test_a_report_of_no_steps() -> None:
     report = Measurements(100, 1, 1).report(RunTotals(10, 10))
     assert (report.steps, report.overlap_efficiency, report.tokens_per_second) == (0, 0, 0)
-    assert report.summary(0) == "no step was left to take"
+    assert report.summary(0) == "nothing to do: all steps are done"

@@ -87,7 +87,7 @@ def test_a_run_is_repeated_from_its_directory(finetune: Finetune, done: Done, tm
     assert (tmp_path / "again/losses.jsonl").read_bytes() == (done.output / "losses.jsonl").read_bytes()
     held_out = [line for line in outcome.out.splitlines() if line.startswith("held out")]
     assert held_out[0].startswith("held out ") and "rows of 32" in held_out[0]
-    assert [line.split(":")[0] for line in held_out[1:]] == ["held out after step 0", "held out after step 5"]
+    assert [line.split(":")[0] for line in held_out[1:]] == ["eval at step 0", "eval at step 5"]
 
 
 def test_the_run_directory(done: Done) -> None:

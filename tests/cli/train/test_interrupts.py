@@ -34,9 +34,9 @@ sys.exit(interrupts.status())
     ("number", "how", "status", "said"),
     [
         (signal.SIGINT, "ends", 130, "put in order"),
-        (signal.SIGTERM, "ends", 0, "put in order"),
+        (signal.SIGTERM, "ends", 143, "put in order"),
         (signal.SIGHUP, "ends", 129, "put in order"),
-        (signal.SIGTERM, "hangs", 0, "stopped at once, after 0 s. To continue: this"),
+        (signal.SIGTERM, "hangs", 143, "stopped at once, after 0 s. To continue: this"),
         (signal.SIGHUP, "hangs", 129, "stopped at once, after 0 s. To continue: this"),
         (signal.SIGHUP, "nohup", 3, "not heard"),
     ],
@@ -49,3 +49,28 @@ def test_a_signal_ends_a_run_in_order_or_in_time(number: signal.Signals, how: st
     )  # fmt: skip
     assert done.returncode == status and said in done.stdout + done.stderr, done.stderr
     assert time.monotonic() - began < 300
+
+
+AFTERWARDS = """
+import os, signal, sys
+from cli.train.interrupts import Interrupts
+number, ends_process = int(sys.argv[1]), sys.argv[2] == "ends"
+signal.signal(number, signal.SIG_DFL)
+with Interrupts(ends_process) as interrupts:
+    interrupts.finish()
+    os.kill(os.getpid(), number)
+print("saved", flush=True)
+os.kill(os.getpid(), number)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_after_all_is_saved_ends_nothing(number: signal.Signals) -> None:
+    def run(how: str) -> int:
+        words = [sys.executable, "-c", AFTERWARDS, str(int(number)), how]
+        done = subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parents[3])
+        assert "saved" in done.stdout, done.stderr
+        return done.returncode
+
+    assert run("ends") == 0
+    assert run("goes on") == -number

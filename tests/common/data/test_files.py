@@ -166,3 +166,52 @@ with reading(Path({str(data)!r})) as scratch:
     keep = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "XDG_", "TRANSFORMERS_"))}
     subprocess.run([sys.executable, "-c", code], check=True, env={**keep, "HOME": str(home)}, timeout=400)
     assert [path for path in home.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("extension", ["gz", "bz2", "xz"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.txt", "a.json"])
+def test_compressed_files_are_read_as_what_is_in_them(tmp_path: Path, name: str, extension: str) -> None:
+    import fsspec
+
+    content = {
+        "a.jsonl": '{"text": "x"}\n{"text": "y"}\n', "a.csv": "text,n\nx,007\ny,NA\n",
+        "a.txt": "x\ny\n", "a.json": '[{"text": "x"}, {"text": "y"}]',
+    }[name]  # fmt: skip
+    plain, packed = tmp_path / name, tmp_path / f"{name}.{extension}"
+    plain.write_text(content)
+    with fsspec.open(packed, "wt", compression="infer") as file:
+        file.write(content)
+    assert find_files((str(packed),)) == [packed]
+    with reading(tmp_path) as scratch:
+        assert list(read_records(packed, scratch)) == list(read_records(plain, scratch))
+        assert not list(scratch.rglob(name))
+
+
+def test_compressed_files_are_named_when_they_are_broken(tmp_path: Path) -> None:
+    import gzip
+
+    broken, cut = tmp_path / "broken.jsonl.gz", tmp_path / "cut.jsonl.gz"
+    broken.write_bytes(gzip.compress(b'{"text": "x"}\n{"text": \n'))
+    cut.write_bytes(gzip.compress(b'{"text": "x"}\n' * 100)[:-20])
+    with reading(tmp_path) as scratch:
+        with pytest.raises(UserError, match=f"^{broken}, line 2 is not JSON"):
+            list(read_records(broken, scratch))
+        with pytest.raises(UserError, match=f"^{cut} cannot be unpacked"):
+            list(read_records(cut, scratch))
+
+
+def test_what_save_to_disk_leaves(tmp_path: Path) -> None:
+    import datasets
+
+    records = [{"text": f"document {number}", "n": None if number else 1} for number in range(600)]
+    data = datasets.Dataset.from_list(records)
+    data.save_to_disk(tmp_path / "one", num_shards=2)
+    datasets.DatasetDict({"train": data, "test": data}).save_to_disk(tmp_path / "several")
+    datasets.DatasetDict({"a": data, "b": data}).save_to_disk(tmp_path / "others")
+    for name in ("one", "several"):
+        with reading(tmp_path) as scratch:
+            files = find_files((str(tmp_path / name),))
+            found = [record.values["text"] for file in files for record in read_records(file, scratch)]
+        assert found == [record["text"] for record in records]
+    with pytest.raises(UserError, match="holds the splits a, b: name one"):
+        find_files((str(tmp_path / "others"),))

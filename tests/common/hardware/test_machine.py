@@ -194,7 +194,7 @@ def test_picks_the_gpu_that_is_meant(driver: FakeDriver, spec: str, index: int |
 def test_no_such_gpu_says_which_there_are(driver: FakeDriver, spec: str) -> None:
     with pytest.raises(UserError) as caught:
         hardware.pick_gpu(spec)
-    for part in ("0: NVIDIA GeForce RTX 4090 (24 GiB)", "1: NVIDIA A100", "2: NVIDIA GeForce RTX 3090", "--gpu cpu"):
+    for part in ("0: NVIDIA GeForce RTX 4090 (24 GiB)", "1: NVIDIA A100", "2: NVIDIA GeForce RTX 3090", "device cpu"):
         assert part in str(caught.value)
 
 
@@ -203,7 +203,7 @@ def test_without_a_driver_there_is_the_cpu() -> None:
     assert hardware.list_gpus() == []
     assert hardware.pick_gpu("auto") is None
     assert hardware.pick_gpu("cpu") is None
-    with pytest.raises(UserError, match=r"--gpu 4090: no NVIDIA GPU was found.*--gpu cpu"):
+    with pytest.raises(UserError, match=r"device 4090: no NVIDIA GPU was found.*device cpu"):
         hardware.pick_gpu("4090")
     assert "no NVIDIA GPU" in hardware.describe_machine()
 

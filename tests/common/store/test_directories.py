@@ -84,7 +84,7 @@ def test_an_existing_run_is_kept_unless_overwritten(make_directories):
     with Store.create(paths, a_layout(2)) as first:
         first.write(first.layout.extents("weights.0")[0], noise(10_000)).result()
     commit_manifest(paths[0], {"step": 3})
-    refused(paths, "holds a run already: add --resume to continue it or --overwrite to replace it")
+    refused(paths, "holds a run already: add resume=True to continue it or overwrite=True to replace it")
     smaller = Layout(2)
     smaller.allocate("weights.0", 10_000)
     with Store.create(paths, smaller, overwrite=True) as second:
@@ -255,7 +255,7 @@ def test_an_interrupted_removal_can_be_repeated(make_directories, monkeypatch):
         remove(paths)
     monkeypatch.undo()
     assert load_manifest(paths[0]) is None
-    with pytest.raises(UserError, match=r"is no run any more: its removal was interrupted.*--overwrite"):
+    with pytest.raises(UserError, match=r"is no run any more: its removal was interrupted.*overwrite=True"):
         Store.open(paths)
     remove(paths)
     assert os.listdir(paths[0]) == []

@@ -169,7 +169,7 @@ def test_commits_of_other_formats_are_refused(tmp_path: Path, committed: Path) -
     (old / ".metadata").write_bytes(b"a pickle")
     (old / "run.json").write_text("{}")
     assert ShardedCheckpoints(tmp_path).newest() == 7
-    with pytest.raises(UserError, match=r"format 1, whose index is a Python pickle.*--overwrite"):
+    with pytest.raises(UserError, match=r"format 1, whose index is a Python pickle.*overwrite=True"):
         ShardedCheckpoints(tmp_path).describe(7)
     newer = read_sealed(committed / "step-4" / MANIFEST)
     write_sealed(old / MANIFEST, {**newer, "format": 99})  # type: ignore[dict-item]

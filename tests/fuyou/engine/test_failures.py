@@ -53,6 +53,49 @@ def test_death_of_the_optimizer_process_is_noticed_and_survived(
         assert train(engine, 2) == expected[2:]
 
 
+def test_a_bad_batch_is_refused_and_changes_nothing(
+    tmp_path: Path, undisturbed: dict[float | None, list[float]]
+) -> None:
+    with small_engine(tmp_path, lr=1e-3) as engine:
+        losses = train(engine, 1)
+        for wrong in (10**6, -3):
+            ids = BATCH["input_ids"].clone()
+            ids[1, 3] = wrong
+            with pytest.raises(UserError, match=f"input_ids holds {wrong}, and this model's tokens are 0 to"):
+                engine(input_ids=ids, labels=BATCH["labels"])
+        assert losses + train(engine, 3) == undisturbed[None]
+
+
+@pytest.mark.parametrize("options", [{}, {"deferred_fraction": 1.0}, {"host_cache": 0}])
+def test_an_abandoned_step_counts_for_nothing(
+    tmp_path: Path, options: dict[str, Any], undisturbed: dict[float | None, list[float]]
+) -> None:
+    """At any point: after the forward pass, in the backward pass, after it."""
+    other = {name: (value + 1) % 64 for name, value in BATCH.items()}
+    with small_engine(tmp_path, lr=1e-3, **options) as engine:
+        losses = train(engine, 1)
+        for how_far in ("forward", "backward"):
+            loss = engine(**other).loss
+            if how_far == "backward":
+                loss.backward()
+            with pytest.raises(FinetuneError, match=r"engine.abandon\(\)"):
+                engine(**other)
+            engine.abandon()
+            assert engine.step_count == len(losses)
+            losses += train(engine, 1)
+        assert losses + train(engine, 1) == undisturbed[None]
+
+
+def test_a_single_directory_stands_alone(tmp_path: Path) -> None:
+    for number, directory in enumerate((str(tmp_path), tmp_path, [tmp_path])):
+        config = fuyou.EngineConfig.of(ssd=directory, run_name=f"run{number}")
+        assert config.store.folders == [tmp_path / f"run{number}"]
+    with fuyou.Engine(tiny_configs()["llama"], ssd=str(tmp_path), host_memory="600MiB", batch_shape=(2, 32)) as engine:
+        train(engine, 1)
+    # In a directory from which scripts are started, no folder may be taken for one of our packages.
+    assert [path.name for path in tmp_path.iterdir()] == ["fuyou-run"]
+
+
 def test_death_of_the_engine_ends_the_optimizer_process(tmp_path: Path) -> None:
     script = textwrap.dedent(f"""
         import sys, os, signal
@@ -126,7 +169,7 @@ def test_weights_that_have_diverged_are_not_exported_unless_asked_for(tmp_path: 
         before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
         engine.lr = 1e39  # finite, and no fp32 number
         train(engine, 1)
-        with pytest.raises(FinetuneError, match=r"holds a NaN or an infinity\. Train again with a lower --lr"):
+        with pytest.raises(FinetuneError, match=r"holds a NaN or an infinity\. Train again with a lower lr"):
             engine.save_pretrained(tmp_path / "out")
         assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
         engine.save_pretrained(tmp_path / "out", allow_nonfinite=True)
@@ -155,17 +198,17 @@ def test_misuse_is_told(tmp_path: Path) -> None:
 
 def test_a_store_is_not_overwritten_and_not_mistaken(tmp_path: Path) -> None:
     small_engine(tmp_path, dtype="bf16").close()
-    with pytest.raises(UserError, match="--resume"):
+    with pytest.raises(UserError, match="resume=True"):
         small_engine(tmp_path)
-    with pytest.raises(UserError, match="--dtype"):
+    with pytest.raises(UserError, match="another dtype"):
         small_engine(tmp_path, resume=True, dtype="fp32")
-    with pytest.raises(UserError, match="--model"):
+    with pytest.raises(UserError, match="another model"):
         fuyou.Engine(tiny_configs()["gpt2"], ssd=[tmp_path], host_memory="600MiB", resume=True)
     small_engine(tmp_path, overwrite=True).close()
 
 
 def test_budgets_that_are_too_small_say_what_would_do(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--host-memory of at least (\d+)MiB") as caught:
+    with pytest.raises(UserError, match=r"host_memory of at least (\d+)MiB") as caught:
         fuyou.Engine("llama-10m", ssd=[tmp_path], host_memory="64MiB", batch_shape=(1, 64))
     enough = str(caught.value).partition("--host-memory of at least ")[2].partition(" ")[0]
     with fuyou.Engine("llama-10m", ssd=[tmp_path], host_memory=enough, batch_shape=(1, 64)) as engine:

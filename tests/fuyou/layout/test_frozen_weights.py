@@ -64,7 +64,7 @@ def test_the_engine_computes_with_what_is_kept(family: str, name: str, dtype: st
         with plain_engine(tmp_path / "model", ssd, dtype, resume=True, **options) as trained:
             train(trained, twin, feed[2:], 2)
             compare(trained, real)
-        with pytest.raises(UserError, match="another --model"):
+        with pytest.raises(UserError, match="another model"):
             plain_engine(tmp_path / "model", ssd, dtype, resume=True, adapters=AdapterOptions(4))
 
 

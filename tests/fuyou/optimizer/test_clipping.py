@@ -92,7 +92,7 @@ def test_records_in_host_memory_and_a_break_after_a_clipped_step(
         assert len(trained.memory_plan.resident) == len(trained._run.shape.records)
         trained._run.config = dataclasses.replace(trained._run.config, max_clipped_share=0.19)
         losses = train(trained, feed[:4])
-    assert ClipStatistics.of_run(drive / "fuyou" for drive in drives) == ClipStatistics(2, 4)
+    assert ClipStatistics.of_run(drive / "fuyou-run" for drive in drives) == ClipStatistics(2, 4)
     with engine(checkpoints / "gpt2", drives[::-1], resume=True, **options) as trained:
         assert trained.step_count == 4
         trained._run.config = dataclasses.replace(trained._run.config, max_clipped_share=0.19)

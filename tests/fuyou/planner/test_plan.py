@@ -169,7 +169,7 @@ def test_what_does_not_fit_says_what_is_missing(job: TrainingJob) -> None:
     result = plan(job, machine(device=1 << 20))
     content = result.to_json()
     assert not result.fits and content["step_seconds"] is None and content["fits"] is False
-    assert "--device-memory" in result.missing[0]
+    assert "device_memory" in result.missing[0]
     changes = [change.what for change in best_changes(plan(job, machine(device=5 << 20)))]
     assert all(change.speedup is None for change in best_changes(plan(job, machine(device=5 << 20)))), changes
 

@@ -111,7 +111,7 @@ def test_what_is_wider_between_blocks_than_inside_is_refused() -> None:
     """Mamba adds to its residual in fp32, whatever its weights are in; what streams is bf16."""
     fuyou.prove(LlamaConfig(), dtype=torch.bfloat16)
     fuyou.prove(MambaConfig())
-    with pytest.raises(UserError, match=r"hidden states in float32 .* train it with --dtype fp32"):
+    with pytest.raises(UserError, match=r"hidden states in float32 .* train it with dtype fp32"):
         fuyou.prove(MambaConfig(), dtype=torch.bfloat16)
     fuyou.prove(MambaConfig(residual_in_fp32=False), dtype=torch.bfloat16)
 

@@ -45,7 +45,7 @@ def planner(
 
 def needs(error: UserError) -> dict[str, int]:
     """What the message says would be enough, in bytes, by option."""
-    found = re.findall(r"--(device|host)-memory of at least (\d+)MiB", str(error))
+    found = re.findall(r"(device|host)_memory of at least (\d+)MiB", str(error))
     assert found, str(error)
     return {name: int(size) * MEBIBYTE for name, size in found}
 
@@ -274,11 +274,11 @@ def test_an_asked_for_micro_batch_is_kept_or_refused() -> None:
     shape = step_shape(3, False)
     assert planner(shape, 4 << 30, 8 << 30).plan(16, 256, 3).batch == Batch(16, 256, 3)
     assert planner(shape, 4 << 30, 8 << 30).plan(2, 256, 3).batch == Batch(2, 256, 2)
-    with pytest.raises(UserError, match=r"micro-batch of 16 x 256 tokens needs .* A smaller --micro-batch needs less"):
+    with pytest.raises(UserError, match=r"micro-batch of 16 x 256 tokens needs .* A smaller micro_batch needs less"):
         planner(shape, 5 * MEBIBYTE, 8 << 30).plan(16, 256, 16)
     with pytest.raises(UserError, match="needs") as caught:
         planner(shape, MEBIBYTE // 4, 8 << 30).plan(16, 256, None)
-    assert "--micro-batch" not in str(caught.value) and "1 x 256" in str(caught.value)
+    assert "micro_batch" not in str(caught.value) and "1 x 256" in str(caught.value)
 
 
 def test_batches() -> None:

@@ -158,7 +158,7 @@ def train_until_a_bit_flips(topology: fcdp.Topology, run: Run, call: int) -> str
 
 def set_back(folder: Path, rank: int) -> None:
     """Make a rank's store what it would be, had the rank been killed right before it wrote its last manifest."""
-    place = directories(folder, rank, 1)[0] / "fuyou"
+    place = directories(folder, rank, 1)[0] / "fuyou-run"
     content = load_manifest(place)
     assert content is not None
     about = content["cluster"]

@@ -339,7 +339,7 @@ def test_weights_in_completions_and_conversations_without_any_loss(template: str
         ({"role": "Assistant", "content": "a"}, ["line 1", "'Assistant'", "Write 'assistant'"]),
         ({"role": "asistant", "content": "a"}, ["line 1", "'asistant'", "Did you mean 'assistant'?"]),
         ({"role": 3, "content": "a"}, ["line 1", "role 3", "assistant"]),
-        ({"from": "gpt", "value": "a"}, ["line 1", "Write role for from", "user for human"]),
+        ({"from": "gpt", "value": "a"}, ["line 1: turn 1 of the conversation", '"from"']),
         ({"role": "assistant", "content": "a", "weight": 0.5}, ["line 1: message 2", "weight 0.5", "0", "1"]),
         ({"role": "assistant", "content": "a", "weight": 2}, ["weight 2"]),
         ({"role": "assistant", "content": "a", "weight": -1}, ["weight -1"]),
@@ -378,9 +378,9 @@ def test_columns_that_the_template_would_leave_out(columns: dict[str, Any], told
         (None, {"messages": CONVERSATION}, ["data.jsonl, line 1", "no chat template"]),
         ("{{ raise_exception('no system role') }}", {"messages": CONVERSATION}, ["line 1", "no system role", "user"]),
         (PLAIN_TEMPLATE, {"messages": "hello"}, ["line 1", "messages", "hello"]),
-        (PLAIN_TEMPLATE, {"messages": [{"from": "human", "value": "x"}]}, ["line 1", "human", "role for from"]),
+        (PLAIN_TEMPLATE, {"messages": [{"from": "humam", "value": "x"}]}, ["line 1: turn 1", "Did you mean 'human'?"]),
         (PLAIN_TEMPLATE, {"text": ["a"]}, ["line 1", "'text' is a list"]),
-        (PLAIN_TEMPLATE, {"a": 1, "conversations": []}, ["a, conversations", "instruction", "role for from"]),
+        (PLAIN_TEMPLATE, {"question": 1, "answer": "b"}, ["question, answer", "instruction", "prompt=question"]),
     ],
 )
 def test_errors(template: str | None, record: dict[str, Any], told: list[str]) -> None:

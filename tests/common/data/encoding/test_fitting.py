@@ -206,7 +206,7 @@ def test_nothing_fits(tmp_path: Path) -> None:
         UserError, match=r"no token to train on .*left out: 1 record, \d+ tokens; first .*jsonl, line 1"
     ):
         opened(tmp_path, [{"messages": CONVERSATION}], 12)
-    with pytest.raises(UserError, match=r"longer than a row of 30 tokens \(--drop-long; --truncate keeps"):
+    with pytest.raises(UserError, match=r"longer than a row of 30 tokens \(truncate=False; truncate=True keeps"):
         opened(tmp_path, [{"messages": CONVERSATION}], 30, truncate=False)
 
 

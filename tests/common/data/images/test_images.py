@@ -190,7 +190,7 @@ def test_long_conversations_end_behind_the_last_answer_that_fits(tmp_path: Path)
     assert tokenizer.decode(batch["labels"][0][batch["labels"][0] != -100]) == "yes</s>\nno</s>\n"
     assert "cut: 1 record, " in batches.description and f"first {data}, line 1; longer" in batches.description
     config = DataConfig((str(data),), 64, 1, truncate=False)
-    with pytest.raises(UserError, match=r"no token to train on in .*--drop-long"):
+    with pytest.raises(UserError, match=r"no token to train on in .*truncate=False"):
         open_image_data(config, make_processor(), tmp_path / "cache")
 
 

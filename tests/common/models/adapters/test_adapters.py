@@ -157,5 +157,5 @@ def test_refusals_name_what_is_there(checkpoints: Path, tmp_path: Path) -> None:
         adapted(checkpoints / "llama", AdapterOptions(2, targets=("q_porj",)).peft_config(), BF16)
     with pytest.raises(UserError, match="cannot be read"):
         load_peft_config(tmp_path / "nothing.json")
-    with pytest.raises(UserError, match="--lora-rank"):
+    with pytest.raises(UserError, match="rank must be at least 1"):
         AdapterOptions(0)

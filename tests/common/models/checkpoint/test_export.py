@@ -187,7 +187,7 @@ def test_what_is_not_finite_is_refused_and_what_was_there_stays(name, bad, tmp_p
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     with torch.no_grad():
         real.get_parameter(name)[-1, 3] = bad
-    with pytest.raises(NonFiniteWeights, match=rf"{name} holds a NaN or an infinity.*--allow-nonfinite") as caught:
+    with pytest.raises(NonFiniteWeights, match=rf"{name} holds a NaN or an infinity.*allow_nonfinite=True") as caught:
         export(tmp_path, real, shard_bytes=20_000).finish()
     assert caught.value.name == name
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before, "or something is left behind"

@@ -144,7 +144,7 @@ def test_failures_name_the_place(stand_in, tmp_path, monkeypatch, outcome):
     monkeypatch.setattr(LazyFuture, "get", get)
     with pytest.raises(StoreError) as caught:
         file.read(ALIGNMENT, torch.zeros(2 * ALIGNMENT, dtype=torch.uint8))
-    for part in ("reading 8 KiB at offset 4096 of weights.0", str(tmp_path), "--io posix"):
+    for part in ("reading 8 KiB at offset 4096 of weights.0", str(tmp_path), "io posix"):
         assert part in str(caught.value)
     assert ("EOF" if outcome == "error" else "only 100 bytes") in str(caught.value)
     with pytest.raises(StoreError, match=r"kvikio cannot open missing .*No such file"):
@@ -161,7 +161,7 @@ def test_kvikio_without_the_package_is_a_clear_error(make_directories, monkeypat
 
     monkeypatch.setattr(builtins, "__import__", no_kvikio)
     paths = make_directories(1)
-    with pytest.raises(UserError, match=r"pip install 'fuyou\[cuda\]'.*--io posix"):
+    with pytest.raises(UserError, match=r"pip install 'fuyou\[cuda\]'.*io posix"):
         make(paths, "kvikio")
     assert not list(paths[0].iterdir())
     store, _ = make(paths, "auto")

@@ -269,9 +269,7 @@ def test_families(family: str) -> None:
 def test_hidden_states_that_stay_in_fp32_are_not_rounded_in_silence(family: str) -> None:
     """The first block's input of one, what the blocks of the other return."""
     config = miniature(CONFIG_MAPPING[family]())
-    with pytest.raises(
-        UserError, match=r"hidden states in float32 .* weights are bfloat16: train it with --dtype fp32"
-    ):
+    with pytest.raises(UserError, match=r"hidden states in float32 .* weights are bfloat16: train it with dtype fp32"):
         StreamedModel(build_meta_model(config, dtype=torch.bfloat16), CPU)
 
 

@@ -162,7 +162,7 @@ def test_a_family_whose_loss_does_not_change() -> None:
 def test_a_loss_of_another_kind_is_refused() -> None:
     """Doge's experts are found by products of keys: its loss is not one of sums over experts."""
     config = DogeConfig(**SMALL, is_moe=True, num_experts=16, num_experts_per_tok=2)
-    with pytest.raises(UserError, match=r"'doge' model has .* not that of Mixtral .*--router-loss off"):
+    with pytest.raises(UserError, match=r"'doge' model has .* not that of Mixtral .*router_loss off"):
         open_model(config)
     assert open_model(config, "off").router_loss is None
 

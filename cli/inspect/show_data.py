@@ -1,0 +1,76 @@
+"""``--show-data``: rows as the model sees them, with what carries loss in colour."""
+
+from collections.abc import Iterator
+from itertools import groupby
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from cli.inspect.check import Paint
+from cli.job.data import tokenizer_of
+from cli.job.prepare import prepare
+from cli.job.quiet import quiet_transformers
+from cli.options.settings import Settings
+from common.activity import activity
+from common.data import Batches
+
+GREEN, FAINT, BOLD = 32, 2, 1
+MARKS = ("\N{LEFT-POINTING DOUBLE ANGLE QUOTATION MARK}", "\N{RIGHT-POINTING DOUBLE ANGLE QUOTATION MARK}")
+"""What stands around trained text where there are no colours."""
+
+
+def show_data(settings: Settings) -> None:
+    """Print the first rows of the first steps, in the order in which they are trained on.
+
+    Raises:
+        UserError: something typed does not exist, or the data cannot be read.
+    """
+    if not settings.debug:
+        quiet_transformers()
+    assert settings.show_data is not None
+    with activity("reading the data"):
+        job = prepare(settings)
+    tokenizer, paint = tokenizer_of(settings, job.checkpoint), Paint()
+    print(f"data     {job.batches.description}".replace("\n", "\n         "))
+    print(f"         {'green' if paint.on else 'between ' + ' and '.join(MARKS)}: trained on\n")
+    for number, row in enumerate(_rows(job.batches, settings.show_data), 1):
+        print(paint(f"row {number}", BOLD))
+        for document in row:
+            print(_painted(document, tokenizer, paint))
+        print(flush=True)
+    job.close()
+
+
+def _rows(batches: Batches, wanted: int) -> Iterator[list[list[tuple[int, bool]]]]:
+    """Yield rows, each a list of documents, each a list of token ids with whether they are trained on."""
+    step = 0
+    while wanted > 0:
+        batch = batches.batch(step)
+        labels = batch["labels"]
+        if batches.labels_ahead:  # labels stand one place before their token
+            labels = torch.cat([torch.full_like(labels[:, :1], -100), labels[:, :-1]], dim=1)
+        for ids, trained, places in zip(
+            batch["input_ids"].tolist(), (labels != -100).tolist(), batch["position_ids"].tolist(), strict=True
+        ):
+            if wanted == 0:
+                return
+            wanted -= 1
+            documents: list[list[tuple[int, bool]]] = []
+            for token, is_trained, place in zip(ids, trained, places, strict=True):
+                if place == 0:
+                    documents.append([])
+                documents[-1].append((token, is_trained))
+            # The padding is a document of its own, in which nothing is trained on.
+            yield [document for document in documents if any(is_trained for _, is_trained in document)]
+        step += 1
+
+
+def _painted(document: list[tuple[int, bool]], tokenizer: PreTrainedTokenizerBase, paint: Paint) -> str:
+    """Return a document's text, trained tokens in green, or between marks without colours."""
+    parts = []
+    for is_trained, tokens in groupby(document, lambda pair: pair[1]):
+        text = str(tokenizer.decode([token for token, _ in tokens]))
+        if is_trained and not paint.on:
+            text = text.join(MARKS)
+        parts.append(paint(text, GREEN if is_trained else FAINT))
+    return "".join(parts)

@@ -1,0 +1,70 @@
+"""What a whole run comes to, beside one step of it: its duration, its writes, and what it gives for a dollar."""
+
+import math
+from pathlib import Path
+
+from cli.options.data_words import data_sets
+from cli.options.settings import Settings, expand_pattern
+from cli.plan.prices import Prices
+from common.data.files import find_files
+from common.hardware.presets import drive_preset, gpu_preset
+from common.units import counted, format_bytes, format_count, format_seconds
+from fuyou.planner.run_plan import RunPlan
+
+BYTES_PER_TOKEN = 4
+"""Bytes of a data file that make a token, about: English text in JSON."""
+
+
+def planned_steps(settings: Settings, tokens_per_step: int) -> tuple[int, str] | None:
+    """Return the steps of the run that is planned, and what they were estimated from; None: nothing says it.
+
+    Args:
+        settings: of the plan.
+        tokens_per_step: of all ranks.
+
+    Raises:
+        UserError: a data file is not there.
+    """
+    if settings.steps is not None:
+        return settings.steps, ""
+    if not settings.data:
+        return None
+    words = [word for names, _ in data_sets(settings.data) for word in names]
+    files: list[Path] = find_files(tuple(path for word in words for path in expand_pattern("--data", word)))
+    tokens = sum(file.stat().st_size for file in files) / BYTES_PER_TOKEN
+    steps = max(1, math.ceil(tokens * (settings.epochs or 1) / tokens_per_step))
+    return steps, f", estimated: {format_count(tokens)} tokens in {counted(len(files), 'file')} by their size"
+
+
+def run_rows(result: RunPlan, settings: Settings) -> dict[str, str]:
+    """Return lines about the whole run, by their label."""
+    rows = {}
+    share = result.job.shape.share
+    planned = planned_steps(settings, result.job.tokens * share.world_size)
+    if planned is not None:
+        steps, how = planned
+        written = steps * result.written_bytes
+        endurance = result.machine.endurance_bytes
+        wear = f", {written / endurance:.1%} of the drives' warranted writes" if endurance else ""
+        rows["run"] = (
+            f"{counted(steps, 'step')} in {format_seconds(steps * result.step_seconds)}{how}; "
+            f"{format_bytes(written)} written{wear}"
+        )
+    price = _price(result, settings)
+    return rows if price is None else rows | {"price": price}
+
+
+def _price(result: RunPlan, settings: Settings) -> str | None:
+    if settings.drive is None:
+        return None
+    prices, share = Prices.load(settings.prices), result.job.shape.share
+    gpu, drive = gpu_preset(settings.gpu).name, drive_preset(settings.drive).name
+    price = prices.of_machine(gpu, drive, settings.ssds or 1, share.nodes, share.ranks_per_node)
+    if price is None:
+        return None if settings.prices is None else f"{settings.prices} has no price of {gpu} or {drive}"
+    rate = result.tokens_per_second * 1000
+    parts, whole = f"{rate / price.parts:.3g} tokens/s", f"{rate / price.whole:.3g}"
+    return (
+        f"{parts} per 1,000 dollars of GPU and SSDs ({price.parts:,.0f}), {whole} with the server "
+        f"({price.whole:,.0f}); {prices.title}"
+    )

@@ -1,0 +1,206 @@
+"""``<output>/run/index.html``: a run to look at, written as it goes."""
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cli.job.job import Job
+from cli.report.page.html import Series, bars, chart, folded, page, preformatted, section, table
+from cli.report.results import RESOURCES
+from common.files.atomic import replace_file
+from common.hardware.drives import drive_of
+from common.store.errors import described
+from common.units import format_bytes, format_count, format_seconds
+
+PAGE = "index.html"
+MOST_POINTS = 1000
+"""Points of a curve on the page: of longer runs, every second, third, ... step, and the newest."""
+BETWEEN_S = 10.0
+"""Seconds from one writing of the page to the next, unless there is something to see at once."""
+_GIB = 1 << 30
+_LOSS, _EVALUATION = "loss_metrics/global_avg_loss", "validation_metrics/loss"
+_CURVES = {
+    "loss": _LOSS, "evaluation": _EVALUATION, "gradient norm": "grad_norm", "learning rate": "lr",
+    "tokens per second": "throughput(tps)", "seconds per step": "time_metrics/end_to_end(s)",
+}  # fmt: skip
+"""Curves by their names on the page, and their metrics."""
+
+
+@dataclass(frozen=True)
+class PageFacts:
+    """What the page says beside metrics."""
+
+    title: str
+    subtitle: str
+    about: Mapping[str, str]
+    """Model, machine, data and so on, in words."""
+    steps: int
+    how_to_continue: str
+    config: str
+    """The run's configuration file."""
+    budgets: Mapping[str, float]
+    """Bytes that the plan gives each tier, by its metric's name."""
+    endurance_bytes: float | None = None
+    """Bytes that the drives are warranted for; None: unknown."""
+
+
+class RunPage:
+    """A run's page, written now and then from its metrics file.
+
+    Args:
+        facts: what does not change.
+        metrics: the metrics file.
+    """
+
+    def __init__(self, facts: PageFacts, metrics: Path) -> None:
+        self._facts, self._metrics, self._next_time = facts, metrics, 0.0
+        self.path = metrics.with_name(PAGE)
+
+    def update(self, at_once: bool = False) -> None:
+        """Write the page, if it is time to, or something has ended.
+
+        Raises:
+            StoreError: the system refused.
+        """
+        if not at_once and time.monotonic() < self._next_time:
+            return
+        entries = read_metrics(self._metrics)
+        with described("writing", self.path):
+            replace_file(self.path, run_page(self._facts, entries))
+        # A long run's file takes longer to read: never more than a small part of the time goes there.
+        self._next_time = time.monotonic() + max(BETWEEN_S, len(entries) / 500)
+
+
+def read_metrics(file: Path) -> list[dict[str, Any]]:
+    """Return the lines of a metrics file; what a crash has cut off is left out."""
+    entries = []
+    for line in file.read_text(errors="replace").splitlines() if file.exists() else []:
+        try:
+            entries.append(dict(json.loads(line)))
+        except (ValueError, TypeError):
+            continue
+    return entries
+
+
+def facts_of(job: Job, plan: Mapping[str, Any], config: str) -> PageFacts:
+    """Return what a job's page says beside metrics."""
+    lines = job.header().replace("\n         ", " ").splitlines()
+    about = {line[:8].strip(): line[9:].strip() for line in lines}
+    endurance = [
+        None if preset is None else preset.endurance_bytes for preset in (drive_of(one).preset for one in job.ssd)
+    ]
+    return PageFacts(
+        title=job.output.name,
+        subtitle=f"{job.architecture}, {format_count(job.parameters)} parameters, {job.steps:,} steps",
+        about=about,
+        steps=job.steps,
+        how_to_continue=job.settings.how_to_continue,
+        config=config,
+        budgets={
+            "memory/max_active(GiB)": float(plan.get("device_bytes", 0)),
+            "memory/host(GiB)": float(plan.get("host_bytes", 0)),
+            "memory/ssd(GiB)": float(job.store_bytes),
+        },
+        endurance_bytes=None if None in endurance else float(sum(one or 0 for one in endurance)),
+    )
+
+
+def run_page(facts: PageFacts, entries: list[dict[str, Any]]) -> str:
+    """Return the page.
+
+    Args:
+        facts: what does not change.
+        entries: lines of the metrics file.
+    """
+    curves = {name: _curve(entries, metric) for name, metric in _CURVES.items()}
+    steps = [entry for entry in entries if _LOSS in entry]
+    newest = steps[-1] if steps else {}
+    sections = [
+        section(
+            "loss", chart([Series("loss", *curves["loss"]), Series("evaluation", *curves["evaluation"], dots=True)])
+        ),
+        *(section(name, chart([Series(name, *curve)])) for name, curve in list(curves.items())[2:]),
+    ]
+    if newest:
+        sections += [
+            section("now", table(_now(facts, steps))),
+            section("where the newest step's time went", _lanes(newest)),
+        ]
+        sections += [section("memory", _memory(facts, newest)), section("drives", table(_drives(facts, steps)))]
+    sections.append(section("the run", table(facts.about), wide=True))
+    sections.append(section("go on", preformatted(facts.how_to_continue), wide=True))
+    sections.append(section("configuration", folded("config.toml", preformatted(facts.config)), wide=True))
+    data = json.dumps({name: {"step": places, "value": values} for name, (places, values) in curves.items()})
+    return page(facts.title, facts.subtitle, sections, data)
+
+
+def _curve(entries: list[dict[str, Any]], metric: str) -> tuple[list[int], list[float | None]]:
+    """Return the steps and values of a metric, thinned out to at most :data:`MOST_POINTS` and the newest."""
+    found = [(int(entry["step"]), entry[metric]) for entry in entries if metric in entry]
+    stride = max(1, math.ceil(len(found) / MOST_POINTS))
+    kept = found[::stride] + ([found[-1]] if found and (len(found) - 1) % stride else [])
+    return [step for step, _ in kept], [value for _, value in kept]
+
+
+def _now(facts: PageFacts, steps: list[dict[str, Any]]) -> dict[str, str]:
+    newest, recent = steps[-1], sorted(entry["time_metrics/end_to_end(s)"] for entry in steps[-20:])
+    left = (facts.steps - newest["step"]) * recent[len(recent) // 2]
+    loss = newest[_LOSS]
+    return {
+        "step": f"{newest['step']:,} of {facts.steps:,}",
+        "loss": "not finite" if loss is None else f"{loss:.4f}",
+        "time left": format_seconds(left) if newest["step"] < facts.steps else "done",
+        "tokens": format_count(newest["n_tokens_seen"]),
+        "rate": f"{format_count(newest['throughput(tps)'])} tokens/s, {newest['tflops']:.3g} TFLOP/s per device",
+    }
+
+
+def _lanes(newest: Mapping[str, Any]) -> str:
+    """Return how long each resource was busy in the newest step."""
+    seconds = newest["time_metrics/end_to_end(s)"]
+    names = {name: f"time_metrics/busy_{name}(s)" for name in RESOURCES}
+    rows = [
+        (RESOURCES[name], newest[metric] / seconds, f"{format_seconds(newest[metric])}, {newest[metric] / seconds:.0%}")
+        for name, metric in names.items()
+        if metric in newest
+    ]
+    return bars([*rows, ("the step", 1.0, format_seconds(seconds))])
+
+
+def _memory(facts: PageFacts, newest: Mapping[str, Any]) -> str:
+    rows = []
+    for name, metric in (
+        ("device", "memory/max_active(GiB)"),
+        ("host", "memory/host(GiB)"),
+        ("SSD", "memory/ssd(GiB)"),
+    ):
+        if metric not in newest:
+            continue
+        used, planned = newest[metric] * _GIB, facts.budgets.get(metric, 0.0)
+        of = f" of {format_bytes(planned)} planned" if planned else ""
+        rows.append((name, used / planned if planned else 0.0, f"{format_bytes(used)}{of}"))
+    return bars(rows)
+
+
+def _drives(facts: PageFacts, steps: list[dict[str, Any]]) -> dict[str, str]:
+    """Return traffic and wear; nothing where states are in memory."""
+    written = [entry["ssd/written(GiB)"] * _GIB for entry in steps if "ssd/written(GiB)" in entry]
+    if not written:
+        sent = sum(entry.get("network/sent(GiB)", 0.0) for entry in steps) * _GIB
+        return {"network": f"{format_bytes(sent)} sent by each node so far"}
+    read = [entry["ssd/read(GiB)"] * _GIB for entry in steps if "ssd/read(GiB)" in entry]
+    seconds = sum(entry["time_metrics/end_to_end(s)"] for entry in steps)
+    per_day = sum(written) / seconds * 86400 if seconds else 0.0
+    rows = {
+        "newest step": f"{format_bytes(read[-1])} read, {format_bytes(written[-1])} written",
+        "so far": f"{format_bytes(sum(read))} read, {format_bytes(sum(written))} written",
+        "per day": f"{format_bytes(per_day)} written at this rate",
+    }
+    if facts.endurance_bytes is None:
+        return rows | {"wear": "the drives' endurance is not known (configs/drives has the known kinds)"}
+    days = facts.endurance_bytes / per_day if per_day else math.inf
+    return rows | {"wear": f"{sum(written) / facts.endurance_bytes:.2%} of the warranted writes; {days:,.0f} days left"}

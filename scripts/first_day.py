@@ -1,0 +1,317 @@
+"""A first day with ``finetune``: thirty tasks as somebody new would do them, each of which must end as the docs say.
+
+Every format of data, every interruption, every mistake. Each task is one or more command lines, with the status that
+they must end with, what they must say and what they must leave. Small checkpoints and data are made first; nothing is
+downloaded.
+
+    python scripts/first_day.py                  # all, two at a time
+    python scripts/first_day.py --only resume    # those whose names have the word
+"""
+
+import io
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+from first_day_materials import make_materials
+
+ROOT = Path(__file__).parents[1]
+LONGEST_SILENCE_S = 3.0
+_GOING_ON = "so far)\n"
+"""End of the lines that say what is going on."""
+_SERVER = multiprocessing.get_context("forkserver")
+"""What command lines are forked from: most of the seconds that they take on two cores are imports."""
+_PRELOADED = [
+    "cli.main",
+    "cli.train.one_machine",
+    "cli.plan.out_of_core",
+    "peft",
+    "datasets",
+    "transformers.models.llama",
+]
+SMALL = "--model models/small --batch-size 2 --seq-len 256 --gpu cpu --lr 1e-3"
+"""Options of every run on the small checkpoint."""
+TEXTS, BROKEN = f"{SMALL} --data data/texts.jsonl", f"{SMALL} --data data/broken.jsonl"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command line and how it must end."""
+
+    words: str
+    """Options of ``finetune``; or, beginning with ``python``, a program."""
+    status: int = 0
+    says: Sequence[str] = ()
+    """What its output must hold."""
+    never: Sequence[str] = ("Traceback",)
+    """What its output must not hold."""
+    leaves: Sequence[str] = ()
+    """Files that must be there afterwards, in the task's directory."""
+    lacks: Sequence[str] = ()
+    """Files that must not be there."""
+    send: tuple[signal.Signals, str] | None = None
+    """Signal to send, as soon as the output holds a text."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something that somebody does on a first day."""
+
+    name: str
+    steps: Sequence[Step]
+
+
+def trains(name: str, options: str, *says: str, leaves: Sequence[str] = ("out/model.safetensors",)) -> Task:
+    """Return a task that trains two steps on the small checkpoint."""
+    return Task(name, [Step(f"{SMALL} --steps 2 --output out {options}", says=says, leaves=leaves)])
+
+
+def is_refused(name: str, options: str, *says: str, status: int = 2) -> Task:
+    """Return a task whose command is refused in one line, before anything is trained."""
+    return Task(name, [Step(options, status, says, ("Traceback", "step 1/"))])
+
+
+LONG = f"{SMALL} --data data/texts.jsonl --steps 400 --schedule constant --no-save --output out"
+"""A run that is interrupted."""
+README_LOOP = (
+    "import fuyou, torch\n"
+    "with fuyou.Engine('models/small', ssd='.', lr=1e-3, batch_shape=(2, 32), overwrite=True) as engine:\n"
+    "    tokens = torch.randint(0, engine.config.vocab_size, (2, 32))\n"
+    "    engine(input_ids=tokens, labels=tokens).loss.backward()\n"
+    "    print('step', engine.step().step)\n"
+    "    engine.save_pretrained('tuned')\n"
+)
+LOADS = (
+    "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+    "model, tokenizer = (auto.from_pretrained('out') for auto in (AutoModelForCausalLM, AutoTokenizer))\n"
+    "made = model.generate(**tokenizer('The', return_tensors='pt'), max_new_tokens=3)\n"
+    "print('made', made.shape[1], 'template', bool(tokenizer.chat_template))\n"
+)
+LOADS_ADAPTER = (
+    "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n"
+    "base = AutoModelForCausalLM.from_pretrained('models/small')\n"
+    "print('adapted', type(PeftModel.from_pretrained(base, 'out')).__name__)\n"
+)
+
+FORMATS = [
+    trains("text in JSON lines", "--data data/texts.jsonl", "40 documents from 1 file"),
+    trains("compressed JSON lines", "--data data/texts.jsonl.gz", "40 documents from 1 file"),
+    trains("a CSV file in Alpaca's columns", "--data data/alpaca.csv", "documents from 1 file"),
+    trains("a Parquet file of prompts", "--data data/prompts.parquet", "documents from 1 file"),
+    trains("books as text", "--data data/book.txt", "1 document from 1 file"),
+    trains("a directory of save_to_disk", "--data data/saved", "40 documents"),
+    trains("columns of other names", "--data data/questions.jsonl --columns prompt=question completion=answer"),
+    Task(
+        "ShareGPT, with a template by name, and the result used",
+        [
+            Step(f"{SMALL} --data data/sharegpt.jsonl --chat-template chatml --steps 2 --output out"),
+            Step(f"python {LOADS}", says=("made", "template True")),
+        ],
+    ),
+    trains("tool calls", "--data data/tools.jsonl --chat-template chatml", leaves=["out/chat_template.jinja"]),
+    trains("data sets by weight", "--data data/texts.jsonl=0.7 data/book.txt=0.3", "0.7 of all rows", "0.3 of all"),
+    trains("a part held out", "--data data/texts.jsonl --eval-split 10%", "held out 4 documents", "eval at step 2"),
+    Task(
+        "a look at the data",
+        [Step(f"{SMALL} --data data/sharegpt.jsonl --chat-template chatml --show-data 1 --output out",
+              says=("row 1", "«Paris.<|im_end|>»"), never=("Traceback", "row 2", "«What"))],
+    ),
+]  # fmt: skip
+MISTAKES = [
+    is_refused("a model that is not there", "--model llama-7x", "llama-7x", "Did you mean"),
+    is_refused("a data file that is not there", f"{SMALL} --data data/text.jsonl", "no data file", "Did you mean"),
+    is_refused("a broken line", f"{SMALL} --data data/broken.jsonl --steps 2", "broken.jsonl, line 2 is not JSON"),
+    is_refused("a role by another name", f"{SMALL} --data data/role.jsonl --steps 2", "Write 'assistant'"),
+    is_refused("no steps", f"{SMALL} --steps 0", "must be at least 1, not 0"),
+    is_refused("a longer warm-up than the run", f"{BROKEN} --steps 5 --warmup 200", "--warmup 200"),
+    is_refused("too little memory", f"{BROKEN} --steps 5 --host-memory 1MiB", "--host-memory of"),
+    is_refused("more memory than there is", f"{SMALL} --steps 5 --host-memory 900TiB", "more than this machine"),
+    is_refused("nothing to resume", f"{SMALL} --steps 2 --output out --resume", "nothing to continue", "--resume auto"),
+    is_refused("weights that lack a tensor", "--model models/lacking --data data/broken.jsonl --gpu cpu --seq-len 64",
+               "lack", status=1),
+    is_refused("a rate without its unit", "--plan --nodes 2 --gpu 4090 --drive p5510 --network 25 --model gpt3-13b",
+               "--network 25 is not a rate with its unit"),
+    Task(
+        "a finished run met again",
+        [
+            Step(f"{SMALL} --steps 2 --data data/texts.jsonl --output out"),
+            Step(f"{SMALL} --steps 2 --data data/texts.jsonl --output out", 2, ("--overwrite", "--resume")),
+            Step(f"{SMALL} --steps 2 --data data/texts.jsonl --output out --resume", 0, ("all 2 steps are done",)),
+            Step(f"{SMALL} --steps 2 --data data/texts.jsonl --output out --resume --lora-rank 4", 2,
+                 ("began with no adapters, and now it is --lora-rank 4",)),
+            Step(f"{SMALL} --steps 4 --data data/texts.jsonl --output out --resume", 0,
+                 ("extended from 2 steps to 4", "step 4/4")),
+        ],
+    ),
+]  # fmt: skip
+INTERRUPTIONS = [
+    Task(
+        "Ctrl-C, then --resume, and the weights of a run that is not done",
+        [
+            Step(LONG, 130, ("is committed. To continue: finetune",), send=(signal.SIGINT, "step 3/")),
+            Step(LONG.replace("--no-save", "--resume --export"), 0, ("of 400 left it",), ("Traceback", "loss "),
+                 leaves=["out/model.safetensors"]),
+            Step(LONG.replace("400", "30") + " --resume --overwrite", 2, ("give one of them",)),
+        ],
+    ),
+    Task("SIGTERM is no success", [Step(LONG, 143, ("is committed",), send=(signal.SIGTERM, "step 2/"))]),
+    Task(
+        "kill -9, then --resume auto; and --resume auto where there is nothing",
+        [
+            Step(f"{LONG} --resume auto", -9, send=(signal.SIGKILL, "step 3/")),
+            Step(f"{LONG.replace('400', '20')} --resume auto --log-every 10 --max-hours 1", 0, ("resume   after step",),
+                 ("Traceback", "step 1/", "step 19/")),
+        ],
+    ),
+    Task(
+        "a time limit",
+        [Step(f"{LONG} --max-hours 0.0001 --save-every 1", 0, ("--max-hours 0.0001", "To continue: finetune"))],
+    ),
+    Task("Ctrl-C before training", [Step(LONG, 130, ("stopped",), send=(signal.SIGINT, "steps    400"))]),
+]  # fmt: skip
+USES = [
+    Task(
+        "adapters, loaded by peft",
+        [
+            Step(f"{TEXTS} --steps 2 --lora-rank 4 --output out", leaves=["out/adapter_config.json"]),
+            Step(f"python {LOADS_ADAPTER}", says=("adapted PeftModel",)),
+        ],
+    ),
+    Task(
+        "checkpoints on the way, the best one, and an early end",
+        [Step(f"{TEXTS} --lr 1 --eval-split 10% --eval-every 1 --patience 2 --save-every 1 --keep 1 --steps 30 "
+              "--schedule constant --output out", says=("ended early",), never=("Traceback", "step 30/"),
+              leaves=["out/checkpoints", "out/run/index.html"])],
+    ),
+    Task(
+        "the loop of the README, twice in one directory",
+        [Step(f"python {README_LOOP}", says=("step 1",), leaves=["tuned/config.json"], lacks=["fuyou"])] * 2,
+    ),
+    Task(
+        "a plan, with the options of the run",
+        [Step("--plan --gpu 4090 --drive p5510 --ssds 2 --host-memory 64GiB --model llama-7b --steps 1000 --lr 1e-5 "
+              "--data data/texts.jsonl --html plan.html", says=("run ", "1,000 steps"), leaves=["plan.html"])],
+    ),
+    Task(
+        "quiet, and what is on the drives verified",
+        [
+            Step(f"{TEXTS} --steps 2 --quiet --output out", never=("Traceback", "step 1/", "model  ")),
+            Step("--verify out", says=("all as written",)),
+        ],
+    ),
+]  # fmt: skip
+TASKS = [*FORMATS, *MISTAKES, *INTERRUPTIONS, *USES]
+
+
+@dataclass
+class Ended:
+    """How a command line has ended."""
+
+    status: int
+    output: str
+    longest_silence: float
+    """Seconds without a word, but for those in which the last line says what is going on."""
+
+
+def run_step(step: Step, directory: Path, output: Path) -> Ended:
+    """Run one command line to its end, and watch what it says and when.
+
+    Args:
+        step: the command line.
+        directory: where it runs.
+        output: file for what it says.
+    """
+    output.touch()
+    process = _SERVER.Process(target=_run_here, args=(step.words, str(directory), str(output)))
+    process.start()
+    assert process.pid is not None
+    last_time, said, silence, sent = time.monotonic(), "", 0.0, step.send is None
+    while process.is_alive():
+        process.join(0.05)
+        now, text = time.monotonic(), output.read_text(errors="replace")
+        if text == said and not said.endswith(_GOING_ON):
+            silence = max(silence, now - last_time)
+        elif text != said:
+            said, last_time = text, now
+        if not sent and step.send is not None and step.send[1] in said:
+            os.kill(process.pid, step.send[0])
+            sent = True
+    assert process.exitcode is not None
+    return Ended(process.exitcode, output.read_text(errors="replace"), silence)
+
+
+def _run_here(words: str, directory: str, output: str) -> None:
+    """Run a command line in this process, which is forked from one that has imported everything."""
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(file, descriptor)
+    for stream in (sys.stdout, sys.stderr):
+        assert isinstance(stream, io.TextIOWrapper)
+        stream.reconfigure(line_buffering=True)
+    os.chdir(directory)
+    if words.startswith("python "):
+        paths = {**os.environ, "PYTHONPATH": str(ROOT)}
+        sys.exit(subprocess.run([sys.executable, "-c", words.removeprefix("python ")], env=paths).returncode)
+    from cli.main import main as finetune
+
+    sys.argv = ["finetune", *words.split()]
+    sys.exit(finetune())
+
+
+def faults(step: Step, ended: Ended, directory: Path) -> list[str]:
+    """Return everything that is not as it should be."""
+    found = [] if ended.status == step.status else [f"status {ended.status} instead of {step.status}"]
+    found += [f"does not say {text!r}" for text in step.says if text not in ended.output]
+    found += [f"says {text!r}" for text in step.never if text in ended.output]
+    found += [f"leaves no {name}" for name in step.leaves if not (directory / name).exists()]
+    return found + [f"leaves {name}" for name in step.lacks if (directory / name).exists()]
+
+
+def run_task(task: Task, work: Path) -> bool:
+    """Run a task in a directory of its own; return whether it ended as it should."""
+    directory = work / "tasks" / "".join(letter if letter.isalnum() else "-" for letter in task.name)
+    directory.mkdir(parents=True)
+    for name in ("models", "data"):
+        (directory / name).symlink_to(work / name)
+    began, silence = time.monotonic(), 0.0
+    for number, step in enumerate(task.steps, 1):
+        ended = run_step(step, directory, directory.with_name(f"{directory.name}-{number}.log"))
+        silence = max(silence, ended.longest_silence)
+        wrong = faults(step, ended, directory)
+        if wrong:
+            shown = step.words if len(step.words) < 200 else f"{step.words[:200]} ..."
+            told = "; ".join(wrong)
+            print(f"FAILED   {task.name}, step {number}: {told}\n$ finetune {shown}\n{ended.output}", flush=True)
+            return False
+    slow = f", silent for {silence:.1f} s" if silence > LONGEST_SILENCE_S else ""
+    print(f"ok       {task.name} ({time.monotonic() - began:.1f} s{slow})", flush=True)
+    return True
+
+
+@click.command()
+@click.option("--only", default="", help="Run the tasks whose names hold this word.")
+@click.option("--jobs", default=2, show_default=True, help="Tasks at a time.")
+def main(only: str, jobs: int) -> None:
+    """Do thirty things as somebody new would, and see that each ends as the docs say."""
+    _SERVER.set_forkserver_preload(_PRELOADED)
+    chosen = [task for task in TASKS if only in task.name]
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="first-day-") as folder, ThreadPoolExecutor(jobs) as pool:
+        os.environ["FINETUNE_CACHE"] = str(Path(folder) / "cache")
+        make_materials(Path(folder))
+        good = list(pool.map(lambda task: run_task(task, Path(folder)), chosen))
+    print(f"{sum(good)} of {len(chosen)} tasks ended as they should, in {time.monotonic() - began:.0f} s")
+    sys.exit(not all(good))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""ShareGPT's conversations as messages."""
+
+import json
+from typing import Any
+
+import pytest
+
+from common.data.files import DataRecord
+from common.data.shapes import Chat, examples_of_records
+from common.errors import UserError
+
+
+def turn(name: str, value: Any, **more: Any) -> dict[str, Any]:
+    return {"from": name, "value": value, **more}
+
+
+def chat_of(record: dict[str, Any]) -> Chat:
+    (chat,) = examples_of_records([DataRecord(record, "line 1")], "data.jsonl")
+    assert isinstance(chat, Chat)
+    return chat
+
+
+@pytest.mark.parametrize("column", ["conversations", "messages"])
+def test_turns_become_messages(column: str) -> None:
+    turns = [turn("human", "Hi"), turn("gpt", "Hello", weight=0), turn("human", "And?"), turn("GPT", "So.")]
+    chat = chat_of({column: turns, "system": "Be kind."})
+    assert chat.messages == [
+        {"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "And?"},
+        {"role": "assistant", "content": "So."},
+    ]  # fmt: skip
+    assert chat.answers == [4]
+
+
+def test_conversations_may_be_messages() -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    assert chat_of({"conversations": messages}).messages == messages
+
+
+def test_tools() -> None:
+    call = {"name": "weather", "arguments": {"city": "Rome"}}
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    turns = [turn("human", "Rome?"), turn("function_call", json.dumps(call)), turn("observation", "warm")]
+    turns.append(turn("gpt", "Warm."))
+    chat = chat_of({"conversations": turns, "tools": json.dumps(tools)})
+    assert chat.options == {"tools": tools}
+    assert chat.messages[1]["tool_calls"] == [{"type": "function", "function": call}]
+    assert [message["role"] for message in chat.messages] == ["user", "assistant", "tool", "assistant"]
+    assert chat.answers == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("turns", "told"),
+    [
+        ([turn("human", "a"), turn("gtp", "b")], "data.jsonl, line 1: turn 2 .* from 'gtp'.*Did you mean 'gpt'"),
+        ([turn("human", "a"), {"from": "gpt"}], "line 1: turn 2 .* is not"),
+        ([turn("human", "a"), turn("function_call", "{")], "turn 2 .* is a function call that is not JSON"),
+        ([turn("human", "a"), turn("function_call", "[]")], "turn 2 .* without"),
+    ],
+)
+def test_turns_that_are_not_understood(turns: list[dict[str, Any]], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        chat_of({"conversations": turns})
