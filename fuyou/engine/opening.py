@@ -28,6 +28,7 @@ from fuyou.layout.checksums import RecordSums
 from fuyou.layout.record import allocate_extents
 from fuyou.layout.share import Share
 from fuyou.model.open_model import OpenModel
+from fuyou.model.reference import check_reference
 from fuyou.optimizer.absent_gradients import MissedUpdates
 from fuyou.optimizer.clipping import ClipStatistics
 from fuyou.optimizer.nonfinite import NonFinitePolicy
@@ -151,6 +152,8 @@ class OpenRun:
             towers=config.towers,
             images=config.memory.images,
         )
+        if config.memory.reference:
+            check_reference(self.model)
         self._source = self.model.weights()
         self.shape = self.model.shape.shared(share)
         if share.rank:
@@ -181,7 +184,8 @@ class OpenRun:
         self._link = None  # it is the runtime's now
         memory = self.config.memory
         context = getattr(self.model_config.get_text_config(), "max_position_embeddings", None) or 2048
-        runtime.plan(*(memory.batch_shape or (memory.micro_batch or 1, min(context, 2048))))
+        size = memory.batch_shape or (memory.micro_batch or 1, min(context, 2048))
+        runtime.plan(*size, loss=self.config.loss_inputs)
         check_memory(runtime.memory_plan.host_bytes, self.agreement)
 
     def _open_store(self) -> None:

@@ -11,7 +11,7 @@ from common.models.attention.memory import NO_ATTENTION, AttentionMemory
 from common.models.vision.memory import NO_IMAGES, ImageMemory
 from fuyou.layout.record import Kind, Precision, Record
 from fuyou.layout.share import Share
-from fuyou.layout.visits import Phase, Visit
+from fuyou.layout.visits import REFERENCE_PHASES, Phase, Visit
 
 
 @dataclass(frozen=True)
@@ -220,13 +220,21 @@ class ModelLayout:
         )
         return replace(self, records=records, precision=precision)
 
-    def visits(self, train: bool) -> list[Visit]:
-        """Return the visits of a step, in order. The backward pass ends with the first record that is trained."""
+    def visits(self, train: bool, own_loss: bool = False) -> list[Visit]:
+        """Return the visits of a step, in order. The backward pass ends with the first record that is trained.
+
+        Args:
+            train: whether there is a backward pass.
+            own_loss: whether the caller computes the loss from what the head gives, so that the head runs twice: for
+                that, and again with the gradients that come back.
+        """
         layers = range(len(self.blocks))
         forward = [Visit(Phase.EMBED_FORWARD, self.embedding, None, self.embedding_adapter, self.tower)]
         forward += [Visit(Phase.BLOCK_FORWARD, self.blocks[i], i, self._adapter(i)) for i in layers]
+        if not train or own_loss:
+            forward.append(Visit(Phase.HEAD_EVAL, self.head, len(layers), self.head_adapter))
         if not train:
-            return [*forward, Visit(Phase.HEAD_EVAL, self.head, len(layers), self.head_adapter)]
+            return forward
         backward = [Visit(Phase.HEAD, self.head, len(layers), self.head_adapter)]
         backward += [Visit(Phase.BLOCK_BACKWARD, self.blocks[i], i, self._adapter(i)) for i in reversed(layers)]
         backward += [Visit(Phase.EMBED_BACKWARD, self.embedding, None, self.embedding_adapter, self.tower)]
@@ -259,6 +267,18 @@ class BatchShape:
     """Tokens in one micro-batch, on average."""
     kept_bytes: int = 0
     """Bytes of the activations that one block saves beside its input, for one micro-batch."""
+    own_loss: bool = False
+    """Whether the caller computes the loss, between two runs of the head."""
+    reference: bool = False
+    """Whether every micro-batch also passes forward through the model without its adapters, as its own reference."""
+
+    def micro_batches_of(self, visit: Visit) -> int:
+        """Return the number of micro-batches that a visit runs; those of the reference come after the others."""
+        return self.micro_batches * (2 if self.reference and visit.phase in REFERENCE_PHASES else 1)
+
+    def is_reference(self, micro: int | None) -> bool:
+        """Return whether ``micro`` is a micro-batch of the reference."""
+        return micro is not None and micro >= self.micro_batches
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,10 @@ FORWARD_PHASES = BEFORE_HEAD_PHASES | {Phase.HEAD, Phase.HEAD_EVAL}
 """Phases up to the one in which the loss becomes known; a head's forward and backward pass are one phase."""
 
 
+REFERENCE_PHASES = BEFORE_HEAD_PHASES | {Phase.HEAD_EVAL}
+"""Phases that a reference takes part in, which is never trained."""
+
+
 @dataclass(frozen=True)
 class Visit:
     """One pass of all micro-batches through one record's modules."""

@@ -65,12 +65,10 @@ class Scheduler:
         self._defer_all = False  # whether all its updates are deferred
         self._list = StepList(0)
         self._batch = BatchShape(1, 0, 0)
-        self._visits = shape.visits(train=True)
         self._position = 0
+        self._visits: list[Visit] = []
         self._uses: dict[int, list[int]] = {}  # record -> positions of the visits that use it
-        for position, visit in enumerate(self._visits):
-            for record in visit.records:
-                self._uses.setdefault(record, []).append(position)
+        self._use_visits(own_loss=False)
 
         host = {kind: Pool(f"host parameters ({kind.value})", counts.host(kind), self._next_visit) for kind in Kind}
         self._slots = RecordSlots(shape, slot, single_slot, host, self._emit)
@@ -110,9 +108,10 @@ class Scheduler:
         """
         assert commit or not self._speculate
         assert not self._gradients.kept, "resolve the speculation of the step before"
-        self._list, self._batch = StepList(step), batch
-        self._activations.begin(self._list, self._visits, batch.micro_batches, batch.activation_bytes)
-        self._saved.begin(self._list, self._visits, batch.micro_batches, batch.kept_bytes)
+        self._list, self._batch = StepList(step, own_loss=batch.own_loss), batch
+        self._use_visits(batch.own_loss)
+        self._activations.begin(self._list, self._visits, batch.micro_batches_of, batch.activation_bytes)
+        self._saved.begin(self._list, self._visits, batch.micro_batches_of, batch.kept_bytes)
         self._durable, self._defer_all = commit, defer_all
         for position, visit in enumerate(self._visits):
             self._position = position
@@ -147,7 +146,7 @@ class Scheduler:
         assert not self.pending, "flush before evaluating"
         self._list, self._batch = StepList(step), batch
         visits = self.shape.visits(train=False)
-        self._activations.begin(self._list, visits, batch.micro_batches, batch.activation_bytes)
+        self._activations.begin(self._list, visits, batch.micro_batches_of, batch.activation_bytes)
         for position, visit in enumerate(visits):
             self._position = position
             self._visit(visit, train=False)
@@ -181,6 +180,13 @@ class Scheduler:
 
     # -- visits ---------------------------------------------------------------------------------------------------
 
+    def _use_visits(self, own_loss: bool) -> None:
+        """Let steps be of these visits, and note where each record is used in them."""
+        self._visits, self._uses = self.shape.visits(train=True, own_loss=own_loss), {}
+        for position, visit in enumerate(self._visits):
+            for record in visit.records:
+                self._uses.setdefault(record, []).append(position)
+
     def _visit(self, visit: Visit, train: bool = True) -> None:
         """Run all micro-batches through the visit's records."""
         records = [self.shape.records[index] for index in visit.records]
@@ -193,9 +199,9 @@ class Scheduler:
         if trained is not None:
             gradient, accumulates, leaving = self._gradient_buffer(trained)
             ready += leaving
-        flops, last = self._flops(visit), self._batch.micro_batches - 1
+        flops, micro_batches = self._flops(visit), self._batch.micro_batches_of(visit)
         compute: ComputeTask | None = None
-        for micro in range(self._batch.micro_batches):
+        for micro in range(micro_batches):
             compute = ComputeTask(
                 Op.COMPUTE,
                 list(ready),
@@ -208,7 +214,7 @@ class Scheduler:
                 places=buffers,
                 gradient=gradient,
                 first=trained is not None and micro == 0 and not accumulates,
-                last=micro == last,
+                last=micro == micro_batches - 1,
             )
             self._move_activations(visit, compute, train)
             self._list.tasks.append(compute)
@@ -372,7 +378,7 @@ class Scheduler:
 
     def _saved_arguments(self, visit: Visit, micro: int) -> Arguments:
         """Return which saved outputs a compute task reads and writes."""
-        if visit.layer in self._saving_layers:
+        if visit.layer in self._saving_layers and not self._batch.is_reference(micro):
             key = ("k", visit.layer, micro)
             if visit.phase is Phase.BLOCK_FORWARD:
                 return [], [key]

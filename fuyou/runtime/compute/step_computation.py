@@ -10,7 +10,7 @@ from common.data.rows import take_rows
 from common.errors import FinetuneError
 from common.models.task_type import TaskType
 from fuyou.layout.record import Record
-from fuyou.layout.visits import BEFORE_HEAD_PHASES, FORWARD_PHASES, Phase
+from fuyou.layout.visits import BEFORE_HEAD_PHASES, Phase
 from fuyou.model.blocks.calls import BlockCalls
 from fuyou.model.loss.cross_entropy import cross_entropy, targets_of
 from fuyou.model.loss.router_loss import RouterPass, router_logits
@@ -101,14 +101,17 @@ class StepComputation:
 
     def forward(self) -> torch.Tensor:
         """Run everything up to the head; return the batch's mean loss (this rank's part of it), an fp32 scalar."""
-        while self._next is not None and self._next.visit.phase in FORWARD_PHASES:
-            self._run(self._next)
-            self._next = next(self._todo, None)
+        self._run_forward()
         total = self._losses[0]
         for loss in self._losses[1:]:
             total = total + loss
         self.loss = float(total)
         return total
+
+    def _run_forward(self) -> None:
+        while self._next is not None and self._next.visit.phase in self.tasks.forward_phases:
+            self._run(self._next)
+            self._next = next(self._todo, None)
 
     def backward(self) -> None:
         """Run the rest."""

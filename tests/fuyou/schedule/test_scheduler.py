@@ -10,11 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuyou.layout.model_layout import BatchShape, BufferCounts
+from fuyou.layout.model_layout import BatchShape, BufferCounts, ModelLayout
 from fuyou.layout.record import Kind, Precision
-from fuyou.layout.visits import Phase
+from fuyou.layout.visits import Phase, Visit
+from fuyou.schedule.memory_plan import Batch, LossInputs
 from fuyou.schedule.scheduler import Scheduler
-from fuyou.schedule.tasks import SSD_READS, SSD_WRITES, Op, Task
+from fuyou.schedule.tasks import SSD_READS, SSD_WRITES, ComputeTask, Op, StepList, Task
 from tests.helpers.schedule_model import TRAINS, Machine, Program, build, check_order, step_shape
 
 #: The least that works: everything streams, nothing overlaps.
@@ -27,9 +28,18 @@ LEAST = BufferCounts(
 USUAL = BufferCounts(device_activations=100)
 
 
-def activations(layers: int, micro: int) -> int:
+def activations(layers: int, micro: int, reference: bool = False) -> int:
     """How many activations a step may keep at once, as the memory plan counts them."""
-    return (layers + 2) * micro + 2
+    return Batch(micro, 8, 1, LossInputs(1, reference)).activations(layers)
+
+
+def visited(shape: ModelLayout, kind: str, micro: int, steps: StepList) -> list[tuple[Visit, int]]:
+    """What is computed in a step or an evaluation, in this order."""
+    computed = [task for task in steps.tasks if isinstance(task, ComputeTask)]
+    forward = (Phase.EMBED_FORWARD, Phase.BLOCK_FORWARD, Phase.HEAD_EVAL)
+    twice = any(task.micro >= micro for task in computed)
+    visits = shape.visits(train=kind == "train", own_loss=steps.own_loss)
+    return [(visit, m) for visit in visits for m in range(micro * (1 + (twice and visit.phase in forward)))]
 
 
 @st.composite
@@ -37,7 +47,8 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
     """What to :func:`build`."""
     layers, tied = draw(st.integers(1, 6)), draw(st.booleans())
     most = draw(st.integers(1, 5))
-    total = activations(layers, most)
+    reference = draw(st.booleans())
+    total = activations(layers, most, reference)
     device = draw(st.integers(3, total))
     # Where the block inputs go: all on the device; device and host; device, host and SSD.
     if device == total:
@@ -72,6 +83,7 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
         "single_slot": not speculate and draw(st.booleans()), "slot": draw(st.integers(0, 1)),
         "saving_layers": saving_layers, "speculate": speculate, "defer_all": draw(st.sets(st.integers(1, 5))),
         "resident": draw(st.sampled_from([0, 0, 1, 3, 8])), "frozen": draw(st.booleans()),
+        "own": draw(st.sets(st.integers(0, 4))), "reference": reference,
     }  # fmt: skip
 
 
@@ -99,18 +111,18 @@ def test_every_step_computes_and_updates_everything_once(scenario: dict[str, Any
     trained = [(micro, steps) for kind, micro, steps in program.lists if kind == "train"]
     for micro, steps in trained:
         computed = [(task.visit, task.micro) for task in steps.tasks if task.op is Op.COMPUTE]
-        assert computed == [(visit, m) for visit in shape.visits(train=True) for m in range(micro)]
+        assert computed == visited(shape, "train", micro, steps)
         assert steps.end is not None and steps.end.op is Op.STEP
         for task in steps.tasks:
             if task.op is Op.COMPUTE:
                 assert task.visit is not None
-                assert task.last == (task.micro == micro - 1)
+                assert task.last == (task.micro == max(m for visit, m in computed if visit == task.visit))
                 trains = any(shape.records[index].trainable for index in task.visit.records)
                 assert (task.gradient is not None) == (trains and task.visit.phase in TRAINS)
     for kind, micro, steps in program.lists:
         if kind == "eval":
             computed = [(task.visit, task.micro) for task in steps.tasks if task.op is Op.COMPUTE]
-            assert computed == [(visit, m) for visit in shape.visits(train=False) for m in range(micro)]
+            assert computed == visited(shape, "eval", micro, steps)
             assert not any(task.op in (Op.UPDATE, Op.STATE_WRITE, Op.COMMIT, Op.STEP) for task in steps.tasks)
     done = [task for task in program.tasks if task.op is Op.UPDATE]
     updates = Counter((task.record, task.step) for task in done if not program.is_void(task))
@@ -309,6 +321,33 @@ def test_updates_and_reads_are_not_held_up_by_what_they_do_not_need() -> None:
                 reach.add(id(task))
                 todo.extend(task.after)
         assert id(computes[layer]) not in reach
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("buffers", [1, 3])
+def test_a_reference_moves_no_more_weights(tied: bool, buffers: int) -> None:
+    """Step by step the same bytes of parameters, gradients and states as with the engine's own loss."""
+    layers, micro, steps = 6, 2, 4
+    counts = BufferCounts(
+        device_blocks=buffers, host_blocks=buffers, device_adapters=1, device_adapter_gradients=1, host_adapters=1,
+        host_adapter_gradients=1, device_activations=activations(layers, micro, True), device_block_gradients=0,
+        device_non_block_gradients=0, host_block_gradients=0, host_non_block_gradients=0,
+    )  # fmt: skip
+    script = [("train", micro, True)] * steps
+    own, plain = (
+        build(layers, tied, counts, script, frozen=True, own=range(steps) if own else (), reference=True)
+        for own in (True, False)
+    )
+    for (_, _, mine), (_, _, theirs) in zip(own.lists, plain.lists, strict=True):
+        for op in Op:
+            if op is not Op.COMPUTE:
+                assert [t.nbytes for t in mine.tasks if t.op is op] == [t.nbytes for t in theirs.tasks if t.op is op]
+    flops = [sum(task.flops for task in program.lists[1][2].tasks) for program in (own, plain)]
+    head = own.shape.records[own.shape.head].parameter_count + own.shape.records[own.shape.head_adapter].parameter_count
+    blocks = sum(
+        own.shape.records[index].parameter_count for index in (*own.shape.blocks, *own.shape.block_adapters[1:])
+    )
+    assert flops[0] - flops[1] == 2.0 * 8 * micro * (2 * head + blocks)  # once more, and once for the reference
 
 
 def test_flops_are_those_of_recomputation() -> None:
