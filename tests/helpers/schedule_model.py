@@ -443,7 +443,7 @@ def build(
     """Ask a scheduler for ``script``: (``train`` | ``eval`` | ``flush``, micro-batches, commit), as an engine does.
 
     With ``speculate`` every step is committed, and those that would not be are clipped instead. Steps in ``defer_all``
-    defer all updates. Entries ``own`` of the script (by index) have a loss of the caller's own, with ``reference`` one that
+    defer all updates. Entries ``own`` of the script (by index) have a loss of the caller's own; with ``reference`` it
     needs a reference, too.
 
     ``defer`` is the deferred fraction of the blocks; 1 defers all records, and then (unless said otherwise by ``hold``)

@@ -343,10 +343,9 @@ def test_a_reference_moves_no_more_weights(tied: bool, buffers: int) -> None:
             if op is not Op.COMPUTE:
                 assert [t.nbytes for t in mine.tasks if t.op is op] == [t.nbytes for t in theirs.tasks if t.op is op]
     flops = [sum(task.flops for task in program.lists[1][2].tasks) for program in (own, plain)]
-    head = own.shape.records[own.shape.head].parameter_count + own.shape.records[own.shape.head_adapter].parameter_count
-    blocks = sum(
-        own.shape.records[index].parameter_count for index in (*own.shape.blocks, *own.shape.block_adapters[1:])
-    )
+    sizes, shape = [record.parameter_count for record in own.shape.records], own.shape
+    head = sizes[shape.head] + sizes[shape.head_adapter]
+    blocks = sum(sizes[index] for index in (*shape.blocks, *shape.block_adapters[1:]))
     assert flops[0] - flops[1] == 2.0 * 8 * micro * (2 * head + blocks)  # once more, and once for the reference
 
 
