@@ -177,7 +177,7 @@ class OpenRun:
             planner = MemoryPlanner(
                 layout.shared(share), self.model_config, device, host, self.device.shares_host_memory
             )
-            return planner.plan(*self._planned_batch(), config.memory.micro_batch)
+            return planner.plan(*self._planned_batch(), config.memory.micro_batch, config.loss_inputs)
 
         return fitting_layout(self.model.stack, shape, plan)
 

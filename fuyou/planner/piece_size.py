@@ -74,6 +74,6 @@ def fitting_job(job: TrainingJob, machine: Machine) -> TrainingJob:
         planner = MemoryPlanner(
             layout, job.config, machine.device_bytes, machine.host_bytes, machine.cpu, host_cache=job.host_cache
         )
-        return planner.plan(job.rows, job.seq_len, job.micro_batch)
+        return planner.plan(job.rows, job.seq_len, job.micro_batch, job.loss)
 
     return replace(job, shape=fitting_layout(job.stack, job.shape, plan))

@@ -62,7 +62,7 @@ class ActivationPools:
         self._ssd_users: dict[int, list[Task]] = {}
 
     def begin(
-        self, step: StepList, visits: Sequence[Visit], micro_batches: Callable[[Visit], int], nbytes: int
+        self, step: StepList, visits: Sequence[Visit], micro_batches: Callable[[Visit], range], nbytes: int
     ) -> None:
         """Start a pass, in which no activation is alive yet and every use is known; each takes ``nbytes``."""
         self._list, self._bytes = step, nbytes
