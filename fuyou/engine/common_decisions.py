@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -11,7 +12,7 @@ from common.hardware.machine import memory_available_bytes
 from common.units import format_bytes
 from fuyou.config import AUTO, EngineConfig
 from fuyou.engine.computing_dtype import dtype_of_all, stored_dtype
-from fuyou.preflight.preflight import prove
+from fuyou.preflight.preflight import prove, prove_pieces
 from fuyou.runtime.devices.device import Device, memory_limits
 from fuyou.runtime.ranks.agreement import Agreement
 
@@ -38,24 +39,25 @@ def common_limits(config: EngineConfig, device: Device, agreement: Agreement) ->
     return min(hosts), min(devices)
 
 
-def prove_once(config: EngineConfig, model: PreTrainedConfig, agreement: Agreement) -> None:
-    """See on rank 0 that a family can be trained out of core, and let all ranks know.
+def prove_once(config: EngineConfig, model: PreTrainedConfig, agreement: Agreement, *, pieces: bool = False) -> None:
+    """See on rank 0 that a family can be trained out of core, or with blocks in ``pieces``, and let all ranks know.
 
     Raises:
         UserError: it cannot.
     """
     refusal = None
+    weights: dict[str, Any] = {
+        "adapters": config.adapters,
+        "trainable": config.trainable,
+        "router_loss": config.router_loss,
+    }
     if agreement.share.rank == 0:
         try:
             with activity("proving on a small model that this family trains out of core as in memory"):
-                prove(
-                    model,
-                    adapters=config.adapters,
-                    trainable=config.trainable,
-                    packed=config.packed,
-                    router_loss=config.router_loss,
-                    dtype=config.precision.dtype,
-                )
+                if pieces:
+                    prove_pieces(model, **weights)
+                else:
+                    prove(model, packed=config.packed, dtype=config.precision.dtype, **weights)
         except UserError as error:
             refusal = error
     message = agreement.all_gather_object(None if refusal is None else refusal.as_written)[0]

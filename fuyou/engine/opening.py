@@ -160,6 +160,8 @@ class OpenRun:
             check_reference(self.model)
         self._source = self.model.weights()
         self.model.shape = self._cut_blocks(self.model.shape, share)
+        if self.model.shape.orders and config.prove and self.device.computes:
+            prove_once(config, self.model_config, self.agreement, pieces=True)
         self.shape = self.model.shape.shared(share)
         if share.rank:
             torch.manual_seed(config.seed + share.rank)  # what drops out differs, as the sequences do

@@ -34,6 +34,7 @@ from common.models.task_type import TaskType, task_type_of
 from fuyou.layout.record import Precision
 from fuyou.model.loss.cross_entropy import targets_of
 from fuyou.model.open_model import OpenModel, same_text
+from fuyou.pieces.cut import in_pieces
 from fuyou.preflight.same_conditions import copy_buffers, quietly, seeded, switch_off_dropout
 from fuyou.preflight.small_step import SmallStep
 
@@ -62,6 +63,7 @@ class Claim:
         packed: whether rows hold several documents, with position ids that start again.
         router_loss: of a mixture of experts: ``"on"``, ``"off"``, or ``"auto"``, which leaves it to the configuration.
         dtype: that is computed in.
+        pieces: whether blocks are cut into pieces, as small as can be.
     """
 
     config: PreTrainedConfig
@@ -70,6 +72,7 @@ class Claim:
     packed: bool = False
     router_loss: str = "auto"
     dtype: torch.dtype = torch.float32
+    pieces: bool = False
 
     def small_config(self) -> PreTrainedConfig:
         """Return the small configuration, with the router loss that is asked for."""
@@ -93,6 +96,7 @@ class Claim:
             "packed": self.packed,
             "router_loss": self.router_loss,
             "dtype": str(self.dtype),
+            **({"pieces": True} if self.pieces else {}),
         }
         return {
             "claim": json.loads(json.dumps(settled, sort_keys=True, default=same_text)),
@@ -139,6 +143,25 @@ def prove(
         _prove(Claim(config, adapters, names, packed=True, router_loss="off"))
 
 
+def prove_pieces(
+    config: PreTrainedConfig,
+    *,
+    adapters: PeftConfig | None = None,
+    trainable: Sequence[str] | None = None,
+    router_loss: str = "auto",
+) -> None:
+    """Prove on a small model that this family trains in pieces, as small as its blocks can be cut.
+
+    Args:
+        config, adapters, trainable, router_loss: as :func:`prove` has them.
+
+    Raises:
+        UserError: it does not, or its blocks cannot be cut.
+    """
+    names = None if trainable is None else tuple(trainable)
+    _prove(Claim(config, adapters, names, router_loss=router_loss, pieces=True))
+
+
 def _prove(claim: Claim) -> None:
     small = claim.small_config()
     key = claim.key(small)
@@ -175,6 +198,8 @@ class _Proof:
             raise self._unprovable(error) from error
         adapters, trainable = self._small_adapters(plain), claim.trainable and self._small_names(plain)
         opened = OpenModel(self._small, precision, cpu, adapters, trainable)
+        if claim.pieces:
+            opened.shape = in_pieces(opened.stack, opened.shape, 1)
         try:
             whole = self._whole_model(plain, adapters)
         except Exception as error:

@@ -14,6 +14,7 @@ import torch
 
 from fuyou.layout.model_layout import BatchShape, BufferCounts
 from fuyou.layout.record import Record
+from fuyou.layout.record_parts import ParameterSlot
 from fuyou.model.open_model import OpenModel
 from fuyou.model.recompute.replay import BlockReplay
 from fuyou.optimizer.absent_gradients import marked_absent
@@ -53,6 +54,8 @@ class SmallStep:
         self._flat = {record.index: _flat(record, parameters) for record in self._shape.records}
         # As in a run: what a step has learnt about recomputing blocks, the next one makes use of.
         self._recomputations = BlockReplay()
+        self._ranges: dict[str, dict[int, torch.Tensor | None]] = {}
+        """Gradients of parameters in pieces, by the first of the experts, until all of them have come."""
         self.gradients: dict[str, torch.Tensor | None] = {}
         """Gradients by first name, in the order in which the backward pass has made them; None where nothing flows."""
 
@@ -122,13 +125,30 @@ class SmallStep:
         return SimpleNamespace(buffers=buffers, heap=nothing, executor=executor)
 
     def _take(self, record: Record, flat: torch.Tensor) -> None:
-        for name, view in record.views(flat).items():
-            self.gradients[name] = None if marked_absent(view.reshape(-1)[:1]).any() else view
+        for slot, view in zip(record.parameters, record.views(flat).values(), strict=True):
+            value = None if marked_absent(view.reshape(-1)[:1]).any() else view
+            if slot.experts is None:
+                self.gradients[slot.name] = value
+            else:
+                self._ranges.setdefault(slot.names[0], {})[slot.experts[0]] = value
+                self._join(slot)
+
+    def _join(self, slot: ParameterSlot) -> None:
+        """Put the gradient of a parameter in pieces together, if all ranges of its experts have come."""
+        name, found = slot.names[0], self._ranges[slot.names[0]]
+        count = sum(other.names[0] == name for record in self._shape.records for other in record.parameters)
+        if len(found) == count:
+            parts = [found[start] for start in sorted(found)]
+            there = [part for part in parts if part is not None]
+            assert len(there) in (0, count), f"some experts of {name} have gradients, and some have none"
+            self.gradients[name] = torch.cat(there) if there else None
+            del self._ranges[name]
 
 
 def _flat(record: Record, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
     flat = torch.zeros(record.numel, dtype=record.precision.dtype)
     views = record.views(flat)
     for slot in record.parameters:
-        views[slot.name].copy_(next(parameters[name].detach() for name in slot.names if name in parameters))
+        whole = next(parameters[name].detach() for name in slot.names if name in parameters)
+        views[slot.name].copy_(slot.taken_from(whole))
     return flat
