@@ -29,6 +29,7 @@ from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import allocate_extents
 from fuyou.layout.share import Share
 from fuyou.model.open_model import OpenModel
+from fuyou.model.reference import check_reference
 from fuyou.optimizer.absent_gradients import MissedUpdates
 from fuyou.optimizer.clipping import ClipStatistics
 from fuyou.optimizer.nonfinite import NonFinitePolicy
@@ -156,6 +157,8 @@ class OpenRun:
             towers=config.towers,
             images=config.memory.images,
         )
+        if config.memory.reference:
+            check_reference(self.model)
         self._source = self.model.weights()
         self.model.shape = self._cut_blocks(self.model.shape, share)
         self.shape = self.model.shape.shared(share)
@@ -208,7 +211,7 @@ class OpenRun:
             self.config, self.model, self.shape, self.device, self.limits, self._link, self.topology
         )
         self._link = None  # it is the runtime's now
-        runtime.plan(*self._planned_batch())
+        runtime.plan(*self._planned_batch(), loss=self.config.loss_inputs)
         check_memory(runtime.memory_plan.host_bytes, self.agreement)
 
     def _open_store(self) -> None:

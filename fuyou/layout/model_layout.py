@@ -12,7 +12,7 @@ from common.models.vision.memory import NO_IMAGES, ImageMemory
 from fuyou.layout.pieces import PieceOrder
 from fuyou.layout.record import Kind, Precision, Record
 from fuyou.layout.share import Share
-from fuyou.layout.visits import Part, Phase, Visit
+from fuyou.layout.visits import REFERENCE_PHASES, Part, Phase, Visit
 
 
 @dataclass(frozen=True)
@@ -243,29 +243,34 @@ class ModelLayout:
         """Elements of the records of the largest block, padding included."""
         return max(sum(self.records[index].numel for index in block) for block in self.blocks)
 
-    def visits(self, train: bool, micro_batches: int = 1) -> tuple[Visit, ...]:
+    def visits(self, train: bool, micro_batches: int = 1, own_loss: bool = False) -> tuple[Visit, ...]:
         """Return the visits of a step, in order. The backward pass ends with the first record that is trained.
+
+        With ``own_loss``, the caller computes the loss from what the head gives, so that the head runs twice: for that,
+        and again with the gradients that come back.
 
         All micro-batches go through a visit, but for the backward pass of a block in pieces that are frozen: there, one
         micro-batch after the other has all pieces pass, so that the block's insides are on the device for one only. If
         pieces are trained, it is the gradient of which there must be only one.
         """
-        key = train, micro_batches
+        key = train, micro_batches, own_loss
         if key not in self._visits:
-            self._visits[key] = tuple(self._list_visits(train, micro_batches))
+            self._visits[key] = tuple(self._list_visits(train, micro_batches, own_loss))
         return self._visits[key]
 
     @cached_property
-    def _visits(self) -> dict[tuple[bool, int], tuple[Visit, ...]]:
+    def _visits(self) -> dict[tuple[bool, int, bool], tuple[Visit, ...]]:
         """Visits that were asked for: thousands, of blocks in pieces, which planning asks for in every step."""
         return {}
 
-    def _list_visits(self, train: bool, micro_batches: int) -> list[Visit]:
+    def _list_visits(self, train: bool, micro_batches: int, own_loss: bool) -> list[Visit]:
         layers = range(len(self.blocks))
         forward = [Visit(Phase.EMBED_FORWARD, self.embedding, None, self.embedding_adapter, self.tower)]
         forward += [visit for layer in layers for visit in self._block_forward(layer)]
+        if not train or own_loss:
+            forward.append(Visit(Phase.HEAD_EVAL, self.head, len(layers), self.head_adapter))
         if not train:
-            return [*forward, Visit(Phase.HEAD_EVAL, self.head, len(layers), self.head_adapter)]
+            return forward
         head = Visit(Phase.HEAD, self.head, len(layers), self.head_adapter)
         embedding = Visit(Phase.EMBED_BACKWARD, self.embedding, None, self.embedding_adapter, self.tower)
         backward = [self._trains(head)]
@@ -331,6 +336,20 @@ class BatchShape:
     """Tokens in one micro-batch, on average."""
     kept_bytes: int = 0
     """Bytes of the activations that one block saves beside its input, for one micro-batch."""
+    own_loss: bool = False
+    """Whether the caller computes the loss, between two runs of the head."""
+    reference: bool = False
+    """Whether every micro-batch also passes forward through the model without its adapters, as its own reference."""
+
+    def micro_batches_of(self, visit: Visit) -> range:
+        """Return the numbers of the micro-batches that a visit runs; the reference's come after the others."""
+        return visit.micro_batches(
+            self.micro_batches * (2 if self.reference and visit.phase in REFERENCE_PHASES else 1)
+        )
+
+    def is_reference(self, micro: int | None) -> bool:
+        """Return whether ``micro`` is a micro-batch of the reference."""
+        return micro is not None and micro >= self.micro_batches
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,10 @@ FORWARD_PHASES = BEFORE_HEAD_PHASES | {Phase.HEAD, Phase.HEAD_EVAL}
 """Phases up to the one in which the loss becomes known; a head's forward and backward pass are one phase."""
 
 
+REFERENCE_PHASES = BEFORE_HEAD_PHASES | {Phase.HEAD_EVAL}
+"""Phases that a reference takes part in, which is never trained."""
+
+
 @dataclass(frozen=True)
 class Part:
     """The part of a block's forward or backward pass during which one piece of the block is on the device."""

@@ -26,7 +26,7 @@ from fuyou.planner.rates import TaskRates
 from fuyou.planner.simulated_machine import Simulation
 from fuyou.planner.simulator import simulate
 from fuyou.planner.training_job import TrainingJob
-from fuyou.schedule.memory_plan import Batch, MemoryPlan
+from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
 from fuyou.schedule.tasks import ComputeTask, Op, Resource, StepList
 from fuyou.schedule.update_policy import UpdatePolicy
@@ -165,7 +165,7 @@ class Evaluator:
             kept_layers=len(activations.layers),
             kept_bytes=lambda batch: activations.saved(batch.micro_rows, batch.seq_len).nbytes,
         )
-        return planner.plan(job.rows, job.seq_len, candidate.micro_rows)
+        return planner.plan(job.rows, job.seq_len, candidate.micro_rows, job.loss)
 
     @property
     def _kernels(self) -> str:
@@ -303,9 +303,9 @@ def merge_micro_batches(plan: MemoryPlan, layers: int) -> MemoryPlan:
     few = max(1, _MAX_TASKS // (2 * layers))
     if several < 2 * few:
         return plan
-    batch = Batch(plan.batch.rows, plan.batch.seq_len, -(-plan.batch.rows // few))
+    batch = replace(plan.batch, micro_rows=-(-plan.batch.rows // few))
     factor = several / batch.micro_batches
-    everything = (layers + 2) * batch.micro_batches + 2
+    everything = batch.activations(layers)
     saved, spills = layers * batch.micro_batches, bool(counts.host_activations)
     device = max(4, int(counts.device_activations / factor)) if spills else everything
     device_saved = max(2, round(counts.device_kept / factor)) if counts.device_kept else 0

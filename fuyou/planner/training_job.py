@@ -21,6 +21,7 @@ from fuyou.model.open_model import OpenModel
 from fuyou.model.recompute.policy import ActivationPolicy
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.clipping import ClipBy, ClipStatistics, speculation_obstacle
+from fuyou.schedule.memory_plan import ENGINE_LOSS, LossInputs
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class TrainingJob:
     """Way in which gradients are clipped, if they are; None leaves it to the planner."""
     clipped_share: float = ClipStatistics().share
     """Share of the steps that are expected to be clipped; 0 if the norm only tells what is not finite."""
+    loss: LossInputs = ENGINE_LOSS
+    """What the loss is computed from, if the caller computes it."""
 
     @property
     def option_without_norm(self) -> str:
@@ -147,6 +150,7 @@ def training_job_of_run(
         commit_every=config.store.commit_every,
         clip_by=config.clip_by,
         clipped_share=0.0 if config.max_grad_norm == math.inf else clip_statistics.share,
+        loss=config.loss_inputs,
     )
 
 

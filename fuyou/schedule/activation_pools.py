@@ -61,13 +61,15 @@ class ActivationPools:
         self._bytes = 0
         self._ssd_users: dict[int, list[Task]] = {}
 
-    def begin(self, step: StepList, visits: Sequence[Visit], micro_batches: int, nbytes: int) -> None:
+    def begin(
+        self, step: StepList, visits: Sequence[Visit], micro_batches: Callable[[Visit], Sequence[int]], nbytes: int
+    ) -> None:
         """Start a pass, in which no activation is alive yet and every use is known; each takes ``nbytes``."""
         self._list, self._bytes = step, nbytes
         self._uses = {}
         position = 0
         for visit in visits:
-            for micro in visit.micro_batches(micro_batches):
+            for micro in micro_batches(visit):
                 for key in self._arguments(visit, micro)[0]:
                     self._uses.setdefault(key, []).append(position)
                 position += 1

@@ -16,7 +16,15 @@ from common.units import format_bytes
 from fuyou.layout.model_layout import BufferCounts, ModelLayout
 from fuyou.layout.record import Kind
 from fuyou.layout.resident import resident_records
-from fuyou.schedule.memory_plan import FEWEST_HEAD_TOKENS, HEAD_TOKENS, Batch, MemoryCounter, MemoryPlan
+from fuyou.schedule.memory_plan import (
+    ENGINE_LOSS,
+    FEWEST_HEAD_TOKENS,
+    HEAD_TOKENS,
+    Batch,
+    LossInputs,
+    MemoryCounter,
+    MemoryPlan,
+)
 
 
 class MemoryPlanner:
@@ -56,7 +64,7 @@ class MemoryPlanner:
         self._saving_layers, self._saved_bytes = kept_layers, kept_bytes if kept_layers else lambda batch: 0
         self._adapters = len(shape.of_kind(Kind.ADAPTER))
 
-    def plan(self, rows: int, seq_len: int, micro_rows: int | None) -> MemoryPlan:
+    def plan(self, rows: int, seq_len: int, micro_rows: int | None, loss: LossInputs = ENGINE_LOSS) -> MemoryPlan:
         """Return the best plan that fits: micro-batches as large as the device takes (or as asked), then buffers.
 
         Raises:
@@ -66,7 +74,7 @@ class MemoryPlanner:
         counter = MemoryCounter(self.shape, self._config, self._limits.cpu, self._saved_bytes)
         best: MemoryPlan | None = None
         for size in sizes:
-            batch = Batch(rows, seq_len, min(size, rows))
+            batch = Batch(rows, seq_len, min(size, rows), loss)
             for device in _device_ladder(bool(self.shape.orders)):
                 plan = self._fit(counter, batch, device)
                 if plan is not None:
@@ -76,7 +84,7 @@ class MemoryPlanner:
             if best is not None and best.counts.device_blocks > 1:
                 break  # smaller micro-batches would only cost speed
         if best is None:
-            raise self._too_small(counter, [Batch(rows, seq_len, min(size, rows)) for size in sizes])
+            raise self._too_small(counter, [Batch(rows, seq_len, min(size, rows), loss) for size in sizes])
         return best
 
     def _fit(self, counter: MemoryCounter, batch: Batch, device: BufferCounts) -> MemoryPlan | None:
@@ -200,7 +208,7 @@ class _Filler:
     def add_activations(self, counts: BufferCounts) -> BufferCounts | None:
         """Put the blocks' inputs on the device, else the host, else the SSDs; None if there is no room to pass."""
         nbytes = self.plan(counts).activation_bytes
-        total = (len(self.shape.blocks) + 2) * self.batch.micro_batches + 2
+        total = self.batch.activations(len(self.shape.blocks))
         more = min(total - counts.device_activations, self.device_room(counts) // nbytes)
         counts = replace(counts, device_activations=counts.device_activations + max(0, more))
         if counts.device_activations >= total:

@@ -66,7 +66,7 @@ class Scheduler:
         self._list = StepList(0)
         self._batch = BatchShape(1, 0, 0)
         self._position = 0
-        self._set_visits(1)
+        self._set_visits(self._batch)
 
         host = {
             kind: SortedPool(f"host parameters ({kind.value})", counts.host(kind), self._next_visit) for kind in Kind
@@ -108,10 +108,10 @@ class Scheduler:
         """
         assert commit or not self._speculate
         assert not self._gradients.kept, "resolve the speculation of the step before"
-        self._list, self._batch = StepList(step), batch
-        self._set_visits(batch.micro_batches)
-        self._activations.begin(self._list, self._visits, batch.micro_batches, batch.activation_bytes)
-        self._saved.begin(self._list, self._visits, batch.micro_batches, batch.kept_bytes)
+        self._list, self._batch = StepList(step, own_loss=batch.own_loss), batch
+        self._set_visits(batch)
+        self._activations.begin(self._list, self._visits, batch.micro_batches_of, batch.activation_bytes)
+        self._saved.begin(self._list, self._visits, batch.micro_batches_of, batch.kept_bytes)
         self._durable, self._defer_all = commit, defer_all
         for visit in self._in_turn(self._visits):
             if visit.phase in FORWARD_PHASES:
@@ -145,7 +145,7 @@ class Scheduler:
         assert not self.pending, "flush before evaluating"
         self._list, self._batch = StepList(step), batch
         visits = self.shape.visits(train=False)
-        self._activations.begin(self._list, visits, batch.micro_batches, batch.activation_bytes)
+        self._activations.begin(self._list, visits, batch.micro_batches_of, batch.activation_bytes)
         for visit in self._in_turn(visits):
             self._visit(visit, train=False)
         return self._list
@@ -179,9 +179,9 @@ class Scheduler:
 
     # -- visits ---------------------------------------------------------------------------------------------------
 
-    def _set_visits(self, micro_batches: int) -> None:
-        """Note the visits of a step with so many micro-batches, and where each record is used."""
-        self._visits = self.shape.visits(train=True, micro_batches=micro_batches)
+    def _set_visits(self, batch: BatchShape) -> None:
+        """Note the visits of a step on such a batch, and where each record is used."""
+        self._visits = self.shape.visits(train=True, micro_batches=batch.micro_batches, own_loss=batch.own_loss)
         self._uses: dict[int, list[int]] = {}  # record -> positions of the visits that use it
         for position, visit in enumerate(self._visits):
             for record in visit.records:
@@ -207,7 +207,7 @@ class Scheduler:
         if trained is not None:
             gradient, accumulates, leaving = self._gradient_buffer(trained)
             ready += leaving
-        flops, micros = self._flops(visit), visit.micro_batches(self._batch.micro_batches)
+        flops, micros = self._flops(visit), self._batch.micro_batches_of(visit)
         compute: ComputeTask | None = None
         for micro in micros:
             compute = ComputeTask(
@@ -391,7 +391,8 @@ class Scheduler:
 
     def _saved_arguments(self, visit: Visit, micro: int) -> Arguments:
         """Return which saved outputs a compute task reads and writes. A block in pieces saves only its input."""
-        if visit.layer in self._saving_layers and visit.part is None:
+        saves = visit.layer in self._saving_layers and visit.part is None
+        if saves and not self._batch.is_reference(micro):
             key = ("k", visit.layer, micro)
             if visit.phase is Phase.BLOCK_FORWARD:
                 return [], [key]

@@ -392,7 +392,9 @@ class Machine:
                 assert len(task.inputs) == len(inputs)
                 for index, value in zip(task.inputs, inputs, strict=True):
                     self._expect(task, ("device activation", index), value)
-                keeps = kind == "train" and task.visit.layer in self.program.saving_layers and task.visit.part is None
+                own = task.micro < self.program.lists[self.program.list_of[id(task)]][1]
+                keeps = kind == "train" and own and task.visit.layer in self.program.saving_layers
+                keeps = keeps and task.visit.part is None
                 passes = (Phase.BLOCK_FORWARD, Phase.BLOCK_BACKWARD)
                 assert (task.kept is not None) == (keeps and task.visit.phase in passes)
                 if task.kept is not None and task.visit.phase is Phase.BLOCK_BACKWARD:
@@ -453,11 +455,14 @@ def build(
     share: Share = ALONE,
     speculate: bool = False,
     defer_all: Collection[int] = (),
+    own: Collection[int] = (),
+    reference: bool = False,
 ) -> Program:
     """Ask a scheduler for ``script``: (``train`` | ``eval`` | ``flush``, micro-batches, commit), as an engine does.
 
     With ``speculate`` every step is committed, and those that would not be are clipped instead. Steps in ``defer_all``
-    defer all updates.
+    defer all updates. Entries ``own`` of the script (by index) have a loss of the caller's own; with ``reference`` it
+    needs a reference, too.
 
     ``defer`` is the deferred fraction of the blocks; 1 defers all records, and then (unless said otherwise by ``hold``)
     until the step has ended. ``resident`` is how many records live in host memory, of which ``counts`` then get as many
@@ -489,8 +494,9 @@ def build(
         if scheduler.pending or committed != step:
             program.lists.append(("flush", 0, scheduler.flush(step)))
 
-    for kind, micro, commit in script:
-        batch = BatchShape(micro, 4096, 8, 12288)
+    for index, (kind, micro, commit) in enumerate(script):
+        mine = index in own
+        batch = BatchShape(micro, 4096, 8, 12288, own_loss=mine, reference=mine and reference)
         if kind == "train":
             step += 1
             options = {"commit": commit or speculate, "defer_all": step in defer_all}

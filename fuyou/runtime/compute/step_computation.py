@@ -11,7 +11,7 @@ from common.errors import FinetuneError
 from common.models.task_type import TaskType
 from fuyou.layout.pieces import PiecePart
 from fuyou.layout.record import Kind, Record
-from fuyou.layout.visits import BEFORE_HEAD_PHASES, FORWARD_PHASES, Phase
+from fuyou.layout.visits import BEFORE_HEAD_PHASES, Phase
 from fuyou.model.blocks.calls import BlockCalls
 from fuyou.model.loss.cross_entropy import cross_entropy, targets_of
 from fuyou.model.loss.router_loss import RouterPass, router_logits
@@ -112,12 +112,15 @@ class StepComputation:
 
     def forward(self) -> torch.Tensor:
         """Run everything up to the head; return the batch's mean loss (this rank's part of it), an fp32 scalar."""
-        self._run_all(FORWARD_PHASES)
+        self._run_forward()
         total = self._losses[0]
         for loss in self._losses[1:]:
             total = total + loss
         self.loss = float(total)
         return total
+
+    def _run_forward(self) -> None:
+        self._run_all(self.tasks.forward_phases)
 
     def backward(self) -> None:
         """Run the rest."""

@@ -13,14 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from fuyou.layout.model_layout import BatchShape, BufferCounts
+from fuyou.layout.model_layout import BatchShape, BufferCounts, ModelLayout
 from fuyou.layout.pieces import PieceOrder, Stage
 from fuyou.layout.record import Kind, Precision
 from fuyou.layout.share import ALONE, Share
 from fuyou.layout.visits import Phase
 from fuyou.schedule.buffer_pool import Pool
+from fuyou.schedule.memory_plan import Batch, LossInputs
 from fuyou.schedule.scheduler import Scheduler
-from fuyou.schedule.tasks import SSD_READS, SSD_WRITES, ComputeTask, Op, Task
+from fuyou.schedule.tasks import SSD_READS, SSD_WRITES, ComputeTask, Op, StepList, Task
 from tests.helpers.schedule_model import Machine, Program, build, check_order
 from tests.helpers.step_shapes import CUTS, Computation, Cut, computations, one_by_one, step_shape
 
@@ -38,9 +39,15 @@ USUAL = BufferCounts(device_activations=100)
 SHARES = (ALONE, ALONE, Share(1, 2, 0, 1), Share(2, 1, 1, 0), Share(2, 2, 1, 1))
 
 
-def activations(layers: int, micro: int) -> int:
+def activations(layers: int, micro: int, reference: bool = False) -> int:
     """How many activations a step may keep at once, as the memory plan counts them."""
-    return (layers + 2) * micro + 2
+    return Batch(micro, 8, 1, LossInputs(1, reference)).activations(layers)
+
+
+def expected(shape: ModelLayout, kind: str, micro: int, steps: StepList) -> list[Computation]:
+    """What the twin computes in such a step or evaluation."""
+    reference = any(isinstance(task, ComputeTask) and task.micro >= micro for task in steps.tasks)
+    return list(computations(shape, micro, kind == "train", steps.own_loss, reference))
 
 
 @st.composite
@@ -60,7 +67,8 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
     """What to :func:`build`."""
     layers, tied = draw(st.integers(1, 6)), draw(st.booleans())
     most = draw(st.integers(1, 5))
-    total = activations(layers, most)
+    reference = draw(st.booleans())
+    total = activations(layers, most, reference)
     device = draw(st.integers(3, total))
     # Where the block inputs go: all on the device; device and host; device, host and SSD.
     if device == total:
@@ -98,6 +106,7 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
         "saving_layers": saving_layers, "speculate": speculate, "defer_all": draw(st.sets(st.integers(1, 5))),
         "resident": draw(st.sampled_from([0, 0, 1, 3, 8])), "frozen": draw(st.booleans()),
         "cuts": cuts, "share": ALONE if speculate else draw(st.sampled_from(SHARES)),
+        "own": draw(st.sets(st.integers(0, 4))), "reference": reference and not cuts,
     }  # fmt: skip
 
 
@@ -137,16 +146,17 @@ def test_every_step_computes_and_updates_everything_once(scenario: dict[str, Any
     shape = program.shape
     trained = [(micro, steps) for kind, micro, steps in program.lists if kind == "train"]
     for micro, steps in trained:
-        assert computed(steps.tasks) == list(computations(shape, micro, train=True))
+        assert computed(steps.tasks) == expected(shape, "train", micro, steps)
         assert steps.end is not None and steps.end.op is Op.STEP
         for task in steps.tasks:
             if task.op is Op.COMPUTE:
                 assert task.visit is not None
-                assert task.last == (task.visit.micro is not None or task.micro == micro - 1)
+                most = max(one.micro for one in steps.tasks if isinstance(one, ComputeTask) and one.visit == task.visit)
+                assert task.last == (task.visit.micro is not None or task.micro == most)
                 assert (task.gradient is not None) == (task.visit.trained is not None)
     for kind, micro, steps in program.lists:
         if kind == "eval":
-            assert computed(steps.tasks) == list(computations(shape, micro, train=False))
+            assert computed(steps.tasks) == expected(shape, "eval", micro, steps)
             assert not any(task.op in (Op.UPDATE, Op.STATE_WRITE, Op.COMMIT, Op.STEP) for task in steps.tasks)
     done = [task for task in program.tasks if task.op is Op.UPDATE]
     updates = Counter((task.record, task.step) for task in done if not program.is_void(task))
@@ -368,6 +378,32 @@ def test_updates_and_reads_are_not_held_up_by_what_they_do_not_need() -> None:
                 reach.add(id(task))
                 todo.extend(task.after)
         assert id(computes[layer]) not in reach
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("buffers", [1, 3])
+def test_a_reference_moves_no_more_weights(tied: bool, buffers: int) -> None:
+    """Step by step the same bytes of parameters, gradients and states as with the engine's own loss."""
+    layers, micro, steps = 6, 2, 4
+    counts = BufferCounts(
+        device_blocks=buffers, host_blocks=buffers, device_adapters=1, device_adapter_gradients=1, host_adapters=1,
+        host_adapter_gradients=1, device_activations=activations(layers, micro, True), device_block_gradients=0,
+        device_non_block_gradients=0, host_block_gradients=0, host_non_block_gradients=0,
+    )  # fmt: skip
+    script = [("train", micro, True)] * steps
+    own, plain = (
+        build(layers, tied, counts, script, frozen=True, own=range(steps) if own else (), reference=True)
+        for own in (True, False)
+    )
+    for (_, _, mine), (_, _, theirs) in zip(own.lists, plain.lists, strict=True):
+        for op in Op:
+            if op is not Op.COMPUTE:
+                assert [t.nbytes for t in mine.tasks if t.op is op] == [t.nbytes for t in theirs.tasks if t.op is op]
+    flops = [sum(task.flops for task in program.lists[1][2].tasks) for program in (own, plain)]
+    sizes, shape = [record.parameter_count for record in own.shape.records], own.shape
+    head = sizes[shape.head] + sizes[shape.head_adapter]
+    blocks = sum(sizes[index] for index in (*(block for (block,) in shape.blocks), *shape.block_adapters[1:]))
+    assert flops[0] - flops[1] == 2.0 * 8 * micro * (2 * head + blocks)  # once more, and once for the reference
 
 
 def test_flops_are_those_of_recomputation() -> None:
