@@ -10,6 +10,7 @@ from cli.options.settings import Settings
 from common.data import Batches, DataConfig, PackedBatches, RandomBatches, open_data
 from common.data.images.batches import ImageBatches, any_images, open_image_data
 from common.data.images.encoding import load_processor
+from common.data.pairs import PairBatches, open_pairs
 from common.errors import UserError
 from common.models.task_type import TaskType
 from fuyou.model.family import Family
@@ -75,7 +76,7 @@ class DataSource:
         with naming("--eval-data"):
             return self._open(self.settings.eval_data, shuffle=False)
 
-    def _open(self, files: tuple[str, ...], shuffle: bool = True) -> PackedBatches | ImageBatches:
+    def _open(self, files: tuple[str, ...], shuffle: bool = True) -> PackedBatches | ImageBatches | PairBatches:
         settings, folder = self.settings, self.output / "data"
         config = DataConfig(
             files,
@@ -87,6 +88,9 @@ class DataSource:
             packed=self.family.isolation is not None,
             labels_ahead=not self.family.shifts_labels,
         )
+        if settings.prefers:
+            assert self.tokenizer is not None
+            return open_pairs(config, self.tokenizer, folder)
         if any_images(config.files, folder):
             assert self.checkpoint is not None and self.tokenizer is not None
             if self.task_type is not TaskType.IMAGE_TEXT_TO_TEXT:

@@ -162,6 +162,22 @@ class TrainingSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ObjectiveSettings:
+    """What is learned from the data."""
+
+    # Names of fuyou.objectives.preferences.PREFERENCE_LOSSES, which takes long to import.
+    objective: str = option("sft", type=("sft", "dpo", "ipo", "simpo", "orpo"), modes=Mode.STEP)
+    """sft: the next token. dpo, ipo, simpo, orpo: to prefer one answer to another (columns prompt, chosen, rejected;
+    --batch-size counts pairs). dpo and ipo compare with the model as it was, without its adapters (--lora-rank)."""
+    beta: float | None = option(None, "X", ABOVE_ZERO, only=Only.PAIRS)
+    """Strength of the preference; of orpo, weight of the odds ratio. Default: 0.1; of simpo, 2."""
+    label_smoothing: float = option(0.0, "X", FiniteFloat(min=0, max=0.5, max_open=True), only=Only.SMOOTHED)
+    """Part of the pairs that may be labelled the wrong way round (dpo, simpo)."""
+    simpo_gamma: float = option(0.5, "X", NOT_NEGATIVE, only=Only.SIMPO)
+    """Margin that simpo asks for between the rewards of a pair."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class AdapterSettings:
     """Frozen weights, and adapters that are trained in their place."""
 
@@ -288,6 +304,7 @@ GROUPS: dict[str, type] = {
     "Memory": MemorySettings,
     "Cluster": ClusterSettings,
     "Training": TrainingSettings,
+    "Objective": ObjectiveSettings,
     "Adapters": AdapterSettings,
     "Output": OutputSettings,
     "Planning": PlanningSettings,

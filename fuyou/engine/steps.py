@@ -94,9 +94,11 @@ class Steps:
         values = dict(passing.values)
         if current.router is not None:
             values[AUX_LOSS] = torch.tensor(current.router.value)
-        return token_output(
-            passing, mask, streamed_values(values, lambda gradients: self._backward(current, passing, gradients))
-        )
+        values = streamed_values(values, lambda gradients: self._backward(current, passing, gradients))
+        result = token_output(passing, mask, values)
+        if current.router is not None:
+            result.aux_coefficient = current.router.coefficient
+        return result
 
     def note_loss(self, loss: float) -> None:
         """Note this rank's share of the loss of the step, which the caller computes: it is reported, and must be

@@ -31,7 +31,10 @@ class TokenOutput:
         reference: the same of the model without its adapters, without gradients, if that was asked for; else None.
         aux_loss: router loss of the whole batch of all ranks before its coefficient, an fp32 scalar with a gradient; to
             be added to the loss by the caller. None if the model has none, or there are no gradients.
+        aux_coefficient: the coefficient that the model's configuration has for it, or 0.
     """
+
+    aux_coefficient = 0.0
 
     def __init__(self, values: Mapping[str, torch.Tensor], mask: torch.Tensor, aux_loss: torch.Tensor | None = None):
         self._values = dict(values)

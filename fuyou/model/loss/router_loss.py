@@ -89,6 +89,11 @@ class RouterPass:
         self.share = torch.tensor(math.nan)
         """Its part of the whole loss, an fp32 scalar on the CPU; NaN until :meth:`combine`."""
 
+    @property
+    def coefficient(self) -> float:
+        """The family's factor of the loss."""
+        return self._loss.coefficient
+
     @torch.no_grad()
     def add(self, micro: int, logits: Sequence[torch.Tensor]) -> None:
         """Add the logits of a block's routers for a micro-batch, ``[tokens, E]`` each, to the sums."""

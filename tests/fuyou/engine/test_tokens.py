@@ -59,7 +59,8 @@ def cross_entropy_step(trained: fuyou.Engine, batch: dict[str, torch.Tensor]) ->
     out = trained.tokens(**batch)
     loss = -out.log_probs.sum() / out.mask.sum()
     if out.aux_loss is not None:
-        loss = loss + trained.config.router_aux_loss_coef * out.aux_loss
+        assert out.aux_coefficient == trained.config.router_aux_loss_coef
+        loss = loss + out.aux_coefficient * out.aux_loss
     trained.backward(loss)
     return loss.item()
 
