@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -27,7 +28,8 @@ class Preferences:
 
     def loss(self, engine: Engine, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         """Return the loss of a batch of pairs, and what people watch beside it."""
-        out = engine.tokens(**batch, reference=self.objective.needs_reference)
+        named: dict[str, Any] = dict(batch)
+        out = engine.tokens(**named, reference=self.objective.needs_reference)
         theirs = None if out.reference is None else out.reference.log_probs
         loss, watched = self.objective(out.log_probs, out.mask, theirs, self.config)
         if out.aux_loss is not None:

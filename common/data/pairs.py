@@ -92,8 +92,8 @@ def open_pairs(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir
 
 def _build(path: Path, files: list[Path], config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     fitting = RowFitter(config.seq_len, config.truncate)
-    tallies = {"cut": fitting.cut, "left_out": fitting.left_out, "untrained": fitting.untrained}
-    header = Header(seq_len=config.seq_len, files=len(files), **tallies)
+    header = Header(seq_len=config.seq_len, files=len(files))
+    header.cut, header.left_out, header.untrained = fitting.cut, fitting.left_out, fitting.untrained
     encoder = Encoder(tokenizer, fitting)
     with write_token_file(path, header) as out, reading(path.parent) as scratch:
 

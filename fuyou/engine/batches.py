@@ -45,8 +45,9 @@ def with_labels(run: OpenRun, batch: dict[str, Any]) -> dict[str, Any]:
     if run.model.task_type is TaskType.SEQUENCE_CLASSIFICATION:
         return {**batch, "labels": torch.zeros(ids.shape[0], dtype=torch.int64)}
     mask = batch.get("attention_mask")
-    shown = mask is None or mask.shape != ids.shape
-    return {**batch, "labels": ids if shown else ids.masked_fill(mask == 0, IGNORED)}
+    if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
+        ids = ids.masked_fill(mask.eq(0), IGNORED)
+    return {**batch, "labels": ids}
 
 
 def largest_of_all(

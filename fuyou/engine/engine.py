@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from common.errors import UserError
 from common.memory.meter import proportional_set_bytes
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
+from common.models.task_type import TaskType
 from fuyou.config import EngineConfig
 from fuyou.engine.opening import OpenRun
 from fuyou.engine.saving import save
@@ -145,8 +146,8 @@ class Engine:
 
         Args:
             outputs: ``"log_probs"`` (of each position's label; 0 where there is none), ``"entropy"``,
-                ``"mean_log_probs"`` (over the vocabulary, for label smoothing), ``"log_z"`` (the logarithm of the sum
-                of exponentials), ``"is_top1"``; of classifiers, ``"logits"``.
+                ``"mean_log_probs"`` (over the vocabulary, for label smoothing), ``"mean_logits"``, ``"log_z"`` (the
+                logarithm of the sum of exponentials), ``"is_top1"``; of classifiers, ``"logits"``.
             head: a function of the logits ``[n, V]`` of n tokens, in the compute dtype, and of a dictionary of what
                 there is for each of them (``targets``, ``input_ids``, ``inputs``, ``[n, ...]`` each), which returns
                 more outputs ``[n, ...]`` by name. It is called several times, with few tokens each, and must treat
@@ -339,6 +340,39 @@ class Engine:
         """Most device memory in use. Where the CPU is the device: what the plan gives it."""
         measured = self._run.device.peak_bytes()
         return self.memory_plan.device_bytes if measured is None else measured
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step has begun, by a forward pass with gradients, and not ended."""
+        return self._steps.in_step
+
+    def gradient_norm(self) -> float:
+        """Return the norm of the whole gradient before clipping, between the backward pass and :meth:`step`."""
+        return self._steps.gradient_norm()
+
+    @property
+    def norm_parameter(self) -> torch.nn.Parameter | None:
+        """A scalar parameter whose gradient is to be that norm, for trainers that look at their model's gradients."""
+        return self._steps.norm_parameter
+
+    @norm_parameter.setter
+    def norm_parameter(self, parameter: torch.nn.Parameter | None) -> None:
+        self._steps.norm_parameter = parameter
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """Norm to which gradients are clipped, if they are."""
+        return self._run.config.optimizer.max_grad_norm
+
+    @property
+    def task_type(self) -> TaskType:
+        """Task of the model's head."""
+        return self._run.model.task_type
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that train together."""
+        return self._run.shape.share.world_size
 
     @property
     def clip_by(self) -> ClipBy | None:

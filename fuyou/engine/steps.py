@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from common.errors import FinetuneError
+from common.errors import FinetuneError, UserError
 from fuyou.engine.batches import check_batch, largest_of_all, with_labels
 from fuyou.engine.opening import OpenRun
 from fuyou.engine.token_outputs import AUX_LOSS, TokenOutput, TokenRequest, loss_inputs, streamed_values, token_output
@@ -46,6 +46,9 @@ class Steps:
         self._run = run
         self._current: Computation | None = None
         self._in_flight = False
+        self._norm: float | None = None  # of the step's gradient, once it is asked for
+        self.norm_parameter: torch.nn.Parameter | None = None
+        """A scalar whose gradient is to be the norm of the whole gradient."""
         self._known_loss: float | None = None  # of the step; None: the caller has computed it and not said it
 
     # -- training -------------------------------------------------------------------------------------------------
@@ -94,7 +97,8 @@ class Steps:
         values = dict(passing.values)
         if current.router is not None:
             values[AUX_LOSS] = torch.tensor(current.router.value)
-        values = streamed_values(values, lambda gradients: self._backward(current, passing, gradients))
+        norm = None if self.norm_parameter is None else (self.norm_parameter, self.gradient_norm)
+        values = streamed_values(values, lambda gradients: self._backward(current, passing, gradients), norm)
         result = token_output(passing, mask, values)
         if current.router is not None:
             result.aux_coefficient = current.router.coefficient
@@ -126,7 +130,8 @@ class Steps:
         adam = replace(run.config.adam, lr=lr)
         run.commits.begin(Update(step, adam, 1.0, run.config.seed, skipped=run.nonfinite.skipped))
         loss = ENGINE_LOSS if passing is None else loss_inputs(passing)
-        shape = runtime.batch_shape(*batch["input_ids"].shape, loss)
+        rows, seq_len = batch["input_ids"].shape
+        shape = runtime.batch_shape(rows, seq_len, loss)
         self._in_flight = True  # before the schedule changes: an interrupt may come at any point
         waits = run.commits.clip_statistics(run.step_count).share > run.config.max_clipped_share
         commits = step % run.config.store.commit_every == 0
@@ -159,7 +164,7 @@ class Steps:
             raise FinetuneError("engine.step() comes after engine(**batch).loss.backward().")
         step = run.step_count + 1
         assert current.tasks.end is not None
-        norm = self._gradient_norm(current)
+        norm = self.gradient_norm()
         skipped = self._should_skip(step, 0.0 if self._known_loss is None else self._known_loss, norm)
         coefficient = clip_coefficient(norm, run.config.max_grad_norm or math.inf)
         clipped = not skipped and coefficient is not None
@@ -174,7 +179,7 @@ class Steps:
         if run.config.update_policy.speculative:
             again = (clipped or skipped) and runtime.scheduler.speculative
             runtime.submit(runtime.scheduler.resolve_speculation(step, clipped or skipped))
-        self._current = None
+        self._current = self._norm = None
         self._in_flight = False
         return self._report(current, step, norm, skipped=skipped, clipped=clipped, updated_again=again)
 
@@ -208,8 +213,20 @@ class Steps:
             self._finish_earlier_commit()
         return self._run.nonfinite.should_skip_step(step, loss, norm, self._run.commits.committed_step)
 
-    def _gradient_norm(self, current: Computation) -> float:
-        """Return the norm of the gradient summed over all ranks."""
+    @property
+    def in_step(self) -> bool:
+        """Whether a step has begun and not ended."""
+        return self._current is not None
+
+    def gradient_norm(self) -> float:
+        """Return the norm of the step's gradient summed over all ranks, after its backward pass. Collective."""
+        if self._current is None or not self._current.complete:
+            raise FinetuneError("A gradient's norm is there after loss.backward(), until engine.step().")
+        if self._norm is None:
+            self._norm = self._computed_norm(self._current)
+        return self._norm
+
+    def _computed_norm(self, current: Computation) -> float:
         run = self._run
         if run.agreement.is_alone or not run.device.computes:
             return current.gradient_norm()
@@ -247,7 +264,8 @@ class Steps:
     def _evaluation(self, batch: dict[str, Any], loss: LossInputs = ENGINE_LOSS) -> StepList:
         """Return the tasks of a forward pass that changes nothing."""
         runtime = self._run.runtime
-        shape = runtime.batch_shape(*batch["input_ids"].shape, loss)
+        rows, seq_len = batch["input_ids"].shape
+        shape = runtime.batch_shape(rows, seq_len, loss)
         return runtime.scheduler.evaluation(self._run.step_count, shape)
 
     def _run_forward(self, computation: Computation, tasks: StepList) -> None:
@@ -271,6 +289,12 @@ class Steps:
 
     def _prepare(self, batch: dict[str, Any]) -> int:
         """Check the batch and find room for it; return the number of labels in the batches of all ranks."""
+        model = self._run.model
+        if not model.task_type.generates and model.config.num_labels == 1:
+            raise UserError(
+                "This model gives a single number for each row, which cross entropy cannot learn from: make a loss of "
+                'engine.tokens(outputs=("logits",)).'
+            )
         labels = check_batch(self._run, batch)
         self._fit(batch)
         return labels

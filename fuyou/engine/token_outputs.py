@@ -107,17 +107,20 @@ def token_output(
 
 
 def streamed_values(
-    values: Mapping[str, torch.Tensor], backward: Callable[[dict[str, torch.Tensor]], None]
+    values: Mapping[str, torch.Tensor],
+    backward: Callable[[dict[str, torch.Tensor]], None],
+    norm: "tuple[torch.nn.Parameter, Callable[[], float]] | None" = None,
 ) -> dict[str, torch.Tensor]:
     """Return ``values`` as the beginning of a graph, at whose end autograd calls ``backward`` with their gradients.
 
     Args:
         values: on the CPU, so that ``backward`` runs in the caller's thread on any device.
         backward: gets the gradients of those that the loss depends on, by name.
+        norm: a scalar parameter whose gradient is to be what the function returns once ``backward`` is done.
     """
     names = [name for name, value in values.items() if value.is_floating_point()]
-    anchor = torch.ones((), requires_grad=True)
-    result = _StreamedValues.apply(anchor, names, backward, *(values[name] for name in names))
+    anchor, norm_of = (torch.ones((), requires_grad=True), None) if norm is None else norm
+    result = _StreamedValues.apply(anchor, names, backward, norm_of, *(values[name] for name in names))
     return dict(values) | dict(zip(names, result, strict=True))
 
 
@@ -130,9 +133,10 @@ class _StreamedValues(torch.autograd.Function):
         anchor: torch.Tensor,
         names: list[str],
         backward: Callable[[dict[str, torch.Tensor]], None],
+        norm_of: Callable[[], float] | None,
         *values: torch.Tensor,
     ) -> Any:
-        ctx.names, ctx.streamed = names, backward
+        ctx.names, ctx.streamed, ctx.norm_of = names, backward, norm_of
         ctx.set_materialize_grads(False)
         return tuple(value.clone() for value in values)
 
@@ -145,4 +149,5 @@ class _StreamedValues(torch.autograd.Function):
             )
         streamed, ctx.streamed = ctx.streamed, None
         streamed({name: one for name, one in zip(ctx.names, gradients, strict=True) if one is not None})
-        return (None,) * (3 + len(gradients))
+        norm = None if ctx.norm_of is None else torch.tensor(ctx.norm_of())
+        return norm, *(None,) * (3 + len(gradients))

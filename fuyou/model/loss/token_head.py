@@ -42,6 +42,9 @@ class _Logits:
     def mean_log_probs(self) -> torch.Tensor:
         return self.log_softmax.mean(-1)
 
+    def mean_logits(self) -> torch.Tensor:
+        return self.values.mean(-1)
+
     def log_z(self) -> torch.Tensor:
         return self.values.logsumexp(-1)
 
@@ -56,13 +59,14 @@ OUTPUTS: dict[str, Callable[[_Logits], torch.Tensor]] = {
     "log_probs": _Logits.log_probs,
     "entropy": _Logits.entropy,
     "mean_log_probs": _Logits.mean_log_probs,
+    "mean_logits": _Logits.mean_logits,
     "log_z": _Logits.log_z,
     "is_top1": _Logits.is_top1,
     "logits": _Logits.logits,
 }
 """Outputs that have a name: the log-probability of each target (0 where there is none), and for every position the
-entropy, the mean log-probability of all tokens (what label smoothing adds), the logarithm of the sum of exponentials
-(z-loss), whether the target has the largest logit, and the logits themselves, for classifiers."""
+entropy, the mean log-probability of all tokens (what label smoothing adds), the mean logit, the logarithm of the sum of
+exponentials (z-loss), whether the target has the largest logit, and the logits themselves, for classifiers."""
 
 
 class TokenHead:
