@@ -110,7 +110,7 @@ class PreferenceLoss:
         config: PreferenceConfig,
         shares: "Shares | None" = None,
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return the loss, an fp32 scalar with a graph, and what people watch, as sums over pairs.
+        """Return the loss, an fp32 scalar with a graph, and what people watch.
 
         Args:
             log_probs: of each position's target, fp32 ``[2 P, S]``: rows 2 i and 2 i + 1 are the preferred and the
@@ -121,8 +121,9 @@ class PreferenceLoss:
             shares: pairs, and tokens of preferred answers, of all ranks together; None: these are all.
 
         Returns:
-            The loss (of several ranks: its part), and ``rewards/chosen``, ``rewards/rejected``, ``rewards/margins``,
-            ``rewards/accuracies``, ``logps/chosen`` and ``logps/rejected``, each the mean's part likewise.
+            The loss, and what is watched, each the mean over pairs (of several ranks: its part): ``rewards/chosen``,
+            ``rewards/rejected``, ``rewards/margins``, ``rewards/accuracies`` (how often the preferred answer has the
+            larger reward), ``logps/chosen``, ``logps/rejected``, ``logps/accuracies`` (how often it is the likelier).
         """
         sides = []
         for side in (0, 1):
@@ -143,6 +144,7 @@ class PreferenceLoss:
             "rewards/margins": better - worse,
             "logps/chosen": chosen.log_probs.detach(),
             "logps/rejected": rejected.log_probs.detach(),
+            "logps/accuracies": (chosen.log_probs > rejected.log_probs).float(),
         }
         return loss, {name: float(value.sum() / shares.pairs) for name, value in watched.items()}
 
