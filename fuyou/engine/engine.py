@@ -13,7 +13,6 @@ from transformers import PreTrainedConfig
 from common.errors import UserError
 from common.memory.meter import proportional_set_bytes
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
-from common.models.task_type import TaskType
 from fuyou.config import EngineConfig
 from fuyou.engine.opening import OpenRun
 from fuyou.engine.saving import save
@@ -351,28 +350,9 @@ class Engine:
         return self._steps.gradient_norm()
 
     @property
-    def norm_parameter(self) -> torch.nn.Parameter | None:
-        """A scalar parameter whose gradient is to be that norm, for trainers that look at their model's gradients."""
-        return self._steps.norm_parameter
-
-    @norm_parameter.setter
-    def norm_parameter(self, parameter: torch.nn.Parameter | None) -> None:
-        self._steps.norm_parameter = parameter
-
-    @property
     def max_grad_norm(self) -> float | None:
         """Norm to which gradients are clipped, if they are."""
         return self._run.config.optimizer.max_grad_norm
-
-    @property
-    def task_type(self) -> TaskType:
-        """Task of the model's head."""
-        return self._run.model.task_type
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks that train together."""
-        return self._run.shape.share.world_size
 
     @property
     def clip_by(self) -> ClipBy | None:

@@ -61,7 +61,7 @@ class _Streamed:
         self.has_reference = False
         self.temperature = 1.0
         self._kept: tuple[torch.Tensor, TokenOutput] | None = None
-        engine.norm_parameter = self.norm
+        engine._steps.norm_parameter = self.norm
 
     def tokens(self, batch: dict[str, Any], outputs: tuple[str, ...]) -> TokenOutput:
         """Run the model, and with it the reference if there is one, for the call that will ask for it."""
@@ -125,7 +125,7 @@ class _Facade(PreTrainedModel):
         batch = {**bound.pop("kwargs", {}), **{name: value for name, value in bound.items() if value is not None}}
         fused, items = batch.pop("fused_lm_head", False), batch.pop("num_items_in_batch", None)
         batch = {name: value for name, value in batch.items() if name not in _NOT_OF_THE_MODEL}
-        task = streamed.engine.task_type
+        task = streamed.engine._run.model.task_type
         labels = batch.get("labels")
         if task is TaskType.SEQUENCE_CLASSIFICATION:
             return SequenceClassifierOutput(logits=self._given({**batch}, ("logits",)).logits.squeeze(1))
@@ -163,7 +163,7 @@ class _Facade(PreTrainedModel):
         digest = hashlib.blake2b(digest_size=32)
         for name, value in self._streamed.engine.named_parameters():
             digest.update(name.encode())
-            digest.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+            digest.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return {"digest": torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)}
 
     def load_state_dict(self, *_: Any, **__: Any) -> Any:
@@ -240,7 +240,7 @@ def as_reference(engine: Engine) -> PreTrainedModel:
 
 
 def _facade(engine: Engine, is_reference: bool) -> PreTrainedModel:
-    if engine.ranks > 1:
+    if engine._run.shape.share.world_size > 1:
         raise UserError(
             "Trainers drive one process for now: several ranks write the loop with engine.tokens, or use finetune "
             "--nodes."
@@ -256,4 +256,4 @@ def _facade(engine: Engine, is_reference: bool) -> PreTrainedModel:
     made.config = copy.deepcopy(model.config)
     made.config._name_or_path = _NO_REFERENCE
     made.__dict__.update(_streamed=streamed, _is_reference=is_reference)
-    return cast(PreTrainedModel, made)
+    return made
