@@ -391,8 +391,7 @@ class Scheduler:
 
     def _saved_arguments(self, visit: Visit, micro: int) -> Arguments:
         """Return which saved outputs a compute task reads and writes. A block in pieces saves only its input."""
-        saves = visit.layer in self._saving_layers and visit.part is None
-        if saves and not self._batch.is_reference(micro):
+        if visit.layer in self._saving_layers and visit.part is None and not self._batch.is_reference(micro):
             key = ("k", visit.layer, micro)
             if visit.phase is Phase.BLOCK_FORWARD:
                 return [], [key]
