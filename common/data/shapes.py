@@ -42,6 +42,8 @@ KNOWN_SHAPES = "text | messages or conversations | prompt, completion | instruct
 
 KNOWN_PAIRS = "prompt, chosen, rejected | instruction, chosen, rejected (and optionally input) | chosen, rejected"
 
+KNOWN_PAIRS = "prompt, chosen, rejected | instruction, chosen, rejected (and optionally input) | chosen, rejected"
+
 
 @dataclass(frozen=True)
 class PlainText:

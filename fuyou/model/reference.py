@@ -45,6 +45,11 @@ def check_reference(model: OpenModel) -> None:
     Raises:
         UserError: it is not.
     """
+    if model.shape.orders:
+        raise UserError(
+            "Blocks of this model are computed in pieces, through which no reference passes yet: give more memory, or "
+            "compute the reference's log-probabilities before training and give them to the loss."
+        )
     adapters, why = model.adapters, "this run trains the weights themselves"
     if adapters is not None:
         trained = next((name for name in adapters.trainable_names if name in adapters.base_names), None)

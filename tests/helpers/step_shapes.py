@@ -163,23 +163,27 @@ class Computation:
     """Record whose gradient it adds to; None if it adds to none."""
 
 
-def computations(shape: ModelLayout, micro: int, train: bool) -> Iterator[Computation]:
-    """Yield all computations of a step, in order."""
+def computations(
+    shape: ModelLayout, micro: int, train: bool, own_loss: bool = False, reference: bool = False
+) -> Iterator[Computation]:
+    """Yield all computations of a step, in order; with a loss of the caller's own, and maybe a reference."""
     layers, trained = len(shape.blocks), frozenset(shape.trainable)
-    for m in range(micro):
+    forward = range(micro * (2 if reference else 1))
+    for m in forward:
         yield Computation(Phase.EMBED_FORWARD, None, shape.embedding, m, True, True, None)
     for layer, records in enumerate(shape.blocks):
         pieces = shape.orders[layer].forward if len(records) > 1 else (0,)
         for place, piece in enumerate(pieces):
-            for m in range(micro):
+            for m in forward:
                 ends = place == len(pieces) - 1
                 yield Computation(Phase.BLOCK_FORWARD, layer, records[piece], m, not place, ends, None)
     head = shape.head if shape.head in trained else shape.head_adapter
-    for m in range(micro):
-        phase = Phase.HEAD if train else Phase.HEAD_EVAL
-        yield Computation(phase, layers, shape.head, m, True, True, head if train else None)
+    for m in forward if own_loss or not train else ():
+        yield Computation(Phase.HEAD_EVAL, layers, shape.head, m, True, True, None)
     if not train:
         return
+    for m in range(micro):
+        yield Computation(Phase.HEAD, layers, shape.head, m, True, True, head)
     last = 0 if shape.embedding in trained else min(_trained_layers(shape), default=layers)
     for layer in reversed(range(last, layers)):
         yield from _block_backward(shape, layer, micro)

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from common.errors import UserError
 from fuyou.layout.visits import Phase
 from fuyou.model.loss.token_head import TokenHead
 from fuyou.model.open_model import OpenModel
@@ -90,11 +89,6 @@ class TokenComputation(StepComputation):
     ):
         super().__init__(model, plane, tasks, batch, recomputations, start_time)
         self._passing, self._own = passing, len(self._micro)
-        if passing.reference is not None and plane.buffers.shape.orders:
-            raise UserError(
-                "The model without its adapters cannot be the reference where blocks are in pieces: give the device "
-                "more memory, or the log-probabilities of a reference that was run before."
-            )
         if passing.reference is not None:
             self._micro, self._calls = self._micro * 2, self._calls * 2
         self._rows: list[slice] = []
